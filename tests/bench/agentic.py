@@ -124,8 +124,8 @@ class Bench:
         from workers.rollout.base import SamplingParams
         from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
 
-        options = {"env_config": {"seconds": latency_ms / 1000}, "max_tokens_per_step": TURN_TOKENS}
-        template = EnvTemplate("slow", "tests.bench.agentic_env:Slow", **options)
+        options = {"env_config": {"latency_s": latency_ms / 1000, "turns": 4}, "max_tokens_per_step": TURN_TOKENS}
+        template = EnvTemplate("slow", "tests.workers.counting_env:Counting", **options)
         pool: Any = EnvPool(EnvPoolConfig(num_workers=1, threads=ENVIRONMENTS), {"slow": template})
         pool.dry_run(["slow"])
         recorder = Recorder(self.engine)

@@ -101,6 +101,12 @@ def batch(rows: int, width: int, seed: int = 0) -> Columns:
 # ---------------------------------------------------------------------------------------------------- the cases
 
 
+def chosen(columns: Columns, names: dict[str, str], learnt: str = "") -> Columns:
+    """Arguments by the columns that they come from; a gradient is asked of `learnt`."""
+    given = {name: columns[source] for name, source in names.items()}
+    return given | ({learnt: given[learnt].detach().requires_grad_()} if learnt else {})
+
+
 def estimator(name: str) -> Case:
     def run(algos: Any, config: Any, columns: Columns) -> Numbers:
         function = algos.ADV_ESTIMATOR_REGISTRY[name]
@@ -111,35 +117,30 @@ def estimator(name: str) -> Case:
 
 
 def policy_loss(name: str) -> Case:
-    def columns_of(columns: Columns) -> Columns:
-        chosen = {"selected": columns["selected"]} if name in TOKEN_SELECTIONS else {}
-        names = ("log_prob", "advantages", "response_mask")
-        return {"old_log_prob": columns["old_log_probs"], **{key: columns[key] for key in names}, **chosen}
+    names = {"old_log_prob": "old_log_probs", **{key: key for key in ("log_prob", "advantages", "response_mask")}}
+    names |= {"selected": "selected"} if name in TOKEN_SELECTIONS else {}
 
     def run(algos: Any, config: Any, columns: Columns) -> Numbers:
-        given = columns_of(columns)
-        given["log_prob"] = given["log_prob"].detach().requires_grad_()
+        given = chosen(columns, names, "log_prob")
         loss, _ = algos.POLICY_LOSS_REGISTRY[name](**given, loss_agg_mode=MODE, config=config)
         loss.backward()
         return [loss]
 
-    return Case("loss", name, run, lambda c: [naive_policy_loss(name, columns_of(c), MODE, CONFIG)])
+    return Case("loss", name, run, lambda c: [naive_policy_loss(name, chosen(c, names), MODE, CONFIG)])
 
 
 def value_loss() -> Case:
     names = {"vpreds": "log_prob", "returns": "advantages", "values": "values", "response_mask": "response_mask"}
 
     def run(algos: Any, config: Any, columns: Columns) -> Numbers:
-        given = {name: columns[source] for name, source in names.items()}
-        given["vpreds"] = given["vpreds"].detach().requires_grad_()
+        given = chosen(columns, names, "vpreds")
         loss, _ = algos.compute_value_loss(**given, cliprange_value=CLIPRANGE_VALUE, loss_agg_mode=MODE)
         loss.backward()
         return [loss]
 
-    def naive(columns: Columns) -> Numbers:
-        return [naive_value_loss({name: columns[source] for name, source in names.items()}, CLIPRANGE_VALUE, MODE)]
-
-    return Case("value loss", "compute_value_loss", run, naive)
+    return Case(
+        "value loss", "compute_value_loss", run, lambda c: [naive_value_loss(chosen(c, names), CLIPRANGE_VALUE, MODE)]
+    )
 
 
 def aggregation(mode: str) -> Case:

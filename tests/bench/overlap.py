@@ -17,6 +17,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from tests.bench.step_task import LEARNING_RATE, SAMPLES, SIZES, make_task
+
+SIZE = SIZES[0]
+LENGTHS = SIZE.lengths[1]
 PROCESSES = 2
 WARM_UP = 3
 
@@ -44,7 +48,6 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
 
     function: of the reward file. at_once: samples that it can work on at one time.
     """
-    from tests.bench.step_task import PROMPTS_PER_STEP, SAMPLES
     from trainer import build
     from trainer.build import run_ppo
     from trainer.ray_trainer import RayPPOTrainer
@@ -91,7 +94,7 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
             run_ppo([f"{key}={value}" for key, value in overrides.items()], trainer_class=Timed)
     finally:
         build.RewardPool = pool_class  # type: ignore[misc]
-    reward = float(file.read_text()) * PROMPTS_PER_STEP * SAMPLES / at_once
+    reward = float(file.read_text()) * LENGTHS.prompts * SAMPLES / at_once
     return {
         "generation": statistics.median(generation[WARM_UP:]),
         "reward": reward,
@@ -102,16 +105,14 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
 
 def options(folder: Path, function: str, at_once: int, steps: int) -> dict[str, Any]:
     """The run's command line."""
-    from tests.bench.step_task import LEARNING_RATE, PROMPTS_PER_STEP, SAMPLES, SKEWED
-
     overrides: dict[str, Any] = {
         "model.path": folder / "model",
         "model.enable_gradient_checkpointing": False,
         "data.train_files": folder / "train.parquet",
-        "data.train_batch_size": PROMPTS_PER_STEP,
+        "data.train_batch_size": LENGTHS.prompts,
         "data.max_prompt_length": 16,
-        "data.max_response_length": SKEWED.maximum,
-        "actor.ppo_mini_batch_size": PROMPTS_PER_STEP,
+        "data.max_response_length": LENGTHS.maximum,
+        "actor.ppo_mini_batch_size": LENGTHS.prompts,
         "actor.optim.lr": LEARNING_RATE,
         "rollout.n": SAMPLES,
         "rollout.name": "hf",
@@ -132,8 +133,9 @@ def options(folder: Path, function: str, at_once: int, steps: int) -> dict[str, 
 
 
 def show(title: str, seconds: dict[str, float]) -> None:
-    """Prints the measured times and what they are against the longer of the two and against their sum."""
-    longer, total = max(seconds["generation"], seconds["reward"]), seconds["generation"] + seconds["reward"]
+    """Prints the measured times against the longer of the two and against their sum."""
+    both = seconds["generation"], seconds["reward"]
+    longer, total = max(both), sum(both)
     print(f"\n{title}")
     print(f"  generation {seconds['generation']:.3f} s, reward {seconds['reward']:.3f} s")
     for name in ("streaming", "in turn"):
@@ -150,11 +152,9 @@ def main(argv: list[str]) -> int:
     from trainer.cli import prepare_driver
 
     prepare_driver()
-    from tests.bench.step_task import make_task
-
     with tempfile.TemporaryDirectory(prefix="bench-overlap-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        make_task(folder)
+        make_task(folder, SIZE)
         (folder / "reward.py").write_text(REWARD)
         show(f"a function in {PROCESSES} processes", run(folder, "sleeps", PROCESSES, rounds))
         show("an async function, 16 calls at once in one process", run(folder, "awaits", 16, rounds))

@@ -58,50 +58,39 @@ class Case:
     items: list[RewardItem]
 
 
+RULES: dict[str, tuple[Callable[[int], str], Callable[[int], Any], dict[str, Any]]] = {
+    "exact_match": (str, str, {}),
+    "gsm8k": (lambda n: f"{REASONING}\n#### {n}", str, {}),
+    "math_dapo": (lambda n: f"{REASONING}\nAnswer: ${n}$", str, {}),
+    "math_verify": (lambda n: rf"{REASONING} \boxed{{\frac{{{n}}}{{7}}}}", lambda n: rf"\frac{{{n}}}{{7}}", {}),
+    "exact_answer": (lambda n: f"{REASONING}\n<answer>The {n}.</answer>", str, {}),
+    "multiple_choice": (lambda n: f"{REASONING}\nThe answer is ({'ABCD'[n % 4]}).", lambda n: n % 4, {}),
+    "regex": (lambda n: f"{REASONING}\nx = {n}", str, {"pattern": r"x = (\d+)", "group": 1}),
+}
+"""The answer that gives a number, and the truth that this number is. A wrong answer gives the next number."""
+
+
 def rule_cases(count: int = REWARDS) -> list[Case]:
     """Every reward that is a rule, reasoning-gym, and two rules together; every second answer is wrong."""
-    ending: dict[str, tuple[Callable[[int], str], Callable[[int], Any], dict[str, Any]]] = {
-        "exact_match": (str, str, {}),
-        "gsm8k": (lambda n: f"#### {n}", str, {}),
-        "math_dapo": (lambda n: f"Answer: ${n}$", str, {}),
-        "math_verify": (lambda n: rf"\boxed{{\frac{{{n}}}{{7}}}}", lambda n: rf"\frac{{{n}}}{{7}}", {}),
-        "exact_answer": (lambda n: f"<answer>The {n}.</answer>", str, {}),
-        "multiple_choice": (lambda n: f"The answer is ({'ABCD'[n % 4]}).", lambda n: n % 4, {}),
-        "format": (lambda n: f"</think><answer>{n}</answer>", str, {}),
-        "regex": (lambda n: f"x = {n}", str, {"pattern": r"x = (\d+)", "group": 1}),
-    }
 
-    def answer(name: str, number: int) -> str:
-        wrong = number % 2
-        text = ending[name][0](number + wrong)
-        match name:
-            case "exact_match":
-                return text
-            case "format":
-                return f"<think>{REASONING}\n{text.replace('</think>', '') if wrong else text}"
-        return f"{REASONING}\n{text}"
+    def case(name: str, functions: dict[str, Any], answers: list[str], truth: Callable[[int], Any] = str) -> Case:
+        items = [RewardItem(n, "bench", text, truth(n), {"index": n}) for n, text in enumerate(answers)]
+        return Case(name, RewardConfig(functions=functions), items)
 
-    cases = [
-        Case(
-            name,
-            RewardConfig(functions={name: {"reward": name, "kwargs": kwargs}}),
-            [RewardItem(n, "bench", answer(name, n), truth(n), {"index": n}) for n in range(count)],
-        )
-        for name, (_, truth, kwargs) in ending.items()
-    ]
-    functions = {"accuracy": {"reward": "math_dapo"}, "format": {"reward": "format", "weight": 0.1}}
-    texts = [
-        f"<think>{REASONING}\n{'' if n % 2 else '</think>'}<answer>Answer: {n + n % 2}\n</answer>" for n in range(count)
-    ]
-    items = [RewardItem(n, "bench", text, str(n), {"index": n}) for n, text in enumerate(texts)]
+    thoughts = [f"<think>{REASONING}\n{'' if n % 2 else '</think>'}<answer>Answer: {n}</answer>" for n in range(count)]
+    both = {"accuracy": {"reward": "math_dapo"}, "format": {"reward": "format", "weight": 0.1}}
     gym = []
     for n in range(count):
         entry = json.dumps({"question": f"{n} + 1 =", "answer": str(n + 1), "metadata": {}})
         text = "nothing" if n % 2 else str(n + 1)
         gym.append(RewardItem(n, "reasoning_gym/chain_sum", text, "", {"entry": entry, "full_marks_only": True}))
     return [
-        *cases,
-        Case("math_dapo + format", RewardConfig(functions=functions), items),
+        *(
+            case(name, {name: {"reward": name, "kwargs": kwargs}}, [answer(n + n % 2) for n in range(count)], truth)
+            for name, (answer, truth, kwargs) in RULES.items()
+        ),
+        case("format", {"format": {"reward": "format"}}, thoughts),
+        case("math_dapo + format", both, [f"{text[:-9]}\n</answer>" for text in thoughts], lambda n: str(n - n % 2)),
         Case("reasoning_gym", RewardConfig(), gym),
     ]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForTokenClassification
 
-from tests.workers.engine_cases import RESPONSE, Batch, Case, build_engine, planned, ragged_batch
+from tests.workers.engine_cases import RESPONSE, Batch, Case, build_engine, ragged_batch
 from verl_lite.config import ActorConfig, CriticConfig, CriticOptimConfig
 from verl_lite.protocol import DataProto
 from workers.engine.fsdp import FSDPEngine
@@ -47,19 +47,3 @@ value_loss = partial(
 def build_critic(path: str, case: Case) -> FSDPEngine:
     optim = CriticOptimConfig(lr=1e-3, eps=1e-3, lr_warmup_steps=3, lr_scheduler_type="cosine")
     return build_engine(path, case, optim, value_head)
-
-
-def values_of(path: str, batch: Batch, case: Case) -> np.ndarray:
-    """This rank's values in planned order."""
-    data, _ = planned(critic_batch(batch), case)
-    return build_critic(path, case).infer(data)["values"].numpy()
-
-
-def trained_critic(path: str, batch: Batch, case: Case, steps: int, save: str) -> dict[str, np.ndarray]:
-    """Saves after some training steps of two mini-batches each; the parameters."""
-    engine = build_critic(path, case)
-    data, _ = planned(critic_batch(batch), case, mini_batch_size=4)
-    for _ in range(steps):
-        engine.train(data, value_loss, epochs=1)
-    engine.save(save)
-    return {name: tensor.clone().numpy() for name, tensor in engine.full_params(bucket_bytes=40_000)}

@@ -125,6 +125,14 @@ def parts_of(
     return plan.apply(data).chunk(world), plan
 
 
+def in_order(found: np.ndarray, plan: BatchPlan) -> np.ndarray:
+    """What was computed in planned order, of all ranks together, in the order of the batch; of padding it is 0."""
+    assert not found[plan.is_padding].any()
+    rows = np.zeros((plan.order.max() + 1, *found.shape[1:]), dtype=found.dtype)
+    rows[plan.order[~plan.is_padding]] = found[~plan.is_padding]
+    return rows
+
+
 def build_engine(
     path: str,
     case: Case,
@@ -154,18 +162,20 @@ def build_engine(
 
 
 @cache
-def _engine_of(path: str, packed: bool, checkpointing: bool, groups: tuple[Any, ...], ranks: Any) -> FSDPEngine:
-    min_num_params, fsdp_size, reshard, chunk_tokens, reduce = groups
-    case = Case(packed, checkpointing, None, None, min_num_params, fsdp_size, reshard, chunk_tokens)
-    return build_engine(path, replace(case, reduce_every_micro_batch=reduce))
+def _engine_of(path: str, how: Case, ranks: Any) -> FSDPEngine:
+    return build_engine(path, how)
+
+
+def engine_of(path: str, case: Case) -> FSDPEngine:
+    """One engine for all cases that cut the batch in other ways."""
+    cut = {"max_token_len": None, "micro_batch_size": None, "row_order_seed": None, "balance": True}
+    return _engine_of(path, replace(case, **cut), dist.group.WORLD)
 
 
 def gradient(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
     """The whole gradient of one optimizer step on `ragged_batch` with `loss_fn`."""
-    sharding = (case.min_num_params, case.fsdp_size, case.reshard_after_forward)
-    groups = (*sharding, case.chunk_tokens, case.reduce_every_micro_batch)
-    engine = _engine_of(path, case.packed, case.checkpointing, groups, dist.group.WORLD)
-    return gradient_of(engine, ragged_batch(batch), case, loss_fn, temperature=TEMPERATURE, calculate_entropy=True)
+    data, options = ragged_batch(batch), {"temperature": TEMPERATURE, "calculate_entropy": True}
+    return gradient_of(engine_of(path, case), data, case, loss_fn, **options)
 
 
 def gradients_of(path: str, batch: Batch, cases: list[Case]) -> list[dict[str, np.ndarray]]:
@@ -191,10 +201,8 @@ def gradient_of(
 
 def log_probs(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:
     """This rank's log_probs and entropys in planned order."""
-    groups = (0, -1, True, case.chunk_tokens, False)
-    engine = _engine_of(path, case.packed, case.checkpointing, groups, dist.group.WORLD)
     data, _ = planned(ragged_batch(batch), case)
-    outputs = engine.infer(data, temperature=TEMPERATURE, calculate_entropy=True)
+    outputs = engine_of(path, case).infer(data, temperature=TEMPERATURE, calculate_entropy=True)
     return {name: value.numpy() for name, value in outputs.items()}
 
 

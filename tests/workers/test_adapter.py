@@ -16,14 +16,27 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny_model import tiny_qwen2
 from tests.workers.conftest import OnRanks
-from tests.workers.engine_cases import CPU, PROMPT, RESPONSE, Batch, Case, build_engine, loss_fn, planned, ragged_batch
+from tests.workers.engine_cases import (
+    CPU,
+    PROMPT,
+    RESPONSE,
+    TEMPERATURE,
+    Batch,
+    Case,
+    build_engine,
+    loss_fn,
+    planned,
+    ragged_batch,
+)
+from tests.workers.invariance import POLICY, plain_outputs
 from verl_lite.config import MixedPrecisionConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.engine.checkpoint import export, export_adapter
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.loading import count_parameters, count_trained
-from workers.rollout.base import Request, SamplingParams, build_rollout_engine
+from workers.rollout.base import SamplingParams, build_rollout_engine
+from workers.rollout.single_turn import generate
 from workers.weight_sync import sync_weights
 
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
@@ -31,7 +44,7 @@ OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.05)  # the gradient is clippe
 CASE = Case()
 ATTENTION = ("q_proj", "v_proj")
 vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-ARGUMENTS: dict[str, Any] = {"temperature": 1.0, "calculate_entropy": True}
+ARGUMENTS: dict[str, Any] = {"temperature": TEMPERATURE, "calculate_entropy": True}
 
 
 def engine_of(path: str, case: Case = CASE, targets: tuple[str, ...] = ("all-linear",), rank: int = 3) -> FSDPEngine:
@@ -58,19 +71,9 @@ def log_probs(engine: FSDPEngine) -> torch.Tensor:
     return engine.infer(planned(ragged_batch(BATCH), Case())[0], temperature=1.0, calculate_entropy=False)["log_probs"]
 
 
-def plain_outputs(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """log_probs and entropys (B, R) by the padded forward of transformers."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    distribution = model(**inputs).logits[:, PROMPT - 1 : -1].log_softmax(-1)
-    log_p = distribution.gather(2, batch["responses"].unsqueeze(2)).squeeze(2)
-    return {"log_probs": log_p, "entropys": -(distribution.exp() * distribution).sum(2)}
-
-
-def trained_adapter(path: str, case: Case, steps: int, save: str = "", load: str = "") -> dict[str, Any]:
+def trained_adapter(path: str, case: Case, steps: int, save: str = "") -> dict[str, Any]:
     """On each rank: what learns after some steps, and the merged weights."""
     engine = engine_of(path, case)
-    if load:
-        engine.load(load)
     start = {name: value.numpy() for name, value in gathered(engine).items()}
     train(engine, case, steps)
     if save:
@@ -120,7 +123,7 @@ def test_gradients_and_steps_equal_those_of_plain_peft(path: str, targets: tuple
     for _ in range(2):
         engine.train(data, loss_fn, epochs=1, **ARGUMENTS)
         optimizer.zero_grad()
-        loss_fn(whole, plain_outputs(plain, whole.batch))[0].backward()
+        loss_fn(whole, plain_outputs(plain, POLICY, whole))[0].backward()
         torch.nn.utils.clip_grad_norm_(learnt.values(), 0.05)
         optimizer.step()
         assert_close(
@@ -180,8 +183,7 @@ def test_switched_off_it_is_the_base_before_and_after_training(path: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"),
-    [("hf", False), pytest.param("vllm", True, marks=[pytest.mark.slow, vllm_missing])],
+    ("name", "tied"), [("hf", False), pytest.param("vllm", True, marks=[pytest.mark.slow, vllm_missing])]
 )
 def test_the_rollout_engine_really_uses_the_adapter(name: str, tied: bool, tmp_path: Path) -> None:
     """The log-probs of what it generates are the trainer's, and not those of the base."""
@@ -190,43 +192,40 @@ def test_the_rollout_engine_really_uses_the_adapter(name: str, tied: bool, tmp_p
     train(engine, Case(), steps=2)
     options = RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=16, max_num_batched_tokens=512)
     rollout = build_rollout_engine(name, model, options, max_model_len=64, device=CPU, dtype=torch.float32, seed=0)
+    prompts = ragged_batch(Batch(rows=6)).batch
+    names = {"uid": np.arange(6).astype(object), "sample": np.zeros(6, dtype=int)}
     try:
         sync_weights(engine, rollout, version=1, bucket_mb=1)
-        batch = ragged_batch(Batch(rows=6)).batch
-        for row in range(6):
-            tokens = batch["input_ids"][row, :PROMPT][batch["attention_mask"][row, :PROMPT] == 1]
-            rollout.submit(Request(str(row), tuple(tokens.tolist()), SamplingParams(max_tokens=RESPONSE, seed=row)))
-        done = {}
-        while rollout.unfinished:
-            done.update({completion.request_id: completion for completion in rollout.step()})
+        rows = generate(
+            rollout,
+            DataProto.from_dict(
+                {"prompts": prompts["prompts"], "prompt_mask": prompts["attention_mask"][:, :PROMPT]}, names
+            ),
+            sampling=SamplingParams(max_tokens=RESPONSE),
+            seed=0,
+            step=0,
+            response_length=RESPONSE,
+            pad_token_id=0,
+            on_finished=lambda finished: None,
+        )
     finally:
         rollout.close()
-    generated = torch.zeros(6, RESPONSE)
-    batch["input_ids"][:, PROMPT:] = torch.tensor([list(done[str(row)].token_ids) for row in range(6)])
-    batch["responses"] = batch["input_ids"][:, PROMPT:]
-    batch["response_mask"].fill_(1)
-    batch["attention_mask"][:, PROMPT:] = 1
-    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    for row in range(6):
-        generated[row] = torch.tensor(done[str(row)].log_probs)
-    data, plan = planned(DataProto.from_dict(dict(batch)), Case())
+    data, plan = planned(rows, Case())
+    generated = rows.batch["rollout_log_probs"][plan.order]
     trainers = engine.infer(data, temperature=1.0, calculate_entropy=False)["log_probs"]
     with engine.adapter_off():
         base = engine.infer(data, temperature=1.0, calculate_entropy=False)["log_probs"]
-    assert (generated[plan.order] - trainers).abs().max() < 1e-4
-    assert (generated[plan.order] - base).abs().max() > 1e-2
+    assert (generated - trainers).abs().max() < 1e-4
+    assert (generated - base).abs().max() > 1e-2
 
 
-def test_checkpoints_hold_the_adapter_alone_and_continue_bit_equal(path: str, tmp_path: Path) -> None:
-    without_stop = trained_adapter(path, Case(), steps=4)
-    trained_adapter(path, Case(), steps=2, save=str(tmp_path / "one"))
-    continued = trained_adapter(path, Case(), steps=2, load=str(tmp_path / "one"))
-    assert_close(continued["adapter"], without_stop["adapter"], 0.0)
-    assert_close(continued["merged"], without_stop["merged"], 0.0)
-    entries = FileSystemReader(tmp_path / "one").read_metadata().state_dict_metadata
-    kinds = [f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in without_stop["adapter"]]
+def test_checkpoints_hold_the_adapter_alone(path: str, tmp_path: Path) -> None:
+    """test_checkpoint_ranks.py goes on from them."""
+    adapter = trained_adapter(path, Case(), steps=1, save=str(tmp_path))["adapter"]
+    entries = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    kinds = [f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in adapter]
     assert set(entries) == {*kinds, "steps_taken", "scheduler_step"}
-    learnt = sum(value.size for value in without_stop["adapter"].values())
+    learnt = sum(value.size for value in adapter.values())
     assert count_trained(ModelConfig(path=path, lora_rank=3)) == learnt
     assert count_trained(ModelConfig(path=path)) == count_parameters(ModelConfig(path=path)) > 5 * learnt
 
@@ -267,13 +266,10 @@ def test_exports_have_the_logits_of_the_model_in_memory(
         assert beside.peft_config["default"].lora_alpha == 6
         assert len(load_file(f"{folder}_peft/adapter_model.safetensors")) == 2 * 14
         assert not (Path(f"{folder}_hf") / "adapter_config.json").exists()
-    export(str(tmp_path / "plain"), str(tmp_path / "half"), dtype="bf16")
-    assert base_of(str(tmp_path / "half")).dtype == torch.bfloat16
 
 
 def test_a_base_that_is_gone_is_one_sentence_and_the_adapter_can_still_be_had(tmp_path: Path) -> None:
-    base = tiny_qwen2(tmp_path / "base", hidden=32, heads=4)
-    engine_of(base).save(str(tmp_path / "checkpoint"))
+    engine_of(tiny_qwen2(tmp_path / "base", hidden=32, heads=4)).save(str(tmp_path / "checkpoint"))
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is not there"):
         export(str(tmp_path / "checkpoint"), str(tmp_path / "out"))

@@ -35,7 +35,8 @@ def engine_of(kind: str, path: str) -> FSDPEngine:
     if kind == "critic":
         return build_critic(path + "_critic", Case())
     adapter = {"lora_rank": 3, "lora_alpha": 6} if kind == "adapter" else {}
-    return build_engine(path, Case(), OPTIM, model=adapter)
+    case = Case(fsdp_size=1) if "background" in kind else Case()  # each rank holds everything
+    return build_engine(path, case, OPTIM, model=adapter)
 
 
 def train(engine: FSDPEngine, kind: str) -> None:

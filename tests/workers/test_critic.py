@@ -1,4 +1,4 @@
-"""The critic: values equal those of transformers and approach returns, checkpoints fit any ranks.
+"""The critic: values equal those of transformers; checkpoints: test_checkpoint_ranks.py, exports: test_family_roles.py.
 
 That its gradient does not depend on the cut is shown with all losses in test_loss_invariance.py.
 """
@@ -12,18 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests.workers.critic_cases import (
-    build_critic,
-    critic_batch,
-    trained_critic,
-    values_of,
-    write_critic,
-)
-from tests.workers.engine_cases import PROMPT, Batch, Case, planned
+from tests.workers.critic_cases import build_critic, critic_batch, write_critic
+from tests.workers.engine_cases import PROMPT, Batch, Case, in_order, planned
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from workers.critic import critic_network
-from workers.engine.checkpoint import export
 from workers.policy.loading import NetworkSpec, load_model_config
 from workers.policy.value_head import value_head
 
@@ -33,9 +26,6 @@ BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 @pytest.fixture(scope="module")
 def critic(path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_critic(path, tmp_path_factory.mktemp("critic"))
-
-
-# ------------------------------------------------------------------------------------------------------- the network
 
 
 @pytest.mark.parametrize("case", [Case(), Case(max_token_len=20), Case(packed=False)])
@@ -48,11 +38,8 @@ def test_values_equal_those_of_transformers(critic: str, case: Case) -> None:
         expected = network(**inputs).logits[:, PROMPT - 1 : -1, 0] * data["response_mask"]
     assert expected.std() > 0.3
     _, plan = planned(critic_batch(BATCH), case)
-    found = torch.from_numpy(values_of(critic, BATCH, case))
-    assert found.dtype == torch.float32
-    rows = torch.zeros_like(found[: len(expected)])
-    rows[plan.order[~plan.is_padding]] = found[~plan.is_padding]
-    assert (rows - expected).abs().max() < 1e-5
+    found = build_critic(critic, case).infer(planned(critic_batch(BATCH), case)[0])["values"].numpy()
+    assert found.dtype == np.float32 and np.abs(in_order(found, plan) - expected.numpy()).max() < 1e-5
 
 
 def test_the_head_of_a_path_starts_at_zero_in_silence(path: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -93,20 +80,3 @@ def test_without_a_path_of_its_own_the_critic_starts_from_the_policy() -> None:
     assert critic_network(config).override_config == {"rope_theta": 1.0}
     config.critic.model.path = "critic"
     assert (critic_network(config).path, critic_network(config).override_config) == ("critic", {})
-
-
-# -------------------------------------------------------------------------------------------------------- the update
-
-
-# ------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def test_a_checkpoint_exports_as_a_value_network_and_starts_a_new_one(path: str, tmp_path: Path) -> None:
-    saved = trained_critic(path, BATCH, Case(), steps=2, save=str(tmp_path / "critic"))
-    export(str(tmp_path / "critic"), str(tmp_path / "hf"))
-    network = AutoModelForTokenClassification.from_pretrained(tmp_path / "hf")
-    assert network.config.num_labels == 1 and network.score.weight.abs().max() > 0
-    for name, value in network.state_dict().items():
-        assert np.array_equal(value.numpy(), saved[name]), name
-    again = dict(build_critic(str(tmp_path / "hf"), Case()).full_params())
-    assert np.array_equal(again["score.weight"].numpy(), saved["score.weight"])

@@ -1,10 +1,9 @@
-"""The training engine: log-probs equal those of transformers, ranks equal one process, checkpoints fit any ranks."""
+"""The training engine: log-probs are those of transformers, ranks equal one process. Checkpoints: a file beside."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,57 +16,45 @@ from tests.workers.engine_cases import (
     Batch,
     Case,
     build_engine,
+    in_order,
     log_probs,
     loss_fn,
+    parts_of,
     planned,
     ragged_batch,
     trained,
 )
 from tests.workers.invariance import POLICY, plain_outputs
+from tests.workers.ranks import Ranks
 from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine
 from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
-from workers.policy.loading import token_network
+from workers.policy.loading import load_model_config, token_network
 
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 
 
-def plain_log_probs(path: str) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_log_probs(path: str) -> dict[str, np.ndarray]:
     """log_probs and entropys (B, R) by transformers in fp64, a row at a time."""
     data = ragged_batch(BATCH)
     with torch.no_grad():
         outputs = plain_outputs(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), POLICY, data)
-    return tuple(outputs[name] * data.batch["response_mask"] for name in ("log_probs", "entropys"))
+    return {name: (values * data.batch["response_mask"]).numpy() for name, values in outputs.items()}
 
 
-@pytest.mark.parametrize("case", [Case(max_token_len=20), Case(packed=False, chunk_tokens=3)])
-def test_infer_equals_transformers(path: str, case: Case) -> None:
-    expected = plain_log_probs(path)
-    _, plan = planned(ragged_batch(BATCH), case)
-    outputs = {name: torch.from_numpy(value) for name, value in log_probs(path, BATCH, case).items()}
-    for name, wanted in zip(("log_probs", "entropys"), expected, strict=True):
-        rows = torch.zeros_like(wanted, dtype=torch.float32)
-        rows[plan.order[~plan.is_padding]] = outputs[name][~plan.is_padding]
-        assert (rows - wanted).abs().max() < 1e-5
-
-
-def test_infer_on_two_ranks_equals_transformers(path: str, two_ranks: OnRanks) -> None:
-    expected = plain_log_probs(path)
-    results = two_ranks(log_probs, path, BATCH, Case(max_token_len=25))
-    plan = two_ranks(plan_of_two, BATCH, Case(max_token_len=25))[0]
-    for name, wanted in zip(("log_probs", "entropys"), expected, strict=True):
-        found = np.concatenate([result[name] for result in results])
-        rows = np.zeros(wanted.shape, dtype=np.float32)
-        rows[plan.order[~plan.is_padding]] = found[~plan.is_padding]
-        assert np.abs(rows - wanted.numpy()).max() < 1e-5
-        assert not found[plan.is_padding].any()
-
-
-def plan_of_two(batch: Batch, case: Case) -> Any:
-    return planned(ragged_batch(batch), case)[1]
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [(1, Case(max_token_len=20)), (1, Case(packed=False, chunk_tokens=3)), (2, Case(max_token_len=25))],
+)
+def test_infer_equals_transformers(path: str, ranks: Ranks, world: int, case: Case) -> None:
+    results = ranks.run(log_probs, path, BATCH, case, size=world)
+    plan = parts_of(ragged_batch(BATCH), case, world)[1]
+    for name, expected in plain_log_probs(path).items():
+        found = in_order(np.concatenate([result[name] for result in results]), plan)
+        assert np.abs(found - expected).max() < 1e-5
 
 
 def assert_equal_parameters(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
@@ -125,19 +112,6 @@ def test_full_params_are_those_of_the_folder(path: str, tied_path: str, two_rank
             assert_equal_parameters(result["parameters"], {k: v.numpy() for k, v in expected.items()}, 0.0)
 
 
-def test_checkpoint_on_two_ranks_continues_on_one(path: str, two_ranks: OnRanks, tmp_path: Path) -> None:
-    """Two steps, then two more after a load, equal four at once: parameters, moments and schedule all came back."""
-    without_stop = trained(path, BATCH, Case(), steps=4)
-    saved = two_ranks(trained, path, BATCH, Case(), 2, str(tmp_path / "two"))[0]
-    continued = trained(path, BATCH, Case(), steps=2, load=str(tmp_path / "two"))
-    assert_equal_parameters(continued["parameters"], without_stop["parameters"], 2e-6)
-    assert [m["lr"] for m in continued["metrics"]] == [m["lr"] for m in without_stop["metrics"][2:]]
-    trained(path, BATCH, Case(), steps=2, save=str(tmp_path / "one"))
-    for result in two_ranks(trained, path, BATCH, Case(fsdp_size=1), 2, "", str(tmp_path / "one")):
-        assert_equal_parameters(result["parameters"], without_stop["parameters"], 2e-6)
-    assert np.abs(saved["parameters"]["lm_head.weight"] - continued["parameters"]["lm_head.weight"]).max() > 1e-4
-
-
 def test_export_is_a_hugging_face_folder(path: str, tied_path: str, two_ranks: OnRanks, tmp_path: Path) -> None:
     tokens = torch.tensor([[3, 9, 30, 11]])
     for name, model in (("plain", path), ("tied", tied_path)):
@@ -173,24 +147,6 @@ def test_moments_come_to_the_device_for_training_and_saving_alone(
     assert came == ["cpu"] * 3
 
 
-def test_a_save_in_the_background_holds_the_state_of_its_beginning(path: str, tmp_path: Path) -> None:
-    """Training goes on before the files are written; what is loaded is what was there when the save began."""
-    engine = build_engine(path, Case())
-    data, _ = planned(ragged_batch(BATCH), Case())
-    arguments = {"temperature": 1.0, "calculate_entropy": True}
-    engine.train(data, loss_fn, epochs=1, **arguments)
-    expected = {name: tensor.numpy().copy() for name, tensor in engine.full_params()}
-    moments = {name: tensor.full_tensor().clone() for name, tensor in engine.optimizer.moments().items()}  # type: ignore[union-attr]
-    engine.save(str(tmp_path), background=True)
-    engine.train(data, loss_fn, epochs=1, **arguments)
-    engine.finish_save()
-    assert any((tensor.numpy() != expected[name]).any() for name, tensor in engine.full_params())
-    engine.load(str(tmp_path))
-    assert_equal_parameters({name: tensor.numpy() for name, tensor in engine.full_params()}, expected, 0.0)
-    assert all(torch.equal(tensor.full_tensor(), moments[name]) for name, tensor in engine.optimizer.moments().items())  # type: ignore[union-attr]
-    assert engine.scheduler_step == 1
-
-
 def test_a_save_in_the_background_that_fails_says_so_when_it_is_waited_for(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,9 +173,7 @@ def test_forward_only_engine(path: str) -> None:
     data, plan = planned(ragged_batch(BATCH), Case())
     outputs = engine.infer(data, temperature=0.7, calculate_entropy=False)
     assert outputs.keys() == {"log_probs"}
-    rows = torch.zeros_like(outputs["log_probs"])
-    rows[plan.order] = outputs["log_probs"]
-    assert (rows - plain_log_probs(path)[0]).abs().max() < 1e-5
+    assert np.abs(in_order(outputs["log_probs"].numpy(), plan) - plain_log_probs(path)["log_probs"]).max() < 1e-5
     assert not any(parameter.requires_grad for parameter in engine.policy.parameters())
     with pytest.raises(ValueError, match="without an optimizer"):
         engine.train(data, loss_fn, temperature=1.0, calculate_entropy=False, epochs=1)
@@ -234,11 +188,4 @@ def test_wrong_input_is_one_sentence(path: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model.path"):
         build_engine(str(tmp_path / "missing"), Case())
     with pytest.raises(UserError, match="override_config.hiden_size"):
-        FSDPEngine(
-            token_network(ModelConfig(path=path, override_config={"hiden_size": 3}), causal_lm(8)),
-            FSDPConfig(),
-            OptimConfig(),
-            device=CPU,
-            total_training_steps=1,
-            seed=0,
-        )
+        load_model_config(ModelConfig(path=path, override_config={"hiden_size": 3}))

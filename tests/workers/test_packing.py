@@ -62,16 +62,7 @@ def test_a_shared_prompt_is_kept_once() -> None:
     assert expanded[inputs.sequences.collapse].tolist() == inputs.input_ids[0].tolist()
     assert dict(
         zip(zip(inputs.rows.tolist(), inputs.columns.tolist(), strict=True), inputs.predict_index.tolist(), strict=True)
-    ) == {
-        (3, 0): 1,
-        (1, 0): 3,
-        (1, 1): 4,
-        (2, 0): 1,
-        (2, 1): 5,
-        (0, 0): 1,
-        (0, 1): 6,
-        (0, 2): 7,
-    }
+    ) == {(3, 0): 1, (1, 0): 3, (1, 1): 4, (2, 0): 1, (2, 1): 5, (0, 0): 1, (0, 1): 6, (0, 2): 7}
 
 
 def test_equal_tokens_with_other_padding_are_other_prompts() -> None:

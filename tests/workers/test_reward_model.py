@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
-    PreTrainedModel,
     Qwen2ForSequenceClassification,
 )
 
-from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
-from tests.workers.conftest import OnRanks
-from tests.workers.engine_cases import CPU, PROMPT, RESPONSE, Batch, Case, planned, ragged_batch
+from tests.tiny_model import tiny_qwen2, tiny_reward_model
+from tests.workers.engine_cases import CPU, PROMPT, RESPONSE, Batch, Case, in_order, parts_of, planned, ragged_batch
+from tests.workers.ranks import Ranks
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -37,22 +37,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def batch() -> DataProto:
     """Ragged rows of which three share each prompt; answers of one token and of full length, two that end with the
     model's pad token as a stop token, one that is nothing else, and two rows without weight."""
-    data = ragged_batch(Batch(rows=ROWS, shared_prompts=3, failed_rows=(4, 9)))
-    tensors = data.batch
-    lengths = {0: RESPONSE, 1: 1, 2: 5, 3: 4, 5: 1}
-    for row, length in lengths.items():
-        tensors["responses"][row] = torch.arange(RESPONSE) % 40 + 5 + row
-        real = torch.arange(RESPONSE) < length
-        tensors["responses"][row] *= real
-        tensors["attention_mask"][row, PROMPT:] = real.long()
-        tensors["response_mask"][row] = real.long()
-    tensors["responses"][2, 3:5] = 0  # real tokens, as the attention mask says
-    tensors["responses"][3, 1] = 0  # one in the middle does not end the answer
-    tensors["responses"][5, 0] = 0
+    tensors = ragged_batch(Batch(rows=ROWS, shared_prompts=3, failed_rows=(4, 9))).batch
+    for row, length in {0: RESPONSE, 1: 1, 2: 5, 3: 4, 5: 1}.items():
+        real = (torch.arange(RESPONSE) < length).long()
+        tensors["responses"][row] = (torch.arange(RESPONSE) % 40 + 5 + row) * real
+        tensors["attention_mask"][row, PROMPT:] = tensors["response_mask"][row] = real
+    # real tokens, as the attention mask says; one in the middle does not end the answer
+    tensors["responses"][2, 3:5] = tensors["responses"][3, 1] = tensors["responses"][5, 0] = 0
     tensors["response_mask"][0, 2:4] = 0  # tokens that are not the policy's are read all the same
     tensors["input_ids"][:, PROMPT:] = tensors["responses"]
     tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    return data
+    return DataProto.from_dict(dict(tensors))
 
 
 def plain_scores(path: str, data: DataProto) -> torch.Tensor:
@@ -67,54 +62,35 @@ def plain_scores(path: str, data: DataProto) -> torch.Tensor:
     return scores
 
 
-def worker_scores(path: str, data: DataProto, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """This rank's scores, and of the whole plan order and is_padding."""
+def worker_scores(path: str, data: DataProto, case: Case) -> np.ndarray:
+    """This rank's scores, in planned order."""
     config = PPOConfig()
     config.trainer.device = "cpu"
     config.reward_model.model = NetworkConfig(path=path, use_remove_padding=case.packed)
     worker = RewardModelWorker(config)
     worker.init_model()
-    mine, plan = planned(data, case)
-    return worker.compute_rm_score(mine).batch["rm_scores"].numpy(), plan.order, plan.is_padding
+    return worker.compute_rm_score(planned(data, case)[0]).batch["rm_scores"].numpy()
 
 
-def in_order(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> torch.Tensor:
-    """The scores of all ranks in the order of the rows; padding places have none."""
-    found = np.concatenate([part[0] for part in parts])
-    _, order, is_padding = parts[0]
-    assert not found[is_padding].any()
-    scores = np.zeros(order.max() + 1, dtype=np.float32)
-    scores[order[~is_padding]] = found[~is_padding]
-    return torch.from_numpy(scores)
-
-
-CASES = [
-    Case(),
-    Case(max_token_len=20),
-    Case(micro_batch_size=2),
-    Case(packed=False),
-    Case(packed=False, max_token_len=40),
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_scores_equal_transformers_row_by_row(path: str, case: Case) -> None:
-    data = batch()
-    expected = plain_scores(path, data)
-    assert expected.abs().max() > 0.5 and len(expected[expected != 0].unique()) >= 8
-    scores = in_order([worker_scores(path, data, case)])
-    assert (scores - expected).abs().max() < 1e-5
-    assert scores[[4, 9]].tolist() == [0, 0], "a row with an empty response_mask has no score"
-
-
-def test_two_ranks_give_the_same_scores(path: str, two_ranks: OnRanks) -> None:
-    data = batch()
-    for case in (Case(max_token_len=25), Case(packed=False), Case(min_num_params=10**9)):
-        scores = in_order(two_ranks(worker_scores, path, data, case))
-        assert (scores - plain_scores(path, data)).abs().max() < 1e-5
-    one = data[:1]  # fewer rows than ranks
-    scores = in_order(two_ranks(worker_scores, path, one, Case()))
-    assert (scores - plain_scores(path, one)).abs().max() < 1e-5
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (1, Case()),
+        (1, Case(max_token_len=20)),
+        (1, Case(micro_batch_size=2)),
+        (1, Case(packed=False)),
+        (1, Case(packed=False, max_token_len=40)),
+        (2, Case(max_token_len=25)),
+        (2, Case(packed=False)),
+        (2, Case(min_num_params=10**9)),
+    ],
+)
+def test_scores_equal_transformers_row_by_row(path: str, ranks: Ranks, world: int, case: Case) -> None:
+    for data in (batch(), batch()[:1]):  # at last fewer rows than ranks
+        expected = plain_scores(path, data).numpy()
+        found = np.concatenate(ranks.run(worker_scores, path, data, case, size=world))
+        assert np.abs(in_order(found, parts_of(data, case, world)[1]) - expected).max() < 1e-5
+    assert np.abs(plain_scores(path, batch())).max() > 0.5
 
 
 def test_scored_rows_read_the_last_token_that_is_not_padding() -> None:
@@ -144,42 +120,44 @@ def test_a_token_that_the_model_does_not_know_is_an_error(path: str) -> None:
 # --- what is not a reward model -----------------------------------------------------------------------------------
 
 
-def build(path: str) -> FSDPEngine:
-    return FSDPEngine(
-        token_network(NetworkConfig(path=path), sequence_score), PPOConfig().reward_model.fsdp_config, None, device=CPU,
-        total_training_steps=0, seed=0, forward_only=True,
-    )  # fmt: skip
+def language_model(folder: Path) -> None:
+    tiny_qwen2(folder)
 
 
-def test_a_causal_language_model_is_refused_instead_of_given_a_random_head(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"reward_model\.model\.path=.*Qwen2ForCausalLM, which has no trained head"):
-        build(tiny_qwen2(tmp_path / "lm"))
+def of_two_labels(folder: Path) -> None:
+    tiny_reward_model(folder, labels=2)
 
 
-@pytest.mark.parametrize("labels", [2, 3])
-def test_several_labels_are_refused(tmp_path: Path, labels: int) -> None:
-    with pytest.raises(UserError, match=rf"reward_model\.model\.path=.* has {labels} labels"):
-        build(tiny_reward_model(tmp_path, labels=labels))
-
-
-def test_a_checkpoint_that_lost_its_head_is_refused(tmp_path: Path) -> None:
+def without_head(folder: Path) -> None:
     """Its config promises a head; only loading finds out."""
-    model = Qwen2ForSequenceClassification.from_pretrained(tiny_reward_model(tmp_path / "whole"))
-    save_without(model, "score.weight", tmp_path / "headless")
-    with pytest.raises(UserError, match=r"reward_model\.model\.path=.*score\.weight.*trained to score"):
-        build(str(tmp_path / "headless"))
-
-
-def save_without(model: PreTrainedModel, name: str, folder: Path) -> None:
-    weights = {key: value for key, value in model.state_dict().items() if key != name}
+    model = Qwen2ForSequenceClassification.from_pretrained(tiny_reward_model(folder))
+    weights = {name: value for name, value in model.state_dict().items() if name != "score.weight"}
     model.save_pretrained(folder, state_dict=weights)
-    tiny_tokenizer().save_pretrained(folder)
 
 
-def test_an_encoder_is_refused(tmp_path: Path) -> None:
-    config = BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1
-    )
-    BertForSequenceClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="BertForSequenceClassification does not score by a linear layer on its last"):
-        build(str(tmp_path))
+def encoder(folder: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
+    BertForSequenceClassification(BertConfig(**sizes, intermediate_size=32)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (language_model, "Qwen2ForCausalLM, which has no trained head"),
+        (of_two_labels, " has 2 labels"),
+        (without_head, r"score\.weight.*trained to score"),
+        (encoder, "BertForSequenceClassification does not score by a linear layer on its last"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused(write: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(UserError, match=rf"reward_model\.model\.path.*{said}"):
+        FSDPEngine(
+            token_network(NetworkConfig(path=str(tmp_path)), sequence_score),
+            PPOConfig().reward_model.fsdp_config,
+            None,
+            device=CPU,
+            total_training_steps=0,
+            seed=0,
+            forward_only=True,
+        )

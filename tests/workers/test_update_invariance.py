@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine_cases import Batch, Case, gradient, gradients_of, loss_fn, ragged_batch
+from tests.workers.engine_cases import Batch, Case, gradients_of, loss_fn, ragged_batch
 from tests.workers.invariance import POLICY, in_fp64, plain_outputs
 from tests.workers.ranks import Ranks
 
@@ -44,44 +44,23 @@ def plain_gradient(path: str, batch: Batch) -> dict[str, np.ndarray]:
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 
-def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], what: object) -> None:
+BATCHES = [
+    Batch(),
+    Batch(rows=8, shared_prompts=4, failed_rows=(0, 5)),
+    Batch(rows=1, seed=5),  # fewer rows than ranks
+    Batch(rows=13, shared_prompts=4, seed=4, failed_rows=(1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.long) for world in (3, 4))])
+def test_any_number_of_ranks_equals_plain_transformers(path: str, ranks: Ranks, world: int) -> None:
     """Every parameter within 1e-5 of the largest entry of its gradient."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        error = np.abs(found[name] - value).max() / np.abs(value).max()
-        assert error < 1e-5, f"{what}: {name} differs by {error:.1e}"
-
-
-def test_single_rank_equals_plain_transformers(path: str) -> None:
-    for batch in (Batch(), Batch(rows=8, shared_prompts=4, failed_rows=(2,)), Batch(rows=1, seed=5)):
+    cases = CASES + ([Case(fsdp_size=2, max_token_len=20)] if world == 4 else [])
+    for batch in BATCHES:
         expected = plain_gradient(path, batch)
-        for case in CASES:
-            assert_close(gradient(path, batch, case), expected, (batch, case))
-
-
-def test_two_ranks_equal_plain_transformers(path: str, ranks: Ranks) -> None:
-    for batch in (Batch(), Batch(rows=8, shared_prompts=4, failed_rows=(0, 5))):
-        expected = plain_gradient(path, batch)
-        for results in ranks.run(gradients_of, path, batch, CASES, size=2):
-            for case, found in zip(CASES, results, strict=True):
-                assert_close(found, expected, (batch, case))
-
-
-def test_fewer_rows_than_ranks(path: str, ranks: Ranks) -> None:
-    batch = Batch(rows=1, seed=5)
-    expected = plain_gradient(path, batch)
-    for case in (Case(), Case(packed=False)):
-        for found in ranks.run(gradient, path, batch, case, size=2):
-            assert_close(found, expected, case)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("world", [3, 4])
-def test_more_ranks_equal_plain_transformers(path: str, ranks: Ranks, world: int) -> None:
-    for batch in (Batch(), Batch(rows=2, seed=3), Batch(rows=13, shared_prompts=4, seed=4, failed_rows=(1, 2, 3))):
-        expected = plain_gradient(path, batch)
-        cases = CASES + ([Case(fsdp_size=2, max_token_len=20)] if world == 4 else [])
         for results in ranks.run(gradients_of, path, batch, cases, size=world):
             for case, found in zip(cases, results, strict=True):
-                assert_close(found, expected, (batch, case))
+                assert found.keys() == expected.keys()
+                for name, value in expected.items():
+                    error = np.abs(found[name] - value).max() / np.abs(value).max()
+                    assert error < 1e-5, f"{batch}, {case}: {name} differs by {error:.1e}"

@@ -71,7 +71,7 @@ class PackedSequences:
         return groups
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelInputs:
     """What the policy's forward takes, and the way back to the (b, R) matrix of responses.
 
@@ -90,8 +90,8 @@ class ModelInputs:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    sequences: PackedSequences | None
-    attention_mask: torch.Tensor | None
+    sequences: PackedSequences | None = None
+    attention_mask: torch.Tensor | None = None
     predict_index: torch.Tensor
     targets: torch.Tensor
     rows: torch.Tensor
@@ -128,7 +128,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
     if len(active) == 0:
-        return _stand_in(columns["input_ids"], tuple(mask.shape))
+        return _stand_in(columns, mask, sequences=_packed_sequences(torch.tensor([2])))
     prompt_width = columns["input_ids"].shape[1] - mask.shape[1]
     used = _used_tokens(columns["attention_mask"], mask)
     order = active[torch.argsort(used[active].sum(dim=1), stable=True)]  # sorted, so that runs are long
@@ -143,30 +143,15 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     position[:, :prompt_width] = position[owner, :prompt_width]
     if own is not used:
         sequences = replace(sequences, expand=position[used], collapse=own[used].nonzero().squeeze(1))
-    token_index = torch.full_like(columns["input_ids"], -1)
-    token_index[order] = position.masked_fill(~used, -1)
-    rows, response_columns = mask[order].nonzero(as_tuple=True)
-    return ModelInputs(
-        input_ids=input_ids[own].unsqueeze(0),
-        position_ids=columns["position_ids"][order][own].unsqueeze(0),
-        sequences=sequences,
-        attention_mask=None,
-        predict_index=position[rows, prompt_width + response_columns - 1],
-        targets=columns["responses"][order[rows], response_columns],
-        rows=order[rows],
-        columns=response_columns,
-        token_index=token_index,
-        response_shape=(mask.shape[0], mask.shape[1]),
-        num_active=len(rows),
-    )
+    ids, positions = input_ids[own].unsqueeze(0), columns["position_ids"][order][own].unsqueeze(0)
+    return _inputs(columns, mask, order, used, position, input_ids=ids, position_ids=positions, sequences=sequences)
 
 
 def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """(b, P+R) bool: real tokens before the last one that is predicted; what follows influences nothing."""
     width, response_width = attention_mask.shape[1], response_mask.shape[1]
-    after_last = (
-        torch.arange(1, response_width + 1).mul(response_mask).amax(dim=1, keepdim=True)
-    )  # of a column that counts
+    # of a column that counts
+    after_last = torch.arange(1, response_width + 1).mul(response_mask).amax(dim=1, keepdim=True)
     before_last = torch.arange(width) < width - response_width + after_last - 1
     return attention_mask.bool() & before_last
 
@@ -181,28 +166,12 @@ def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor
 def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     """The padded form of a micro-batch: the plain reference that `pack` is tested against. Arguments as there."""
     mask = _response_mask(columns)
-    rows, response_columns = mask.nonzero(as_tuple=True)
-    if len(rows) == 0:
-        return replace(
-            _stand_in(columns["input_ids"], tuple(mask.shape)),
-            sequences=None,
-            attention_mask=torch.ones(1, 2, dtype=torch.long, device=mask.device),
-        )
-    width = columns["input_ids"].shape[1]
+    if not mask.any():
+        return _stand_in(columns, mask, attention_mask=torch.ones(1, 2, dtype=torch.long))
+    names = ("input_ids", "position_ids", "attention_mask")
     counts = _used_tokens(columns["attention_mask"], mask) & mask.any(dim=1, keepdim=True)
-    return ModelInputs(
-        input_ids=columns["input_ids"],
-        position_ids=columns["position_ids"],
-        sequences=None,
-        attention_mask=columns["attention_mask"],
-        predict_index=rows * width + (width - mask.shape[1]) + response_columns - 1,
-        targets=columns["responses"][rows, response_columns],
-        rows=rows,
-        columns=response_columns,
-        token_index=torch.arange(mask.shape[0] * width).view(-1, width).masked_fill(~counts, -1),
-        response_shape=(mask.shape[0], mask.shape[1]),
-        num_active=len(rows),
-    )
+    index = torch.arange(counts.numel()).view(counts.shape)
+    return _inputs(columns, mask, torch.arange(len(mask)), counts, index, **{name: columns[name] for name in names})
 
 
 def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
@@ -211,7 +180,7 @@ def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
     if len(active) == 0:
-        return replace(_stand_in(columns["input_ids"], tuple(mask.shape)), sequences=None)
+        return _stand_in(columns, mask)
     used = _used_tokens(columns["attention_mask"], mask)[active]
     column = used.cumsum(dim=1) - 1  # of each token in its new row
     longest = int(column.max()) + 1
@@ -221,21 +190,31 @@ def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     position_ids = torch.arange(longest).repeat(len(active), 1)  # padding goes on counting
     position_ids[places] = columns["position_ids"][active][used]
     index = column + torch.arange(len(active)).unsqueeze(1) * longest
+    return _inputs(columns, mask, active, used, index, input_ids=input_ids, position_ids=position_ids)
+
+
+def _inputs(
+    columns: Mapping[str, torch.Tensor],
+    mask: torch.Tensor,
+    order: torch.Tensor,
+    used: torch.Tensor,
+    index: torch.Tensor,
+    **form: Any,
+) -> ModelInputs:
+    """The inputs of the rows `order` (n,) of a micro-batch. used: (n, P+R) tokens that influence a prediction; index:
+    (n, P+R) the places of these in the flattened input; form: what differs between the forms."""
+    rows, response_columns = mask[order].nonzero(as_tuple=True)
     token_index = torch.full_like(columns["input_ids"], -1)
-    token_index[active] = index.masked_fill(~used, -1)
-    rows, response_columns = mask[active].nonzero(as_tuple=True)
+    token_index[order] = index.masked_fill(~used, -1)
     return ModelInputs(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        sequences=None,
-        attention_mask=None,
-        predict_index=index[rows, used.shape[1] - mask.shape[1] + response_columns - 1],
-        targets=columns["responses"][active[rows], response_columns],
-        rows=active[rows],
+        predict_index=index[rows, index.shape[1] - mask.shape[1] + response_columns - 1],
+        targets=columns["responses"][order[rows], response_columns],
+        rows=order[rows],
         columns=response_columns,
         token_index=token_index,
         response_shape=(mask.shape[0], mask.shape[1]),
         num_active=len(rows),
+        **form,
     )
 
 
@@ -255,21 +234,20 @@ def _packed_sequences(lengths: torch.Tensor) -> PackedSequences:
     )
 
 
-def _stand_in(input_ids: torch.Tensor, response_shape: tuple[int, ...]) -> ModelInputs:
-    """Two tokens, one prediction, weight zero. input_ids: (b, P+R) of the micro-batch."""
-    device = input_ids.device
+def _stand_in(columns: Mapping[str, torch.Tensor], mask: torch.Tensor, **form: Any) -> ModelInputs:
+    """Two tokens, one prediction, weight zero; arguments as of `_inputs`."""
+    nothing = torch.zeros(0, dtype=torch.long)
     return ModelInputs(
-        input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
-        position_ids=torch.arange(2, device=device).unsqueeze(0),
-        sequences=_packed_sequences(torch.tensor([2], device=device)),
-        attention_mask=None,
-        predict_index=torch.zeros(1, dtype=torch.long, device=device),
-        targets=torch.zeros(1, dtype=torch.long, device=device),
-        rows=torch.zeros(0, dtype=torch.long, device=device),
-        columns=torch.zeros(0, dtype=torch.long, device=device),
-        token_index=torch.full_like(input_ids, -1),
-        response_shape=(response_shape[0], response_shape[1]),
+        input_ids=torch.zeros(1, 2, dtype=torch.long),
+        position_ids=torch.arange(2).unsqueeze(0),
+        predict_index=torch.zeros(1, dtype=torch.long),
+        targets=torch.zeros(1, dtype=torch.long),
+        rows=nothing,
+        columns=nothing,
+        token_index=torch.full_like(columns["input_ids"], -1),
+        response_shape=(mask.shape[0], mask.shape[1]),
         num_active=0,
+        **form,
     )
 
 

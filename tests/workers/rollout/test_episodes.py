@@ -47,8 +47,7 @@ def make_runner(engine: Any, pool: Any, **options: Any) -> EpisodeRunner:
 
 
 @pytest.mark.parametrize(
-    ("flags", "stop"),
-    [({"terminated": True}, "terminated"), ({"truncated": True}, "truncated"), ({}, "max_steps")],
+    ("flags", "stop"), [({"terminated": True}, "terminated"), ({"truncated": True}, "truncated"), ({}, "max_steps")]
 )
 def test_why_an_episode_ends(flags: dict[str, bool], stop: str) -> None:
     def script(seed: int, actions: list[str]) -> dict[str, Any]:

@@ -146,11 +146,7 @@ def test_each_step_a_row() -> None:
         agent_template="{observation}{step_count}",
         max_tokens_per_step=3,
     )
-    assert [list(request.prompt_ids) for request in engine.requests] == [
-        [1, A, 3, 1],
-        [1, D, 4, 1],
-        [1, E, 5, 1],
-    ]
+    assert [list(request.prompt_ids) for request in engine.requests] == [[1, A, 3, 1], [1, D, 4, 1], [1, E, 5, 1]]
     data = rows(episodes)
     expect(data, 0, [1, A, 3, 1], [B, 2], [1, 1])
     expect(data, 1, [1, D, 4, 1], [C, C, 2], [1, 1, 1])
