@@ -6,8 +6,7 @@ Counted are files of which a frame is entered, in an inline run of the plain GRP
   and saving excluded)
 - key: `actor.optim.lr` from the command line to the optimizer: the files entered while the command line is parsed, and
   those that read the option
-- reward: a custom reward from its file to the score: the files entered in the process that calls it, and in the driver
-  while it waits; and the number of processes that do
+- reward: a custom reward from its file to the score: the files entered in the process that calls it
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPS = tuple(f"{ROOT}/{top}/" for top in ("verl_lite", "workers", "trainer", "recipes"))
-BUDGET = {"prompt": 20, "key": 5, "reward": 8, "reward processes": 3}
+BUDGET = {"prompt": 20, "key": 5, "reward": 8}
 
 REWARD = """
 import json, os, sys, threading
@@ -35,17 +34,16 @@ seen = set()
 def note(frame, event, arg):
     if event == "call":
         seen.add(frame.f_code.co_filename)
-frame = sys._getframe()
-while frame is not None:
-    seen.add(frame.f_code.co_filename)
-    frame = frame.f_back
-sys.setprofile(note)
-threading.setprofile(note)
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def note_callers():
     frame = sys._getframe()
     while frame is not None:
         seen.add(frame.f_code.co_filename)
         frame = frame.f_back
+note_callers()
+sys.setprofile(note)
+threading.setprofile(note)
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    note_callers()
     with open({folder!r} + f"/{{os.getpid()}}.json", "w") as file:
         json.dump(sorted(name for name in seen if name.startswith(ROOT)), file)
     return float(len(solution_str) % 3)
@@ -132,33 +130,22 @@ def measure(folder: Path) -> dict[str, list[str]]:
             module.load_schema = counted_load  # type: ignore[attr-defined]
     sys.setprofile(note)
     threading.setprofile(note)
+    options = [
+        "trainer.backend=inline",
+        "trainer.total_training_steps=1",
+        f"trainer.default_local_dir={folder / 'run'}",
+        f"reward.custom_reward_function.path={reward}",
+        "actor.optim.lr=0.003",
+    ]
     try:
-        status = main(
-            [
-                *task.options,
-                "trainer.backend=inline",
-                "trainer.total_training_steps=1",
-                f"trainer.default_local_dir={folder / 'run'}",
-                f"reward.custom_reward_function.path={reward}",
-                "actor.optim.lr=0.003",
-            ]
-        )
+        status = main([*task.options, *options])
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
     assert status == 0, f"the run ended with {status}"
-    rewards: set[str] = set()
-    files = list(folder.glob("*.json"))
-    for file in files:
-        rewards |= set(json.loads(file.read_text()))
-    called = {name.removeprefix(f"{ROOT}/") for name in rewards if name.startswith(TOPS)}
-    processes = {f"process {file.stem}" for file in files} | {f"process {os.getpid()}"}
-    return {
-        "prompt": sorted(prompt.files),
-        "key": sorted(key.files),
-        "reward": sorted(called),
-        "reward processes": sorted(processes)[-3:] if len(processes) > 3 else sorted(processes),
-    }
+    rewards = {name for file in folder.glob("*.json") for name in json.loads(file.read_text()) if name.startswith(TOPS)}
+    called = sorted(name.removeprefix(f"{ROOT}/") for name in rewards)
+    return {"prompt": sorted(prompt.files), "key": sorted(key.files), "reward": called}
 
 
 def readers(options: type, files: set[str]) -> None:
@@ -178,19 +165,19 @@ def readers(options: type, files: set[str]) -> None:
 def in_own_process() -> dict[str, list[str]]:
     """The same, in a process that nothing else has touched."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "flows.out"
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.architecture.flows", "--out", str(out)]
+        command = [sys.executable, "-m", "tests.architecture.flows", "--json"]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        return dict(json.loads(out.read_text()))
+        return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         flows = measure(Path(folder))
-    if "--out" in sys.argv:
-        Path(sys.argv[sys.argv.index("--out") + 1]).write_text(json.dumps(flows))
+    if "--json" in sys.argv:
+        print("\n" + json.dumps(flows))
+        return 0
     for name, files in flows.items():
         print(f"{name}: {len(files)} of {BUDGET[name]}\n  " + "\n  ".join(files))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, pstdev, stdev
 
 import pytest
@@ -44,15 +45,22 @@ def log_ratios(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> 
     return ragged((old - rollout).clamp(-20, 20), mask)
 
 
-def runs(row: list[float | None]) -> list[list[int]]:
-    """Positions of each run of consecutive tokens."""
-    found: list[list[int]] = []
-    for t, value in enumerate(row):
-        if value is not None and (t == 0 or row[t - 1] is None):
-            found.append([])
-        if value is not None:
-            found[-1].append(t)
-    return found
+def filled(rows: Rows) -> list[list[float]]:
+    """The numbers of each row that has any."""
+    return [numbers for row in rows if (numbers := [value for value in row if value is not None])]
+
+
+def of_rows(means: list[float], judged: list[float], low: float, high: float, centre: float) -> dict[str, float]:
+    """The metrics of sequences. judged: of each, what the bounds are for."""
+    return {
+        "seq_mean": fmean(means),
+        "seq_std": stdev(means),
+        "seq_max": max(means),
+        "seq_min": min(means),
+        "seq_max_deviation": max(abs(mean - centre) for mean in means),
+        "seq_fraction_high": fmean(one > high for one in judged),
+        "seq_fraction_low": fmean(one < low for one in judged),
+    }
 
 
 def units(row: list[float | None], level: str) -> list[list[int]]:
@@ -61,7 +69,8 @@ def units(row: list[float | None], level: str) -> list[list[int]]:
     if level == "token":
         return [[t] for t in valid]
     if level == "segment":
-        return runs(row)
+        starts = [place for place, t in enumerate(valid) if t - 1 not in valid]
+        return [valid[start:end] for start, end in pairwise([*starts, len(valid)])]
     return [valid] if valid else []
 
 
@@ -136,13 +145,7 @@ def test_weights_and_their_metrics_are_those_of_a_plain_loop(name: str, threshol
         "eff_sample_size": 1 / fmean((w / mean) ** 2 for w in applied),
         "ratio_fraction_high": fmean(w > 1.3 for w in per_unit),
         "ratio_fraction_low": fmean(w < low for w in per_unit),
-        "seq_mean": fmean(by_row),
-        "seq_std": stdev(by_row),
-        "seq_max": max(by_row),
-        "seq_min": min(by_row),
-        "seq_max_deviation": max(abs(w - 1) for w in by_row),
-        "seq_fraction_high": fmean(w > 1.3 for w in raw_by_row),
-        "seq_fraction_low": fmean(w < low for w in raw_by_row),
+        **of_rows(by_row, raw_by_row, low, 1.3, centre=1),
     }
     if lower is not None:
         expected["oob_ratio"] = fmean(not lower <= w <= 1.3 for w in before)
@@ -171,12 +174,11 @@ def test_each_rejection_and_its_metrics_are_those_of_a_plain_loop(option: str) -
     options = RolloutCorrectionConfig(rollout_rs=option, rollout_rs_threshold=text)
     low, high = {"0.8_1.3": (math.log(0.8), math.log(1.3)), "-0.1_0.1": (-0.1, 0.1)}.get(text, (-math.inf, 0.05))
     statistic = naive_statistic(old, rollout, mask, option)
-    tokens = [s for row in statistic for s in row if s is not None]
-    filled = [[s for s in row if s is not None] for row in statistic if any(s is not None for s in row)]
-    by_row = [fmean(row) for row in filled]
+    tokens = [s for row in filled(statistic) for s in row]
+    by_row = [fmean(row) for row in filled(statistic)]
     per_unit = [statistic[r][unit[0]] for r in range(ROWS) for unit in units(statistic[r], level)]
     lost = [not low <= s <= high for s in tokens]
-    lost_rows = [any(not low <= s <= high for s in row) for row in filled]
+    lost_rows = [any(not low <= s <= high for s in row) for row in filled(statistic)]
     expected = {
         "mean": fmean(tokens),
         "std": pstdev([min(max(s, low), high) for s in tokens]),
@@ -184,13 +186,7 @@ def test_each_rejection_and_its_metrics_are_those_of_a_plain_loop(option: str) -
         "min": min(tokens),
         "fraction_high": fmean(s > high for s in per_unit),
         "fraction_low": fmean(s < low for s in per_unit),
-        "seq_mean": fmean(by_row),
-        "seq_std": stdev(by_row),
-        "seq_max": max(by_row),
-        "seq_min": min(by_row),
-        "seq_max_deviation": max(map(abs, by_row)),
-        "seq_fraction_high": fmean(s > high for s in by_row),
-        "seq_fraction_low": fmean(s < low for s in by_row),
+        **of_rows(by_row, by_row, low, high, centre=0),
         "masked_fraction": fmean(lost),
         "seq_masked_fraction": fmean(lost_rows),
     }
@@ -307,18 +303,14 @@ def test_a_sum_over_parts_is_the_whole() -> None:
 def test_mismatch_metrics_are_those_of_a_plain_loop() -> None:
     old, rollout, mask = batch(seed=4)
     x = log_ratios(old, rollout, mask)
-    tokens = [value for row in x for value in row if value is not None]
-    filled = [[value for value in row if value is not None] for row in x if any(v is not None for v in row)]
-    new_rows, roll_rows = (
-        [fmean(v for v in row if v is not None) for row in ragged(t, mask) if any(v is not None for v in row)]
-        for t in (old, rollout)
-    )
+    tokens = [value for row in filled(x) for value in row]
+    new_rows, roll_rows = ([fmean(row) for row in filled(ragged(t, mask))] for t in (old, rollout))
     change = [b - a for a, b in zip(new_rows, roll_rows, strict=True)]
     expected = {
         "kl": -fmean(tokens),
         "k3_kl": fmean(math.exp(v) - 1 - v for v in tokens),
         "chi2_token": fmean(math.exp(2 * v) for v in tokens) - 1,
-        "chi2_seq": fmean(math.exp(2 * sum(row)) for row in filled) - 1,
+        "chi2_seq": fmean(math.exp(2 * sum(row)) for row in filled(x)) - 1,
         "training_ppl": fmean(math.exp(-v) for v in new_rows),
         "training_log_ppl": -fmean(new_rows),
         "rollout_ppl": fmean(math.exp(-v) for v in roll_rows),
@@ -329,7 +321,7 @@ def test_mismatch_metrics_are_those_of_a_plain_loop() -> None:
         "log_ppl_diff_min": min(change),
         "ppl_ratio": fmean(map(math.exp, change)),
     }
-    assert len(filled) == ROWS - 1
+    assert len(new_rows) == ROWS - 1
     found = values(mismatch_metrics(old, rollout, mask))
     assert found == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()})
     alone = {f"rollout_corr/{name}": expected[name] for name in ("training_ppl", "training_log_ppl")}
@@ -346,7 +338,7 @@ def test_rolls_statistics_are_those_of_a_plain_loop() -> None:
     for name, level in WEIGHT_LEVELS.items():
         ratio = [[None if v is None else math.exp(v) for v in row] for row in naive_over(x, level)]
         for kind, rows in (("ratio", ratio), ("diff", naive_over(d, level))):
-            by_row = [fmean(v for v in row if v is not None) for row in rows if any(v is not None for v in row)]
+            by_row = [fmean(row) for row in filled(rows)]
             assert found[f"actor/train_infer_{kind}_{name}_mean"] == pytest.approx(fmean(by_row)), (kind, name)
 
 

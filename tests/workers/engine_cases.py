@@ -42,6 +42,7 @@ class Case:
     epochs: int = 1
     shuffle_seed: int | None = None
     reduce_every_micro_batch: bool = False
+    empty_rows: int = 0  # without weight, that are added
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,14 @@ def build_engine(
 
 
 @cache
-def _engine_of(path: str, how: Case, ranks: Any) -> FSDPEngine:
-    return build_engine(path, how)
+def _engine_of(path: str, how: Case, build_policy: PolicyBuilder | None, ranks: Any) -> FSDPEngine:
+    return build_engine(path, how, build_policy=build_policy)
 
 
-def engine_of(path: str, case: Case) -> FSDPEngine:
+def engine_of(path: str, case: Case, build_policy: PolicyBuilder | None = None) -> FSDPEngine:
     """One engine for all cases that cut the batch in other ways."""
-    cut = {"max_token_len": None, "micro_batch_size": None, "row_order_seed": None, "balance": True}
-    return _engine_of(path, replace(case, **cut), dist.group.WORLD)
+    cut = {"max_token_len": None, "micro_batch_size": None, "row_order_seed": None, "balance": True, "empty_rows": 0}
+    return _engine_of(path, replace(case, **cut), build_policy, dist.group.WORLD)
 
 
 def gradient(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:

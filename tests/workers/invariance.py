@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from tests.tiny_model import tiny_qwen2
@@ -30,7 +29,7 @@ from tests.workers.engine_cases import (
     TEMPERATURE,
     Batch,
     Case,
-    build_engine,
+    engine_of,
     gradient_of,
     parts_of,
     ragged_batch,
@@ -42,7 +41,6 @@ from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, get_polic
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.registry import takes
-from workers.engine.fsdp import FSDPEngine
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
 from workers.losses import LOSS_COLUMNS, actor_loss, critic_loss
 from workers.policy.causal_lm import causal_lm
@@ -213,37 +211,27 @@ WRONG: tuple[LossCase, ...] = tuple(
 
 # ---------------------------------------------------------------------------------------------------- the cuts
 
-ONE_GROUP = 10**9  # the network as one FSDP group: fewer collectives; test_update_invariance has the others
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A way to cut and run the same rows. empty_rows: rows without weight that are added."""
-
-    name: str
-    case: Case
-    empty_rows: int = 0
-
-
-def _cut(name: str, *, empty_rows: int = 0, **how: Any) -> Cut:
-    return Cut(name, Case(min_num_params=ONE_GROUP, **how), empty_rows)
+ONE_GROUP = Case(min_num_params=10**9)  # one of FSDP: fewer collectives; test_update_invariance has the others
 
 
 RAGGED = Batch(rows=9, seed=1, failed_rows=(2, 7))
 SHARED_PROMPTS = Batch(rows=12, seed=2, shared_prompts=4, failed_rows=(5,))
 ONE_ROW = Batch(rows=1, seed=6)
-CUTS: dict[Batch, tuple[Cut, ...]] = {
-    RAGGED: (
-        _cut("whole"),
-        _cut("micro-batch 1", micro_batch_size=1),
-        _cut("micro-batch 3", micro_batch_size=3, balance=False),
-        _cut("20 tokens", max_token_len=20),
-        _cut("padded", packed=False, micro_batch_size=2),
-        _cut("row order", max_token_len=33, row_order_seed=1),
-        _cut("empty rows", packed=False, micro_batch_size=3, row_order_seed=2, empty_rows=5),
-    ),
-    SHARED_PROMPTS: (_cut("shared prompts", max_token_len=40), _cut("shared prompts", packed=False)),
-    ONE_ROW: (_cut("one row"), _cut("one row", packed=False, empty_rows=1)),
+CUTS: dict[Batch, dict[str, Case]] = {
+    RAGGED: {
+        "whole": ONE_GROUP,
+        "micro-batch 1": replace(ONE_GROUP, micro_batch_size=1),
+        "micro-batch 3": replace(ONE_GROUP, micro_batch_size=3, balance=False),
+        "20 tokens": replace(ONE_GROUP, max_token_len=20),
+        "padded": replace(ONE_GROUP, packed=False, micro_batch_size=2),
+        "row order": replace(ONE_GROUP, max_token_len=33, row_order_seed=1),
+        "empty rows": replace(ONE_GROUP, packed=False, micro_batch_size=3, row_order_seed=2, empty_rows=5),
+    },
+    SHARED_PROMPTS: {
+        "shared prompts": replace(ONE_GROUP, max_token_len=40),
+        "shared prompts, padded": replace(ONE_GROUP, packed=False),
+    },
+    ONE_ROW: {"one row": ONE_GROUP, "one row, padded": replace(ONE_GROUP, packed=False, empty_rows=1)},
 }
 """Two rows of the first batch have no valid token; the last has fewer rows than ranks."""
 
@@ -373,12 +361,12 @@ def _plain_engine(path: str, network: Network, packed: bool) -> PlainEngine:
     return PlainEngine(path, network, packed)
 
 
-def summed_difference(path: str, known: Reference, case: LossCase, cut: Cut, world: int) -> float:
+def summed_difference(path: str, known: Reference, case: LossCase, cut: Case, world: int) -> float:
     """Of the gradient of one optimizer step, summed over `world` ranks one after the other, in fp64."""
-    engine = _plain_engine(path, case.network, cut.case.packed)
+    engine = _plain_engine(path, case.network, cut.packed)
     engine.policy.zero_grad()
     data = with_empty_rows(case.batch(in_fp64(known.data)), cut.empty_rows)
-    for part in parts_of(data, cut.case, world)[0]:
+    for part in parts_of(data, cut, world)[0]:
         train_epochs(engine, part, case.loss_fn, epochs=1)
     named = engine.policy.model.named_parameters()
     return known.difference(case, {name: value.grad.numpy() for name, value in named if value.grad is not None})
@@ -399,29 +387,23 @@ def with_empty_rows(data: DataProto, count: int) -> DataProto:
 # ---------------------------------------------------------------------------------------------------- fp32, over gloo
 
 
-def differences(path: str, file: str, runs: list[tuple[LossCase, Cut]]) -> list[float]:
+def differences(path: str, file: str, runs: list[tuple[LossCase, Case]]) -> list[float]:
     """Of the training engine's gradients from the reference in `file`; runs on each rank."""
     known: Reference = torch.load(file, weights_only=False)
     results = []
     for case, cut in runs:
-        engine = _engine(path, case.network, cut.case.packed, cut.case.min_num_params, dist.group.WORLD)
+        engine = engine_of(f"{path}/{case.network.folder}", cut, case.network.build)
         data = with_empty_rows(case.batch(known.data), cut.empty_rows)
-        found = gradient_of(engine, data, cut.case, case.loss_fn, **case.network.forward_arguments)
+        found = gradient_of(engine, data, cut, case.loss_fn, **case.network.forward_arguments)
         results.append(known.difference(case, found))
     return results
-
-
-@cache
-def _engine(path: str, network: Network, packed: bool, min_num_params: int, ranks: Any) -> FSDPEngine:
-    case = Case(packed=packed, min_num_params=min_num_params)
-    return build_engine(f"{path}/{network.folder}", case, build_policy=network.build)
 
 
 # ---------------------------------------------------------------------------------------------------- tables
 
 Table = dict[LossCase, dict[str, float]]
 """For each loss, by column, the largest relative difference."""
-CutsOf = dict[Batch, tuple[Cut, ...]]
+CutsOf = dict[Batch, dict[str, Case]]
 
 
 def fp64_table(
@@ -432,9 +414,9 @@ def fp64_table(
     for batch, cuts in cuts_of.items():
         known = reference(path, batch, cases)
         for case in cases:
-            for cut in cuts:
+            for name, cut in cuts.items():
                 for world in worlds:
-                    _note(table[case], cut.name, summed_difference(path, known, case, cut, world))
+                    _note(table[case], name, summed_difference(path, known, case, cut, world))
     return table
 
 
@@ -446,7 +428,7 @@ def fp32_table(
     for number, (batch, cuts) in enumerate(cuts_of.items()):
         file = f"{folder}/reference{number}.pt"
         torch.save(reference(path, batch, cases), file)
-        runs = [(case, cut) for case in cases for cut in cuts]
+        runs = [(case, cut) for case in cases for cut in cuts.values()]
         for world in worlds:
             for results in ranks.run(differences, path, file, runs, size=world):
                 for (case, _), found in zip(runs, results, strict=True):

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_experts import tiny_experts
 from tests.workers.engine_cases import Batch, Case, build_engine, trained
 from tests.workers.ranks import Ranks
-from verl_lite.config import RolloutConfig
+from tests.workers.rollout.test_engines import expect_plain, make_engine, run
 from verl_lite.errors import UserError
 from workers.engine.checkpoint import export
-from workers.rollout.base import Request, SamplingParams, build_rollout_engine
+from workers.rollout.base import Request, SamplingParams
 from workers.weight_sync import sync_weights
 
 FAMILIES: dict[str, dict[str, Any]] = {"mixtral": {}, "glm4_moe": {"first_k_dense_replace": 0}}
@@ -59,21 +59,11 @@ def test_two_ranks_train_save_and_export_what_one_does(family: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.long, vllm_missing])])
 def test_what_is_sampled_after_an_update_is_what_is_trained(name: str, family: str, tmp_path: Path) -> None:
     paths = [write(tmp_path, family, seed) for seed in (0, 1)]
-    engine = build_rollout_engine(
-        name, paths[0], RolloutConfig(kv_cache_memory_mb=32), max_model_len=64, device=torch.device("cpu"),
-        dtype=torch.float32, seed=0,
-    )  # fmt: skip
+    engine = make_engine(name, paths[0], 64)
     for version, path in enumerate(paths):  # twice: a first update may differ from those after it
         sync_weights(build_engine(path, Case()), engine, version, 512)
-        prompt = tuple(range(3, 23))
-        engine.submit(Request("r", prompt, SamplingParams(max_tokens=12, seed=1, ignore_eos=True)))
-        while engine.unfinished:
-            done = engine.step()
-        tokens = torch.tensor([[*prompt, *done[0].token_ids]])
-        with torch.no_grad():
-            logits = AutoModelForCausalLM.from_pretrained(path)(tokens).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(done[0].log_probs), expected, atol=1e-4, rtol=0)
+        request = Request("r", tuple(range(3, 23)), SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
+        expect_plain(run(engine, [request]), AutoModelForCausalLM.from_pretrained(path), [request])
     engine.close()
 
 

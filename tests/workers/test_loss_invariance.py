@@ -18,7 +18,6 @@ from tests.workers.invariance import (
     CUTS,
     RAGGED,
     WRONG,
-    Cut,
     LossCase,
     PolicyCase,
     Table,
@@ -77,7 +76,7 @@ def test_fp64_in_process(path: str) -> None:
 
 
 def test_fp32_on_two_ranks(path: str, ranks: Ranks, tmp_path: Path) -> None:
-    few = {RAGGED: tuple(cut for cut in CUTS[RAGGED] if cut.name in ("20 tokens", "empty rows"))}
+    few = {RAGGED: {name: CUTS[RAGGED][name] for name in ("20 tokens", "empty rows")}}
     assert_within(fp32_table(path, str(tmp_path), one_mode_each(), ranks, worlds=(2,), cuts_of=few), FP32)
 
 
@@ -93,9 +92,9 @@ def test_fp32_by_every_cut_and_number_of_ranks(path: str, ranks: Ranks, tmp_path
 
 
 BOUNDS = st.one_of(
-    st.none(),
-    st.tuples(st.just("micro_batch_size"), st.integers(1, 4)),
-    st.tuples(st.just("max_token_len"), st.integers(PROMPT + RESPONSE, 70)),
+    st.just({}),
+    st.fixed_dictionaries({"micro_batch_size": st.integers(1, 4)}),
+    st.fixed_dictionaries({"max_token_len": st.integers(PROMPT + RESPONSE, 70)}),
 )
 
 
@@ -120,16 +119,16 @@ def test_random_batches_and_cuts(path, case, batch, bound, packed, balance, row_
     batch = Batch(batch.rows, batch.seed, batch.shared_prompts, tuple(r for r in batch.failed_rows if r < batch.rows))
     known = reference(path, batch, [case])
     assume(known.says_something(case))
-    how = Case(packed=packed, balance=balance, row_order_seed=row_order_seed, **(dict([bound]) if bound else {}))
-    assert summed_difference(path, known, case, Cut("random", how, empty_rows), world) < FP64
+    cut = Case(packed, balance=balance, row_order_seed=row_order_seed, empty_rows=empty_rows, **bound)
+    assert summed_difference(path, known, case, cut, world) < FP64
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_wrong_loss_fails_the_same_comparison(path: str, wrong: LossCase, ranks: Ranks, tmp_path: Path) -> None:
     known = reference(path, RAGGED, [wrong])
     torch.save(known, tmp_path / "wrong.pt")
-    cuts = [cut for cut in CUTS[RAGGED] if cut.name != "whole"]
+    whole, *cuts = CUTS[RAGGED].values()
     assert all(summed_difference(path, known, wrong, cut, world) > 0.01 for cut in cuts for world in (1, 3))
-    assert summed_difference(path, known, wrong, CUTS[RAGGED][0], 1) < FP64, "given whole, it is right"
+    assert summed_difference(path, known, wrong, whole, 1) < FP64, "given whole, it is right"
     for results in ranks.run(differences, path, str(tmp_path / "wrong.pt"), [(wrong, cut) for cut in cuts], size=2):
         assert min(results) > 0.01

@@ -138,6 +138,12 @@ def spec(traj_id: str = "g_0", **options: Any) -> EpisodeSpec:
     return EpisodeSpec(traj_id=traj_id, traj_group_id=group, **{"start_step": 3, **given, **options})
 
 
+def make_runner(engine: Any, pool: Any, templates: Sequence[EnvTemplate] = (), **options: Any) -> EpisodeRunner:
+    """A runner of these entries, by default of one."""
+    given = {"limits": LIMITS, "seed": 5, "stop_token_ids": (0, END), "max_live": 100, **options}
+    return EpisodeRunner(engine, pool, TOKENIZER, {entry.tag: entry for entry in templates or [template()]}, **given)
+
+
 def play(
     script: Script,
     answers: Answers,
@@ -149,22 +155,12 @@ def play(
     max_live: int = 100,
     rng_seed: int = 0,
     format_penalty: float = 0.0,
-    templates: Sequence[EnvTemplate] = (),
     **template_options: Any,
 ) -> tuple[list[Trajectory], ScriptedPool, ScriptedEngine]:
-    """Runs episodes of one entry, or of `templates`, to their end."""
+    """Runs episodes of one entry to their end."""
     pool, engine = ScriptedPool(script, latency=latency, rng_seed=rng_seed), ScriptedEngine(answers)
-    runner = EpisodeRunner(
-        engine,  # type: ignore[arg-type]  # it has no weights
-        pool,
-        TOKENIZER,
-        {entry.tag: entry for entry in templates or [template(**template_options)]},
-        limits,
-        seed=5,
-        stop_token_ids=(0, END),
-        format_penalty={"train": format_penalty},
-        max_live=max_live,
-    )
+    entries, penalty = [template(**template_options)], {"train": format_penalty}
+    runner = make_runner(engine, pool, entries, limits=limits, format_penalty=penalty, max_live=max_live)
     runner.begin(specs or [spec()], sampling)
     while runner.unfinished(0):
         runner.advance(wait_s=9.0)

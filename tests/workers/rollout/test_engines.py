@@ -41,16 +41,10 @@ def models(folders: list[str]) -> list[torch.nn.Module]:
     return [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
 
 
-def make_engine(name: str, folder: str, **options: Any) -> RolloutEngine:
-    return build_rollout_engine(
-        name,
-        folder,
-        RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=64, max_num_batched_tokens=2048, **options),
-        max_model_len=MAX_MODEL_LEN,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-    )
+def make_engine(name: str, folder: str, max_model_len: int = MAX_MODEL_LEN, **options: Any) -> RolloutEngine:
+    given = {"kv_cache_memory_mb": 32, "max_num_seqs": 64, "max_num_batched_tokens": 2048, **options}
+    how: Any = {"device": torch.device("cpu"), "dtype": torch.float32, "seed": 0}
+    return build_rollout_engine(name, folder, RolloutConfig(**given), max_model_len=max_model_len, **how)
 
 
 vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")

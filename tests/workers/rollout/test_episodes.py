@@ -7,20 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.workers.rollout.scripted import (
-    END,
-    LIMITS,
-    SAMPLING,
-    TOKENIZER,
-    ScriptedEngine,
-    ScriptedPool,
-    ids_of,
-    play,
-    spec,
-    template,
-)
+from tests.workers.rollout.scripted import END, SAMPLING, ScriptedEngine, ScriptedPool, ids_of, make_runner, play, spec
 from workers.rollout.base import Request, SamplingParams
-from workers.rollout.episodes import EpisodeRunner, TokenLimits, aggregate_metrics
+from workers.rollout.episodes import TokenLimits, aggregate_metrics
 from workers.rollout.turn_messages import Turn
 
 LONG = TokenLimits(max_prompt_length=200, max_response_length=400, max_model_len=600)
@@ -36,11 +25,6 @@ def ending(turns: int) -> Any:
 
 def says_b(traj_id: str, turn: int, request: Request) -> list[int]:
     return [*ids_of("b"), END]
-
-
-def make_runner(engine: Any, pool: Any, **options: Any) -> EpisodeRunner:
-    given = {"limits": LIMITS, "seed": 5, "stop_token_ids": (0, END), "max_live": 100, **options}
-    return EpisodeRunner(engine, pool, TOKENIZER, {"t": template()}, **given)
 
 
 # -------------------------------------------------------------------------------------------------------- one episode
@@ -212,12 +196,9 @@ def test_trajectories_are_the_same_whatever_the_company_and_the_time(by: str) ->
             reacting, gambling, specs, latency=(0, 7), max_live=max_live, rng_seed=rng_seed, **options
         )
         assert found == expected and pool.most_live == min(max_live, len(specs))
-    some, _, _ = play(reacting, gambling, [replace_group_size(specs[5])], latency=(3, 3), **options)
+    alone = spec(specs[5].traj_id, seed=specs[5].seed, group_size=1)
+    some, _, _ = play(reacting, gambling, [alone], latency=(3, 3), **options)
     assert some[0].turns == expected[5].turns
-
-
-def replace_group_size(one: Any) -> Any:
-    return spec(one.traj_id, seed=one.seed, group_size=1)
 
 
 def test_turns_do_not_wait_for_each_other() -> None:

@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.workers.rollout.scripted import END, TOKENIZER, ScriptedEngine, ScriptedPool
+from tests.workers.rollout.scripted import END, TOKENIZER, ScriptedEngine, ScriptedPool, make_runner, rows, template
 from trainer.rollout_scheduler import RolloutScheduler
 from verl_lite.config import EnvManagerConfig, PPOConfig
-from verl_lite.envs import EnvTemplate
 from verl_lite.group_filters import EqualScores, GroupFilter
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import Request, SamplingParams
-from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
+from workers.rollout.episodes import EpisodeSpec, TokenLimits
 from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
-from workers.rollout.trajectories import trajectory_rows
 
 TURNS = 3
-TEMPLATE = EnvTemplate(tag="world", env_type="tests.workers.rollout.scripted:NoEnv", max_steps=TURNS)
+TEMPLATE = template("world", max_steps=TURNS)
 
 
 def world(seed: int, actions: list[str]) -> dict[str, Any]:
@@ -42,35 +40,17 @@ def digits(traj_id: str, turn: int, request: Request) -> list[int]:
     return [*TOKENIZER.encode(text, add_special_tokens=False), END]
 
 
-class Pool(ScriptedPool):
-    """Counts nothing of its own."""
-
-    processes_replaced = 2
-
-
 def group_run(pool: ScriptedPool, engine: ScriptedEngine | None = None, max_live: int = 100) -> GroupRun:
-    runner = EpisodeRunner(
-        engine or ScriptedEngine(digits),  # type: ignore[arg-type]
-        pool,
-        TOKENIZER,
-        {"world": TEMPLATE},
-        TokenLimits(64, 256, 320),
-        seed=3,
-        stop_token_ids=[END],
-        max_live=max_live,
-    )
-
-    def rows(kept: list[Any]) -> DataProto:
-        return trajectory_rows(kept, pad_token_id=0, prompt_length=64, response_length=256)
-
-    return GroupRun(runner, rows)
+    limits = TokenLimits(64, 256, 320)
+    runner = make_runner(engine or ScriptedEngine(digits), pool, [TEMPLATE], limits=limits, max_live=max_live)
+    return GroupRun(runner, lambda kept: rows(kept, limits))
 
 
 class Ranks:
     """What `trainer.roles.AgentRole` is, for ranks in this process."""
 
     def __init__(self, count: int, latency: tuple[int, int], group_filter: GroupFilter | None, max_live: int) -> None:
-        pools = [Pool(world, latency=latency, rng_seed=rank) for rank in range(count)]
+        pools = [ScriptedPool(world, latency=latency, rng_seed=rank) for rank in range(count)]
         self.ranks = [group_run(pool, max_live=max_live) for pool in pools]
         self.group_filter = group_filter
 
@@ -145,7 +125,7 @@ class DropFirst:
 
 
 def test_a_dropped_group_is_replaced_at_once_and_the_last_is_given_with_its_mark() -> None:
-    groups, judge = group_run(Pool(world)), DropFirst(2)
+    groups, judge = group_run(ScriptedPool(world)), DropFirst(2)
     plans = [
         GroupPlan(4, tuple(members(1, attempt=a) for a in range(5))),
         GroupPlan(7, tuple(members(2, attempt=a) for a in range(2))),
@@ -168,7 +148,7 @@ def test_failures_are_counted_with_the_first_as_text() -> None:
     def script(seed: int, actions: list[str]) -> dict[str, Any]:
         return {"observation": None} if seed == 5 else world(seed, actions)
 
-    groups = group_run(Pool(script))
+    groups = group_run(ScriptedPool(script))
     plans = [GroupPlan(0, (members(13),)), GroupPlan(1, (members(5),)), GroupPlan(2, (members(1),))]
     groups.begin("k", plans, SamplingParams(max_tokens=8), None)
     result = groups.finish("k")
@@ -190,7 +170,7 @@ class SlowEngine(ScriptedEngine):
 def test_a_slice_beside_training_ends_in_time_and_the_episodes_go_on() -> None:
     """Endless answers: a slice takes about as long as the work before it. With nothing to decode it takes no time."""
     engine = SlowEngine(lambda traj_id, turn, request: [5] * 100_000)
-    groups = group_run(Pool(world), engine)
+    groups = group_run(ScriptedPool(world), engine)
     plans = [GroupPlan(0, (members(1),))]
     groups.begin("k", plans, SamplingParams(max_tokens=100_000), None)
     groups.pump()
@@ -200,7 +180,7 @@ def test_a_slice_beside_training_ends_in_time_and_the_episodes_go_on() -> None:
     assert 0.03 < time.perf_counter() - started < 2
     assert all(engine.progress[name] > steps for name, steps in before.items()) and not groups.is_idle
 
-    waiting = group_run(Pool(world, latency=(10**9, 10**9)))
+    waiting = group_run(ScriptedPool(world, latency=(10**9, 10**9)))
     waiting.begin("k", plans, SamplingParams(), None)
     polls = itertools.count()
     waiting._runner.advance = lambda wait_s=0.0: next(polls)  # type: ignore[method-assign,assignment]

@@ -11,32 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
-from verl_lite.config import RolloutConfig
+from tests.workers.rollout.test_engines import load, make_engine, plain_log_probs
 from workers.rollout.base import Request, SamplingParams
-from workers.rollout.hf_engine import HFEngine
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    root: Path = tmp_path_factory.mktemp("model")
-    return tiny_qwen2(root)
 
 
 @pytest.mark.parametrize("slots", [5, 8])
-def test_conversations_go_on_and_encode_only_what_is_new(folder: str, slots: int) -> None:
+def test_conversations_go_on_and_encode_only_what_is_new(tmp_path: Path, slots: int) -> None:
     """Seven conversations in random order, with room for all of them and without, against a plain forward."""
+    folder = tiny_qwen2(tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-    engine = HFEngine(
-        folder,
-        RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=slots, max_num_batched_tokens=40),
-        max_model_len=96,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-        override_config={},
-        trust_remote_code=False,
-    )
-    engine.load_weights(iter(model.named_parameters()), 1)
+    engine: Any = make_engine("hf", folder, 96, max_num_seqs=slots, max_num_batched_tokens=40)
+    load(engine, model, 1)
     encoded: list[int] = []
     forward = engine._model.base_model.forward
 
@@ -44,7 +29,7 @@ def test_conversations_go_on_and_encode_only_what_is_new(folder: str, slots: int
         encoded.append(given["input_ids"].numel())
         return forward(**given)
 
-    engine._model.base_model.forward = counting  # type: ignore[method-assign]
+    engine._model.base_model.forward = counting
     rng = random.Random(1)
     talks = {str(number): tuple(rng.randrange(3, 60) for _ in range(8)) for number in range(7)}
     waiting, sent, again = list(talks), 0, 0
@@ -55,13 +40,11 @@ def test_conversations_go_on_and_encode_only_what_is_new(folder: str, slots: int
             again += len(talks[name])
             engine.submit(Request(name, talks[name], SamplingParams(max_tokens=rng.randrange(1, 6), seed=sent)))
         for done in engine.step():
-            ids = torch.tensor([[*talks[done.request_id], *done.token_ids]])
-            with torch.no_grad():
-                log_probs = torch.log_softmax(model(ids).logits[0].float(), -1)
-            count = len(done.token_ids)
-            expected = log_probs[-count - 1 : -1].gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+            ids = talks[done.request_id]
+            expected = plain_log_probs(model, ids, done.token_ids, 1.0)
             torch.testing.assert_close(torch.tensor(done.log_probs), expected, atol=1e-4, rtol=0)
-            talks[done.request_id] = (*ids[0].tolist(), *(rng.randrange(3, 60) for _ in range(rng.randrange(4))))
+            more = (rng.randrange(3, 60) for _ in range(rng.randrange(4)))
+            talks[done.request_id] = (*ids, *done.token_ids, *more)
             if len(talks[done.request_id]) < 85:
                 waiting.append(done.request_id)
     if slots == 8:
