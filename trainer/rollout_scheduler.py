@@ -263,7 +263,7 @@ class RolloutScheduler:
             "scheduler/off_policy_ratio": Metric.last(batch.step - batch.start_step),
         }
         result.meta_info["global_step"] = batch.step
-        result.meta_info["episodes"] = EpisodeCounts.total(part.counts for part in batch.parts)
+        result.meta_info["episodes"] = sum((part.counts for part in batch.parts), start=EpisodeCounts())
         return result
 
 

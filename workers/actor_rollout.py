@@ -18,7 +18,6 @@ from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.losses import actor_loss, loss_of_batch
-from workers.phase import Phase
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
@@ -83,7 +82,7 @@ class ActorWorker(TrainingWorker):
 
         meta_info: sampling (`SamplingParams`), step, seed and `purpose`, which keys the rewards of this call.
         """
-        self.phases.enter(Phase.ROLLOUT, self.rollout)
+        self.phases.enter(self.rollout)
         if not self.rollout.has_weights:  # another model took the device since the last update, as a critic's warm-up
             self.update_weights(self.version)
         meta, started = prompts.meta_info, time.perf_counter()
@@ -129,7 +128,7 @@ class ActorWorker(TrainingWorker):
 
         data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy, calculate_sum_pi_squared.
         """
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         asked = ("temperature", "calculate_entropy", "calculate_sum_pi_squared")
         outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in asked})
         columns = {"log_probs": "old_log_probs", "entropys": "entropys", "sum_pi_squared": "sum_pi_squared"}
@@ -138,14 +137,14 @@ class ActorWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """ref_log_prob (n, R) of a planned batch: the policy without its adapter. As `ReferenceWorker`'s."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         with self.engine.adapter_off():
             return ref_log_prob(self.engine, data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch. Gives metrics in meta_info."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         actor = self.config.actor
         options: dict[str, bool] = {}
         if self._asks_routers:
@@ -188,7 +187,7 @@ class ActorWorker(TrainingWorker):
         """Gives the trained weights to the rollout engine, which generates with them from now on."""
         self.version = version
         self.engine.move_out_optimizer()
-        self.phases.enter(Phase.ROLLOUT, self.rollout)
+        self.phases.enter(self.rollout)
         self.engine.move_in()
         metrics = sync_weights(self.engine, self.rollout, version, self.config.rollout.update_weights_bucket_megabytes)
         self.engine.move_out()

@@ -18,7 +18,6 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from workers.actor_rollout import ActorWorker
 from workers.engine.fsdp import FSDPEngine
 from workers.envs.pool import EnvPool
-from workers.phase import Phase
 from workers.policy.tokenizer import stop_token_ids
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeRunner, TokenLimits
@@ -97,7 +96,7 @@ class AgentRolloutWorker(ActorWorker):
         return self.groups.finish(key)
 
     def _enter_rollout(self) -> None:
-        self.phases.enter(Phase.ROLLOUT, self.rollout)
+        self.phases.enter(self.rollout)
         if not self.rollout.has_weights:  # another model took the device since the last update
             self.update_weights(self.version)
 

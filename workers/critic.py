@@ -14,7 +14,6 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.losses import critic_loss
-from workers.phase import Phase
 from workers.policy.loading import token_network
 from workers.policy.value_head import value_head
 from workers.training_worker import TrainingWorker
@@ -34,13 +33,13 @@ class CriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         """values (n, R) of a planned batch: of the state before each token of the policy, 0 at other tokens."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         return DataProto.from_dict(tensors={"values": self.engine.infer(data)["values"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch and epoch. Gives metrics in meta_info."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         metrics = self.engine.train(data, self.loss_func, epochs=len(data.meta_info["schedule"]))
         return DataProto(meta_info={"metrics": {f"critic/{name}": metric for name, metric in metrics.items()}})
 

@@ -1,23 +1,16 @@
-"""Who owns the device now: training, rollout, or nobody. The only code that puts engines to sleep, wakes them and
-offloads.
+"""Who has the device now: the only code that puts engines to sleep, wakes them and offloads.
 
 The engines of one process share a device. Each is a tenant that can move in (weights, optimizer state or KV cache on
-the device) and move out. Entering a phase moves out every other tenant first, so that two of them never hold the
-device's memory together unless their settings say that they stay resident. On a CPU moving is free and does nothing.
+the device) and move out. Before one enters, every other tenant moves out, so that two of them never hold the device's
+memory together unless their settings say that they stay resident. On a CPU moving is free and does nothing.
 """
 
 from __future__ import annotations
 
-import enum
+from functools import cache
 from typing import Protocol
 
 from verl_lite.device import empty_cache
-
-
-class Phase(enum.StrEnum):
-    TRAIN = "train"
-    ROLLOUT = "rollout"
-    IDLE = "idle"
 
 
 class Tenant(Protocol):
@@ -29,10 +22,9 @@ class Tenant(Protocol):
 
 
 class PhaseManager:
-    """Keeps the tenants of one process apart. `phase` and `owner` tell who holds the device."""
+    """Keeps the tenants of one process apart. `owner` has the device."""
 
     def __init__(self) -> None:
-        self.phase = Phase.IDLE
         self.owner: Tenant | None = None
         self._tenants: list[Tenant] = []
 
@@ -40,31 +32,19 @@ class PhaseManager:
         """Makes `tenant` known. It is expected to be moved in already (engines are built on the device)."""
         self._tenants.append(tenant)
 
-    def enter(self, phase: Phase, owner: Tenant) -> None:
+    def enter(self, owner: Tenant) -> None:
         """Gives the device to `owner`: the others move out, then it moves in. Entering twice costs nothing."""
         if self.owner is owner:
-            self.phase = phase
             return
         for tenant in self._tenants:
             if tenant is not owner:
                 tenant.move_out()
         empty_cache()  # vLLM maps its memory anew when it wakes, and cannot use what torch holds back
         owner.move_in()
-        self.phase, self.owner = phase, owner
-
-    def leave(self) -> None:
-        """Frees the device: every tenant moves out."""
-        for tenant in self._tenants:
-            tenant.move_out()
-        self.phase, self.owner = Phase.IDLE, None
+        self.owner = owner
 
 
-_process_phases: PhaseManager | None = None
-
-
+@cache
 def process_phases() -> PhaseManager:
     """The phase manager of this process: colocated roles share it, because they share the device."""
-    global _process_phases
-    if _process_phases is None:
-        _process_phases = PhaseManager()
-    return _process_phases
+    return PhaseManager()

@@ -9,7 +9,6 @@ from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.engine.fsdp import FSDPEngine
-from workers.phase import Phase
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.training_worker import EngineWorker
@@ -29,7 +28,7 @@ class ReferenceWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """ref_log_prob (n, R) of a planned batch; meta_info temperature."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         return ref_log_prob(self.engine, data)
 
 

@@ -6,7 +6,6 @@ from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
-from workers.phase import Phase
 from workers.policy.loading import load_model_config, token_network
 from workers.policy.sequence_score import scored_rows, sequence_score
 from workers.training_worker import EngineWorker
@@ -36,7 +35,7 @@ class RewardModelWorker(EngineWorker):
                 f"reward_model.model.path={self.config.reward_model.model.path!r}: an answer has token {largest}, and "
                 f"the model knows {size} tokens; set reward_model.retokenize=true"
             )
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         rows = data.select()
         rows.batch.update(scored_rows(data.batch, self.text_config.pad_token_id))
         scores = self.engine.infer(rows)["scores"]

@@ -10,7 +10,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.network import NetworkBuilder
-from workers.phase import Phase, process_phases
+from workers.phase import process_phases
 
 
 class EngineWorker(Worker):
@@ -59,7 +59,7 @@ class TrainingWorker(EngineWorker):
 
         background: only copies them to the host; `finish_save` waits for the files.
         """
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         self.engine.save(path, background=background)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -70,5 +70,5 @@ class TrainingWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Reads what `save_checkpoint` wrote, on any number of ranks."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         self.engine.load(path)

@@ -9,21 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
 from verl_lite.metrics import Metric
+from workers.engine.fsdp import FSDPEngine
 from workers.rollout.base import RolloutEngine
 
 
-class ParameterSource(Protocol):
-    """A training engine that can give its full parameters."""
-
-    def full_params(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]: ...
-
-
-def sync_weights(source: ParameterSource, rollout: RolloutEngine, version: int, bucket_mb: int) -> dict[str, Metric]:
+def sync_weights(source: FSDPEngine, rollout: RolloutEngine, version: int, bucket_mb: int) -> dict[str, Metric]:
     """Streams all parameters into the rollout engine and resets its cache.
 
     All ranks call it together (gathering is collective). bucket_mb: MiB of full tensors alive at one time.

@@ -37,7 +37,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engine.checkpoint import export
-from workers.phase import Phase, PhaseManager
+from workers.phase import PhaseManager
 from workers.policy.loading import PolicyBuilder, packing_note, token_network
 from workers.training_worker import TrainingWorker
 from workers.update import LossFunction
@@ -87,14 +87,14 @@ class SupervisedWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
         """One optimizer step on a planned batch; metrics in meta_info, of which one is `loss`."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         metrics = self.engine.train(self.rows(data), self.loss, epochs=1, **self.options)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def measure(self, data: DataProto) -> DataProto:
         """What `train` reports of the loss on a planned batch, without training."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         rows = self.rows(data)
         outputs = self.engine.infer(rows, **self.options)
         rows.meta_info["num_tokens"] = 1  # of the loss itself nothing is used here

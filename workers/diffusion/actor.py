@@ -21,7 +21,6 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import write_lora
 from workers.diffusion.reward_policy import reward_flow_network
 from workers.engine.parameters import gather_full
-from workers.phase import Phase
 from workers.rollout.base import derive_seed
 from workers.training_worker import TrainingWorker
 
@@ -57,7 +56,7 @@ class ActorWorker(TrainingWorker):
         return DataProto(meta_info={"metrics": values(combine(parts))})
 
     def _train(self, data: DataProto) -> dict[str, Metric]:
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         self._frames: list[DataProto] = []
         metrics = self.engine.train(data, self._loss, epochs=1)
         result = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
@@ -133,7 +132,7 @@ class ActorWorker(TrainingWorker):
 
         The same as a train step samples with the same weights; zero in padding rows.
         """
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         return DataProto.from_dict(dict(self.engine.infer(data, is_scored=False)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -144,7 +143,7 @@ class ActorWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_lora(self, path: str) -> None:
         """Writes the adapter, fp32, into the folder `path` as diffusers' `load_lora_weights` reads it."""
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         engine = self.engine
         gathered = gather_full(engine.trained, torch.float32, engine.shard_group, EXPORT_BUCKET_BYTES)
         whole = {name: value.cpu() for name, value in gathered}

@@ -30,7 +30,6 @@ from workers.diffusion.lora import add_adapter
 from workers.diffusion.reward_policy import noise_of
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.losses import actor_loss
-from workers.phase import Phase
 from workers.policy.adapter import adapter_off
 from workers.training_worker import TrainingWorker
 
@@ -215,7 +214,7 @@ class FlowActorWorker(TrainingWorker):
 
         Reads prompt, first_seed, path_seed; meta_info steps and noise_level.
         """
-        self.phases.enter(Phase.ROLLOUT, self.engine)
+        self.phases.enter(self.engine)
         outputs = self.engine.infer(data, steps=data.meta_info["steps"], noise_level=data.meta_info["noise_level"])
         if "log_probs" in outputs:
             outputs["old_log_probs"] = outputs.pop("log_probs")
@@ -228,7 +227,7 @@ class FlowActorWorker(TrainingWorker):
         Reads what `generate` read and latents, response_mask, advantages; old_log_probs where there are several
         optimizer steps.
         """
-        self.phases.enter(Phase.TRAIN, self.engine)
+        self.phases.enter(self.engine)
         sampler, actor = self.config.sampler, self.config.actor
         metrics = self.engine.train(
             data,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from verl_lite.group_filters import GroupFilter
@@ -63,8 +63,12 @@ class EpisodeCounts:
         )
 
     @classmethod
-    def total(cls, parts: Iterable[EpisodeCounts]) -> EpisodeCounts:
-        return sum(parts, start=cls())
+    def of(cls, trajectories: Sequence[Trajectory]) -> EpisodeCounts:
+        """Of episodes that ended by themselves."""
+        ended = [one for one in trajectories if one.stop != "surplus"]
+        failed = [one for one in ended if one.stop == "failed"]
+        told = (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed)
+        return cls(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), next(told, None))
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class GroupRun:
             GroupReport(place.plan.slot, place.attempts, place.is_dropped, len(part))
             for place, part in zip(places, rows, strict=True)
         ]
-        counts = EpisodeCounts.total(place.counts for place in places)
+        counts = sum((place.counts for place in places), start=EpisodeCounts())
         return GroupResults(reports, DataProto.concat(rows) if rows else None, counts, self._metrics())
 
     def pump(self) -> None:
@@ -170,7 +174,7 @@ class GroupRun:
         self._open.remove(place)
         trajectories = self._runner.take(place.batch)
         place.attempts += 1
-        place.counts += counts_of(trajectories)
+        place.counts += EpisodeCounts.of(trajectories)
         place.kept = [one for one in trajectories if one.is_kept]
         if place.group_filter is not None:
             spec, group = place.plan.attempts[place.attempts - 1][0], [self._to_rows([one]) for one in place.kept]
@@ -188,11 +192,3 @@ class GroupRun:
         }
         beside = {"rollout/seconds_beside_training": Metric.mean(pumped, 1)} if pumped else {}
         return seconds | beside | self._runner.take_metrics(active + pumped)
-
-
-def counts_of(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
-    """Episodes that ended by themselves, and those that failed."""
-    ended = [one for one in trajectories if one.stop != "surplus"]
-    failed = [one for one in ended if one.stop == "failed"]
-    told = (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed)
-    return EpisodeCounts(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), next(told, None))
