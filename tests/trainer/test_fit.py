@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,12 +154,7 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
     config.rollout.n = 2
     config.data.max_response_length = RESPONSE
     config.trainer.save_freq = 0
-    for name, value in settings.items():
-        target: Any = config
-        *path, leaf = name.split("__")
-        for part in path:
-            target = getattr(target, part)
-        setattr(target, leaf, value)
+    set_keys(config, settings)
     fake: Any = parts
     value_model = FakeCritic(parts) if critic else None
     learners: dict[str, Any] = {"actor": fake} | ({"critic": value_model} if critic else {})
@@ -178,6 +174,13 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
     )
     trainer.needs_old_log_prob = parts.needs_old_log_prob
     return trainer
+
+
+def set_keys(config: Any, settings: dict[str, Any]) -> None:
+    """Sets keys of a configuration, whose dots are written as two underscores."""
+    for name, value in settings.items():
+        *path, leaf = name.split("__")
+        setattr(reduce(getattr, path, config), leaf, value)
 
 
 class FakePrompts:

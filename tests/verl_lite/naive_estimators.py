@@ -329,24 +329,13 @@ def gigpo(given: Given) -> Pair:
 
 
 NAIVE_ESTIMATORS: dict[str, Callable[[Given], Pair]] = {
-    "gae": gae,
-    "grpo": outcome(grpo),
+    **{formula.__name__: outcome(formula) for formula in (grpo, grpo_passk, rloo, rloo_vectorized, opo)},
     "grpo_vectorized": outcome(grpo),
-    "grpo_passk": outcome(grpo_passk),
-    "gdpo": gdpo,
-    "rloo": outcome(rloo),
-    "rloo_vectorized": outcome(rloo_vectorized),
-    "opo": outcome(opo),
-    "gpg": gpg,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "optimal_token_baseline": optimal_token_baseline,
-    "tir_optimal_token_baseline": tir_optimal_token_baseline,
-    "reinforce": reinforce,
-    "agentic_reinforce": agentic_reinforce,
-    "step_reinforce": step_reinforce,
-    "gigpo": gigpo,
+    **{
+        estimator.__name__: estimator
+        for estimator in (gae, gdpo, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, reinforce)
+        + (optimal_token_baseline, tir_optimal_token_baseline, agentic_reinforce, step_reinforce, gigpo)
+    },
 }
 
 

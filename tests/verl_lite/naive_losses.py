@@ -73,11 +73,14 @@ def dro(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
     return -(a * new - config.policy_loss.dro_beta / 2 * (new - old) ** 2)
 
 
+def weighted_inside(old: float, new: float, a: float, config: Any, inside: bool) -> float:
+    return -min(ratio(old, new), config.clip_ratio_c or math.inf) * a * new if inside else 0.0
+
+
 def dppo_tv(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
     low, high = clip_bounds(config)
     shift = math.exp(new) - math.exp(old)
-    inside = shift <= high if a > 0 else shift >= -low
-    return -min(ratio(old, new), config.clip_ratio_c or math.inf) * a * new if inside else 0.0
+    return weighted_inside(old, new, a, config, shift <= high if a > 0 else shift >= -low)
 
 
 def dppo_kl(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
@@ -85,7 +88,7 @@ def dppo_kl(old: float, new: float, a: float, config: Any, chosen: bool) -> floa
     p, q = math.exp(old), math.exp(new)
     divergence = p * (old - new) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
     inside = (divergence <= high or q <= p) if a > 0 else (divergence <= low or q >= p)
-    return -min(ratio(old, new), config.clip_ratio_c or math.inf) * a * new if inside else 0.0
+    return weighted_inside(old, new, a, config, inside)
 
 
 def clip_cov(old: float, new: float, a: float, config: Any, chosen: bool) -> float:
@@ -120,18 +123,8 @@ def geo_mean(tokens: list[Token], weights: list[float], config: Any) -> list[flo
 
 
 NAIVE_TOKEN_LOSSES: dict[str, Callable[[float, float, float, Any, bool], float]] = {
-    "vanilla": vanilla,
-    "sapo": sapo,
-    "gpg": gpg,
-    "cispo": cispo,
-    "tis": tis,
-    "topr": topr,
-    "kimi15": kimi15,
-    "dro": dro,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
+    loss.__name__: loss
+    for loss in (vanilla, sapo, gpg, cispo, tis, topr, kimi15, dro, dppo_tv, dppo_kl, clip_cov, kl_cov)
 }
 NAIVE_ROW_LOSSES: dict[str, Callable[[list[Token], list[float], Any], list[float]]] = {
     "gspo": gspo,

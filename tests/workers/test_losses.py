@@ -113,11 +113,6 @@ def test_segment_ratios_are_reported_by_segment() -> None:
 # ---------------------------------------------------------------------------------------------------- the loss entry
 
 
-def worker(actor: ActorConfig) -> ActorWorker:
-    config = PPOConfig(actor=actor)
-    return ActorWorker(config, total_training_steps=1, rewards=None)
-
-
 @pytest.mark.parametrize("ratio_type", ["token", "segment"])
 def test_logits_and_outputs_give_the_same_loss_and_gradient(ratio_type: str) -> None:
     """A dense softmax by hand over the positions before each response token."""
@@ -132,13 +127,14 @@ def test_logits_and_outputs_give_the_same_loss_and_gradient(ratio_type: str) -> 
         meta_info={"num_tokens": 7, "num_sequences": 2, "temperature": temperature},
     )
     logits = torch.randn(rows, prompt + width, vocab, generator=generator, dtype=torch.float64).requires_grad_()
-    log_probs, entropys = torch.zeros(rows, width, dtype=torch.float64), torch.zeros(rows, width, dtype=torch.float64)
+    log_probs, entropys = torch.zeros(2, rows, width, dtype=torch.float64)
     for row in range(rows):
         for t in range(width):
             p = torch.softmax(logits[row, prompt + t - 1] / temperature, dim=-1)
             log_probs[row, t] = p[ids[row, prompt + t]].log()
             entropys[row, t] = -(p * p.log()).sum()
-    entry = worker(ActorConfig(ratio_type=ratio_type, use_kl_loss=True, kl_loss_coef=0.3, entropy_coeff=0.2))
+    actor = ActorConfig(ratio_type=ratio_type, use_kl_loss=True, kl_loss_coef=0.3, entropy_coeff=0.2)
+    entry = ActorWorker(PPOConfig(actor=actor), total_training_steps=1, rewards=None)
     by_outputs, expected = entry.loss_func(data, {"log_probs": log_probs, "entropys": entropys})
     by_logits, metrics = entry.loss_func(data, logits)
     [expected_gradient] = torch.autograd.grad(by_outputs, logits)

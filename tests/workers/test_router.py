@@ -53,18 +53,23 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_experts(tmp_path_factory.mktemp("experts"))
 
 
+def watch_experts(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the experts of each layer will be called with beside the hidden states, in its order of arguments."""
+    given: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(lambda _, arguments: given.append(arguments[1:3]))
+    return given
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_seen_is_what_the_experts_get(family: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_experts(tmp_path, family, **FAMILIES[family]))
-    given: list[torch.Tensor] = []
-    for module in model.modules():
-        if type(module).__name__.endswith("Experts"):
-            module.register_forward_pre_hook(lambda _, arguments: given.append(arguments[1]))
-    routers = Routers(model)
+    given, routers = watch_experts(model), Routers(model)
     with routers.watched() as routes, torch.no_grad():
         model(torch.randint(3, 60, (2, 9)))
     assert len(routes) == len(given) > 0
-    for layer, indices in zip(routes, given, strict=True):
+    for layer, (indices, _) in zip(routes, given, strict=True):
         assert torch.equal(layer.experts, indices.view(layer.experts.shape)) and layer.scores.shape == (18, 8)
 
 

@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_experts import tiny_experts
 from tests.workers.engine_cases import Case, build_engine, gradient_of
-from tests.workers.test_router import FAMILIES
-from verl_lite.config import ActorConfig, RolloutConfig
+from tests.workers.rollout.test_engines import ask, make_engine, run
+from tests.workers.test_router import FAMILIES, watch_experts
+from verl_lite.config import ActorConfig
 from verl_lite.protocol import DataProto
 from workers.engine.fsdp import FSDPEngine
 from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.router import Routers, find_routers
-from workers.rollout.base import Request, RolloutEngine, SamplingParams, build_rollout_engine
+from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.single_turn import generate
 
 CASES = [
@@ -51,10 +52,7 @@ def noisy_path(path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def engine_of(path: str) -> RolloutEngine:
     """With few slots, so that sequences wait, move and leave."""
-    engine = build_rollout_engine(
-        "hf", path, RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=4, router_replay=True), max_model_len=64,
-        device=torch.device("cpu"), dtype=torch.float32, seed=0,
-    )  # fmt: skip
+    engine = make_engine("hf", path, 64, max_num_seqs=4, router_replay=True)
     engine.load_weights(AutoModelForCausalLM.from_pretrained(path).state_dict().items(), 0)
     return engine
 
@@ -72,13 +70,13 @@ def test_the_engine_keeps_the_experts_of_each_token(path: str) -> None:
     engine = engine_of(path)
     prompts = [tuple(range(3, 3 + length)) for length in (5, 5, 1, 9, 12, 12, 7)]
     for _ in range(2):
-        for number, ids in enumerate(prompts):
-            engine.submit(
-                Request(str(number), ids, SamplingParams(max_tokens=4 + number, seed=number, ignore_eos=True))
-            )
-        done = {}
-        while engine.unfinished:
-            done |= {one.request_id: one for one in engine.step()}
+        done = run(
+            engine,
+            [
+                ask(number, ids, max_tokens=4 + number, seed=number, ignore_eos=True)
+                for number, ids in enumerate(prompts)
+            ],
+        )
         for number, ids in enumerate(prompts):
             found, whole = done[str(number)].routed_experts, (*ids, *done[str(number)].token_ids)
             assert found is not None and found.dtype == torch.int16
@@ -98,10 +96,7 @@ def test_experts_that_are_given_are_taken(family: str, tmp_path: Path) -> None:
     own = torch.stack([layer.experts for layer in routes], dim=1)
     with routers.watched(own) as routes:
         assert torch.equal(model(ids).logits, expected) and not any(layer.changed.any() for layer in routes)
-    other, given = (own + 1) % 8, []
-    for module in model.modules():
-        if type(module).__name__.endswith("Experts"):
-            module.register_forward_pre_hook(lambda _, arguments: given.append(arguments[1:3]))
+    other, given = (own + 1) % 8, watch_experts(model)
     with routers.watched(other) as routes:
         model(ids)
     for layer, (one, two) in enumerate(given):
@@ -136,15 +131,12 @@ def update_engine(path: str, case: Case) -> FSDPEngine:
 def share_of_other_experts(path: str, data: DataProto, routed: torch.Tensor, packed: bool) -> tuple[float, float]:
     """Of pairs of token and layer: those that others than the rollout's experts compute, and what is reported."""
     engine, found, total = update_engine(path, Case(packed=packed)), 0, 0
-    given: list[torch.Tensor] = []
-    for module in engine.policy.modules():
-        if type(module).__name__.endswith("Experts"):
-            module.register_forward_pre_hook(lambda _, arguments: given.append(arguments[1]))
+    given = watch_experts(engine.policy)
     inputs, _ = engine.policy.arrange(data, torch.device("cpu"))
     replayed = "routed_experts" in data.batch.keys()
     outputs = engine.policy(inputs, temperature=1.0, calculate_entropy=False, count_router_replay=replayed)
     rows, columns = (inputs.token_index >= 0).nonzero(as_tuple=True)
-    for layer, experts in enumerate(given):
+    for layer, (experts, _) in enumerate(given):
         taken = experts[inputs.token_index[rows, columns]].sort(-1).values
         expected = routed[rows, columns, layer].sort(-1).values
         found, total = found + int((taken != expected).any(-1).sum()), total + len(rows)

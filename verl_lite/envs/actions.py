@@ -23,11 +23,10 @@ Lookup = Mapping[Any, str] | Sequence[str]
 @dataclass(frozen=True)
 class ParsedAction:
     """action: the key of the lookup, or the text itself where there is no lookup; None if nothing was understood.
-    action_content, think_content: the texts of the pattern's groups; all of the text where the pattern is not found."""
+    action_content: the text of the pattern's last group; all of the text where the pattern is not found."""
 
     action: Any
     action_content: str
-    think_content: str = ""
 
 
 class ActionParser:
@@ -68,10 +67,7 @@ class ActionParser:
         if match is None:
             return ParsedAction(None, text)
         content = (match.group(match.lastindex or 1) or "").strip()
-        thoughts = (match.group(1) or "").strip() if self.pattern.groups == 2 else ""
-        if self.names is None:
-            return ParsedAction(content, content, thoughts)
-        return ParsedAction(self._by_name.get(content.lower()), content, thoughts)
+        return ParsedAction(content if self.names is None else self._by_name.get(content.lower()), content)
 
 
 def names_of(lookup: Lookup) -> dict[Any, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
-from tests.trainer.test_fit import Parts
+from tests.trainer.test_fit import Parts, set_keys
 from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards, try_environments
 from trainer.agentic.episode_log import samples_of
 from trainer.final_report import validation_line
@@ -109,12 +109,7 @@ def make(tmp_path: Path, agent: Agent, **settings: Any) -> AgenticPipeline:
     config.trainer.total_training_steps, config.trainer.save_freq, config.trainer.val_before_train = 3, 0, False
     config.trainer.test_freq, config.agentic.logging_steps = 0, 0
     config.actor.ppo_mini_batch_size = -1
-    for name, value in settings.items():
-        target: Any = config
-        *path, leaf = name.split("__")
-        for part in path:
-            target = getattr(target, part)
-        setattr(target, leaf, value)
+    set_keys(config, settings)
     fake: Any = agent
     train = RolloutScheduler(config, config.agentic.train_env_manager, fake, SamplingParams(max_tokens=R))
     val = RolloutScheduler(

@@ -33,7 +33,7 @@ def test_an_action_is_found(text: str, action: int | None, content: str) -> None
 
 def test_thoughts_and_action_are_two_groups() -> None:
     parser = ActionParser(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", MOVES)
-    assert parser("<think>a\nhole</think>\n<answer>Down</answer>") == ParsedAction(1, "Down", "a\nhole")
+    assert parser("<think>a\nhole</think>\n<answer>Down</answer>") == ParsedAction(1, "Down")
     assert parser("<answer>Down</answer>").action is None
 
 
@@ -59,10 +59,7 @@ def test_a_pattern_has_one_group_or_two(pattern: str) -> None:
         ('a <tool_call>\n{"name": "f"}\n</tool_call> b', [ToolCall("f")]),
         ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', [ToolCall("f", {"x": 1})]),
         ('<tool_call>{"name": "f"}', [ToolCall("f")]),  # cut off by the token limit, and complete all the same
-        (
-            '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
-            [ToolCall("f"), ToolCall("g")],
-        ),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>', [ToolCall("f"), ToolCall("g")]),
         (
             "<tool_call>\n<function=f>\n<parameter=x>\n1 + 2\n</parameter>\n<parameter=y>\na\nb\n</parameter>\n"
             "</function>\n</tool_call>",

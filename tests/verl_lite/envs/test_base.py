@@ -98,15 +98,8 @@ def test_what_an_entry_means(corridor: str) -> None:
             },
         }
     )
-    assert (
-        not both["plain"].by_step
-        and both["plain"].max_steps == 10
-        and both["plain"].fields
-        == {
-            "observation",
-            "suffix",
-        }
-    )
+    assert not both["plain"].by_step and both["plain"].max_steps == 10
+    assert both["plain"].fields == {"observation", "suffix"}
     assert both["roll"].by_step and both["roll"].fields == {"history", "current_observation"}
     env = both["roll"].make()
     assert [env.step("on")[1:3] for _ in range(2)] == [(0.0, False), (1.0, True)]
