@@ -29,7 +29,7 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout
 from verl_lite.schema import check
-from workers.loss_metrics import loss_metrics, policy_movement
+from workers.loss_metrics import loss_metrics
 
 REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce weighs."""
@@ -91,9 +91,9 @@ def actor_loss(
     if config.use_kl_loss:
         loss = loss + config.kl_loss_coef * parts["kl_loss"]
         metrics["kl_coef"] = Metric.last(config.kl_loss_coef)
-    ratio, movement = policy_movement(log_probs, old_log_probs, batch["advantages"], mask, config, aggregate)
-    parts |= {"loss": loss, "total_loss": loss, **movement}
-    metrics |= loss_metrics(parts, token_values, ratio, mask, config, tokens)
+    parts |= {"loss": loss, "total_loss": loss}
+    moved = log_probs, old_log_probs, batch["advantages"], mask
+    metrics |= loss_metrics(parts, token_values, *moved, config, tokens, aggregate)
     if "rollout_log_probs" in batch.keys():
         metrics |= rollout_probs_diff(log_probs.detach(), batch["rollout_log_probs"], mask)
         metrics |= mismatch_metrics(log_probs.detach(), batch["rollout_log_probs"], mask)

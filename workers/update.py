@@ -60,8 +60,7 @@ def train_epochs(
             if is_empty:
                 continue
             for micro_index in range(mini_batch.num_micro_batches):
-                rows = _rows(data, epoch, mini_index, micro_index)
-                micro_batch = _micro_batch(data, rows, counts)
+                _, micro_batch = _micro_batch(data, epoch, mini_index, micro_index, counts)
                 outputs, counting = engine.forward(micro_batch)
                 if counting:
                     loss, parts = loss_fn(micro_batch, outputs)
@@ -82,8 +81,8 @@ def infer_batch(engine: TrainableEngine, data: DataProto, between: Between = lam
     [mini_batches] = data.meta_info["schedule"]
     for mini_index, mini_batch in enumerate(mini_batches):
         for micro_index in range(mini_batch.num_micro_batches):
-            rows = _rows(data, 0, mini_index, micro_index)
-            outputs, _ = engine.forward(_micro_batch(data, rows, {}))
+            rows, micro_batch = _micro_batch(data, 0, mini_index, micro_index, {})
+            outputs, _ = engine.forward(micro_batch)
             for name, values in outputs.items():
                 if name not in results:
                     results[name] = torch.zeros(len(data), *values.shape[1:], dtype=values.dtype)
@@ -92,16 +91,13 @@ def infer_batch(engine: TrainableEngine, data: DataProto, between: Between = lam
     return results
 
 
-def _rows(data: DataProto, epoch: int, mini_index: int, micro_index: int) -> torch.Tensor:
-    """Indices of this rank's rows of one micro-batch; may be empty."""
-    assert data.batch is not None
+def _micro_batch(
+    data: DataProto, epoch: int, mini_index: int, micro_index: int, counts: dict[str, int]
+) -> tuple[torch.Tensor, DataProto]:
+    """Indices of this rank's rows of one micro-batch, perhaps none; and these rows, with the mini-batch's global
+    denominators in meta_info."""
     chosen = (data.batch["mini_batch"][:, epoch] == mini_index) & (data.batch["micro_batch"][:, epoch] == micro_index)
-    return chosen.nonzero().squeeze(1)
-
-
-def _micro_batch(data: DataProto, rows: torch.Tensor, counts: dict[str, int]) -> DataProto:
-    """Those rows, with the mini-batch's global denominators in meta_info."""
-    assert data.batch is not None
+    rows = chosen.nonzero().squeeze(1)
     columns = {name: column[rows.numpy()] for name, column in data.non_tensor_batch.items()}
     meta_info = {name: value for name, value in data.meta_info.items() if name != "schedule"} | counts
-    return DataProto(data.batch[rows], columns, meta_info)
+    return rows, DataProto(data.batch[rows], columns, meta_info)

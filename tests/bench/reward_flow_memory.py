@@ -14,8 +14,8 @@ import argparse
 import multiprocessing
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, cast
 
 from tests.bench.reward_flow_live import OPTIONS, Measured, configured, measure, wan_pipeline
 
@@ -42,21 +42,8 @@ def main(argv: list[str]) -> int:
 
 def in_a_process(name: str, path: str, frames: int, side: int) -> Measured:
     """One row. The process is a fork: what is imported here need not be imported again."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_row, args=(name, path, frames, side, there))
-    process.start()
-    there.close()
-    try:
-        return cast("Measured", here.recv())
-    except EOFError as error:
-        raise RuntimeError(f"{name}: the process ended before its result; see its traceback above") from error
-    finally:
-        process.join()
-
-
-def _row(name: str, path: str, frames: int, side: int, answer: Any) -> None:
-    answer.send(measure(configured(path, frames, side, OPTIONS[name])))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(measure, configured(path, frames, side, OPTIONS[name])).result()
 
 
 def show(rows: dict[str, Measured]) -> None:

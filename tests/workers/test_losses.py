@@ -127,7 +127,7 @@ def test_logits_and_outputs_give_the_same_loss_and_gradient(ratio_type: str) -> 
         meta_info={"num_tokens": 7, "num_sequences": 2, "temperature": temperature},
     )
     logits = torch.randn(rows, prompt + width, vocab, generator=generator, dtype=torch.float64).requires_grad_()
-    log_probs, entropys = torch.zeros(2, rows, width, dtype=torch.float64)
+    log_probs, entropys = (torch.zeros(rows, width, dtype=torch.float64) for _ in range(2))
     for row in range(rows):
         for t in range(width):
             p = torch.softmax(logits[row, prompt + t - 1] / temperature, dim=-1)

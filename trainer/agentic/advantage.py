@@ -78,17 +78,15 @@ def compute_response_level_rewards(
     grouping, how = _normalization(options, is_gigpo=chosen == "gigpo")
     groups = _labels(data, grouping, stage)
     if chosen in OF_EPISODES:
-        check(data, ["traj_id", "step"], stage)
-        steps = (_column(data, "traj_id"), _column(data, "step"))
+        steps = (_column(data, "traj_id", stage), _column(data, "step", stage))
         gamma = float(pipeline_config.step_reward_gamma)
     if chosen == "gigpo":
-        check(data, ["uid", "state_hash"], stage)
         found = compute_gigpo_rewards(
             scores,
             valid,
-            _column(data, "uid"),
+            _column(data, "uid", stage),
             *steps,
-            _column(data, "state_hash"),
+            _column(data, "state_hash", stage),
             step_reward_gamma=gamma,
             episode_reward_weight=pipeline_config.episode_reward_weight,
             step_reward_weight=pipeline_config.step_reward_weight,
@@ -131,14 +129,11 @@ def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
     if grouping == "batch":
         return None
     if grouping == "tags":
-        check(data, ["tags"], stage)
-        return _column(data, "tags")
-    check(data, ["uid"], stage)
-    if grouping == "traj_group_id":
-        return _column(data, "uid")
-    check(data, ["state_hash"], stage)
-    return build_state_groups(_column(data, "uid"), _column(data, "state_hash"))
+        return _column(data, "tags", stage)
+    tasks = _column(data, "uid", stage)
+    return tasks if grouping == "traj_group_id" else build_state_groups(tasks, _column(data, "state_hash", stage))
 
 
-def _column(data: DataProto, name: str) -> Labels:
+def _column(data: DataProto, name: str, stage: str) -> Labels:
+    check(data, [name], stage)
     return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]

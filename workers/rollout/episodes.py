@@ -177,16 +177,9 @@ class EpisodeRunner:
 
     def begin(self, episodes: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
         """Queues episodes; members of a group come in one call. sampling: of their turns; its seed and stop tokens are
-        not read, its max_tokens holds for each turn.
-
-        Raises ValueError for a traj_id that is not taken yet.
-        """
-        untaken = {one.trajectory.spec.traj_id for batch in self._batches.values() for one in batch}
+        not read, its max_tokens holds for each turn."""
         groups: dict[tuple[int, str], _Group] = {}
         for spec in episodes:
-            if spec.traj_id in untaken:
-                raise ValueError(f"episode {spec.traj_id!r} was begun already; each needs a traj_id of its own")
-            untaken.add(spec.traj_id)
             template = self._templates[spec.tag]
             group = groups.setdefault((spec.batch, spec.traj_group_id), _Group(spec.group_size))
             self._number += 1
@@ -202,9 +195,7 @@ class EpisodeRunner:
         return sum(not episode.is_ended for episode in self._batches.get(batch, ()))
 
     def take(self, batch: int) -> list[Trajectory]:
-        """All episodes of a batch, in the order of `begin`, and forgets them. Raises RuntimeError if some run still."""
-        if self.unfinished(batch):
-            raise RuntimeError(f"{self.unfinished(batch)} episodes of batch {batch} are not finished")
+        """All episodes of a batch that is finished, in the order of `begin`, and forgets them."""
         return [episode.trajectory for episode in self._batches.pop(batch, [])]
 
     # -------------------------------------------------------------------------------------------------------- advance
