@@ -310,6 +310,14 @@ def plain_outputs(model: PreTrainedModel, network: Network, data: DataProto) -> 
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def single_rows(model: PreTrainedModel, network: Network, data: DataProto) -> Outputs:
+    """The same with transformers' plain attention, 0 under mask 0."""
+    model.set_attn_implementation("eager")
+    model.config.use_cache = False
+    mask = data.batch["response_mask"]
+    return {name: values * mask for name, values in plain_outputs(model, network, data).items()}
+
+
 def _other_columns(batch: Batch, log_probs: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
     """Columns of an older policy and critic, of a reference and of a rollout engine, some way off those of now."""
     generator = np.random.default_rng(batch.seed + 1)

@@ -16,12 +16,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.tiny_model import tiny_tokenizer
 from tests.workers.critic_cases import critic_batch, value_loss
-from tests.workers.engine_cases import PROMPT, Batch, Case, build_engine, loss_fn, planned, ragged_batch
+from tests.workers.engine_cases import TEMPERATURE, Batch, Case, build_engine, in_order, loss_fn, planned, ragged_batch
+from tests.workers.invariance import CRITIC, POLICY, Network, single_rows
 from tests.workers.model_families import FAMILIES, VOCAB, tiny_config, tiny_network
 from trainer.supervised.reward_training import pair_loss
 from verl_lite.config import OptimConfig
 from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
 from workers.engine.checkpoint import export
+from workers.engine.fsdp import FSDPEngine
 from workers.engine.network import blocks_named
 from workers.policy.sequence_score import new_sequence_score, scored_rows, sequence_score
 from workers.policy.value_head import value_head
@@ -44,7 +47,7 @@ REFUSED = {
     ("deepseek_v32", 0): "chooses tokens, and no gradient of the policy reaches it",
 }
 """By family and rank of the adapter."""
-ARGUMENTS: dict[str, Any] = {"temperature": 1.0, "calculate_entropy": True}
+ARGUMENTS: dict[str, Any] = {"temperature": TEMPERATURE, "calculate_entropy": True}
 
 
 @pytest.fixture(autouse=True)
@@ -61,28 +64,24 @@ def saved(family: str, folder: Path) -> str:
     return str(folder)
 
 
-def log_probs(network: Any) -> torch.Tensor:
-    """Of the batch's answers, by transformers' own forward of one row at a time (b, R)."""
-    columns, rows = ragged_batch(BATCH).batch, []
-    network.set_attn_implementation("eager")
-    for row in range(BATCH.rows):
-        real = columns["attention_mask"][row].bool()
-        ids = columns["input_ids"][row][real]
-        with torch.no_grad():
-            logits = network(ids.unsqueeze(0), use_cache=False).logits[0]
-        at_width = torch.zeros(columns["input_ids"].shape[1])
-        at_width[real.nonzero()[1:, 0]] = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-        rows.append(at_width[PROMPT:])
-    return torch.stack(rows) * columns["response_mask"]
+@torch.no_grad()
+def by_transformers(auto_class: Any, folder: object, network: Network, data: DataProto) -> torch.Tensor:
+    """Log-probs or values of the batch's answers (b, R), one row at a time."""
+    outputs = single_rows(auto_class.from_pretrained(folder), network, data)
+    return outputs["values" if network is CRITIC else "log_probs"]
 
 
-def of_engine(engine: Any) -> torch.Tensor:
-    """The same by the engine, in the batch's order."""
-    data, plan = planned(ragged_batch(BATCH), Case())
-    found = engine.infer(data, temperature=1.0, calculate_entropy=False)["log_probs"]
-    rows = torch.zeros(BATCH.rows, found.shape[1])
-    rows[plan.order[~plan.is_padding]] = found[~plan.is_padding]
-    return rows
+def by_engine(engine: FSDPEngine, data: DataProto, name: str, **arguments: Any) -> torch.Tensor:
+    """An output in the batch's order."""
+    part, plan = planned(data, Case())
+    return torch.from_numpy(in_order(engine.infer(part, **arguments)[name].numpy(), plan))
+
+
+def exported(engine: FSDPEngine, folder: Path) -> Path:
+    """The folder of Hugging Face that a checkpoint of it becomes."""
+    engine.save(str(folder / "saved"))
+    export(str(folder / "saved"), str(folder / "hf"))
+    return folder / "hf"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapter"])
@@ -95,18 +94,17 @@ def test_what_was_trained_and_exported_is_what_is_loaded(family: str, lora_rank:
             build_engine(path, Case(), OPTIM, model=model)
         return
     engine = build_engine(path, Case(), OPTIM, model=model)
-    before = of_engine(engine)
-    torch.testing.assert_close(before, log_probs(AutoModelForCausalLM.from_pretrained(path)), rtol=0, atol=2e-5)
-    data, _ = planned(ragged_batch(BATCH), Case())
+    whole = ragged_batch(BATCH)
+    before = by_engine(engine, whole, "log_probs", **ARGUMENTS)
+    expected = by_transformers(AutoModelForCausalLM, path, POLICY, whole)
+    torch.testing.assert_close(before, expected, rtol=0, atol=2e-5)
+    data, _ = planned(whole, Case())
     for _ in range(3):  # an adapter's second matrix leaves 0 with the first step
         engine.train(data, loss_fn, epochs=1, **ARGUMENTS)
-    trained = of_engine(engine)
+    trained = by_engine(engine, whole, "log_probs", **ARGUMENTS)
     assert (trained - before).abs().max() > 1e-4
-    engine.save(str(tmp_path / "saved"))
-    export(str(tmp_path / "saved"), str(tmp_path / "hf"))
-    torch.testing.assert_close(
-        log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")), trained, rtol=0, atol=5e-5
-    )
+    found = by_transformers(AutoModelForCausalLM, exported(engine, tmp_path), POLICY, whole)
+    torch.testing.assert_close(found, trained, rtol=0, atol=5e-5)
 
 
 @families(QUICK_HEADS)
@@ -117,24 +115,14 @@ def test_a_critic_s_values_are_those_of_transformers_or_it_is_refused(family: st
             build_engine(path, Case(), OPTIM, value_head)
         return
     engine = build_engine(path, Case(), OPTIM, value_head)
-    data, plan = planned(critic_batch(BATCH), Case())
-    assert not engine.infer(data)["values"].any()
+    whole = critic_batch(BATCH)
+    assert not by_engine(engine, whole, "values").any()
     for _ in range(2):
-        engine.train(data, value_loss, epochs=1)
-    found = engine.infer(data)["values"]
-    engine.save(str(tmp_path / "saved"))
-    export(str(tmp_path / "saved"), str(tmp_path / "hf"))
-    network = AutoModelForTokenClassification.from_pretrained(tmp_path / "hf", attn_implementation="eager")
-    columns = critic_batch(BATCH).batch
+        engine.train(planned(whole, Case())[0], value_loss, epochs=1)
+    found = by_engine(engine, whole, "values")
     assert found.abs().max() > 1e-4
-    for place, row in enumerate(plan.order):
-        real = columns["attention_mask"][row].bool()
-        with torch.no_grad():
-            values = network(columns["input_ids"][row][real].unsqueeze(0)).logits[0, :, 0]
-        at_width = torch.zeros(columns["input_ids"].shape[1])
-        at_width[real.nonzero()[1:, 0]] = values[:-1]
-        expected = at_width[PROMPT:] * columns["response_mask"][row]
-        torch.testing.assert_close(found[place], expected, rtol=0, atol=5e-5)
+    expected = by_transformers(AutoModelForTokenClassification, exported(engine, tmp_path), CRITIC, whole)
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
 
 
 @families(QUICK_HEADS)
@@ -151,9 +139,8 @@ def test_a_reward_model_s_scores_are_those_of_transformers_or_it_is_refused(fami
     for _ in range(2):  # the backbone learns from the second step on, when the head has left 0
         engine.train(data, partial(pair_loss, center_coefficient=0.1), epochs=1)
     found = engine.infer(data)["scores"].sum(1)
-    engine.save(str(tmp_path / "saved"))
-    export(str(tmp_path / "saved"), str(tmp_path / "hf"))
-    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    folder = exported(engine, tmp_path)
+    network = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")
     columns = ragged_batch(BATCH).batch
     expected = torch.zeros(BATCH.rows)
     for place, row in enumerate(plan.order):
@@ -163,7 +150,7 @@ def test_a_reward_model_s_scores_are_those_of_transformers_or_it_is_refused(fami
                 expected[place] = network(ids.unsqueeze(0)).logits[0, 0]
     assert found.abs().max() > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
-    judge = build_engine(str(tmp_path / "hf"), Case(), None, sequence_score)
+    judge = build_engine(str(folder), Case(), None, sequence_score)
     torch.testing.assert_close(judge.infer(data)["scores"].sum(1), expected, rtol=0, atol=5e-5)
 
 

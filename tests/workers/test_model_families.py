@@ -9,42 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
 
-from tests.workers.engine_cases import PROMPT, RESPONSE, TEMPERATURE, Batch, ragged_batch
+from tests.workers.engine_cases import TEMPERATURE, Batch, ragged_batch
 from tests.workers.family_table import family_table
+from tests.workers.invariance import POLICY, single_rows
 from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
-from verl_lite.config import NetworkConfig, RolloutConfig
+from tests.workers.rollout.test_engines import ask, expect_plain, make_engine, run
+from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import PACKED_ATTENTION, pack
 from workers.policy import token_mixing
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
 from workers.policy.token_mixing import arrangement_of, mixing_layers
-from workers.rollout.base import Request, SamplingParams, build_rollout_engine
 from workers.rollout.hf_engine import check_layers
-
-Columns = dict[str, torch.Tensor]
-
-
-def statistics_of_single_rows(network: PreTrainedModel, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropys (b, R) by transformers' own forward of each row's real tokens alone, with its plain
-    attention."""
-    network.set_attn_implementation("eager")
-    log_probs, entropys = [], []
-    for row in range(len(columns["input_ids"])):
-        real = columns["attention_mask"][row].bool()
-        ids = columns["input_ids"][row][real]
-        logits = network(ids.unsqueeze(0), use_cache=False).logits[0] / TEMPERATURE
-        all_log_probs = logits.log_softmax(-1)
-        at_width = torch.zeros(2, PROMPT + RESPONSE)
-        values = torch.stack(
-            [all_log_probs[:-1].gather(1, ids[1:, None])[:, 0], -(all_log_probs.exp() * all_log_probs).sum(-1)[:-1]]
-        )
-        places = real.nonzero()[1:, 0]
-        at_width = at_width.index_put((torch.arange(2)[:, None], places[None]), values)
-        log_probs.append(at_width[0, PROMPT:])
-        entropys.append(at_width[1, PROMPT:])
-    mask = columns["response_mask"]
-    return torch.stack(log_probs) * mask, torch.stack(entropys) * mask
 
 
 def gradients(network: PreTrainedModel, statistics: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -60,8 +37,8 @@ def gradients(network: PreTrainedModel, statistics: tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_form_equals_one_row_at_a_time(family: str) -> None:
     network = tiny_network(family)
-    columns = dict(ragged_batch(Batch(rows=6, shared_prompts=3)).batch)
-    expected = statistics_of_single_rows(network, columns)
+    data = ragged_batch(Batch(rows=6, shared_prompts=3))
+    columns, expected = dict(data.batch), tuple(single_rows(network, POLICY, data).values())
     expected_gradients = gradients(network, expected)
     for packed in (True, False):
         network = tiny_network(family)
@@ -80,11 +57,7 @@ def test_every_form_equals_one_row_at_a_time(family: str) -> None:
         for name, gradient in found_gradients.items():
             scale = float(expected_gradients[name].abs().max())
             torch.testing.assert_close(
-                gradient,
-                expected_gradients[name],
-                rtol=0,
-                atol=2e-5 * max(scale, 1.0),
-                msg=f"gradient of {name}",
+                gradient, expected_gradients[name], rtol=0, atol=2e-5 * max(scale, 1.0), msg=f"gradient of {name}"
             )
 
 
@@ -129,27 +102,16 @@ def test_the_hf_engine_samples_with_the_log_probs_of_training(family: str, tmp_p
     """Or it refuses the family. Weights are named as in training."""
     network = tiny_network(family)
     network.save_pretrained(tmp_path)
-    config = RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=4)
-    options = {"max_model_len": 16, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0}
     try:
-        engine = build_rollout_engine("hf", str(tmp_path), config, **options)
+        engine = make_engine("hf", str(tmp_path), 16, max_num_seqs=4)
     except ValueError as refusal:
         assert "set rollout.name=vllm" in str(refusal)
         return
     engine.load_weights(iter(network.state_dict().items()), 1)
-    prompts = {str(length): tuple(range(3, 3 + length)) for length in (2, 5, 7)}
-    for name, ids in prompts.items():
-        engine.submit(Request(name, ids, SamplingParams(max_tokens=8)))
-    done = {}
-    while engine.unfinished:
-        done |= {completion.request_id: completion for completion in engine.step()}
+    network.config.use_cache = False
+    requests = [ask(length, tuple(range(3, 3 + length)), max_tokens=8) for length in (2, 5, 7)]
+    expect_plain(run(engine, requests), network, requests)
     engine.close()
-    for name, ids in prompts.items():
-        found = done[name]
-        with torch.no_grad():
-            logits = network(torch.tensor([[*ids, *found.token_ids]]), use_cache=False).logits[0, len(ids) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(found.log_probs), expected, rtol=0, atol=1e-4)
 
 
 def test_a_layer_with_a_state_that_is_not_told_of_borders_is_no_silent_leak() -> None:
