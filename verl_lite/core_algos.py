@@ -247,10 +247,7 @@ KL_ALIASES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "lo
 
 
 def kl_penalty(
-    logprob: torch.Tensor,
-    ref_logprob: torch.Tensor,
-    kl_penalty: str,
-    response_mask: torch.Tensor | None = None,
+    logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str, response_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Estimate of KL(policy || reference) at each sampled token, with d = logprob - ref_logprob (B, T).
 

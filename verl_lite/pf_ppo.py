@@ -45,10 +45,7 @@ def pf_ppo_weights(
 
 
 def compute_pf_ppo_reweight_data(
-    data: DataProto,
-    reweight_method: str = "pow",
-    weight_pow: float = 2.0,
-    seed: int | Sequence[int] | None = None,
+    data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0, seed: int | Sequence[int] | None = None
 ) -> DataProto:
     """As many rows as `data` has, drawn from it with replacement by `pf_ppo_weights`.
 

@@ -10,14 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.agentic_frozen_lake.worlds import (
-    CONVERSATION_TOKENS,
-    CUSTOM_ENVS,
-    NAME,
-    PROMPT_TOKENS,
-    build,
-    made_from,
-)
+from recipes.agentic_frozen_lake.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, NAME, PROMPT_TOKENS, build, made_from
 from recipes.embedded import ONE_GROUP, make_where_wanted
 from recipes.embedded import cache_folder as folder_of
 

@@ -17,10 +17,7 @@ from tests.verl_lite.naive_estimators import naive_estimate
 from verl_lite.algos.agentic_rewards import compute_discounted_returns
 from verl_lite.algos.masked import group_ids
 from verl_lite.contracts import ROWS, WIDTH, estimator_batch
-from verl_lite.core_algos import (
-    ADV_ESTIMATOR_REGISTRY,
-    compute_segment_masked_mean,
-)
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, compute_segment_masked_mean
 
 NAMES = sorted(ADV_ESTIMATOR_REGISTRY)
 GROUPED = sorted(

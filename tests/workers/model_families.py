@@ -104,12 +104,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
-    "falcon_h1": {
-        **MAMBA,
-        "mamba_d_ssm": 64,
-        "lm_head_multiplier": 0.5,
-        "num_key_value_heads": 2,
-    },
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5, "num_key_value_heads": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8, "expand": 2},
     "olmo_hybrid": LINEAR,
     "nemotron_h": {
@@ -134,13 +129,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
     },
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 2,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4},
     "granitemoehybrid": {
         **MAMBA,
         **LOCAL_EXPERTS,

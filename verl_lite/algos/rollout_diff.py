@@ -61,11 +61,7 @@ def mismatch_metrics(
     ratio_sums = row_sums(log_ratio)
     rollout, change = -row_sums(rollout_log_probs) / lengths.clamp(min=1), -ratio_sums / lengths.clamp(min=1)
     summed = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    by_token = {
-        "kl": -log_ratio,
-        "k3_kl": log_ratio.expm1() - log_ratio,
-        "chi2_token": (2 * log_ratio).expm1(),
-    }
+    by_token = {"kl": -log_ratio, "k3_kl": log_ratio.expm1() - log_ratio, "chi2_token": (2 * log_ratio).expm1()}
     by_row = {
         **of_training,
         "rollout_ppl": rollout.exp(),

@@ -94,14 +94,7 @@ def env_modules() -> list[str]:
 
 # --------------------------------------------------------------------------------------------- agentic.custom_envs
 
-TRAJECTORY_FIELDS = (
-    "observation",
-    "env_instruction",
-    "turn_idx",
-    "suffix",
-    "actions_left",
-    "max_response_length",
-)
+TRAJECTORY_FIELDS = ("observation", "env_instruction", "turn_idx", "suffix", "actions_left", "max_response_length")
 STEP_FIELDS = ("history", "step_count", "history_length", "current_step", "current_observation")
 MANAGERS = {"trajectory": "TrajEnvManager", "step": "StepEnvManager"}
 """Ways to make samples of an episode, and ROLL's names of them."""

@@ -26,12 +26,7 @@ class ShardedAdamW:
     Moments are fp32 beside fp32 parameters. The state may be moved to the host between updates (`to`).
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, DTensor],
-        config: OptimConfig,
-        shard_group: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, DTensor], config: OptimConfig, shard_group: dist.ProcessGroup) -> None:
         self.config, self.shard_group = config, shard_group
         self.bind(parameters)
         self.exp_avg = [torch.zeros_like(shard) for shard in self.shards]

@@ -21,15 +21,7 @@ from transformers import PreTrainedModel
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packing import (
-    PACKED_ATTENTION,
-    ModelInputs,
-    PackedSequences,
-    align,
-    by_sequences,
-    pack,
-    pad,
-)
+from workers.engine.packing import PACKED_ATTENTION, ModelInputs, PackedSequences, align, by_sequences, pack, pad
 
 Arrangement = Callable[[Mapping[str, torch.Tensor]], ModelInputs]
 

@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.verl_lite.naive_losses import (
-    NAIVE_TOKEN_LOSSES,
-    clip,
-    naive_policy_loss,
-    naive_value_loss,
-)
+from tests.verl_lite.naive_losses import NAIVE_TOKEN_LOSSES, clip, naive_policy_loss, naive_value_loss
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS, select_clip_cov, select_kl_cov
 from verl_lite.config import ActorConfig, PolicyLossConfig
 from verl_lite.contracts import ROWS, WIDTH, loss_batch
