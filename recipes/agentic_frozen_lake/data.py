@@ -1,4 +1,5 @@
-"""The warm start: conversations of a clumsy player, from which the model learns the notation and a little of the game.
+"""The model of the agentic recipes, a random Qwen2 of 230,000 parameters, and its warm start: conversations of a clumsy
+player, from which it learns the notation and a little of the game.
 
 The player knows a shortest way, but every other of its moves is a random one; it answers in the right notation, always.
 Same seed, same bytes.
@@ -23,6 +24,9 @@ Chat = list[dict[str, str]]
 Player = Callable[[], int]
 """Says its next move in the world as it stands."""
 
+WORDS = ("<answer>", "</answer>", "Left", "Down", "Right", "Up", "√")
+"""One token each, so that a turn of the agent, <answer>Right</answer>, has three and its end; other text is bytes."""
+
 SEED = 1
 LAYERS, HIDDEN = 4, 64
 RANDOM_SHARE, ROWS = 0.3, 192
@@ -42,13 +46,19 @@ def make_player(
 
     name: of the recipe. number: of conversations. steps: of the warm start. length: tokens of a conversation at most.
     """
-    from recipes.agentic_frozen_lake.model import write_model
     from recipes.embedded import warm_start
 
-    write_model(folder / "random", SEED, layers=LAYERS, hidden=HIDDEN)
+    write_model(folder / "random", SEED)
     rng, file = random.Random(SEED), folder / "demonstrations.parquet"
     write_demonstrations(file, templates, player(rng), rng, number=number, random_share=RANDOM_SHARE)
     warm_start(folder, name, steps=steps, rows=ROWS, max_length=length, lr=3e-3)
+
+
+def write_model(folder: Path, seed: int, *, layers: int = LAYERS, hidden: int = HIDDEN) -> None:
+    """Writes the model before its warm start, and its tokenizer, into `folder`. Same seed, same bytes."""
+    from recipes.embedded import byte_tokenizer, write_qwen2
+
+    write_qwen2(folder, byte_tokenizer(WORDS), seed, layers=layers, hidden=hidden, widening=3)
 
 
 def write_demonstrations(

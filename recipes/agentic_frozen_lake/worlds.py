@@ -38,4 +38,4 @@ def build(folder: Path) -> None:
 
 def made_from() -> list[Path]:
     """The files that decide what `build` writes."""
-    return [Path(__file__).with_name(name) for name in ("worlds.py", "data.py", "model.py")]
+    return [Path(__file__).with_name(name) for name in ("worlds.py", "data.py")]

@@ -66,5 +66,4 @@ def room_player(rng: random.Random) -> Callable[[GridEnv], Player]:
 
 def made_from() -> list[Path]:
     """The files that decide what `build` writes."""
-    shared = Path(__file__).parents[1] / "agentic_frozen_lake"
-    return [Path(__file__), shared / "data.py", shared / "model.py"]
+    return [Path(__file__), Path(__file__).parents[1] / "agentic_frozen_lake" / "data.py"]

@@ -73,16 +73,6 @@ def send(data: DataProto, workers: int) -> list[Message]:
     return [dump(packed.slice(start, stop)) for start, stop in chunk_bounds(len(data), workers)]
 
 
-def receive(messages: list[Message]) -> list[DataProto]:
-    """What all workers together do with it."""
-    return [DataProto.from_packed(load(message)) for message in messages]
-
-
-def collect(messages: list[Message]) -> DataProto:
-    """What the driver does with the answers."""
-    return DataProto.from_parts([load(message) for message in messages])
-
-
 def answer(part: DataProto) -> Message:
     """A worker's answer: two float columns of the response."""
     log_probs = part.batch["old_log_probs"]
@@ -119,11 +109,11 @@ def main(argv: list[str]) -> None:
     for workers in args.workers:
         sending, messages = cpu_ms(lambda w=workers: send(data, w), args.repeat)
         sent = sum(len(head) + sum(map(len, buffers)) for head, buffers in messages)
-        receiving, parts = cpu_ms(lambda m=messages: receive(m), 1)
+        receiving, parts = cpu_ms(lambda m=messages: [DataProto.from_packed(load(one)) for one in m], 1)
         joined = DataProto.concat(parts)
         assert all(torch.equal(joined.batch[name], data.batch[name]) for name in data.batch.keys())
         answers = [answer(part) for part in parts if len(part)]
-        collecting, _ = cpu_ms(lambda a=answers: collect(a), args.repeat)
+        collecting, _ = cpu_ms(lambda a=answers: DataProto.from_parts([load(one) for one in a]), args.repeat)
         print(
             f"{workers:>8} {sent / 1e6:>9.2f} {sent / minimum:>10.3f} {sending * scale:>12.1f} "
             f"{collecting * scale:>15.1f} {receiving / workers:>9.2f}"

@@ -13,9 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.agentic_frozen_lake.data import HIDDEN, LAYERS, best_moves, clumsy, lake_player, play, write_demonstrations
-from recipes.agentic_frozen_lake.model import WORDS, grid_tokenizer, write_model
+from recipes.agentic_frozen_lake.data import (
+    WORDS,
+    best_moves,
+    clumsy,
+    lake_player,
+    play,
+    write_demonstrations,
+    write_model,
+)
 from recipes.agentic_sokoban.worlds import room_player
+from recipes.embedded import byte_tokenizer
 from trainer.recipe import recipe_overrides
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.envs import env_templates
@@ -45,7 +53,7 @@ def test_a_turn_has_few_tokens_and_no_text_is_lost(tmp_path: Path) -> None:
     for text in ("P_O_\n_O√G", "Grüße, 世界!\n\t", "Leftover <answer", *WORDS):
         tokens = tokenizer(text)["input_ids"]
         assert tokenizer.decode(tokens) == text
-        assert tokens == grid_tokenizer()(text)["input_ids"]
+        assert tokens == byte_tokenizer(WORDS)(text)["input_ids"]
     chat = [{"role": "user", "content": "P_\n_G"}, {"role": "assistant", "content": "<answer>Right</answer>"}]
     text = "<|user|>P_\n_G<|assistant|><answer>Right</answer><|im_end|>"
     assert tokenizer.apply_chat_template(chat, tokenize=False) == text
@@ -56,7 +64,7 @@ def test_a_turn_has_few_tokens_and_no_text_is_lost(tmp_path: Path) -> None:
 
 def test_the_model_is_small_and_the_same_each_time(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        write_model(tmp_path / name, seed=1, layers=LAYERS, hidden=HIDDEN)
+        write_model(tmp_path / name, seed=1)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
@@ -97,7 +105,7 @@ def test_the_player_reaches_the_end_when_its_hand_does_not_slip(recipe: str) -> 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_conversations_fit_the_lengths_and_episodes_never_outgrow_them(recipe: str, tmp_path: Path) -> None:
     """The longest possible episode: every turn cut off at its limit, none of them closed."""
-    config, tokenizer, made = settings(recipe), grid_tokenizer(), worlds(recipe)
+    config, tokenizer, made = settings(recipe), byte_tokenizer(WORDS), worlds(recipe)
     templates = env_templates(made.CUSTOM_ENVS)
     rng = random.Random(0)
     for name in ("one", "two"):

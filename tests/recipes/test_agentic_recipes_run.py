@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.agentic_frozen_lake.model import write_model
+from recipes.agentic_frozen_lake.data import write_model
 from trainer.build import run_ppo
 from trainer.tracking import read_metrics
 

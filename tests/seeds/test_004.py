@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipes.agentic_frozen_lake import recipe
-from recipes.agentic_frozen_lake.model import write_model
+from recipes.agentic_frozen_lake.data import write_model
 from recipes.agentic_frozen_lake.roll_loop import RollLoop
 from trainer.agentic.advantage import get_score_normalize_fn
 from trainer.agentic.agentic_pipeline import AgenticPipeline, BasePipeline
