@@ -5,10 +5,13 @@ from __future__ import annotations
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
 from tests.workers.model_families import FAMILIES, tiny_network
+from tests.workers.rollout.test_vllm_families import NOT_ON_CPU
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.hf_engine import check_layers
 
-HEAD = "| family | forward of training | shared prompts | hf engine | critic, reward model |\n|---|---|---|---|---|"
+HEAD = """\
+| family | forward of training | shared prompts | hf engine | vLLM on a CPU | critic, reward model |
+|---|---|---|---|---|---|"""
 HEADS = (AutoModelForTokenClassification, AutoModelForSequenceClassification)
 
 
@@ -23,7 +26,8 @@ def _line(family: str, network: PreTrainedModel) -> str:
     if mixing:
         form = "rows of their own, for " + ", ".join(mixing)
     heads = ", ".join("yes" if type(network.config) in kind._model_mapping else "no" for kind in HEADS)
-    return f"| {family} | {form} | {'no' if mixing else 'yes'} | {_hf_engine(network)} | {heads} |"
+    vllm = "no" if family in NOT_ON_CPU else "yes"
+    return f"| {family} | {form} | {'no' if mixing else 'yes'} | {_hf_engine(network)} | {vllm} | {heads} |"
 
 
 def _hf_engine(network: PreTrainedModel) -> str:

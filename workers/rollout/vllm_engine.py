@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from packaging.version import Version
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl_lite.config import RolloutConfig
+from verl_lite.errors import UserError
 from workers.policy.token_mixing import state_layers
 from workers.rollout.base import (
     Completion,
@@ -72,7 +74,7 @@ class VLLMEngine:
 
         arguments = _engine_arguments(config, max_model_len, device, dtype) | {
             "model": model_path,
-            "hf_overrides": override_config,
+            "hf_overrides": override_config | _window_as_transformers_counts(model_config),
             "trust_remote_code": trust_remote_code,
             "seed": seed,
         }
@@ -82,10 +84,11 @@ class VLLMEngine:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
             engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
-            for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
-                # imported here; else vLLM starts a process of its own to look at the model's class (13 s)
-                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-            self._engine = LLMEngine.from_engine_args(engine_args)
+            with _naming_the_family(model_config, device), _class_of_its_own(model_config):
+                for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
+                    # imported here; else vLLM starts a process of its own to look at the model's class (13 s)
+                    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+                self._engine = LLMEngine.from_engine_args(engine_args)
         _open_engines += 1
         self._version: int | None = None
         self._running: dict[str, tuple[str, int]] = {}  # a request's id inside vLLM, its policy version
@@ -228,6 +231,46 @@ def _has_stale_experts(worker: Any) -> bool:
     """Whether a mixture of experts got no kernel in the reload, since its weights came past vLLM's account of them."""
     methods = [getattr(module, "quant_method", None) for module in worker.model_runner.get_model().modules()]
     return any(getattr(method, "moe_kernel", method) is None and method is not None for method in methods)
+
+
+def _window_as_transformers_counts(config: PretrainedConfig) -> dict[str, int]:
+    """Entries to override: since 0.29 vLLM's Cohere2 sees one token more than its window, transformers' does not."""
+    import vllm
+
+    if config.model_type != "cohere2" or Version(vllm.__version__) < Version("0.29"):
+        return {}
+    return {"sliding_window": config.sliding_window - 1}
+
+
+@contextlib.contextmanager
+def _naming_the_family(config: PretrainedConfig, device: torch.device) -> Iterator[None]:
+    """Raises UserError, with the family of the model, for whatever vLLM raises when it builds one."""
+    import vllm
+
+    told = f"rollout.name=vllm: vLLM {vllm.__version__} does not run {config.model_type} on {device.type}"
+    try:
+        if device.type == "cpu" and config.model_type in ("lfm2", "zamba2"):  # also where it reads the weights itself
+            raise NotImplementedError("its log-probs are nats away from those of transformers")
+        yield
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise UserError(f"{told}: {cause}\nWhich engine runs which family: workers/policy/README.md") from error
+
+
+@contextlib.contextmanager
+def _class_of_its_own(config: PretrainedConfig) -> Iterator[None]:
+    """Where vLLM runs a model of transformers it changes the model's class, for compilation, so that other networks of
+    that class in this process no longer work. Here it gets a class derived from that.
+    """
+    kind: Any = MODEL_MAPPING.get(type(config), None)
+    if kind is None:
+        yield
+        return
+    AutoModel.register(type(config), type(kind.__name__, (kind,), {"__module__": kind.__module__}), exist_ok=True)
+    try:
+        yield
+    finally:
+        AutoModel.register(type(config), kind, exist_ok=True)
 
 
 def _prepare_process(device: torch.device) -> None:
