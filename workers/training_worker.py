@@ -44,7 +44,6 @@ class EngineWorker(Worker):
             device=self.device,
             total_training_steps=self.total_training_steps,
             seed=self.config.trainer.seed,
-            forward_only=optim_config is None,
         )
         self.phases.add(self.engine)
         self.engine.move_out()

@@ -344,9 +344,9 @@ class PlainEngine:
 
     def __init__(self, path: str, network: Network, packed: bool) -> None:
         model = ModelConfig(path=f"{path}/{network.folder}")
-        attention = PACKED_ATTENTION if packed else "sdpa"
-        spec = NetworkSpec(model, load_model_config(model), torch.float64, attention, with_weights=True)
+        spec = NetworkSpec(model, load_model_config(model), torch.float64, with_weights=True)
         self.policy: Policy = network.build(spec)
+        self.policy.model.set_attn_implementation(PACKED_ATTENTION if packed else "sdpa")
         all_fp64(self.policy.model)
         self.arrange, self.forward_arguments = pack if packed else pad, network.forward_arguments
 

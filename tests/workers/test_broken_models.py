@@ -41,7 +41,7 @@ def spoilt(good: Path, tmp_path: Path) -> Callable[[str, bytes | None], ModelCon
 
 
 def load(model: ModelConfig) -> None:
-    spec = NetworkSpec(model, load_model_config(model), torch.float32, "sdpa", with_weights=True)
+    spec = NetworkSpec(model, load_model_config(model), torch.float32, with_weights=True)
     build_network(AutoModelForCausalLM, spec)
 
 

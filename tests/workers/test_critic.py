@@ -67,7 +67,7 @@ def test_wrong_checkpoints_are_one_sentence(critic: str, path: str, tmp_path: Pa
 def test_no_dropout_anywhere(path: str) -> None:
     network = NetworkConfig(path=path, override_config={"attention_dropout": 0.5})
     config = load_model_config(network)
-    policy = value_head(NetworkSpec(network, config, torch.float32, "sdpa", with_weights=True)).train()
+    policy = value_head(NetworkSpec(network, config, torch.float32, with_weights=True)).train()
     rates = [module.p for module in policy.modules() if isinstance(module, torch.nn.Dropout)]
     rates += [module.attention_dropout for module in policy.modules() if hasattr(module, "attention_dropout")]
     assert len(rates) == 3 and not any(rates), "the head's and one of each layer"

@@ -168,7 +168,6 @@ def test_forward_only_engine(path: str) -> None:
         device=CPU,
         total_training_steps=0,
         seed=0,
-        forward_only=True,
     )
     data, plan = planned(ragged_batch(BATCH), Case())
     outputs = engine.infer(data, temperature=0.7, calculate_entropy=False)

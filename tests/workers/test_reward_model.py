@@ -159,5 +159,4 @@ def test_what_is_no_reward_model_is_refused(write: Callable[[Path], None], said:
             device=CPU,
             total_training_steps=0,
             seed=0,
-            forward_only=True,
         )

@@ -38,10 +38,10 @@ class FSDPEngine:
     """A network that can be trained and asked for its outputs.
 
     build_network: what the network is and gives (`workers.engine.network`). fsdp_config: sharding, precision and
-    offload. optim_config: None for an engine that never trains. total_training_steps: calls of `train` in the whole
-    run, for the learning-rate schedule. forward_only: a frozen model. All ranks of the default process group build it
-    together; without a group it makes one of a single rank. What is frozen is held in the compute dtype, what learns in
-    fp32; optimizer state and checkpoints are of the latter alone.
+    offload. optim_config: None for a frozen model. total_training_steps: calls of `train` in the whole run, for the
+    learning-rate schedule. All ranks of the default process group build it together; without a group it makes one of a
+    single rank. What is frozen is held in the compute dtype, what learns in fp32; optimizer state and checkpoints are
+    of the latter alone.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class FSDPEngine:
         device: torch.device,
         total_training_steps: int,
         seed: int,
-        forward_only: bool = False,
     ) -> None:
         self.fsdp_config, self.optim_config = fsdp_config, optim_config
         self.device, self.total_training_steps = device, total_training_steps
@@ -63,10 +62,10 @@ class FSDPEngine:
         ensure_process_group(device)
         self.mesh = shard_mesh(device, fsdp_config.fsdp_size)
         seed_random_state(seed)
-        self.policy = self._build_policy(build_network, forward_only)
+        self.policy = self._build_policy(build_network)
         self.parameters = self._sharded_parameters()
         self.optimizer = None
-        if not forward_only and optim_config is not None:
+        if optim_config is not None:
             lr_factor(0, optim_config, total_training_steps)  # an unknown schedule is refused here
             self.optimizer = ShardedAdamW(self.trained, optim_config, self.shard_group)
         self.between: Between = lambda: None  # other work of the process, done between micro-batches
@@ -76,18 +75,19 @@ class FSDPEngine:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
-    def _build_policy(self, build_network: NetworkBuilder, forward_only: bool) -> EngineNetwork:
-        master_dtype = self.param_dtype if forward_only else torch.float32
+    def _build_policy(self, build_network: NetworkBuilder) -> EngineNetwork:
+        trains = self.optim_config is not None
+        master_dtype = torch.float32 if trains else self.param_dtype
         policy = build_network(
             BuildArguments(
                 compute_dtype=self.param_dtype,
                 dtype=master_dtype,
-                trains=not forward_only,
+                trains=trains,
                 with_weights=dist.get_rank() == 0,
                 device=self.device,
             )
         )
-        if forward_only:
+        if not trains:
             policy.requires_grad_(False)
         full = {name: parameter.detach() for name, parameter in policy.named_parameters()}
         self._shard(policy, master_dtype)

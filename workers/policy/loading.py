@@ -32,7 +32,6 @@ from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_laye
 class NetworkSpec:
     """How a network is to be built: on the CPU in `dtype`.
 
-    attention: name of an attention function registered with transformers; None = the model's own choice.
     with_weights=False leaves the parameters uninitialised (and untouched: the operating system gives them no memory
     before they are written); buffers are right.
     """
@@ -40,7 +39,6 @@ class NetworkSpec:
     model: NetworkConfig
     config: PretrainedConfig
     dtype: torch.dtype
-    attention: str | None
     with_weights: bool
 
 
@@ -102,7 +100,6 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
             model,
             load_model_config(model),
             dtype=arguments.compute_dtype if has_adapter(model) else arguments.dtype,
-            attention=None,
             with_weights=arguments.with_weights,
         )
         policy = build_policy(spec)
@@ -192,10 +189,7 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
     else:
         with no_init_weights():
             network = auto_class.from_config(
-                spec.config,
-                dtype=spec.dtype,
-                attn_implementation=spec.attention,
-                trust_remote_code=spec.model.trust_remote_code,
+                spec.config, dtype=spec.dtype, trust_remote_code=spec.model.trust_remote_code
             )
         network.tie_weights()
     for module in network.modules():
@@ -240,7 +234,6 @@ def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrai
                 str(spec.model.path),
                 config=spec.config,
                 dtype=spec.dtype,
-                attn_implementation=spec.attention,
                 trust_remote_code=spec.model.trust_remote_code,
                 output_loading_info=True,
             )
