@@ -28,7 +28,7 @@ import torch
 from verl_lite.config import RolloutConfig
 from verl_lite.registry import Registry
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Completion:
     """What a request became.
 
     token_ids, log_probs: of the response, equally long, the stop token included. finish_reason: "stop" (a stop token),
-    "length" (max_tokens or the context), "abort" (partial; may be empty). policy_version: of the weights that were
-    loaded when the request was submitted, i.e. the oldest that any of its tokens came from. routed_experts: with
-    rollout.router_replay (n, layers, k) int16, of prompt and response but for their last token, which no forward read.
+    "length" (max_tokens or the context). policy_version: of the weights that were loaded when the request was
+    submitted, i.e. the oldest that any of its tokens came from. routed_experts: with rollout.router_replay (n, layers,
+    k) int16, of prompt and response but for their last token, which no forward read.
     """
 
     request_id: str
@@ -96,8 +96,8 @@ class RolloutEngine(Protocol):
     def has_weights(self) -> bool:
         """False before the first `load_weights` and after a `sleep`, which loses them; `submit` then raises."""
 
-    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
-        """Ends these requests now and gives what they have; ids that are unknown or finished are skipped."""
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends these requests now, without a completion; ids that are unknown or finished are skipped."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes all parameters under their Hugging Face names, on any device. The iterator is consumed lazily.

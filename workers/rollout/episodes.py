@@ -59,7 +59,7 @@ class Trajectory:
     """An episode that ended.
 
     stop: terminated, truncated: the environment said so. max_steps, max_length: a limit of turns or tokens. failed: the
-    environment did not answer (`error` says why, `is_timeout` whether it was too slow) or generation was aborted.
+    environment did not answer (`error` says why, `is_timeout` whether it was too slow).
     surplus: its group was full before it ended.
     is_kept: whether it becomes rows; a failed one does only if its group cannot be filled without it.
     prompt_messages, prompt_ids: of the first turn, also where that turn was too long to be taken.
@@ -325,9 +325,6 @@ class EpisodeRunner:
         """A turn is sampled: the environment steps."""
         episode.request_id = None
         trajectory = episode.trajectory
-        if completion.finish_reason == "abort":
-            trajectory.error = f"the rollout engine aborted turn {len(trajectory.turns)} of the episode"
-            return self._end(episode, "failed")
         response_ids = completion.token_ids
         ended_by_token = bool(response_ids) and response_ids[-1] in self._stop_token_ids
         said = response_ids[:-1] if ended_by_token else response_ids

@@ -296,13 +296,11 @@ class HFEngine:
                 position_ids=torch.arange(ids.shape[1], device=self._device).expand(len(prompts), -1),
             )
 
-    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
+    def abort(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
-        aborted = [row.finish("abort") for row in (*self._running, *self._waiting) if row.request.request_id in wanted]
         self._remove([slot for slot, row in enumerate(self._running) if row.request.request_id in wanted])
         self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
         self._ids -= wanted
-        return aborted
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

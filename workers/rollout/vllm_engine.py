@@ -127,20 +127,9 @@ class VLLMEngine:
             self._running.pop(output.request_id)[1],
         )
 
-    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
-        from vllm.v1.engine import FinishReason
-
-        completions = []
-        for request_id in request_ids:
-            if request_id not in self._running:
-                continue
-            internal_id, _ = self._running[request_id]
-            # LLMEngine drops the partial output of an aborted request, so it is taken before
-            state = self._engine.output_processor.request_states[internal_id]
-            output = state.make_request_output([], None, FinishReason.ABORT, None)
-            self._engine.abort_request([internal_id], internal=True)
-            completions.append(self._completion(output))
-        return completions
+    def abort(self, request_ids: Sequence[str]) -> None:
+        known = [self._running.pop(request_id)[0] for request_id in request_ids if request_id in self._running]
+        self._engine.abort_request(known, internal=True)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         given: set[str] = set()

@@ -115,10 +115,10 @@ class ScriptedEngine:
                 done.append(Completion(name, ids, [log_prob(token) for token in ids], reason, version))
         return done
 
-    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
+    def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
-        gone = [self.running.pop(name) for name in request_ids if name in self.running]
-        return [Completion(request.request_id, [], [], "abort", version) for request, _, version in gone]
+        for name in request_ids:
+            self.running.pop(name, None)
 
 
 def ids_of(text: str) -> list[int]:
