@@ -85,6 +85,7 @@ def not_there(value: Any, mode: FakeTensorMode) -> Any:
 def test_a_micro_batch_costs_no_more_than_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_sdpa_runs", packing._varlen_attention)  # what CUDA takes
     monkeypatch.setattr(packing, "_flash_attn_varlen", lambda: None)
+    monkeypatch.setattr(causal_lm, "has_wide_products", lambda device: True)
     monkeypatch.setattr(causal_lm, "logit_transform", lambda model: causal_lm.PLAIN_LOGITS)  # found with real numbers
     packed = inputs()
     assert packed.sequences is not None and packed.input_ids.shape[1] == 11_499

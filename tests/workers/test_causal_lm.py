@@ -140,17 +140,42 @@ def test_the_policy_gives_sum_pi_squared_where_a_response_token_is_predicted(tmp
     torch.testing.assert_close(outputs["sum_pi_squared"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_half_precision_reduces_in_fp32() -> None:
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(64, 32).bfloat16(), torch.randn(1000, 32).bfloat16()
-    targets = torch.randint(1000, (64,))
-    found = token_log_probs(
-        hidden, weight, None, targets, temperature=1.0, chunk_tokens=16, calculate_entropy=False
-    ).log_probs
-    logits = (hidden @ weight.t()).double()
-    expected = logits.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+def widening_mm(one: torch.Tensor, other: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`torch.mm` as it is on CUDA, where it takes bf16 and gives fp32."""
+    assert out_dtype == torch.float32 and one.dtype == other.dtype == torch.bfloat16
+    return one.float() @ other.float()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_logits_of_bf16_weights_are_not_rounded_to_bf16(
+    monkeypatch: pytest.MonkeyPatch, with_bias: bool, kept_bytes: int, on_cuda: bool
+) -> None:
+    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 32, generator=generator).mul(2).bfloat16().requires_grad_() for n in (64, 1000))
+    bias = torch.randn(1000, generator=generator).bfloat16().requires_grad_() if with_bias else None
+    targets = torch.randint(1000, (64,), generator=generator)
+    with monkeypatch.context() as patch:
+        if on_cuda:
+            patch.setattr(causal_lm, "has_wide_products", lambda device: True)
+            patch.setattr(causal_lm.torch, "mm", widening_mm)
+        found = token_log_probs(
+            hidden, weight, bias, targets, temperature=1.0, chunk_tokens=16, calculate_entropy=False
+        ).log_probs
+    found.sum().backward()
+    exact = [None if each is None else each.detach().double().requires_grad_() for each in (hidden, weight, bias)]
+    expected, _ = naive(exact[0], exact[1], exact[2], targets, 1.0)
+    expected.sum().backward()
+    rounded = torch.nn.functional.linear(hidden, weight, bias).double().log_softmax(-1)
+    rounded = rounded.gather(1, targets.unsqueeze(1)).squeeze(1)
     assert found.dtype == torch.float32
-    assert (found.double() - expected).abs().max() < 1e-4
+    assert (found.double() - expected).abs().max() < 1e-4 < 0.02 < (rounded - expected).abs().mean()
+    for tensor, other in zip((hidden, weight, bias), exact, strict=True):
+        if tensor is not None and other is not None:  # gradients are rounded once, in the end
+            error = (tensor.grad.double() - other.grad).abs().max() / other.grad.abs().max()
+            assert error < 0.01
 
 
 MEMORY_SCRIPT = """

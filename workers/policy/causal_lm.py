@@ -180,6 +180,24 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
     return transform
 
 
+def output_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """hidden @ weight.T + bias, (N, V) in fp32 (fp64 for fp64 inputs) and without gradient.
+
+    The sums of bf16 products are kept as they are. Rounded to bf16, logits of 16 would be steps of 0.125 apart, and so
+    would log-probs.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.dtype != dtype and has_wide_products(hidden.device):
+        logits = torch.mm(hidden, weight.t(), out_dtype=dtype)
+        return logits if bias is None else logits.add_(bias)
+    return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def has_wide_products(device: torch.device) -> bool:
+    """True where a matrix product of bf16 numbers can give fp32 without fp32 copies of them (`out_dtype`)."""
+    return device.type == "cuda"
+
+
 class TokenStatistics(NamedTuple):
     """Of softmax(logits / temperature) at N tokens, each (N,), fp32 (fp64 for fp64 inputs).
 
@@ -240,7 +258,7 @@ class _TokenLogProbs(torch.autograd.Function):
         logits = log_probs.new_empty(0, weight.shape[0])
         for start in range(0, count, size):
             part = slice(start, start + size)
-            logits = transform(F.linear(hidden[part], weight, bias).to(dtype))
+            logits = transform(output_logits(hidden[part], weight, bias))
             normalizers[part] = logits.logsumexp(dim=-1)
             log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normalizers[part]
             if calculate_entropy or calculate_sum_pi_squared:
@@ -271,7 +289,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None
         for start in range(0, hidden.shape[0], ctx.size):
             part = slice(start, start + ctx.size)
-            logits = kept if ctx.keep else ctx.transform(F.linear(hidden[part], weight, bias).to(dtype))
+            logits = kept if ctx.keep else ctx.transform(output_logits(hidden[part], weight, bias))
             probs = (logits - normalizers[part].unsqueeze(1)).exp_()
             # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
             if ctx.calculate_entropy:

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from verl_lite.config import RolloutConfig
+from workers.policy.causal_lm import output_logits
 from workers.policy.router import Routers
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
@@ -91,6 +92,8 @@ class HFEngine:
                 model_config, dtype=dtype, attn_implementation=SLOT_ATTENTION, trust_remote_code=trust_remote_code
             )
         check_layers(self._model)
+        if dtype != torch.float32:
+            _widen_logits(self._model)
         self._model.tie_weights()  # skipped above together with the initialisation
         self._model.requires_grad_(False).eval()
         self._names = parameter_names(self._model)
@@ -414,6 +417,17 @@ def check_layers(model: PreTrainedModel) -> None:
             f"rollout.name=hf: a {type(model).__name__} has layers of kind {', '.join(unfit)}, which its cache of keys "
             "and values does not compute; set rollout.name=vllm"
         )
+
+
+def _widen_logits(model: PreTrainedModel) -> None:
+    """Logits in fp32 from weights of fewer bits, as the trainer's."""
+    head = model.get_output_embeddings()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.flatten(0, -2)
+        return output_logits(rows, head.weight, getattr(head, "bias", None)).unflatten(0, hidden.shape[:-1])
+
+    head.forward = forward
 
 
 def _slots_that_fit(

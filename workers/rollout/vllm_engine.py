@@ -74,7 +74,7 @@ class VLLMEngine:
 
         arguments = _engine_arguments(config, max_model_len, device, dtype) | {
             "model": model_path,
-            "hf_overrides": override_config | _window_as_transformers_counts(model_config),
+            "hf_overrides": _head_dtype(dtype) | override_config | _window_as_transformers_counts(model_config),
             "trust_remote_code": trust_remote_code,
             "seed": seed,
         }
@@ -317,6 +317,11 @@ def _engine_arguments(
         # after the temperature; with top_p = 1 and top_k = -1 that is over the full vocabulary
         "logprobs_mode": "processed_logprobs",
     }
+
+
+def _head_dtype(dtype: torch.dtype) -> dict[str, str]:
+    """The entry of a model's config by which vLLM gives logits in fp32, as the trainer does."""
+    return {} if dtype == torch.float32 else {"head_dtype": "float32"}
 
 
 def _sampling_params(sampling: SamplingParams, limit: int) -> Any:

@@ -41,9 +41,11 @@ def models(folders: list[str]) -> list[torch.nn.Module]:
     return [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
 
 
-def make_engine(name: str, folder: str, max_model_len: int = MAX_MODEL_LEN, **options: Any) -> RolloutEngine:
+def make_engine(
+    name: str, folder: str, max_model_len: int = MAX_MODEL_LEN, dtype: torch.dtype = torch.float32, **options: Any
+) -> RolloutEngine:
     given = {"kv_cache_memory_mb": 32, "max_num_seqs": 64, "max_num_batched_tokens": 2048, **options}
-    how: Any = {"device": torch.device("cpu"), "dtype": torch.float32, "seed": 0}
+    how: Any = {"device": torch.device("cpu"), "dtype": dtype, "seed": 0}
     return build_rollout_engine(name, folder, RolloutConfig(**given), max_model_len=max_model_len, **how)
 
 
