@@ -32,8 +32,8 @@ def inputs(length: int, shared: bool) -> ModelInputs:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompt"])
-def test_a_layer_is_one_graph_for_any_lengths(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # vLLM's engine on a CPU switches it off
+@torch._dynamo.config.patch(disable=False)  # vLLM's engine on a CPU switches it off
+def test_a_layer_is_one_graph_for_any_lengths(shared: bool) -> None:
     torch._dynamo.reset()
     config = Qwen2Config(
         hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=512
