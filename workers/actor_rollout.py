@@ -155,7 +155,6 @@ class ActorWorker(TrainingWorker):
             self._loss,
             temperature=data.meta_info["temperature"],
             calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
-            epochs=actor.ppo_epochs,
             **options,
         )
         result = _of_actor(metrics)

@@ -40,7 +40,7 @@ class CriticWorker(TrainingWorker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch and epoch. Gives metrics in meta_info."""
         self.phases.enter(self.engine)
-        metrics = self.engine.train(data, self.loss_func, epochs=len(data.meta_info["schedule"]))
+        metrics = self.engine.train(data, self.loss_func)
         return DataProto(meta_info={"metrics": {f"critic/{name}": metric for name, metric in metrics.items()}})
 
     def loss_func(

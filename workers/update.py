@@ -40,19 +40,15 @@ Between = Callable[[], None]
 
 
 def train_epochs(
-    engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, epochs: int, between: Between = lambda: None
+    engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, between: Between = lambda: None
 ) -> dict[str, Metric]:
-    """One optimizer step per mini-batch, in the planned order, `epochs` times over the batch. Returns combined metrics.
+    """One optimizer step per mini-batch, in the planned order, over all planned epochs. Returns combined metrics.
 
     A mini-batch in which no token counts on any rank (all rewards failed, all samples rejected) is no step: weights,
     moments and their decay stay as they are. empty_mini_batch_frac says how many of the mini-batches were such.
-    Raises ValueError if the plan was made for another number of epochs.
     """
-    schedule = data.meta_info["schedule"]
-    if len(schedule) != epochs:
-        raise ValueError(f"the batch was planned for {len(schedule)} epochs, found actor.ppo_epochs={epochs}")
     metrics: list[Mapping[str, Metric]] = []
-    for epoch, mini_batches in enumerate(schedule):
+    for epoch, mini_batches in enumerate(data.meta_info["schedule"]):
         for mini_index, mini_batch in enumerate(mini_batches):
             counts = {"num_tokens": mini_batch.num_tokens, "num_sequences": mini_batch.num_sequences}
             is_empty = mini_batch.num_tokens == 0

@@ -153,7 +153,7 @@ def update(folder: Path, size: Size) -> dict[str, Any]:
             started = time.perf_counter()
             engine.train(
                 data, lambda rows, outputs: actor_loss(rows, outputs, ActorConfig()),
-                temperature=1.0, calculate_entropy=False, epochs=1,
+                temperature=1.0, calculate_entropy=False,
             )  # fmt: skip
             if device.type == "cuda":
                 torch.cuda.synchronize()

@@ -50,7 +50,7 @@ def trained(engine: FSDPEngine, steps: int = 2) -> dict[str, torch.Tensor]:
     data, _ = planned(ragged_batch(BATCH), EngineCase(), mini_batch_size=4)
     for _ in range(steps):
         engine.move_in()
-        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=1)
+        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True)
         engine.move_out()
     engine.move_in()
     return {name: tensor.float().cpu() for name, tensor in engine.full_params()}

@@ -196,7 +196,7 @@ def gradient_of(
         return {}
 
     engine.optimizer.step = capture
-    engine.train(data, loss, epochs=1, **forward_arguments)
+    engine.train(data, loss, **forward_arguments)
     return captured
 
 
@@ -214,7 +214,7 @@ def trained(path: str, batch: Batch, case: Case, steps: int, save: str = "", loa
         engine.load(load)
     data, _ = planned(ragged_batch(batch), case, mini_batch_size=4)
     metrics = [
-        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=case.epochs) for _ in range(steps)
+        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True) for _ in range(steps)
     ]
     if save:
         engine.save(save)

@@ -375,7 +375,7 @@ def summed_difference(path: str, known: Reference, case: LossCase, cut: Case, wo
     engine.policy.zero_grad()
     data = with_empty_rows(case.batch(in_fp64(known.data)), cut.empty_rows)
     for part in parts_of(data, cut, world)[0]:
-        train_epochs(engine, part, case.loss_fn, epochs=1)
+        train_epochs(engine, part, case.loss_fn)
     named = engine.policy.model.named_parameters()
     return known.difference(case, {name: value.grad.numpy() for name, value in named if value.grad is not None})
 

@@ -64,7 +64,7 @@ def gathered(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 def train(engine: FSDPEngine, case: Case, steps: int = 1) -> None:
     data, _ = planned(ragged_batch(BATCH), case, mini_batch_size=4)
     for _ in range(steps):
-        engine.train(data, loss_fn, epochs=1, **ARGUMENTS)
+        engine.train(data, loss_fn, **ARGUMENTS)
 
 
 def log_probs(engine: FSDPEngine) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_gradients_and_steps_equal_those_of_plain_peft(path: str, targets: tuple
     whole = ragged_batch(BATCH)
     whole.meta_info |= {"num_tokens": int(whole.batch["response_mask"].sum()), "num_sequences": 8}
     for _ in range(2):
-        engine.train(data, loss_fn, epochs=1, **ARGUMENTS)
+        engine.train(data, loss_fn, **ARGUMENTS)
         optimizer.zero_grad()
         loss_fn(whole, plain_outputs(plain, POLICY, whole))[0].backward()
         torch.nn.utils.clip_grad_norm_(learnt.values(), 0.05)

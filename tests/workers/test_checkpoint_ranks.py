@@ -42,10 +42,10 @@ def engine_of(kind: str, path: str) -> FSDPEngine:
 def train(engine: FSDPEngine, kind: str) -> None:
     """One call of two optimizer steps."""
     if kind == "critic":
-        engine.train(planned(critic_batch(BATCH), Case(), 4)[0], value_loss, epochs=1)
+        engine.train(planned(critic_batch(BATCH), Case(), 4)[0], value_loss)
         return
     data, _ = planned(ragged_batch(BATCH), Case(), mini_batch_size=4)
-    engine.train(data, loss_fn, epochs=1, temperature=1.0, calculate_entropy=True)
+    engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True)
 
 
 def whole_state(engine: FSDPEngine) -> State:

@@ -100,7 +100,7 @@ def test_what_was_trained_and_exported_is_what_is_loaded(family: str, lora_rank:
     torch.testing.assert_close(before, expected, rtol=0, atol=2e-5)
     data, _ = planned(whole, Case())
     for _ in range(3):  # an adapter's second matrix leaves 0 with the first step
-        engine.train(data, loss_fn, epochs=1, **ARGUMENTS)
+        engine.train(data, loss_fn, **ARGUMENTS)
     trained = by_engine(engine, whole, "log_probs", **ARGUMENTS)
     assert (trained - before).abs().max() > 1e-4
     found = by_transformers(AutoModelForCausalLM, exported(engine, tmp_path), POLICY, whole)
@@ -118,7 +118,7 @@ def test_a_critic_s_values_are_those_of_transformers_or_it_is_refused(family: st
     whole = critic_batch(BATCH)
     assert not by_engine(engine, whole, "values").any()
     for _ in range(2):
-        engine.train(planned(whole, Case())[0], value_loss, epochs=1)
+        engine.train(planned(whole, Case())[0], value_loss)
     found = by_engine(engine, whole, "values")
     assert found.abs().max() > 1e-4
     expected = by_transformers(AutoModelForTokenClassification, exported(engine, tmp_path), CRITIC, whole)
@@ -137,7 +137,7 @@ def test_a_reward_model_s_scores_are_those_of_transformers_or_it_is_refused(fami
     data.batch.update(scored_rows(data.batch, pad_token_id=0))
     assert not engine.infer(data)["scores"].any(), "a new head is zeros"
     for _ in range(2):  # the backbone learns from the second step on, when the head has left 0
-        engine.train(data, partial(pair_loss, center_coefficient=0.1), epochs=1)
+        engine.train(data, partial(pair_loss, center_coefficient=0.1))
     found = engine.infer(data)["scores"].sum(1)
     folder = exported(engine, tmp_path)
     network = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")

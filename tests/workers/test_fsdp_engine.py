@@ -89,12 +89,10 @@ def test_metrics_of_a_training_call(path: str) -> None:
     data, _ = planned(ragged_batch(BATCH), Case(max_token_len=20), mini_batch_size=4)
     mask = ragged_batch(BATCH).batch["response_mask"]
     for lr in (5e-4, 1e-3, 1e-3):
-        metrics = combine([engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=1)])
+        metrics = combine([engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True)])
         assert metrics["lr"].value == lr
         assert metrics["tokens"].value == mask.sum()
         assert metrics["grad_norm"].count == 3 and metrics["grad_norm"].value > 0
-    with pytest.raises(ValueError, match="planned for 1 epochs"):
-        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=2)
 
 
 def test_full_params_are_those_of_the_folder(path: str, tied_path: str, two_ranks: OnRanks) -> None:
@@ -141,7 +139,7 @@ def test_moments_come_to_the_device_for_training_and_saving_alone(
     engine.move_in()
     engine.infer(data, temperature=1.0, calculate_entropy=False)
     assert came == []
-    engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True, epochs=1)
+    engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True)
     engine.save(str(tmp_path))
     engine.load(str(tmp_path))
     assert came == ["cpu"] * 3
@@ -175,7 +173,7 @@ def test_forward_only_engine(path: str) -> None:
     assert np.abs(in_order(outputs["log_probs"].numpy(), plan) - plain_log_probs(path)["log_probs"]).max() < 1e-5
     assert not any(parameter.requires_grad for parameter in engine.policy.parameters())
     with pytest.raises(ValueError, match="without an optimizer"):
-        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=False, epochs=1)
+        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=False)
 
 
 def test_wrong_input_is_one_sentence(path: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def test_a_mini_batch_without_tokens_is_no_step(tmp_path, failed: tuple[int, ...
     """With weight decay and momentum a step of gradient 0 would move the weights; here the step is left out."""
     optim = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.5)
     engine = build_engine(tiny_qwen2(tmp_path, hidden=32, heads=4, kv_heads=2), Case(), optim)
-    arguments = {"temperature": 1.0, "calculate_entropy": True, "epochs": 1}
+    arguments = {"temperature": 1.0, "calculate_entropy": True}
     data, _ = planned(ragged_batch(Batch()), Case(), mini_batch_size=4)
     metrics = engine.train(data, loss_fn, **arguments)
     assert metrics["empty_mini_batch_frac"].value == 0 and engine.optimizer.steps_taken == 2

@@ -88,7 +88,7 @@ class SupervisedWorker(TrainingWorker):
     def train(self, data: DataProto) -> DataProto:
         """One optimizer step on a planned batch; metrics in meta_info, of which one is `loss`."""
         self.phases.enter(self.engine)
-        metrics = self.engine.train(self.rows(data), self.loss, epochs=1, **self.options)
+        metrics = self.engine.train(self.rows(data), self.loss, **self.options)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)

@@ -58,7 +58,7 @@ class ActorWorker(TrainingWorker):
     def _train(self, data: DataProto) -> dict[str, Metric]:
         self.phases.enter(self.engine)
         self._frames: list[DataProto] = []
-        metrics = self.engine.train(data, self._loss, epochs=1)
+        metrics = self.engine.train(data, self._loss)
         result = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
         result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
         return result

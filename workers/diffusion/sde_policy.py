@@ -66,11 +66,7 @@ class SDEPolicy(EngineNetwork):
     prefix = "model."
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: FlowGRPOConfig,
-        compute_dtype: torch.dtype,
-        adapter: LoraConfig | None = None,
+        self, model: nn.Module, config: FlowGRPOConfig, compute_dtype: torch.dtype, adapter: LoraConfig | None = None
     ) -> None:
         super().__init__()
         self.adapter = adapter
@@ -232,7 +228,6 @@ class FlowActorWorker(TrainingWorker):
         metrics = self.engine.train(
             data,
             lambda part, outputs: actor_loss(part, outputs, actor),
-            epochs=actor.ppo_epochs,
             steps=sampler.num_train_steps,
             noise_level=sampler.noise_level,
             with_kl=actor.use_kl_loss,

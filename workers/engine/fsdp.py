@@ -154,9 +154,7 @@ class FSDPEngine:
 
     # -- training and inference ----------------------------------------------------------------------------------------
 
-    def train(
-        self, data: DataProto, loss_fn: LossFunction, *, epochs: int, **forward_arguments: Any
-    ) -> dict[str, Metric]:
+    def train(self, data: DataProto, loss_fn: LossFunction, **forward_arguments: Any) -> dict[str, Metric]:
         """Trains on a planned batch, one optimizer step per mini-batch; the learning rate advances once per call.
 
         loss_fn: (micro-batch, outputs (b, R) by name) -> (loss, metrics). forward_arguments: of the policy's forward.
@@ -167,7 +165,7 @@ class FSDPEngine:
         self.move_in_optimizer()
         self.policy.train()
         self._forward_arguments = forward_arguments
-        metrics = train_epochs(self, data, loss_fn, epochs, self.between)
+        metrics = train_epochs(self, data, loss_fn, self.between)
         metrics["lr"] = Metric.last(self.lr)
         self.scheduler_step += 1
         return metrics

@@ -163,7 +163,6 @@ def update(path: str, rows: int, micro_batch_size: int | None, steps: int = 2, *
         found = engine.train(
             planned(data, micro_batch_size, mini_batch_size=rows // 2),
             lambda part, outputs: actor_loss(part, outputs, config.actor),
-            epochs=1,
             steps=STEPS,
             noise_level=LEVEL,
             with_kl=config.actor.use_kl_loss,

@@ -87,11 +87,7 @@ def test_on_policy_every_ratio_is_exactly_one(path: str) -> None:
     config, data = config_of(path), paths_of(path, ROWS)
     data.batch.pop("old_log_probs")
     metrics = engine_of(config).train(
-        planned(data),
-        lambda part, outputs: actor_loss(part, outputs, config.actor),
-        epochs=1,
-        steps=STEPS,
-        noise_level=LEVEL,
+        planned(data), lambda part, outputs: actor_loss(part, outputs, config.actor), steps=STEPS, noise_level=LEVEL
     )
     assert metrics["ratio_max"].value == metrics["ratio_min"].value == 1.0
     assert metrics["ppo_kl"].value == 0.0
@@ -121,7 +117,7 @@ def test_the_gradient_is_that_of_advantage_times_log_prob(path: str) -> None:
     assert engine.optimizer is not None
     engine.optimizer.step = capture  # type: ignore[method-assign]
     loss = lambda part, outputs: actor_loss(part, outputs, config.actor)  # noqa: E731
-    engine.train(planned(data, micro_batch_size=2), loss, epochs=1, steps=STEPS, noise_level=LEVEL)
+    engine.train(planned(data, micro_batch_size=2), loss, steps=STEPS, noise_level=LEVEL)
     for name, parameter in network.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
@@ -136,7 +132,7 @@ def test_kl_to_where_training_began(path: str, lora_rank: int) -> None:
     engine = engine_of(config)
     assert not inferred(engine, data, steps=STEPS, noise_level=LEVEL, with_kl=True)["kl"].any()
     loss = lambda part, outputs: actor_loss(part, outputs, config.actor)  # noqa: E731
-    engine.train(planned(data), loss, epochs=1, steps=STEPS, noise_level=LEVEL, with_kl=True)
+    engine.train(planned(data), loss, steps=STEPS, noise_level=LEVEL, with_kl=True)
     found = inferred(engine, data, steps=STEPS, noise_level=LEVEL, with_kl=True)["kl"]
     before, after = TinyField.from_pretrained(path), TinyField()
     after.load_state_dict(network_weights(engine))
@@ -157,7 +153,7 @@ def test_with_an_adapter_only_it_learns(path: str) -> None:
     assert all("lora" in name for name in engine.trained) and len(engine.trained) == 4
     before = network_weights(engine)
     loss = lambda part, outputs: actor_loss(part, outputs, config.actor)  # noqa: E731
-    engine.train(planned(paths_of(path, ROWS)), loss, epochs=1, steps=STEPS, noise_level=LEVEL)
+    engine.train(planned(paths_of(path, ROWS)), loss, steps=STEPS, noise_level=LEVEL)
     changed = {name for name, value in network_weights(engine).items() if not torch.equal(value, before[name])}
     assert changed == {"inner.weight", "block.linear.weight"}
 
