@@ -66,7 +66,6 @@ class FSDPEngine:
         self.parameters = self._sharded_parameters()
         self.optimizer = None
         if optim_config is not None:
-            lr_factor(0, optim_config, total_training_steps)  # an unknown schedule is refused here
             self.optimizer = ShardedAdamW(self.trained, optim_config, self.shard_group)
         self.between: Between = lambda: None  # other work of the process, done between micro-batches
         self._forward_arguments: dict[str, Any] = {}

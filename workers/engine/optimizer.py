@@ -129,15 +129,13 @@ def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
     """Learning rate at `step` (training steps completed before this one) as a share of the peak.
 
     Linear warm-up that reaches the peak at its last step (verl's starts with a step of lr 0), then constant, or a
-    cosine to min_lr_ratio at total_steps. Raises ValueError for an unknown lr_scheduler_type.
+    cosine to min_lr_ratio at total_steps.
     """
     warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
         return 1.0
-    if config.lr_scheduler_type == "cosine":
-        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        wave = 0.5 * (1.0 + math.cos(math.pi * config.num_cycles * 2.0 * progress))
-        return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * max(0.0, wave)
-    raise ValueError(f"actor.optim.lr_scheduler_type={config.lr_scheduler_type!r}: expected constant or cosine")
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    wave = 0.5 * (1.0 + math.cos(math.pi * config.num_cycles * 2.0 * progress))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * max(0.0, wave)
