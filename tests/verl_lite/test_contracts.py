@@ -63,15 +63,16 @@ def test_every_estimator_keeps_its_promises(name: str) -> None:
     check_adv_estimator(ADV_ESTIMATOR_REGISTRY[name], groups_of_one=name != "grpo_passk")
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSS_REGISTRY))
-def test_every_loss_keeps_its_promises(name: str) -> None:
-    config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, policy_loss=OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "ratio_type"),
+    [
+        *((name, "token") for name in sorted(POLICY_LOSS_REGISTRY)),
+        *((name, "segment") for name in sorted(RATIO_LOSSES)),
+    ],
+)
+def test_every_loss_keeps_its_promises(name: str, ratio_type: str) -> None:
+    config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, ratio_type=ratio_type, policy_loss=OPTIONS)
     check_policy_loss(POLICY_LOSS_REGISTRY[name], config, **(CHOSEN if name in TOKEN_SELECTIONS else {}))
-
-
-@pytest.mark.parametrize("name", sorted(RATIO_LOSSES))
-def test_segment_ratios_keep_the_promises(name: str) -> None:
-    check_policy_loss(POLICY_LOSS_REGISTRY[name], ActorConfig(ratio_type="segment", policy_loss=OPTIONS))
 
 
 def test_the_value_loss_keeps_the_promises_of_a_policy_loss() -> None:

@@ -54,12 +54,7 @@ def naive(
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
     ("with_bias", "transform"),
-    [
-        (False, PLAIN_LOGITS),
-        (True, PLAIN_LOGITS),
-        (True, LogitTransform(0.3)),
-        (False, LogitTransform(1.5, 2.0)),
-    ],
+    [(False, PLAIN_LOGITS), (True, PLAIN_LOGITS), (True, LogitTransform(0.3)), (False, LogitTransform(1.5, 2.0))],
 )
 def test_equals_naive_in_fp64(
     monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kept_bytes: int, with_bias: bool, transform: LogitTransform

@@ -160,10 +160,7 @@ class HFEngine:
         assert self._cache is not None
         mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
         return self._forward(
-            self._model,
-            input_ids=tokens[:, None],
-            position_ids=positions[:, None],
-            attention_mask=mask,
+            self._model, input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=mask
         ).logits[:, -1]
 
     def _forward(self, network: torch.nn.Module, **inputs: Any) -> Any:
@@ -272,10 +269,7 @@ class HFEngine:
             positions = positions.to(self._device)
             mask = self._cache.begin_decode(positions, length, torch.tensor(slots, device=self._device))
             self._forward(
-                self._model.base_model,
-                input_ids=ids.to(self._device),
-                position_ids=positions,
-                attention_mask=mask,
+                self._model.base_model, input_ids=ids.to(self._device), position_ids=positions, attention_mask=mask
             )
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:

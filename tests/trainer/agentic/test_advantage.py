@@ -66,11 +66,11 @@ def config(estimator: str = "grpo", **options: Any) -> PPOConfig:
 
 
 def labels(data: DataProto, grouping: str) -> list[Any]:
-    names = data.non_tensor_batch
-    columns = {"traj_group_id": names["uid"], "tags": names["tags"], "batch": [0] * len(data)}
-    if grouping == "state_group_id":
-        return list(zip(names["uid"], names["state_hash"], strict=True))
-    return list(columns[grouping])
+    names, nothing = data.non_tensor_batch, [0] * len(data)
+    tasks, states = names["uid"].tolist(), list(zip(names["uid"], names["state_hash"], strict=True))
+    return {"traj_group_id": tasks, "tags": names["tags"].tolist(), "batch": nothing, "state_group_id": states}[
+        grouping
+    ]
 
 
 GROUPINGS = ("batch", "traj_group_id", "tags", "state_group_id")

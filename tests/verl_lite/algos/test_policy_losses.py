@@ -70,21 +70,23 @@ def test_options_equal_plain_loops(name: str, config: ActorConfig) -> None:
     assert loss.item() != pytest.approx(call(name, columns)[0].item(), rel=1e-4), "the option has an effect here"
 
 
+def one_token(old: float, new: float, advantage: float) -> dict[str, torch.Tensor]:
+    columns = {"old_log_prob": old, "log_prob": new, "advantages": advantage, "response_mask": 1.0}
+    return {name: torch.tensor([[value]]) for name, value in columns.items()}
+
+
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_dppo_counts_ratios_above_c_among_the_tokens_inside(name: str) -> None:
     """A bad token that grew almost fivefold is on its way back: inside, with a weight of c = 3."""
-    one = {"old_log_prob": -9.0, "log_prob": -7.4, "advantages": -1.0, "response_mask": 1.0}
-    loss, metrics = call(name, {column: torch.tensor([[value]]) for column, value in one.items()})
+    loss, metrics = call(name, one_token(-9.0, -7.4, -1.0))
     assert loss.item() == pytest.approx(3 * -7.4)
     assert (metrics["pg_clipfrac"].value, metrics["pg_clipfrac_lower"].value) == (0, 1)
 
 
 def test_topr_by_scores() -> None:
     """An answer is good by its score, whatever its advantage: weight 1 against the ratio cut at 1. l = -1 - log 2."""
-    one = {"old_log_prob": -1.0, "log_prob": -1 - math.log(2), "advantages": -1.0, "response_mask": 1.0}
-    columns = {name: torch.tensor([[value]]) for name, value in one.items()}
     for score, weight in ((1.0, 1.0), (0.0, 0.5)):
-        loss, _ = call("topr", columns | {"scores": torch.tensor([score])})
+        loss, _ = call("topr", one_token(-1.0, -1 - math.log(2), -1.0) | {"scores": torch.tensor([score])})
         assert loss.item() == pytest.approx(-weight * (1 + math.log(2)))
 
 

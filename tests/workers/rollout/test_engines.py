@@ -232,9 +232,9 @@ def test_responses_end_with_a_stop_token_of_the_request_the_limit_or_the_context
 def test_aborted_requests_are_gone_and_the_others_go_on(engine: RolloutEngine) -> None:
     requests = [ask(name, prompt(8, n), max_tokens=40, seed=9, ignore_eos=True) for n, name in enumerate("abc")]
     full = run(engine, requests)
-    engine.submit(requests[0])
-    engine.abort(["a"])
-    assert engine.unfinished == 0
+    engine.submit(ask("unbegun", prompt(8), max_tokens=1))
+    engine.abort(["unbegun"])
+    assert engine.unfinished == 0 and engine.step() == []
     for request in requests:
         engine.submit(request)
     for _ in range(12):
