@@ -143,13 +143,13 @@ def test_a_dropped_group_is_replaced_at_once_and_the_last_is_given_with_its_mark
 
 
 def test_failures_are_counted_with_the_first_as_text() -> None:
-    """13 fails, and so does 5, which has no episode."""
+    """13 fails, and so does 5, which has no episode; the surplus member of the third group did not end."""
 
     def script(seed: int, actions: list[str]) -> dict[str, Any]:
         return {"observation": None} if seed == 5 else world(seed, actions)
 
     groups = group_run(ScriptedPool(script))
-    plans = [GroupPlan(0, (members(13),)), GroupPlan(1, (members(5),)), GroupPlan(2, (members(1),))]
+    plans = [GroupPlan(n, (group,)) for n, group in enumerate((members(13), members(5), members(1, redundancy=1)))]
     groups.begin("k", plans, SamplingParams(max_tokens=8), None)
     result = groups.finish("k")
     assert [report.num_rows for report in result.reports] == [2, 2, 2] and result.rows is not None
