@@ -24,7 +24,7 @@ from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import PromptLoader
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.picture import draw_curve
-from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line
+from trainer.plan import decide_reductions, device_memory_gib, expected_rows, launch_device, measured_line, policy_work
 from trainer.planner.batch import launch_table
 from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
@@ -136,6 +136,9 @@ class PPOJob(Job[PPOConfig]):
         if self.kind.trains and (line := packing_note(self.config.model)):
             self.console.note(line)
         self.total_steps = count_steps(self.config, self.data.epoch_prompts)
+        if self.kind.trains:
+            if line := decide_reductions(self.config, self.slots):
+                self.console.note(line)
         return self.total_steps
 
     def checkpoint_bytes(self) -> int:
@@ -332,7 +335,7 @@ def build_trainer(
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})
         reference = groups.get("ref", groups["actor_rollout"])
         folders = trainer.rollout_data_dir, trainer.validation_data_dir
-        yield kind(
+        built = kind(
             config,
             actor=actor,
             ref=ReferenceRole(reference, config) if needs_reference(config) else None,
@@ -344,6 +347,8 @@ def build_trainer(
             run_dir=run_dir,
             **parts,
         )
+        built.policy_work = policy_work(config)
+        yield built
         # only after success: a process that died cannot be asked to close, and the first error must stay the first
         groups["actor_rollout"].close()
         if pool is not None:

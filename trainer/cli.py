@@ -38,6 +38,7 @@ WORKERS = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is all that vLLM 0.26 reads
 DRIVER = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers of CUDA_VISIBLE_DEVICES mean what nvidia-smi shows
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is CUDA does not yet fix which devices are seen
@@ -45,10 +46,18 @@ DRIVER = {
 }
 
 
-def worker_environment(cpu: bool, threads: int) -> dict[str, str]:
-    """What a worker process is started with. threads: of its computing (two pools on two cores slow each other 40
-    times)."""
-    return {**WORKERS, "OMP_NUM_THREADS": str(threads)} | ({"TORCHDYNAMO_DISABLE": "1"} if cpu else {})
+def worker_environment(cpu: bool, threads: int, *, sleeps: bool = True) -> dict[str, str]:
+    """What a worker process is started with; on a GPU what the user has set of it stays.
+
+    threads: of its computing (two pools on two cores slow each other 40 times). sleeps: its rollout engine gives its
+    memory back between rollouts, with an allocator that does not go with expandable segments.
+    """
+    environment = {**WORKERS, "OMP_NUM_THREADS": str(threads)}
+    if cpu:
+        return environment | {"TORCHDYNAMO_DISABLE": "1"}
+    if not sleeps and not any(name in os.environ for name in ALLOCATOR):
+        environment |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
+    return environment
 
 
 def prepare_driver() -> None:

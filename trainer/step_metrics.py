@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from codetiming import Timer
 
+from trainer.planner.model_shape import ModelShape
+from trainer.planner.step_time import forward_flops
 from verl_lite.core_algos import group_ids
 from verl_lite.errors import during
 from verl_lite.protocol import DataProto
@@ -101,6 +103,20 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     total, seconds = float(prompt.sum() + response.sum()), timing_raw["step"]
     metrics = {"perf/total_num_tokens": total, "perf/time_per_step": seconds}
     return metrics | ({"perf/throughput": total / (seconds * n_gpus)} if seconds > 0 else {})
+
+
+def compute_mfu(
+    batch: DataProto, seconds: float, n_gpus: int, shape: ModelShape, peak: float, passes: int
+) -> dict[str, float]:
+    """perf/mfu/actor: arithmetic of the update over what the devices could have done in its time (model FLOPs
+    utilisation, PaLM's definition: what gradient checkpointing repeats does not count).
+
+    seconds: of update_actor. peak: FLOP/s of a device. passes: in forwards; a backward is two, or one to an adapter.
+    """
+    _, prompt, response = _lengths(batch)
+    lengths = (prompt + response).tolist()
+    done = passes * sum(forward_flops(shape, length, length) for length in lengths)
+    return {"perf/mfu/actor": done / (seconds * n_gpus * peak)} if seconds > 0 else {}
 
 
 def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, float]:

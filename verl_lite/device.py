@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -52,6 +54,25 @@ def get_device(name: str = "auto") -> torch.device:
 def dist_backend(device: torch.device) -> str:
     """Backend of torch.distributed for tensors on `device`; on CUDA host tensors can be sent too."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+# what cuBLAS and vLLM read when they start; see `deterministic_kernels`
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Inside, torch runs only operations that give the same numbers each time, or (not wanted) any.
+
+    It raises RuntimeError, with the operation's name, for one that has no such kernel on its device.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def visible_devices(device_type: str) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from verl_lite.config import FSDPConfig, OptimConfig, RunOptions
-from verl_lite.device import dist_backend, get_device
+from verl_lite.device import DETERMINISTIC, dist_backend, get_device
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
@@ -35,8 +37,13 @@ class EngineWorker(Worker):
 
         optim_config: None for a network that is never trained.
         """
+        if self.config.trainer.deterministic:
+            for name, value in DETERMINISTIC.items():
+                os.environ.setdefault(name, value)
         self.device = get_device(self.config.trainer.device)
-        self.init_process_group(dist_backend(self.device))
+        self.init_process_group(
+            dist_backend(self.device), device_id=self.device if self.device.type == "cuda" else None
+        )
         self.engine = FSDPEngine(
             network,
             fsdp_config,
@@ -44,6 +51,7 @@ class EngineWorker(Worker):
             device=self.device,
             total_training_steps=self.total_training_steps,
             seed=self.config.trainer.seed,
+            deterministic=self.config.trainer.deterministic,
         )
         self.phases.add(self.engine)
         self.engine.move_out()

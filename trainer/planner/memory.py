@@ -190,6 +190,19 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     return plan
 
 
+def reduce_where_needed(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+) -> None:
+    """Decides `reduce_every_micro_batch` where it is null: on a GPU that does not hold whole gradients beside the rest,
+    they are summed in each micro-batch."""
+    undecided = [
+        fsdp for fsdp in (config.actor.fsdp_config, config.critic.fsdp_config) if fsdp.reduce_every_micro_batch is None
+    ]
+    fits = memory_gib is None or memory_plan(config, networks, slots, device).fits(memory_gib * GIB)
+    for fsdp in undecided:
+        fsdp.reduce_every_micro_batch = not fits and device.name != "cpu"
+
+
 # -- what a run has of each --------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ class RunConfig(Options):
     backend: str = opt("ray", "ray = one process per device; inline = all in this process", ("ray", "inline"))
     share_devices: bool = opt(False, "use GPUs that others use too, knowingly; else a device that is taken is an error")
     seed: int = opt(1, "the root of every random number in the run", SEED)
+    deterministic: bool = opt(False, "CUDA: only kernels that repeat their numbers, slower; see the README")
     stall_timeout_s: float | None = opt(3600.0, "a longer call of workers ends the run; null = never", POSITIVE)
     max_retries: int = opt(0, "new starts from the last checkpoint after a lost worker, at most", at_least(0))
     save_freq: int = opt(-1, "steps between checkpoints; -1 = at the end; 0 = never", at_least(-1), read="save")

@@ -26,6 +26,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import REGISTRATION, unpacked
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import TCPStore
 
 
@@ -94,10 +95,11 @@ class Worker:
             time.sleep(0.2)
         return None
 
-    def init_process_group(self, backend: str, timeout_s: float = 600.0) -> None:
+    def init_process_group(self, backend: str, timeout_s: float = 600.0, device_id: torch.device | None = None) -> None:
         """Join torch.distributed's default group of all ranks; a second call in the same process does nothing.
 
         backend: gloo, nccl, or e.g. "cpu:gloo,cuda:nccl". timeout_s: how long a collective waits for a rank.
+        device_id: this rank's GPU; NCCL then connects here, and not at the first collective.
         Raises ValueError with the inline backend and more than one rank: one process can only be one rank.
         """
         import torch.distributed as dist
@@ -117,6 +119,7 @@ class Worker:
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=timeout_s),
+            device_id=device_id,
         )
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl_lite.config import FSDPConfig, OptimConfig
-from verl_lite.device import compute_dtype, dist_backend, empty_cache, keep_freed_memory
+from verl_lite.device import compute_dtype, deterministic_kernels, dist_backend, empty_cache, keep_freed_memory
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import seed_random_state
@@ -39,9 +39,9 @@ class FSDPEngine:
 
     build_network: what the network is and gives (`workers.engine.network`). fsdp_config: sharding, precision and
     offload. optim_config: None for a frozen model. total_training_steps: calls of `train` in the whole run, for the
-    learning-rate schedule. All ranks of the default process group build it together; without a group it makes one of a
-    single rank. What is frozen is held in the compute dtype, what learns in fp32; optimizer state and checkpoints are
-    of the latter alone.
+    learning-rate schedule. deterministic: see `verl_lite.device.deterministic_kernels`. All ranks of the default
+    process group build it together; without a group it makes one of a single rank. What is frozen is held in the
+    compute dtype, what learns in fp32; optimizer state and checkpoints are of the latter alone.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class FSDPEngine:
         device: torch.device,
         total_training_steps: int,
         seed: int,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         self.fsdp_config, self.optim_config = fsdp_config, optim_config
         self.device, self.total_training_steps = device, total_training_steps
         self.scheduler_step = 0
@@ -164,7 +166,8 @@ class FSDPEngine:
         self.move_in_optimizer()
         self.policy.train()
         self._forward_arguments = forward_arguments
-        metrics = train_epochs(self, data, loss_fn, self.between)
+        with deterministic_kernels(self.deterministic):
+            metrics = train_epochs(self, data, loss_fn, self._do_other_work)
         metrics["lr"] = Metric.last(self.lr)
         self.scheduler_step += 1
         return metrics
@@ -176,9 +179,14 @@ class FSDPEngine:
         """
         self.policy.eval()
         self._forward_arguments = forward_arguments
-        outputs = infer_batch(self, data, self.between)
+        with deterministic_kernels(self.deterministic):
+            outputs = infer_batch(self, data, self._do_other_work)
         self._reshard()
         return outputs
+
+    def _do_other_work(self) -> None:
+        with deterministic_kernels(False):  # vLLM's sampler has operations without such a kernel
+            self.between()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Inside, the policy is the base model that its adapter started from."""
@@ -201,7 +209,7 @@ class FSDPEngine:
         each."""
         root = self.policy
         assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(is_last or self.fsdp_config.reduce_every_micro_batch)
+        root.set_requires_gradient_sync(is_last or bool(self.fsdp_config.reduce_every_micro_batch))
         root.set_is_last_backward(is_last)
         if not self.fsdp_config.reshard_after_forward:
             root.set_reshard_after_backward(is_last)

@@ -398,9 +398,9 @@ def _varlen_attention(
     where = (bounds, bounds, longest, longest)
     left = -1 if scores.window is None else scores.window - 1
     if (flash := _flash_attn_varlen()) is not None:
-        capped = {} if scores.softcap is None else {"softcap": scores.softcap}
-        window = (left, 0)
-        return flash(query, key, value, *where, softmax_scale=scores.scale, causal=True, window_size=window, **capped)
+        more: dict[str, Any] = {} if scores.softcap is None else {"softcap": scores.softcap}
+        more["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        return flash(query, key, value, *where, softmax_scale=scores.scale, causal=True, window_size=(left, 0), **more)
     if scores.softcap is None and (varlen := _torch_varlen()) is not None:
         group, options = query.shape[1] // key.shape[1], {}
         if "enable_gqa" in signature(varlen).parameters:

@@ -89,6 +89,8 @@ class VLLMEngine:
                     # imported here; else vLLM starts a process of its own to look at the model's class (13 s)
                     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
                 self._engine = LLMEngine.from_engine_args(engine_args)
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                print(self._engine.collective_rpc(_facts)[0], flush=True)  # vLLM would, at a level that says much more
         _open_engines += 1
         self._version: int | None = None
         self._running: dict[str, tuple[str, int]] = {}  # a request's id inside vLLM, its policy version
@@ -194,6 +196,19 @@ class VLLMEngine:
             _shut_down_within_process_group(core, last=_open_engines == 0)
         self._running.clear()
         del self._engine
+
+
+def _facts(worker: Any) -> str:
+    """Runs in vLLM's worker: what it has chosen, in a line."""
+    config = worker.vllm_config
+    cache, layers = config.cache_config, config.compilation_config.static_forward_context.values()
+    attention = sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")})
+    return (
+        f"vLLM: {type(worker.model_runner).__module__}, attention {', '.join(attention) or 'of its model'}, "
+        f"{config.model_config.dtype}, {cache.num_gpu_blocks * cache.block_size:,} tokens of keys and values "
+        f"({cache.cache_dtype}), prefixes {'kept' if cache.enable_prefix_caching else 'not kept'}, CUDA graphs "
+        f"{config.compilation_config.cudagraph_mode}"
+    )
 
 
 def _repack_tied_head(worker: Any) -> None:

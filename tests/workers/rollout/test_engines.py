@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,15 @@ def mixed_requests(count: int, **sampling: Any) -> list[Request]:
 def test_log_probs_equal_a_plain_forward(engine: RolloutEngine, models: Any, temperature: float) -> None:
     requests = mixed_requests(40, temperature=temperature, max_tokens=24)  # more than there are slots
     expect_plain(run(engine, requests), models[0], requests)
+
+
+def test_what_vllm_has_chosen_is_a_line(engine: Any) -> None:
+    if hasattr(engine, "_engine"):
+        from workers.rollout.vllm_engine import _facts
+
+        [line] = engine._engine.collective_rpc(_facts)
+        assert re.match(r"vLLM: vllm\.\S+, attention CPU_ATTN, torch.float32, [\d,]+ tokens of keys and values", line)
+        assert "prefixes kept, CUDA graphs " in line
 
 
 def test_new_weights_answer_for_a_prompt_that_is_in_the_cache(

@@ -1,0 +1,132 @@
+"""How workers start on a GPU, as far as it can be seen without one: their environment, group, kernels, and what the
+plan decides for them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.tiny_model import tiny_qwen2
+from tests.trainer.planner.test_run_memory import H100, grpo
+from tests.workers.engine_cases import TEMPERATURE, Batch, Case, build_engine, planned, ragged_batch
+from trainer import cli, plan
+from trainer.cli import ALLOCATOR, worker_environment
+from trainer.plan import main, policy_work
+from trainer.planner.memory import ACCELERATORS, Networks, reduce_where_needed
+from trainer.planner.model_shape import config_like, shape_of
+from trainer.step_metrics import compute_mfu
+from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig
+from verl_lite.device import DETERMINISTIC
+from verl_lite.protocol import DataProto
+from workers import training_worker
+from workers.training_worker import EngineWorker
+
+
+def test_segments_grow_where_no_engine_sleeps_and_the_user_has_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    growing = dict.fromkeys(ALLOCATOR, "expandable_segments:True")
+    assert growing.items() <= worker_environment(False, 1, sleeps=False).items()
+    assert not growing.keys() & worker_environment(False, 1, sleeps=True).keys(), "vLLM's sleep has an allocator"
+    assert not growing.keys() & worker_environment(True, 1, sleeps=False).keys()
+    monkeypatch.setitem(cli.os.environ, ALLOCATOR[1], "max_split_size_mb:64")
+    assert not growing.keys() & worker_environment(False, 1, sleeps=False).keys()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_worker_meets_the_others_on_its_device_and_knows_what_repeats(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PPOConfig()
+    config.trainer.deterministic = deterministic
+    worker, device, given = EngineWorker(config), torch.device("cuda", 0), {}
+    environment = {name: value for name, value in os.environ.items() if name not in DETERMINISTIC}
+    monkeypatch.setattr(training_worker.os, "environ", environment)
+    monkeypatch.setattr(training_worker, "get_device", lambda name: device)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
+    engines: list[dict[str, Any]] = []
+
+    class Engine:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            engines.append(options)
+
+        def move_out(self) -> None:
+            pass
+
+    monkeypatch.setattr(training_worker, "FSDPEngine", Engine)
+    worker.build_engine(lambda arguments: None, FSDPConfig())  # type: ignore[arg-type, return-value]
+    assert given["device_id"] == device and given["backend"] == "cpu:gloo,cuda:nccl"
+    assert given["timeout"] == timedelta(seconds=600)
+    assert engines[0]["deterministic"] is deterministic
+    assert {name: environment.get(name) for name in DETERMINISTIC} == (
+        DETERMINISTIC if deterministic else dict.fromkeys(DETERMINISTIC)
+    )
+
+
+def test_an_operation_that_does_not_repeat_is_told_by_name_and_other_work_may_use_it(tmp_path: Path) -> None:
+    engine = build_engine(tiny_qwen2(tmp_path), Case(), OptimConfig())
+    data, _ = planned(ragged_batch(Batch()), Case())
+    done: list[bool] = []
+
+    def put(data: DataProto, outputs: dict[str, torch.Tensor]) -> Any:
+        loss = outputs["log_probs"].sum()
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+        return loss, {}
+
+    engine.between = lambda: done.append(torch.are_deterministic_algorithms_enabled())
+    arguments: Any = {"temperature": TEMPERATURE, "calculate_entropy": False}
+    engine.train(data, put, **arguments)
+    engine.deterministic = True
+    with pytest.raises(RuntimeError, match=r"put_ .*does not have a deterministic implementation"):
+        engine.train(data, put, **arguments)
+    engine.train(data, lambda data, outputs: (outputs["log_probs"].sum(), {}), **arguments)
+    assert done and not any(done) and not torch.are_deterministic_algorithms_enabled()
+    dist.destroy_process_group()
+
+
+def test_gradients_are_summed_in_each_micro_batch_where_whole_ones_do_not_fit() -> None:
+    def decided(like: str, device: Any = H100, given: bool | None = None) -> bool | None:
+        config, networks = grpo(), Networks(shape_of(config_like(like)))
+        config.actor.fsdp_config.reduce_every_micro_batch = given
+        reduce_where_needed(config, networks, 8, device, device.memory_gib)
+        return config.actor.fsdp_config.reduce_every_micro_batch
+
+    assert decided("qwen2.5-7b") is False
+    assert decided("qwen2.5-14b") is True
+    assert decided("qwen2.5-14b", given=False) is False
+    assert decided("qwen2.5-14b", replace(ACCELERATORS["cpu"], memory_gib=1.0)) is False
+
+
+def test_the_plan_tells_of_a_copy_in_each_machine_where_one_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--like", "qwen2.5-1.5b", "--device", "h100", "rollout.n=8"]
+    argv += ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]
+    assert main(argv) == 0
+    assert "fsdp_size=8 fits too" in capsys.readouterr().out
+    main([*argv, "actor.fsdp_config.fsdp_size=8"])
+    assert "fits too" not in capsys.readouterr().out
+
+
+def test_mfu_is_arithmetic_over_time_and_peak_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shape = shape_of(config_like("qwen2.5-1.5b"))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    columns = {"attention_mask": torch.ones(2, 7).long(), "response_mask": mask, "responses": torch.zeros(2, 4).long()}
+    batch = DataProto.from_single_dict(columns)
+    batch.batch["attention_mask"][:, -4:] = mask
+    forward = sum(2 * shape.multiplied * n + 2 * shape.layers * shape.query * n * n for n in (7, 5))
+    found = compute_mfu(batch, seconds=2.0, n_gpus=4, shape=shape, peak=1e12, passes=3)
+    assert found == {"perf/mfu/actor": pytest.approx(3 * forward / (2.0 * 4 * 1e12))}
+    config = PPOConfig()
+    config.model.path = tiny_qwen2(tmp_path)
+    assert policy_work(config) is None, "a CPU"
+    for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA GeForce", None)):
+        monkeypatch.setattr(plan, "launch_device", lambda config, name=name: replace(H100, name=name))
+        work = policy_work(config)
+        assert (work and work[1]) == peak
