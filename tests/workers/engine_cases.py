@@ -213,9 +213,7 @@ def trained(path: str, batch: Batch, case: Case, steps: int, save: str = "", loa
     if load:
         engine.load(load)
     data, _ = planned(ragged_batch(batch), case, mini_batch_size=4)
-    metrics = [
-        engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True) for _ in range(steps)
-    ]
+    metrics = [engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True) for _ in range(steps)]
     if save:
         engine.save(save)
     result = {name: tensor.clone().numpy() for name, tensor in engine.full_params(bucket_bytes=40_000)}

@@ -281,8 +281,8 @@ def _prepare_process(device: torch.device) -> None:
     """What must hold before vllm is imported: in-process engine, quiet, no usage reports, no compilation on a CPU."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    for method in ("SYMM_MEM", "FLASHINFER"):  # off for the reason of the custom all-reduce in `_engine_arguments`
-        os.environ[f"VLLM_ALLREDUCE_USE_{method}"] = "0"
+    for name in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"):
+        os.environ[name] = "0"  # off for the reason of the custom all-reduce in `_engine_arguments`
     # its warnings at start are about defaults that this file chose (eager, in process, no tcmalloc)
     logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
