@@ -1,11 +1,5 @@
 """`python -m trainer.sweep key=a,b key=log(1e-7,1e-5) ... --metric NAME`: many runs of trainer.main_ppo over settings.
-
-A grid, `--random N` or `--optuna N` with ASHA, seeds as replicas; on this machine, or on a cluster. What was
-interrupted, kill -9 included, goes on with the same command. Guide: SWEEPS.md beside this file.
-
-Exit status: 0 all trials are done, 1 some failed, 2 wrong input (before anything runs, where it can be known), 130
-stopped.
-"""
+Guide: SWEEPS.md beside this file."""
 
 from __future__ import annotations
 
@@ -55,26 +49,20 @@ def main(argv: list[str]) -> int:
 def find_study(options: Options) -> Study:
     """The study that is asked for, new or as it was begun, with the search of now."""
     from trainer.sweeps.question import Search, read_files
-    from trainer.sweeps.study import DESCRIPTION, Study, usual_folder
+    from trainer.sweeps.study import DESCRIPTION, Study
 
-    question, folder = options.question, options.folder
-    if folder is None:
-        assert question is not None, "one of the two is given"
-        folder = usual_folder(question)
-    if question is not None and not (folder / DESCRIPTION).exists():
-        return Study(folder, question, options.search or Search())
-    study = Study.load(folder)
+    question = options.question
+    if question is not None and not (options.folder / DESCRIPTION).exists():
+        return Study(options.folder, question, options.search or Search())
+    study = Study.load(options.folder)
     study.refuse_another(question or dataclasses.replace(study.question, files=read_files(study.question.files)))
     study.search = options.search or study.search
     return study
 
 
 def summary(study: Study, go_on: str) -> str:
-    """What is said at the end: the best trials, what failed, and the command that trains the best.
-
-    Args:
-        go_on: the command that goes on with the study.
-    """
+    """What is said at the end: the best trials, what failed, the command that trains the best, and `go_on`, the one
+    that goes on with the study."""
     import rich.console
     from rich.table import Table
 
@@ -92,8 +80,8 @@ def summary(study: Study, go_on: str) -> str:
     rich.console.Console(file=text, width=200).print(table)
     lines = [", ".join(f"{count} {state}" for state, count in counts.items()) or "no trials", ""]
     lines += [line.rstrip() for line in text.getvalue().splitlines()]
-    if finished:
-        lines += ["", f"To train trial {finished[0].number} in full:", *(f"  {one}" for one in finished[0].commands)]
+    for best in finished[:1]:
+        lines += ["", f"To train trial {best.number} in full:", *(f"  {command}" for command in best.commands)]
     for trial in [trial for trial in study.trials if trial.state == "failed"][:_SHOWN]:
         lines += [f"trial {trial.number} failed: {trial.error}", f"    what it printed is in {trial.folder}"]
     if counts["running"] or counts["waiting"]:

@@ -1,8 +1,7 @@
 """Numbers on their way to a dashboard, each with the reduction it needs declared beside it.
 
-A micro-batch on one rank knows a total and a count; what a step reports is their quotient over all ranks, micro-batches
-and mini-batches. A `Metric` carries the parts, so that combining it in any order and grouping gives the same number.
-`reduce_metrics` also reduces plain lists by verl's rule, for metrics that users' code writes.
+A micro-batch on one rank knows a total and a count; what a step reports is their quotient over all of them. A `Metric`
+carries the parts, so that combining it in any order and grouping gives the same number.
 """
 
 from __future__ import annotations

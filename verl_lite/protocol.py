@@ -1,9 +1,8 @@
 """DataProto: the one batch type, with the methods of verl's.
 
-A batch is tensors with a common first dimension (`batch`), numpy arrays of the same length for everything else
-(`non_tensor_batch`), and facts about the whole (`meta_info`). Results never share `meta_info` with their source; the
-methods that change a batch in place are those that verl's users rely on: `union`, `pop`, `rename`, `reorder`
-and `to`. `a | b` is the union that leaves both as they were. Pickled, a batch carries no padding (`wire.py`).
+Results never share `meta_info` with their source; the methods that change a batch in place are those that verl's users
+rely on: `union`, `pop`, `rename`, `reorder` and `to`. `a | b` is the union that leaves both as they were. Pickled, a
+batch carries no padding (`wire.py`).
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto:
-    """A batch of rows. `batch` has one batch dimension; arrays in `non_tensor_batch` have its length.
+    """A batch of rows: tensors with a common first dimension, numpy arrays of the same length for everything else, and
+    facts about the whole.
 
     `batch` is None where there are no tensors; it is declared as always there, because readers of a column know that
-    it is. verl's auto-padding switch is absent: `chunk` takes any number of rows, and a dispatch that needs a multiple
-    of the ranks adds rows of weight zero to a copy (`pad`) and drops them from the result.
+    it is. verl's auto-padding switch is absent: `chunk` takes any number of rows, and a dispatch pads a copy (`pad`).
     """
 
     batch: TensorDict = None  # type: ignore[assignment]
@@ -285,13 +284,11 @@ class DataProto:
         first, names = data[0], [set(_columns(part)) for part in data]
         for name in sorted(set().union(*names)):
             having = [part for part, own in enumerate(names) if name in own]
-            if missing := sorted(set(range(len(data))) - set(having)):
+            if missing := [part for part, own in enumerate(names) if name not in own]:
                 raise BatchError(f"concat: column {name!r} is missing in part {missing[0]}, and is in parts {having}")
         batches: Any = [part.batch for part in data]
         batch = None if first.batch is None else torch.cat(batches)
-        arrays = {
-            name: np.concatenate([part.non_tensor_batch[name] for part in data]) for name in first.non_tensor_batch
-        }
+        arrays = {k: np.concatenate([part.non_tensor_batch[k] for part in data]) for k in first.non_tensor_batch}
         return type(first)(batch, arrays, concat_meta([part.meta_info for part in data]))  # type: ignore[arg-type]
 
     def make_iterator(
@@ -327,11 +324,8 @@ class DataProto:
 
 
 class DataProtoFuture:
-    """An answer that workers are still computing: what a method with blocking=False returns.
-
-    `get` waits for it and gives what the call would have returned. As an argument of another worker method it is waited
-    for here.
-    """
+    """An answer that workers are still computing: what a method with blocking=False returns, and another worker method
+    takes as an argument."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish = functools.cache(finish)

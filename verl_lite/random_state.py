@@ -1,8 +1,5 @@
-"""The states of a process's random number generators: Python's, numpy's, torch's; taken, kept and put back.
-
-verl_lite draws nothing from them while it trains (every draw has a seed of its own, derived from trainer.seed), but a
-user's reward, estimator or model may; a resumed run continues their sequences too.
-"""
+"""The states of a process's random number generators: Python's, numpy's, torch's; taken, kept and put back. Users'
+code may draw from them; our own draws have seeds of their own, derived from trainer.seed."""
 
 from __future__ import annotations
 

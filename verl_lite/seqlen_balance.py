@@ -1,10 +1,9 @@
 """The planner: which rank computes which row in which micro-batch, and what the loss is divided by.
 
-The driver plans once, for all ranks, from sequence lengths alone; ranks obey and never count for themselves. So every
-rank runs the same number of forward passes (FSDP would wait for ever otherwise), any number of rows goes with any
-number of ranks, and the denominators are those of the whole mini-batch, counted before anything is split: the gradient
-does not depend on how the batch was cut. Which rows share an optimizer step follows from the driver's row order and the
-shuffle seed, never from the number of ranks.
+The driver plans once, for all ranks, from sequence lengths alone. So every rank runs the same number of forward passes
+(FSDP would wait for ever otherwise), and the denominators are those of the whole mini-batch, counted before anything is
+split: the gradient does not depend on how the batch was cut. Which rows share an optimizer step follows from the
+driver's row order and the shuffle seed, never from the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A rank dies or raises in the middle of a real run: the run ends soon, and says who, where and why.
 
-The runs share one Ray cluster, in this process; each has two ranks that wait for each other in collectives. One more
-is a whole command in a process of its own, whose rank is killed in the update, twice.
+The runs share one Ray cluster, in this process; each has two ranks that wait for each other in collectives. What starts
+again after a loss: `test_several_machines` (a machine), `test_exact_resume_ray` (Ray), `tests/trainer/test_run` (how
+often).
 """
 
 from __future__ import annotations
@@ -16,89 +17,44 @@ from tests.e2e.faulty_parts import DYING
 from tests.tiny_run import TinyTask
 from trainer.build import run_ppo
 from trainer.cli import failure_text
-from trainer.tracking import read_metrics
 from verl_lite.config import RayInitConfig
 from verl_lite.errors import WorkerDiedError, circumstances
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 60.0
-
-
-def seconds_since_death(run_dir: Path) -> float:
-    """By what the rank printed last."""
-    lines = (run_dir / "logs" / "actor_rollout-1.log").read_text().splitlines()
-    return time.time() - float([line for line in lines if line.startswith(DYING)][-1].removeprefix(DYING))
-
-
-def tiny(folder: Path) -> TinyTask:
-    """Two ranks, and no process for the reward."""
-    task = TinyTask(folder)
-    task.options += ["trainer.n_gpus_per_node=2", "reward.num_workers=0"]
-    return task
-
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyTask]:
+    """Two ranks, and no process for the reward."""
     from verl_lite.single_controller.ray_cluster import ray_running
 
+    task = TinyTask(tmp_path_factory.mktemp("faults"))
+    task.options += ["trainer.n_gpus_per_node=2", "reward.num_workers=0"]
     with ray_running(RayInitConfig(num_cpus=2, object_store_memory_mb=80), "faults"):
-        yield tiny(tmp_path_factory.mktemp("faults"))
+        yield task
 
 
-@pytest.mark.parametrize(
-    ("option", "method", "phase"),
-    [
-        ("rollout.name=tests.e2e.faulty_parts:DiesGenerating", "generate_sequences", "gen"),
-        pytest.param(
-            "rollout.name=tests.e2e.faulty_parts:DiesInSync", "update_weights", "update_weights", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_a_rank_killed_ends_the_run(option: str, method: str, phase: str, task: TinyTask) -> None:
-    run_dir = task.folder / phase
-    argv = [*task.options, f"trainer.default_local_dir={run_dir}", option]
+def run_with(task: TinyTask, run_dir: Path, option: str) -> None:
+    run_ppo([*task.options, f"trainer.default_local_dir={run_dir}", option])
+
+
+def test_a_rank_killed_ends_the_run(task: TinyTask) -> None:
+    run_dir = task.folder / "killed"
     with pytest.raises(WorkerDiedError) as caught:
-        run_ppo(argv)
-    assert seconds_since_death(run_dir) < SOON_S
+        run_with(task, run_dir, "rollout.name=tests.e2e.faulty_parts:DiesGenerating")
+    log = run_dir / "logs" / "actor_rollout-1.log"
+    [died] = [line for line in log.read_text().splitlines() if line.startswith(DYING)]
+    assert time.time() - float(died.removeprefix(DYING)) < 60
     place = circumstances(caught.value)
-    assert (place.role, place.rank, place.method) == ("actor_rollout", 1, method)
-    assert (place.phase, place.step) == (phase, 1)
-    assert place.log == str(run_dir / "logs" / "actor_rollout-1.log")
+    assert (place.role, place.rank, place.method) == ("actor_rollout", 1, "generate_sequences")
+    assert (place.phase, place.step, place.log) == ("gen", 1, str(log))
 
 
 def test_an_exception_on_one_rank_is_told_with_its_traceback(task: TinyTask) -> None:
-    option = "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:raising_loss"
-    argv = [*task.options, f"trainer.default_local_dir={task.folder / 'raise'}", option]
     with pytest.raises(LookupError, match="the user's loss") as caught:
-        run_ppo(argv)
-    text = failure_text(caught.value)
-    *_, cause, summary = text.split("\n\n")
-    assert cause.startswith("The first cause, actor_rollout, rank 1, in update_actor (phase update_actor of step 1):")
+        run_with(task, task.folder / "raise", "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:raising_loss")
+    *_, cause, summary = failure_text(caught.value).split("\n\n")
+    where = "actor_rollout, rank 1, in update_actor (phase update_actor of step 1): "
+    assert cause.startswith(f"The first cause, {where.strip()}")
     assert 'faulty_parts.py", line' in cause and "in raising_loss" in cause
-    assert summary == (
-        "The run failed: actor_rollout, rank 1, in update_actor (phase update_actor of step 1): "
-        "LookupError: the user's loss"
-    )
-
-
-@pytest.mark.long  # a lost machine (test_several_machines) and a lost store (test_exact_resume_ray) are in make test
-def test_a_lost_worker_costs_nothing_but_time_where_retries_are_allowed(tmp_path: Path) -> None:
-    """Once; the second time the command ends soon and leaves nothing. That the steps are those of a run without loss is
-    shown by the resumed runs of `test_exact_resume_ray`."""
-    loss = "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:loss_that_dies_twice"
-    options = [loss, "trainer.save_freq=1", "trainer.max_retries=1"]
-    run = tiny(tmp_path).start("run", *options, steps=9, env={"DIED": str(tmp_path / "died")})
-    try:
-        assert run.wait() == 1, run.output()
-        assert seconds_since_death(run.run_dir) < SOON_S
-        assert "Starting again from the last checkpoint" in run.log.read_text()
-        last = run.output().splitlines()[-2:]
-        assert last[0].startswith(
-            "The run failed: actor_rollout, rank 1, in update_actor (phase update_actor of step 4)"
-        )
-        assert last[1].strip() == f"its log: {run.run_dir}/logs/actor_rollout-1.log"
-        run.leaves_nothing(within_s=0)
-    finally:
-        run.close()
-    assert list(read_metrics(run.run_dir / "metrics.jsonl")) == [1, 2, 3]
+    assert summary == f"The run failed: {where}LookupError: the user's loss"

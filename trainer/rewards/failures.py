@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class RewardFailure(RuntimeError):
     """Too many rewards failed. Carries the first failure of the batch."""
 
 
+@dataclass
 class Failures:
     """What failed among the last batches, against a limit.
 
@@ -33,19 +35,14 @@ class Failures:
     file, json lines. show: gets the first failure of the run as text.
     """
 
-    def __init__(
-        self,
-        what: str,
-        option: str,
-        max_error_rate: float,
-        error: type[Exception],
-        path: Path,
-        show: Callable[[str], None],
-    ) -> None:
-        self._what, self._option, self._max_error_rate, self._error = what, option, max_error_rate, error
-        self._path, self._show = path, show
-        self._recent: deque[tuple[int, int]] = deque()  # failures and things of the last batches
-        self._shown = False
+    what: str
+    option: str
+    max_error_rate: float
+    error: type[Exception]
+    path: Path
+    show: Callable[[str], None]
+    _recent: deque[tuple[int, int]] = field(default_factory=deque)  # failures and things of the last batches
+    _shown: bool = False
 
     def note(self, failed: int, total: int, rows: Iterable[dict[str, Any]], first: str | None) -> None:
         """Takes in a batch. rows: of the file. first: the first failure of the batch as text.
@@ -58,24 +55,24 @@ class Failures:
             self._recent.popleft()
         if not failed:
             return
-        where = f"See {self._path}"
+        where = f"See {self.path}"
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
         except OSError as error:  # a full disk does not end a run
-            where = f"They could not be written to {self._path} ({error.strerror})"
+            where = f"They could not be written to {self.path} ({error.strerror})"
         failures, things = (sum(column) for column in zip(*self._recent, strict=True))
-        allowed = self._max_error_rate * max(LEAST_REWARDS, things)
+        allowed = self.max_error_rate * max(LEAST_REWARDS, things)
         if failures > allowed:
-            raise self._error(
-                f"{failures} of {things} {self._what}s failed; {self._option}={self._max_error_rate} allows "
+            raise self.error(
+                f"{failures} of {things} {self.what}s failed; {self.option}={self.max_error_rate} allows "
                 f"{int(allowed)}. {where}. Mend what fails, or raise the limit. The first of this batch: "
                 f"{printable(str(first))}"
             )
         if not self._shown:
             self._shown = True
-            self._show(
-                f"a {self._what} failed: it is left out of loss, groups and metrics, and counted. Later ones are not "
+            self.show(
+                f"a {self.what} failed: it is left out of loss, groups and metrics, and counted. Later ones are not "
                 f"shown. {where}. It was {printable(str(first))}"
             )
 
@@ -106,11 +103,9 @@ class FailureLog:
         failed = [row for row, result in enumerate(results) if result.failed]
         for row in failed[:_KEPT_PER_BATCH]:
             ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
+            given = columns["reward_model"][row] if "reward_model" in columns else {}
             kept = {name: columns[name][row] for name in ("sample_id", "data_source")}
-            kept["ground_truth"] = (
-                columns["reward_model"][row].get("ground_truth") if "reward_model" in columns else None
-            )
-            kept |= {"response": self._decode(ids), "response_ids": ids}
+            kept |= {"ground_truth": given.get("ground_truth"), "response": self._decode(ids), "response_ids": ids}
             rows.append(kept | {"timed_out": results[row].timed_out, "error": results[row].error})
         if rows:
             answer = rows[0]["response"]

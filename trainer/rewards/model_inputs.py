@@ -1,9 +1,8 @@
 """What the reward model reads: the policy's own token ids, or its texts under a tokenizer and template of its own.
 
-Which of them is decided and checked once, before anything heavy starts (`reward_inputs`). Token ids are the cheaper way
-and keep the prompts that samples share; they mean the same only where the vocabularies agree. Otherwise each answer is
-decoded, put behind its prompt as the assistant's message, rendered by the reward model's chat template and tokenised
-anew (`reward_model.retokenize`). A text that is too long for the model has no score: it is not cut.
+Token ids are the cheaper way and keep the prompts that samples share; they mean the same only where the vocabularies
+agree. Otherwise (`reward_model.retokenize`) each answer is decoded, put behind its prompt as the assistant's message,
+rendered by the reward model's chat template and tokenised anew; a text that is too long has no score: it is not cut.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 and what the driver does to them: failed samples are masked, long answers punished, greedy ones become baselines.
 
 Workers send finished samples to the pool of reward functions while others still generate; here the driver lets the
-reward model score, and then waits for the rest of the pool. A reward that failed is a third outcome: its sample is
-masked, so that it has no weight in any loss, metric or group statistic, and `trainer.rewards.failures` counts it.
+reward model score, and then waits for the rest of the pool. A sample whose reward failed has no weight anywhere.
 """
 
 from __future__ import annotations

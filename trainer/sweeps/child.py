@@ -27,10 +27,8 @@ from workers.pool.child import die_with_parent
 
 SWEEP_MARK = "VERL_LITE_SWEEP"
 _RUN_MARK = "VERL_LITE_SWEEP_RUN"
-_GRACE_S = 120.0
-"""That a run has to end by itself when asked to."""
-_PATIENCE_S = 5.0
-"""That a run's guard has to clean up after its driver, before what is left is killed."""
+_GRACE_S = 120.0  # for a run to end by itself when asked to
+_PATIENCE_S = 5.0  # for a run's guard to clean up after its driver, before what is left is killed
 _TAIL_BYTES = 64 << 10
 _LOOK_S = 0.1
 _MACHINE = re.compile(
@@ -47,11 +45,7 @@ class MachineFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Order:
-    """A run to be done.
-
-    Args:
-        environment: of its process; None = that of this machine. sweep: mark of all its runs. umask: of its log.
-    """
+    """A run. environment: None = that of its machine. sweep: mark of all its runs. umask: of its log."""
 
     command: list[str]
     folder: Path
@@ -169,11 +163,8 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def diagnose(status: int, output: str) -> tuple[bool, str]:
-    """Whether the machine was at fault, and what the run said last.
-
-    Args:
-        status: exit status, negative for a signal. output: the end of what the run printed.
-    """
+    """Whether the machine was at fault, and what the run said last. status: negative for a signal. output: the end of
+    what it printed."""
     lines = [line.strip()[:300] for line in printable(output).splitlines() if line.strip()]
     telling = next((line for line in reversed(lines) if _MACHINE.search(line)), None)
     if telling is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -83,13 +85,13 @@ class Options:
     """A sweep's command.
 
     Args:
-        question, search: None where the study says it. folder: None = named after the question.
+        question, search: None where the study in `folder` says it.
         slots: runs at a time. per_trial: GPUs of a run. address: of a Ray cluster. retries: after machine's faults.
     """
 
     question: Question | None
     search: Search | None
-    folder: Path | None
+    folder: Path
     slots: int | None = None
     per_trial: int = 1
     address: str | None = None
@@ -102,18 +104,17 @@ def read_options(argv: Sequence[str]) -> Options:
     line = parser.parse_intermixed_args(list(argv))
     if line.file is not None:  # what the command line says comes second, and wins
         line = parser.parse_intermixed_args([*_file_words(line.file), *argv])
-    asks = bool(line.words or line.config or line.metric)
-    if not asks and line.study is None:
+    question = _question(line) if line.words or line.config or line.metric else None
+    if question is None and line.study is None:
         raise UserError(
             "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to go on with one"
         )
-    path = None if line.study is None else Path(line.study).expanduser()
-    if path is not None and len(path.parts) == 1 and not path.is_dir():
-        path = Path("runs/sweeps") / path
+    folder = Path(_usual_name(question) if line.study is None else line.study).expanduser()
+    if len(folder.parts) == 1 and not folder.is_dir():
+        folder = Path("runs/sweeps") / folder
     kind, trials = line.search or ("grid", None)
-    search = Search(kind, trials, _asha(line.pruner)) if asks or line.search else None
-    folder, question = None if path is None else path.absolute(), _question(line) if asks else None
-    return Options(question, search, folder, line.slots, line.per_trial, line.ray_address, line.retries)
+    search = Search(kind, trials, _asha(line.pruner)) if question or line.search else None
+    return Options(question, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
 
 
 def read_files(names: Iterable[str]) -> dict[str, str]:
@@ -122,6 +123,12 @@ def read_files(names: Iterable[str]) -> dict[str, str]:
         return {name: Path(name).expanduser().read_text(encoding="utf-8") for name in names}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config, --file: cannot be read: {error}") from None
+
+
+def _usual_name(question: Question | None) -> str:
+    """Of a study that was given no name: the same for the same question."""
+    text = json.dumps([os.getcwd(), question and asdict(question)], sort_keys=True)
+    return f"main_ppo-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dict[int, float]:

@@ -1,12 +1,5 @@
-"""What is searched: the parameters that `key=value` words stand for.
-
-actor.optim.lr=1e-6,3e-6            choices
-actor.optim.lr=log(1e-7,1e-5)       a range on a logarithmic scale
-actor.clip_ratio=uniform(0.1,0.3)   an even range
-rollout.n=int(2,16)                 whole numbers
-data.train_files=[a,b]              one value: what stands in brackets or quotes is no choice
-@name={"a": {"key": 1, "other": 2}, "b": {"key": 3}}   several settings at once, from a sweep file
-"""
+"""What is searched: the parameters that `key=value` words stand for (SWEEPS.md has their table), and of a sweep file
+`@name={"a": {"key": 1, "other": 2}, "b": {"key": 3}}`, several settings at once."""
 
 from __future__ import annotations
 
@@ -56,11 +49,8 @@ class Parameter:
 
 
 def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterator[dict[str, Value]]:
-    """All combinations, the last parameter varying fastest; corners: of the ends of ranges.
-
-    Raises:
-        UserError: a grid with a range that has no end of values, or with more than `MOST_LISTED` combinations.
-    """
+    """All combinations, the last parameter varying fastest; corners: of the ends of ranges. Raises UserError for a
+    grid with a range that has no end of values, or with more than `MOST_LISTED` combinations."""
     lists = [listed for p in space if (listed := p.values(ends=corners)) is not None]
     if len(lists) < len(space) or (not corners and math.prod(map(len, lists)) > MOST_LISTED):
         raise UserError(

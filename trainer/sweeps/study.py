@@ -1,12 +1,7 @@
 """A study on disk: what was asked, and all trials with their parameters, runs, values and how they ended.
 
-    STUDY/study.json              the question and the search
-          log.jsonl               what was decided, one event a line, on disk before it is acted on
-          trials/0007/seed-2/     a run's own folder: metrics.jsonl, config.yaml, checkpoints ...
-          trials/0007/seed-2.log  what it printed
-          trials.csv              a line for each trial
-
-The log is all that a sweep needs to go on: Ray Tune's own state, written at intervals, knows less and is not kept.
+SWEEPS.md lists its files. The log has what was decided, on disk before it is acted on, and is all that a sweep needs to
+go on: Ray Tune's own state, written at intervals, knows less and is not kept.
 """
 
 from __future__ import annotations
@@ -14,7 +9,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import fcntl
-import hashlib
 import io
 import json
 import os
@@ -172,19 +166,10 @@ class Study:
     def judge(self, trial: Trial, step: int, mean: float, prune: bool) -> None:
         """The mean of a trial's runs at a step, and whether it is pruned for it; then its runs are asked to end."""
         self._log(trial=trial.number, step=step, mean=mean, prune=prune)
-        if prune:
-            self.ask_to_end(trial)
 
     def end(self, trial: Trial, run: Run, state: str, **known: Any) -> None:
         """A run has ended: done | failed | stopped. If it failed for good, so did the trial: its other runs end."""
         self._log(trial=trial.number, seed=run.seed, state=state, **known)
-        if state == "failed":
-            self.ask_to_end(trial)
-
-    def ask_to_end(self, trial: Trial) -> None:
-        """Its runs that have begun see the file, on whatever machine they are."""
-        if trial.folder.exists():
-            (trial.folder / STOP).touch()
 
     def _log(self, **event: Any) -> None:
         with (self.folder / _LOG).open("rb+" if (self.folder / _LOG).exists() else "wb+") as file:
@@ -194,6 +179,13 @@ class Study:
             file.flush()
             os.fsync(file.fileno())
         self._replay(event)
+        if event.get("prune") or event.get("state") == "failed":
+            self.ask_to_end(self.trials[event["trial"]])
+
+    def ask_to_end(self, trial: Trial) -> None:
+        """Its runs that have begun see the file, on whatever machine they are."""
+        if trial.folder.exists():
+            (trial.folder / STOP).touch()
 
     def _replay(self, event: dict[str, Any]) -> None:
         number = event["trial"]
@@ -233,12 +225,6 @@ class Study:
             rest = [steps, f"{seconds:.1f}", trial.error.partition("\n")[0], folders, "\n".join(trial.commands)]
             write([trial.number, trial.state, *numbers, *(trial.parameters[name] for name in names), *rest])
         write_atomically(self.folder / "trials.csv", text.getvalue())
-
-
-def usual_folder(question: Question) -> Path:
-    """The folder of a study that was given no name: the same for the same question."""
-    text = json.dumps([os.getcwd(), dataclasses.asdict(question)], sort_keys=True)
-    return Path("runs/sweeps").absolute() / f"main_ppo-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 @contextmanager

@@ -61,11 +61,8 @@ class Place:
 
 @contextmanager
 def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
-    """Inside, Ray is there: of this machine's free devices, or the cluster that was asked for.
-
-    Raises:
-        UserError: no device is free, nobody answers at the address, or no machine could ever hold a run.
-    """
+    """Inside, Ray is there: of this machine's free devices, or the cluster that was asked for. Raises UserError if no
+    device is free, nobody answers at the address, or no machine could ever hold a run."""
     address, free, slots = options.address, list[str](), None
     environment = clean(os.environ) if address is None else None
     on_cpu = device == "cpu" or (address is None and device_type(device) == "cpu")
@@ -133,8 +130,6 @@ class Sweep(Searcher):
         self._running: dict[str, tuple[Trial, Run]] = {}
         self.problem: UserError | None = None
 
-    # ------------------------------------------------------------------------------------------------ what runs next
-
     def suggest(self, trial_id: str) -> Any:
         """For Tune's trial of that name: a run of a trial that was begun, else of a new one."""
         found = None if (self._study.folder / STOP).exists() else self._begun() or self._new()
@@ -167,8 +162,6 @@ class Sweep(Searcher):
             self._study.end(trial, trial.runs[0], "failed", error=refusal)
             self._tell(f"trial {trial.number} is not run: {refusal}")
         return None
-
-    # --------------------------------------------------------------------------------------------- what is heard of it
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """What a run reports."""
@@ -208,12 +201,10 @@ class Sweep(Searcher):
 
     def _stops(self, trial: Trial, step: int, mean: float) -> bool:
         """Whether ASHA finds a trial with this mean at this step not worth going on with."""
-        known: Any = SimpleNamespace(
-            trial_id=str(trial.number)
-        )  # all that ASHA asks of a trial; of Tune it asks nothing
-        tuner: Any = None
         if self._asha is None:
             return False
+        tuner: Any = None  # of which ASHA asks nothing; of a trial its name
+        known: Any = SimpleNamespace(trial_id=str(trial.number))
         if trial.number not in self._judged:
             self._judged.add(trial.number)
             self._asha.on_trial_add(tuner, known)
@@ -283,11 +274,8 @@ class Faults(FIFOScheduler):
 
 
 def run_study(study: Study, place: Place, options: Options, tell: Tell) -> None:
-    """Runs what is left of a study. Nothing of it runs any more when this returns or raises.
-
-    Raises:
-        UserError: no run logs the metric. KeyboardInterrupt: it was asked to stop, and has.
-    """
+    """Runs what is left of a study. Nothing of it runs any more when this returns or raises: UserError if no run logs
+    the metric, KeyboardInterrupt if it was asked to stop."""
     stop, sweep = study.folder / STOP, Sweep(study, place, tell)
     for path in (stop, *(trial.folder / STOP for trial in study.trials if not trial.is_over)):
         path.unlink(missing_ok=True)

@@ -1,10 +1,9 @@
 """How a batch travels: the padding stays at home, and what arrives is bit for bit what was sent.
 
 For each row the span of real tokens is sent, for each column the values inside that span, laid end to end, token ids in
-four bytes. `prompts` and `responses` inside `input_ids` are checked and cut out again; of `position_ids` the steps are
-sent. A column that fits no span is sent as it is. A batch is packed once and sliced per receiver; a slice pickles as
-one contiguous buffer (protocol 5, out of band), which Ray's object store hands over without a copy. Tensors arrive on
-the CPU, writable.
+four bytes. `prompts` and `responses` inside `input_ids` are cut out again; of `position_ids` the steps are sent. A
+column that fits no span is sent as it is. A slice pickles as one contiguous buffer (protocol 5, out of band), which
+Ray's object store hands over without a copy. Tensors arrive on the CPU, writable.
 """
 
 from __future__ import annotations
@@ -120,12 +119,8 @@ class Packed:
 
 
 def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Any], meta: dict[str, Any], rows: int) -> Packed:
-    """Pack the columns of a batch: strided tensors (rows, ...) of any dtype up to 8 bytes, on any device.
-
-    Args:
-        objects: columns that are pickled as they are.
-        meta: travels with every slice.
-    """
+    """Pack the columns of a batch: strided tensors (rows, ...) of any dtype up to 8 bytes, on any device. objects:
+    columns that are pickled as they are. meta: travels with every slice."""
     packer = _Packer(tensors, rows)
     columns = [packer.encode(name) for name in tensors]
     schema = zlib.compress(pickle.dumps((columns, packer.sections), protocol=5))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,12 +71,10 @@ def list_gpus(nvml: Any = None) -> list[Gpu] | None:
 
 def _parts(nvml: Any, whole: Any) -> list[Any]:
     parts = []
-    try:
+    with suppress(nvml.NVMLError):  # it cannot be divided, or this place and those after it are empty
         if nvml.nvmlDeviceGetMigMode(whole)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
             for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
                 parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, place))
-    except nvml.NVMLError:  # it cannot be divided, or this place and those after it are empty
-        pass
     return parts or [whole]
 
 

@@ -1,8 +1,7 @@
 """The parent's side of the sandbox: hands programs and their tests to confined processes and reads what comes back.
 
-That is bounded plain JSON and text: nothing of an answer is evaluated here. One fork server for each `Sandbox`, started
-at first use. A `Sandbox` belongs to one thread at a time. Where untrusted code could change or reach something outside,
-nothing runs (`UserError`) unless that is allowed.
+That is bounded plain JSON and text: nothing of an answer is evaluated here. Where untrusted code could change or reach
+something outside, nothing runs (`UserError`) unless that is allowed.
 """
 
 from __future__ import annotations
@@ -79,7 +78,8 @@ class Ended:
 
 
 class Sandbox:
-    """Makes confined processes. limits: of each of them. allow_unsafe: run even where the machine lacks protection."""
+    """Makes confined processes, by a fork server that is started at first use. Belongs to one thread at a time. limits:
+    of each process. allow_unsafe: run even where the machine lacks protection."""
 
     def __init__(self, limits: Limits | None = None, *, allow_unsafe: bool = False) -> None:
         self.limits = limits or Limits()
@@ -139,10 +139,8 @@ class Sandbox:
             if "broken" in message:
                 raise ValueError(f"The tests of the ground truth are no Python: {message['broken']}")
             count = message.get("tests", count)
-            if failed := _told(message):
-                outcomes.append(failed)
-            elif message.get("passed") is True:
-                outcomes.append(Outcome(True, True))
+            told = _told(message) or (Outcome(True, True) if message.get("passed") is True else None)
+            outcomes += [told] if told else []
         if tester.met or tester.exit_code:
             outcomes.append(tester.outcome())
         if functions.met:  # its test has failed for that
@@ -177,13 +175,11 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends the fork server and all that it made."""
-        if self._control is not None:
+        if self._control is not None and self._server is not None:
             self._control.close()
-            self._control = None
-        if self._server is not None:
             self._server.kill()
             self._server.wait()
-            self._server = None
+            self._control = self._server = None
 
     def _ask(self, request: dict[str, Any], fds: Sequence[int]) -> list[dict[str, Any]]:
         assert self._control is not None

@@ -1,9 +1,7 @@
 """`@register`: how a call on a worker group becomes one call per rank, and how the answers become one.
 
-A dispatch mode says both. Batches (`DataProto`) are what modes cut into parts; every other argument goes to all ranks
-as it is, lists included: nothing is guessed from a length. `PerRank` says explicitly that a list holds one entry for
-each rank. A batch that does not divide is padded with rows of weight zero, and the answer is trimmed; the caller's
-object stays as it was.
+Batches (`DataProto`) are what modes cut into parts, padded with rows of weight zero where they do not divide; every
+other argument goes to all ranks as it is, lists included, unless it is a `PerRank`: nothing is guessed from a length.
 """
 
 from __future__ import annotations

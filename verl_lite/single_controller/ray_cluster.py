@@ -1,9 +1,7 @@
-"""Ray as a guest: a private cluster for one run, of which nothing is left when the run ends.
+"""Ray as a guest: a private cluster for one run, of which nothing is left when the run ends (`guard.py`).
 
-By default a cluster of this run's own on this machine: its own folder, ports chosen by the system, no dashboard, no
-usage statistics, access by a random token. A cluster that somebody else started is joined only when its address is
-given, RAY_ADDRESS notwithstanding. The end (normal, by an exception, or kill -9 of the driver) takes processes, folder
-and shared memory with it; see `guard.py`. Of a joined cluster only what is the run's own is ended; the cluster stays.
+Its own folder, ports chosen by the system, no dashboard, no usage statistics, access by a random token. A cluster of
+somebody else is joined only when its address is given, RAY_ADDRESS notwithstanding, and stays.
 """
 
 from __future__ import annotations
@@ -151,11 +149,8 @@ def ray_running(
 ) -> Iterator[None]:
     """Inside, Ray is up: the run's private cluster, or the one at `ray_init.address`. Where it was up before, it stays.
 
-    Args:
-        run_id: namespace of the run in a joined cluster.
-        num_gpus: devices of a private cluster, the first of those that CUDA_VISIBLE_DEVICES names; None = those that
-            Ray finds.
-        tell: takes what is waited for in a joined cluster.
+    run_id: namespace of the run. num_gpus: devices of a private cluster, the first of those that CUDA_VISIBLE_DEVICES
+    names; None = those that Ray finds. tell: takes what is waited for in a joined cluster.
     """
     global _cluster
     if ray.is_initialized():

@@ -1,12 +1,8 @@
 """The ray backend: one actor per slot, which holds the objects of all roles.
 
-Values that several ranks receive are put into the object store once. The driver waits for all ranks of a call at once:
-the first error is raised as the exception that the worker raised, with the remote traceback as a note, and ranks that
-do not come back, since they wait for the failed one, are ended.
-
-The slots are reserved as one placement group: all or nothing. Each machine of the pool is one bundle, and no two share
-a machine of the cluster. In a cluster that was joined machines may come later, or get free: there the reservation
-waits, and says for what.
+The driver waits for all ranks of a call at once: the first error is raised as the exception that the worker raised, and
+ranks that do not come back, since they wait for the failed one, are ended. The slots are reserved as one placement
+group, all or nothing: each machine of the pool is one bundle, and no two share a machine of the cluster.
 """
 
 from __future__ import annotations
@@ -74,18 +70,19 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
     if joined is None and not any(machine.has(bundles[0]) for machine in machines()):
         patience_s = 0.0  # it grows no more
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
-    begun, said = time.monotonic(), False
+    begun, said = time.monotonic(), joined is None
     while not group.wait(timeout_seconds=1.0):
         waited_s = time.monotonic() - begun
         require_head()
+        if waited_s < (patience_s if said else min(patience_s, _SILENT_PATIENCE_S)):
+            continue
+        missing = shortage(bundles, pool.world_size, machines(), ray.available_resources())
         if waited_s >= patience_s:
             remove_placement_group(group)
             limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)" if joined else ""
-            missing = shortage(bundles, pool.world_size, machines(), ray.available_resources())
             raise NoRoomError(f"there is no room for the run{limit}: {missing}")
-        if joined is not None and not said and waited_s >= _SILENT_PATIENCE_S:
-            said = True
-            missing = shortage(bundles, pool.world_size, machines(), ray.available_resources())
+        said = True
+        if joined is not None:
             joined.log(f"waiting up to {patience_s:g} s for room in the cluster: {missing}")
     return group
 

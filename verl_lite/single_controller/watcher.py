@@ -7,6 +7,7 @@ each run in a session of its own, waits for the driver's death (kill -9 included
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -95,10 +96,8 @@ def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, s
 def kill(pids: list[int]) -> None:
     """SIGKILL to each that is still there."""
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def watch(driver: int, token: str, folders: list[str]) -> None:

@@ -2,8 +2,7 @@
 
 A failure in one rank is raised as soon as it is known, without waiting for ranks that now wait for that one in a
 collective; those are ended. `LocalTransport` is the inline backend: all ranks in the driver's process, one call after
-the other, where a debugger can stop. Batches take the same way through the wire format as with Ray, so a worker cannot
-change the caller's object there either; torch.distributed has room for one rank only.
+the other, with batches that take the same way through the wire format, so that no worker changes the caller's object.
 """
 
 from __future__ import annotations
@@ -16,14 +15,7 @@ import torch
 
 from verl_lite.batch import wire
 from verl_lite.protocol import DataProto, DataProtoFuture
-from verl_lite.single_controller.decorator import (
-    REGISTRATION,
-    Dispatch,
-    Dispatched,
-    DispatchMode,
-    Mesh,
-    Registration,
-)
+from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, Dispatched, DispatchMode, Mesh, Registration
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, close_process_group, construct, invoke
 
@@ -158,23 +150,13 @@ class WorkerGroup:
             raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {known}")
         return self._meshes[name]
 
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Run any method on all ranks with the same arguments; a future of the list of answers."""
-        return self._start(method, Dispatch.ONE_TO_ALL, args, kwargs)
-
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run any method on all ranks with the same arguments; the list of answers."""
-        return self.execute_all_async(method, *args, **kwargs).get()
-
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Run any method on rank 0; a future of its answer."""
-        return self._start(method, Dispatch.RANK_ZERO, args, kwargs)
+        return self._start(method, Dispatch.ONE_TO_ALL, args, kwargs).get()
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run any method on rank 0; its answer."""
-        return self.execute_rank_zero_async(method, *args, **kwargs).get()
-
-    execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
+        return self._start(method, Dispatch.RANK_ZERO, args, kwargs).get()
 
     def shutdown(self) -> None:
         """End the slots, and with them all roles that share them. Calling it again does nothing."""

@@ -32,8 +32,8 @@ class NonsenseError(UserError):
 class EnvReply:
     """What a reset or step came to.
 
-    seconds: the call itself took. error: the environment failed, as a traceback or a sentence; nothing else is set
-    then, and the episode is over. is_timeout: it failed because it took too long.
+    error: the environment failed, as a traceback or a sentence; nothing else is set then, and the episode is over.
+    is_timeout: it failed because it took too long.
     """
 
     key: Hashable

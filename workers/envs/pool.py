@@ -1,10 +1,8 @@
 """Environments of a rollout engine: reset and step at any time, replies as they come, none lost and none late.
 
-Takes keys of episodes chosen by the caller; each `reset` and each `step` gives exactly one `EnvReply` from `poll`, in
-the order in which they end, unless the episode was discarded meanwhile. An environment that raises, hangs, returns
-nonsense or takes its process down gives a reply with `error`, and the others go on (`workers.pool.pool`).
-
-A pool belongs to one thread: it works only inside its methods, and its processes end with that thread.
+Each `reset` and each `step` gives exactly one `EnvReply` from `poll`, in the order in which they end, unless the
+episode was discarded meanwhile. An environment that raises, hangs, returns nonsense or takes its process down gives a
+reply with `error`, and the others go on. A pool belongs to one thread, as its processes do (`workers.pool.pool`).
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ _FAILED_STARTS_MAX = 3
 class Work:
     """What a pool is for.
 
-    make: gives the `Handler` inside each process; pickled. name: of the processes and their logs. what: is blamed in
-    messages. options: the section of the configuration that the limits stand in. digest: of a reply's value, by which
-    repeated calls are compared; None = sessions are single calls. error: raised when no process can be used. log_dir:
-    what the code prints goes to {name}-{process}.log there; None drops it.
+    make: gives the `Handler` inside each process; pickled. what: is blamed in messages. options: the section of the
+    configuration that the limits stand in. digest: of a reply's value, by which repeated calls are compared; None =
+    sessions are single calls. error: raised when no process can be used. log_dir: what the code prints goes to
+    {name}-{process}.log there; None drops it.
     """
 
     make: Callable[[], Handler]
@@ -323,15 +323,14 @@ class ProcessPool:
         self._fill()
         alone = None
         for session in sessions:
-            session.seen = 0
-            if session.number in candidates and is_certain:
+            session.seen, is_candidate = 0, session.number in candidates
+            if is_candidate and is_certain:
                 stack = (stacks or {}).get(session.number)
                 details = f" It was here:\n{stack}" if stack else last_words
                 error = f"The {self._work.what} {how}; its process was replaced.{details}"
                 self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
                 continue
-            if session.number in candidates:
-                alone = alone or self._start(1, is_alone=True)
-            session.process = alone if session.number in candidates and alone else self.emptiest()
+            alone = alone or (self._start(1, is_alone=True) if is_candidate else None)
+            session.process = alone if is_candidate and alone else self.emptiest()
             session.process.sessions.add(session.number)
             self._advance(session)

@@ -180,10 +180,8 @@ class RewardPool:
         rows = list(rows)
         truths = [row["reward_model"]["ground_truth"] for row in rows]
         items = [
-            RewardItem(
-                ("dry_run", index), row["data_source"], str(truth), truth, row.get("extra_info"), row.get("prompt")
-            )
-            for index, (row, truth) in enumerate(zip(rows, truths, strict=True))
+            RewardItem(("dry_run", i), row["data_source"], str(truth), truth, row.get("extra_info"), row.get("prompt"))
+            for i, (row, truth) in enumerate(zip(rows, truths, strict=True))
         ]
         self.submit(items)
         for row, result in zip(rows, self.collect(item.key for item in items).values(), strict=True):
