@@ -48,7 +48,7 @@ def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run_dir / "crash" / "step_2"
 
 
-def test_the_dump_holds_the_step(failed: Path) -> None:
+def test_the_replay_fails_alike_and_passes_when_mended(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = read_dump(failed)
     assert (dump.step, dump.phase) == (2, "update_actor")
     assert dump.checkpoint is not None and dump.checkpoint.endswith("global_step_1")
@@ -58,8 +58,6 @@ def test_the_dump_holds_the_step(failed: Path) -> None:
     assert "most recent call first" in (failed / "stacks.txt").read_text()
     assert {"python", "torch", "transformers"} <= json.loads((failed / "versions.json").read_text()).keys()
 
-
-def test_the_replay_fails_alike_and_passes_when_mended(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import broken_loss  # type: ignore[import-not-found]
 
     broken_loss.STEP[0] = 1

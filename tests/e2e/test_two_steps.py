@@ -22,10 +22,6 @@ SHAPED = [
     "algorithm.reward_clip=1.0", "algorithm.advantage_clip=2.0", "algorithm.whiten_advantages=true", *KL,
 ]  # fmt: skip
 CASES: dict[str, tuple[list[str], list[str]]] = {
-    "remax": (
-        ["algorithm.adv_estimator=remax"],
-        ["critic/reward_baselines/mean", "reward/baseline_error_rate"],
-    ),
     "otb": (["algorithm.adv_estimator=optimal_token_baseline"], ["timing_s/old_log_prob"]),
     "tir_otb": (["algorithm.adv_estimator=tir_optimal_token_baseline"], ["timing_s/old_log_prob"]),
     "pf_ppo": (
@@ -104,5 +100,6 @@ def test_remax_samples_what_grpo_samples_beside_what_greedy_validation_answers(t
         assert first["remax"][metric] == first["grpo"][metric], metric
     greedy = [json.loads(line)["score"] for line in (tmp_path / "remax/val/0.jsonl").read_text().splitlines()]
     assert len(greedy) == 8
+    assert first["remax"]["reward/baseline_error_rate"] == 0
     baseline = first["remax"]["critic/reward_baselines/mean"]
     assert baseline == pytest.approx(sum(greedy) / 8) != first["remax"]["critic/score/mean"]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.test_fit import PROMPTS, Parts, make
 from trainer.rewards.failures import FailureLog, RewardFailure
 from trainer.rewards.scores import Rewards, mask_failed, punish_overlong, take_greedy_baselines
 from verl_lite.config import PPOConfig, RewardConfig
@@ -278,41 +277,3 @@ def test_scores_of_greedy_answers_become_columns_and_a_failed_one_masks_its_prom
         "reward/baseline_error_rate": 0.5,
     }
     assert len(given) == 6 and given.batch["response_mask"][4].tolist() == [1, 1], "what was given stays"
-
-
-class Counting(Parts):
-    """Parts that note which rows were asked for, by sample_id, and which were scored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[DataProto] = []
-        self.scored: list[list[str]] = []
-
-    def generate(self, rows: DataProto) -> DataProto:
-        self.asked.append(rows)
-        return super().generate(rows)
-
-    def call(self, method: str, keys: Sequence[str] = ()) -> Any:
-        self.scored += [list(keys)] if method == "collect" else []
-        return super().call(method, keys)
-
-
-def test_one_call_generates_both_and_only_sampled_answers_are_learnt_from(tmp_path: Path) -> None:
-    parts = Counting()
-    make(tmp_path, parts, algorithm__adv_estimator="remax", trainer__val_before_train=False, trainer__test_freq=0).fit()
-    rows = parts.asked[0]
-    assert parts.calls.count("generate train") == 3, "one call a step"
-    assert list(rows.non_tensor_batch["is_greedy"]) == [False, False, True] * PROMPTS
-    assert list(rows.non_tensor_batch["uid"]) == [f"p{i}" for i in range(PROMPTS) for _ in range(3)]
-    assert len(set(parts.scored[0])) == 3 * PROMPTS, "greedy answers are scored in the same call as the others"
-    learnt = parts.batches["update"]
-    assert len(learnt) == 2 * PROMPTS and list(learnt.non_tensor_batch["sample"]) == [0, 1] * PROMPTS
-    # the fake pool scores 0 1 0 | 1 0 1 | 0 1 0, the third of each is the greedy answer's
-    assert learnt.batch["reward_baselines"].tolist() == [0, 0, 1, 1, 0, 0]
-    assert learnt.batch["advantages"][:, 0].tolist() == [0, 1, 0, -1, 0, 1]
-    logged = dict(parts.logged)[1]
-    assert logged["critic/reward_baselines/mean"] == pytest.approx(1 / 3)
-    assert logged["reward/baseline_error_rate"] == 0
-    assert logged["critic/score/mean"] == pytest.approx(0.5), "of sampled answers"
-    lengths = learnt.batch["response_mask"].sum(1).float()
-    assert logged["response_length/mean"] == pytest.approx(lengths.mean().item())
