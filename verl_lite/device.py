@@ -17,12 +17,7 @@ from verl_lite.machine.host import cpu_count as cpu_count
 
 GIB = 1 << 30
 KEPT_FREED_BYTES = 1 << 30
-DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
 def device_type(name: str = "auto") -> str:
@@ -109,14 +104,14 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def keep_freed_memory(device: torch.device, mapped_bytes: int = 256 << 20, kept_bytes: int = KEPT_FREED_BYTES) -> None:
-    """On a CPU: lets glibc keep up to kept_bytes of freed memory for the next tensor.
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU: lets glibc keep up to KEPT_FREED_BYTES of freed memory for the next tensor.
 
     Otherwise each tensor above 128 KiB may be mapped anew and its pages cleared by the kernel on first touch, which
-    costs as much as the arithmetic on it. Allocations from mapped_bytes on are mapped as before.
+    costs as much as the arithmetic on it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
     if mallopt is not None:
         mmap_threshold, trim_threshold = -3, -1  # glibc's names for the two settings
-        mallopt(mmap_threshold, mapped_bytes)
-        mallopt(trim_threshold, kept_bytes)
+        mallopt(mmap_threshold, 256 << 20)
+        mallopt(trim_threshold, KEPT_FREED_BYTES)

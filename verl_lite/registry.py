@@ -1,8 +1,7 @@
 """Names to objects: the one mechanism by which a config value finds a loss, an estimator, a reward or an engine.
 
-A registry is a plain dict with two more methods: `register(name)` decorates an object into it, `get_fn(name)` resolves
-a registered name or a path `pkg.module:object`, and answers a wrong name with the nearest right ones. Code of the
-user's own may also be a Python file, or a module given as pkg://package.module. Imports nothing heavy.
+Code of the user's own may also be a path `pkg.module:object`, a Python file, or a module given as pkg://package.module.
+Imports nothing heavy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Every column of a batch: its name, dimensions, dtype, meaning, and the one place that writes it.
 
 Dimensions: B rows, P = data.max_prompt_length (left-padded), R = data.max_response_length (right-padded), E epochs;
-of clips F frames, 3 colours, H x W pixels. Names are verl's, because users' own code reads them. A stage calls `check`
-on what it was given, so that a missing column is reported by who should have written it.
+of clips F frames, 3 colours, H x W pixels. Names are verl's, because users' own code reads them.
 """
 
 from __future__ import annotations

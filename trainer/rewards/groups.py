@@ -54,7 +54,8 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
     if metric == SCORE or (is_accuracy and name not in batch):
         return scores.double(), answered
     column = batch.non_tensor_batch[name] if name in batch else np.full(len(batch), None)
-    values = torch.tensor([float(x) if _is_number(x) else np.nan for x in column], dtype=torch.float64)
+    numbers = (bool, int, float, np.number, np.bool_)
+    values = torch.tensor([float(x) if isinstance(x, numbers) else np.nan for x in column], dtype=torch.float64)
     if is_accuracy:
         values = torch.where(values.isnan(), scores.double(), values)
     return values, answered & ~values.isnan()
@@ -70,7 +71,3 @@ def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
     groups = groups_of(batch, metric)
     counts = groups.kinds.count()
     return {f"groups/{kind}": Metric.mean(counts[kind], len(groups)) for kind in KINDS}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, bool | int | float | np.number | np.bool_)

@@ -1,8 +1,7 @@
 """The run's guard: a small process that outlives the driver and ends whatever is left of the run, kill -9 included.
 
-`guarded()` marks everything that the driver starts from then on, gives the run a folder of its own for sockets and one
-for temporary files, and starts the guard (`watcher.py`), which waits for the driver's end. At a normal end the driver
-cleans up itself.
+`guarded()` marks everything that the driver starts from then on, and starts the guard (`watcher.py`), which waits for
+the driver's end. At a normal end the driver cleans up itself.
 """
 
 from __future__ import annotations

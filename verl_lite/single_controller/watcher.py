@@ -1,8 +1,7 @@
 """Ends what a run leaves behind: its processes, temporary folder and shared memory. Standard library only.
 
-Everything that a run starts inherits an environment variable with the run's token, so its processes are known by that
-and never by name. `guard.py` and `stop_ray` use the functions; `python watcher.py PID TOKEN FOLDER...`, started with
-each run in a session of its own, waits for the driver's death (kill -9 included) and then does the same.
+Its processes are known by an environment variable with the run's token, which all inherit, and never by name. `python
+watcher.py PID TOKEN FOLDER...`, started with each run in a session of its own, waits for the driver's death.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Worker: the base of everything that runs beside a device, and the process it runs in.
 
 A slot is one process (ray) or one seat in the driver's process (inline). It holds one object for each colocated role;
-they see each other through `self.slot.roles`. A worker knows its rank and the size of its group before its constructor
-runs. `init_process_group` meets the other ranks through a store that rank 0 opened on a port which the system chose,
-and keeps: no port can be taken in between.
+they see each other through `self.slot.roles`. `init_process_group` meets the other ranks through a store that rank 0
+opened on a port which the system chose, and keeps: no port can be taken in between.
 """
 
 from __future__ import annotations

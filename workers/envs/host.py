@@ -1,8 +1,7 @@
 """Environments inside a process of the pool, or in the rollout worker itself (`agentic.env_pool.num_workers: 0`).
 
 An environment object serves one episode after another; one that failed is not used again. What it gives is checked
-against its protocol (trainer/AGENTIC.md), and plain values come out: a reward that is NaN, an observation that is bytes
-or a metric that is a list would fail far away, in the tokenizer or the loss.
+against its protocol (trainer/AGENTIC.md): nonsense would fail far away, in the tokenizer or the loss.
 """
 
 from __future__ import annotations
@@ -126,8 +125,8 @@ def read_reset(result: object) -> EnvReply:
 
 def read_step(result: object) -> EnvReply:
     """The five values of a step. Raises NonsenseError."""
-    found = _parts("step", result, "(observation, reward, terminated, truncated, info)")
-    observation, reward, terminated, truncated, info = found
+    expected = "(observation, reward, terminated, truncated, info)"
+    observation, reward, terminated, truncated, info = _parts("step", result, expected)
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         _expect(_is_flag(flag), f"{name} of step", flag, "true or false")
     observation, reward = _text("the observation of step", observation), _number("the reward of step", reward)
