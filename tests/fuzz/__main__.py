@@ -14,14 +14,15 @@ import multiprocessing
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +38,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 MEMORY_BYTES = 16 << 30
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([*PRELOADED, "trainer.build"])
-DRAWS = {"config": draw_config, "dataset": draw_dataset}
+TIME_LIMIT_S = 120.0  # of a case, past which it hangs
 
 
 @dataclass(frozen=True)
@@ -60,72 +61,55 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--configs", type=int, default=500, help="random configurations")
     parser.add_argument("--datasets", type=int, default=200, help="malformed datasets")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", help="these cases alone, such as config:17")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds of a case, past which it hangs")
-    parser.add_argument("--keep", help="folder for the files; it stays. Without it, it stays where something failed")
+    parser.add_argument("--keep", help="folder for the files of cases that failed; default: a new one")
     options = parser.parse_args(argv)
     root = Path(options.keep or tempfile.mkdtemp(prefix="fuzz-", dir="/tmp")).resolve()
     make_good_files(root)
-    counts = {"config": options.configs, "dataset": options.datasets}
-    names = options.only or [f"{kind}:{index}" for kind, count in counts.items() for index in range(count)]
-    shares = [names[first :: options.jobs] for first in range(options.jobs)]
+    cases = [draw_config(options.seed, index, root) for index in range(options.configs)]
+    cases += [draw_dataset(options.seed, index, root) for index in range(options.datasets)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = pool.map(lambda share: list(fuzz(share, options.seed, root, options.time_limit)), shares)
-        results = [one for share in found for one in share]
-    for (outcome, kind), count in Counter((one.outcome, one.kind) for _, one in results).most_common():
+        results = list(pool.map(lambda case: attempt(case, root / "cases" / case.name), cases))
+    for (outcome, kind), count in Counter((one.outcome, one.kind) for one in results).most_common():
         print(f"{count:6d} {outcome:8} {kind}")
-    failed = [(case, result) for case, result in results if result.outcome == "failed"]
+    failed = [pair for pair in zip(cases, results, strict=True) if pair[1].outcome == "failed"]
     for case, result in failed:
-        print(f"\n{case.name}: {result.kind}\n  {result.message[:600]}\n  {case.command(folder_of(case, root))}")
+        folder = root / "cases" / case.name
+        command = shlex.join(["python", "-m", "trainer.main_ppo", *case.write(folder)])
+        print(f"\n{case.name}: {result.kind}\n  {result.message[:600]}\n  cd {folder} && {command}")
     if not failed and not options.keep:
         shutil.rmtree(root)
     return int(bool(failed))
 
 
-def folder_of(case: Case, root: Path) -> Path:
-    return root / "cases" / case.name.replace(":", "-")
-
-
-def fuzz(names: list[str], seed: int, root: Path, time_limit_s: float) -> Iterator[tuple[Case, Result]]:
-    """Runs cases one after the other, each in a process of its own."""
-    for name in names:
-        kind, index = name.split(":")
-        case = DRAWS[kind](seed, int(index), root)
-        folder = folder_of(case, root)
-        result = attempt(str(folder), case.write(folder), time_limit_s)
-        if result.outcome == "refused" and not names_what_was_typed(result.message, case):
-            result = Result("failed", f"an error that does not name what was typed, in {result.kind}", result.message)
-        if result.outcome != "failed":
-            shutil.rmtree(folder, ignore_errors=True)
-        yield case, result
-
-
-def attempt(folder: str, argv: list[str], time_limit_s: float) -> Result:
-    """Runs the command as a process that is forked from one which has imported the libraries."""
+def attempt(case: Case, folder: Path) -> Result:
+    """Runs the case as a process that is forked from one which has imported the libraries."""
     here, there = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=in_child, args=(folder, argv, there))
+    process = CONTEXT.Process(target=in_child, args=(str(folder), case.write(folder), there))
     process.start()
     there.close()
     try:
-        result = here.recv() if here.poll(time_limit_s) else Result("failed", "hang")
+        result = here.recv() if here.poll(TIME_LIMIT_S) else Result("failed", "hang")
     except EOFError:
         result = Result("failed", "the process ended")
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)  # and what a case left
-    except ProcessLookupError:
-        pass
     process.join()
+    if result.outcome == "refused" and not names_what_was_typed(result.message, case):
+        result = Result("failed", f"an error that does not name what was typed, in {result.kind}", result.message)
+    if result.outcome != "failed":
+        shutil.rmtree(folder, ignore_errors=True)
     return result
 
 
 def names_what_was_typed(message: str, case: Case) -> bool:
     """An error has a word of the case: the last part of a key, an argument, a file."""
-    words = {word for part in case.parts for word in re.split(r"[\s=+~.:,\[\]{}\"']+", part.text) if len(word) > 1}
+    typed = [*case.arguments, *case.overlay]
+    words = {word for text in typed for word in re.split(r"[\s=+~.:,\[\]{}\"']+", text) if len(word) > 1}
     told = set(re.split(r"[\s=+~.:,;()\[\]{}\"'/]+", message))
-    is_short = all(len(part.text) < 4 for part in case.parts)
-    is_files = OVERLAY in message and any(part.in_file for part in case.parts)
-    return is_short or is_files or bool(words & told) or any(part.text in message for part in case.parts)
+    is_short = all(len(text) < 4 for text in typed)
+    is_file = OVERLAY in message and bool(case.overlay)
+    return is_short or is_file or bool(words & told) or any(text in message for text in typed)
 
 
 # ---------------------------------------------------------------------------------------------- inside a process

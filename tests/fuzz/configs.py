@@ -9,7 +9,7 @@ import json
 import random
 from pathlib import Path
 
-from tests.fuzz.cases import Case, Part
+from tests.fuzz.cases import Case
 from verl_lite.config import Key, PPOConfig, schema_of
 from verl_lite.config.checks import TRACKERS
 from verl_lite.config.loader import PREFIX
@@ -118,14 +118,13 @@ def draw_config(seed: int, index: int, root: Path) -> Case:
     texts = list(rng.choice(BUNDLES)) if rng.random() < 0.4 else []
     taste = rng.choice([0.2, 0.7, 1.0, 1.0])  # how often a value of this case is meant to fit
     texts += [draw_override(rng, fits=rng.random() < taste) for _ in range(rng.choice([1, 1, 1, 2, 3, 6]))]
-    parts = [Part(text.replace("{root}", str(root))) for text in texts]
-    if rng.random() < 0.25:
-        parts = [in_file(rng, part) if rng.random() < 0.7 else part for part in parts]
-    if rng.random() < 0.04:
-        parts.append(Part(rng.choice(MALFORMED_YAML), in_file=True))
-    if rng.random() < 0.04:
-        parts.append(Part(rng.choice(ODD_ARGUMENTS)))
-    return Case("config", index, tuple(parts))
+    arguments, overlay, has_file = [], [], rng.random() < 0.25
+    for text in (text.replace("{root}", str(root)) for text in texts):
+        lines = in_file(rng, text) if has_file and rng.random() < 0.7 else None
+        (arguments if lines is None else overlay).append(text if lines is None else lines)
+    overlay += [rng.choice(MALFORMED_YAML)] if rng.random() < 0.04 else []
+    arguments += [rng.choice(ODD_ARGUMENTS)] if rng.random() < 0.04 else []
+    return Case(f"config-{index}", arguments, overlay)
 
 
 def draw_override(rng: random.Random, fits: bool) -> str:
@@ -164,13 +163,12 @@ def draw_value(rng: random.Random, key: Key, fits: bool) -> str:
     return value
 
 
-def in_file(rng: random.Random, part: Part) -> Part:
-    """An override as lines of YAML; what YAML cannot say stays on the command line."""
-    name, equals, value = part.text.lstrip("+~").partition("=")
-    if not equals or part.text.startswith("~"):
-        return part
+def in_file(rng: random.Random, text: str) -> str | None:
+    """An override as lines of YAML; None where YAML cannot say it."""
+    name, equals, value = text.lstrip("+~").partition("=")
+    if not equals or text.startswith("~"):
+        return None
     typed = value if rng.random() < 0.7 else json.dumps(value)
     if rng.random() < 0.5:
-        return Part(f"{name}: {typed}", in_file=True)
-    keys = name.split(".")
-    return Part("\n".join("  " * depth + f"{key}:" for depth, key in enumerate(keys)) + f" {typed}", in_file=True)
+        return f"{name}: {typed}"
+    return "\n".join("  " * depth + f"{key}:" for depth, key in enumerate(name.split("."))) + f" {typed}"

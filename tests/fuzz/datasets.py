@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from tests.fuzz.cases import Case, Part, good_row
+from tests.fuzz.cases import Case, good_row
 
 ODD_VALUES: list[Any] = [
     None, "", " ", 0, -1, 1.5, float("nan"), float("inf"), True, [], {}, [None], [[]], {"a": None}, b"\xff\xfe",
@@ -81,7 +81,7 @@ def draw_dataset(seed: int, index: int, root: Path) -> Case:
         elif not place.is_symlink() and not place.exists():
             make_no_file(random.Random(f"{seed} {index}"), place)
 
-    return Case("dataset", index, tuple(map(Part, parts)), prepare)
+    return Case(f"dataset-{index}", parts, prepare=prepare)
 
 
 def make_no_file(rng: random.Random, place: Path) -> None:

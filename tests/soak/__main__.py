@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.soak import leaks
-from tests.soak.growth import Growth, Series, Verdict, growth_of
+from tests.soak.growth import BOUNDED, GROWS, UNCLEAR, Growth, growth_of
 from tests.soak.processes import Measured, measure
 from tests.tiny_run import REWARD, TinyRun, TinyTask
 
@@ -57,9 +57,14 @@ def main(argv: list[str]) -> int:
             run.close()
         if status:
             print(run.output(), file=sys.stderr)
-    growths = [growth_of(series, options.steps) for series in as_series(samples)]
+    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for step, measured in samples:
+        for place, value in measured.items():
+            points[place].append((step, value))
+    by_kind = sorted(points.items(), key=lambda item: item[0][::-1])
+    growths = [growth_of(*place, found, options.steps) for place, found in by_kind]
     show(growths, f"{options.steps} steps, {len(samples)} samples, {seconds:.0f} s: {' '.join(argv)}")
-    grown = sum(growth.verdict is Verdict.GROWS for growth in growths)
+    grown = sum(growth.verdict == GROWS for growth in growths)
     print(f"exit status of the run {status}; left behind: {left or 'nothing'}; grown past the bound: {grown}")
     return int(bool(status or left or grown))
 
@@ -91,25 +96,16 @@ def last_step(metrics: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def as_series(samples: list[tuple[int, Measured]]) -> list[Series]:
-    """A series for each kind and role; only samples in which the role was there."""
-    found: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-    for step, measured in samples:
-        for (role, kind), value in measured.items():
-            found[kind, role].append((step, value))
-    return [Series(role, kind, *map(list, zip(*points, strict=True))) for (kind, role), points in sorted(found.items())]
-
-
 def show(growths: list[Growth], title: str) -> None:
     """The table; quantities that did not change at all are counted below it."""
     table = Table(title=title)
     for name in ("what", "role", "growth / 100 steps", "95%", "bound", "verdict"):
         table.add_column(name, justify="left" if name in ("what", "role", "verdict") else "right")
-    moved = [one for one in growths if one.verdict is not Verdict.BOUNDED or (one.low, one.high) != (0, 0)]
+    moved = [one for one in growths if one.verdict != BOUNDED or (one.low, one.high) != (0, 0)]
     for one in moved:
-        style = {Verdict.GROWS: "bold red", Verdict.UNCLEAR: "yellow"}.get(one.verdict)
+        style = {GROWS: "bold red", UNCLEAR: "yellow"}.get(one.verdict)
         interval = f"{one.low:+.2f} to {one.high:+.2f}"
-        row = (one.series.kind, one.series.role, f"{one.slope:+.2f}", interval, f"{one.bound:g}", one.verdict.value)
+        row = (one.kind, one.role, f"{one.slope:+.2f}", interval, f"{one.bound:g}", one.verdict)
         table.add_row(*row, style=style)
     Console(width=130).print(table)
     print(f"{len(growths) - len(moved)} more did not change")

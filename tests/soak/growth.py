@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
@@ -28,53 +27,34 @@ BOUNDS: dict[str, dict[str, float]] = {
     "processes": {"": 1.0},
     "disk MiB": {"run folder": 4.0, "": 1.0},
 }
-
-
-class Verdict(Enum):
-    """grows: past the bound, and surely above 0. unclear: the bound lies inside the interval, more steps would tell."""
-
-    BOUNDED = "bounded"
-    UNCLEAR = "unclear"
-    GROWS = "GROWS"
-    TOO_FEW = "too few samples"
-
-
-@dataclass(frozen=True)
-class Series:
-    """One quantity of one role. kind: a key of `BOUNDS`. steps: training steps at the moment of each sample."""
-
-    role: str
-    kind: str
-    steps: Sequence[float]
-    values: Sequence[float]
+GROWS, BOUNDED, UNCLEAR, TOO_FEW = "GROWS", "bounded", "unclear", "too few samples"
+"""Verdicts. GROWS: past the bound, and surely above 0. unclear: the bound lies inside the interval."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What became of a series after the warm-up. slope, low, high and bound: per 100 steps; low to high is 95%."""
+    """What became of a quantity (a key of `BOUNDS`) of a role after the warm-up. slope, low, high and bound: per 100
+    steps; low to high is 95%."""
 
-    series: Series
+    role: str
+    kind: str
     slope: float
     low: float
     high: float
     bound: float
-    verdict: Verdict
+    verdict: str
 
 
-def growth_of(series: Series, total_steps: int) -> Growth:
-    """The growth of a series over a run of so many steps. Its bound is that of its role ("rank 3" is "rank"), else of
-    its kind."""
-    of_kind = BOUNDS[series.kind]
-    bound = of_kind.get(series.role.rstrip("0123456789 "), of_kind[""])
-    late = [(x, y) for x, y in zip(series.steps, series.values, strict=True) if x > WARM_UP * total_steps]
+def growth_of(role: str, kind: str, points: Sequence[tuple[float, float]], total_steps: int) -> Growth:
+    """points: training steps at the moment of each sample, and its value. Its bound is that of its role ("rank 3" is
+    "rank"), else of its kind."""
+    bound = BOUNDS[kind].get(role.rstrip("0123456789 "), BOUNDS[kind][""])
+    late = [point for point in points if point[0] > WARM_UP * total_steps]
     if len({x for x, _ in late}) < LEAST_SAMPLES:
-        return Growth(series, math.nan, math.nan, math.nan, bound, Verdict.TOO_FEW)
+        return Growth(role, kind, math.nan, math.nan, math.nan, bound, TOO_FEW)
     slope, low, high = (100 * one for one in robust_slope(*np.array(late, dtype=float).T))
-    if slope > bound and low > 0:
-        verdict = Verdict.GROWS
-    else:
-        verdict = Verdict.BOUNDED if high <= bound else Verdict.UNCLEAR
-    return Growth(series, slope, low, high, bound, verdict)
+    verdict = GROWS if slope > bound and low > 0 else BOUNDED if high <= bound else UNCLEAR
+    return Growth(role, kind, slope, low, high, bound, verdict)
 
 
 def robust_slope(x: np.ndarray, y: np.ndarray, draws: int = 200) -> tuple[float, float, float]:

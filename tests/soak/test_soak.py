@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 
 from tests.soak.__main__ import last_step, main
-from tests.soak.growth import LEAST_SAMPLES, Series, Verdict, growth_of, robust_slope
+from tests.soak.growth import BOUNDED, GROWS, LEAST_SAMPLES, TOO_FEW, growth_of, robust_slope
 
 STEPS = np.arange(0, 300, 3.0)
-
-
-def simulated(leak_per_step: float, seed: int = 0) -> Series:
-    """400 MiB with noise, a heap that settles within the first tenth of the run, one sample in twelve far off."""
-    rng = np.random.default_rng(seed)
-    values = 400 + 60 * (1 - np.exp(-STEPS / 15)) + 2 * rng.standard_normal(len(STEPS)) + leak_per_step * STEPS
-    values[::12] += rng.uniform(20, 80, len(values[::12]))
-    return Series("driver", "memory MiB", STEPS.tolist(), values.tolist())
 
 
 def test_the_slope_is_the_median_of_the_slopes_of_all_pairs() -> None:
@@ -28,19 +20,24 @@ def test_the_slope_is_the_median_of_the_slopes_of_all_pairs() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_leak_is_found_and_its_size_told_through_noise_and_warm_up(seed: int) -> None:
-    growth = growth_of(simulated(0.1, seed), 300)
-    assert growth.verdict is Verdict.GROWS
-    assert growth.slope == pytest.approx(10, abs=1.0) and growth.low < 10 < growth.high
-    assert growth_of(simulated(0.0, seed), 300).verdict is Verdict.BOUNDED
+    """400 MiB with noise, a heap that settles within the first tenth of the run, one sample in twelve far off."""
+    rng = np.random.default_rng(seed)
+    settled = 400 + 60 * (1 - np.exp(-STEPS / 15)) + 2 * rng.standard_normal(len(STEPS))
+    settled[::12] += rng.uniform(20, 80, len(settled[::12]))
+    leaking, sound = (
+        growth_of("driver", "memory MiB", list(zip(STEPS, settled + leak * STEPS, strict=True)), 300)
+        for leak in (0.1, 0.0)
+    )
+    assert leaking.verdict == GROWS and sound.verdict == BOUNDED
+    assert leaking.slope == pytest.approx(10, abs=1.0) and leaking.low < 10 < leaking.high
 
 
 def test_files_that_stay_open_are_found_and_a_few_at_the_start_are_not() -> None:
-    opened = [20 + step // 20 for step in range(300)]
-    assert growth_of(Series("rank 0", "open files", list(range(300)), opened), 300).verdict is Verdict.GROWS
-    settled = [min(40, 20 + step // 2) for step in range(300)]
-    assert growth_of(Series("rank 0", "open files", list(range(300)), settled), 300).verdict is Verdict.BOUNDED
-    few = Series("driver", "memory MiB", STEPS[:LEAST_SAMPLES].tolist(), [1.0] * LEAST_SAMPLES)
-    assert growth_of(few, 300).verdict is Verdict.TOO_FEW
+    opened = [(step, 20 + step // 20) for step in range(300)]
+    assert growth_of("rank 0", "open files", opened, 300).verdict == GROWS
+    settled = [(step, min(40, 20 + step // 2)) for step in range(300)]
+    assert growth_of("rank 0", "open files", settled, 300).verdict == BOUNDED
+    assert growth_of("driver", "memory MiB", opened[:LEAST_SAMPLES], 300).verdict == TOO_FEW
 
 
 def test_the_last_whole_line_tells_the_step(tmp_path: Path) -> None:
