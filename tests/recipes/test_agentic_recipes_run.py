@@ -24,10 +24,7 @@ LAKES = ["agentic.train_env_manager.num_groups_partition=[1,1]", "agentic.val_en
 
 @pytest.mark.parametrize(
     ("recipe", "options", "tags"),
-    [
-        ("agentic_frozen_lake", LAKES, ["lake_4x4", "lake_unseen"]),
-        ("agentic_sokoban", [], ["sokoban_unseen"]),
-    ],
+    [("agentic_frozen_lake", LAKES, ["lake_4x4", "lake_unseen"]), ("agentic_sokoban", [], ["sokoban_unseen"])],
 )
 def test_two_steps_of_a_recipe(recipe: str, options: list[str], tags: list[str], tmp_path: Path) -> None:
     write_model(tmp_path / "model", seed=1, layers=1, hidden=32)

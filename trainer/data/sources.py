@@ -44,10 +44,7 @@ class RowTable:
     """
 
     def __init__(
-        self,
-        path: str,
-        rows: list[dict[str, Any]] | pyarrow.Table | datasets.Dataset,
-        data_source: str | None = None,
+        self, path: str, rows: list[dict[str, Any]] | pyarrow.Table | datasets.Dataset, data_source: str | None = None
     ) -> None:
         self.path, self.data_source, self._rows, self.media = path, data_source, rows, list[str]()
         if isinstance(rows, list):  # the types of a column may differ from row to row

@@ -117,11 +117,7 @@ _REWRITTEN = (
 
 @register_reward("math_dapo", "math", "math_dapo_reasoning", "aime*", "rule/math_dapo")
 def math_dapo(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Info = None,
-    strict_box_verify: bool = False,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, strict_box_verify: bool = False
 ) -> Report:
     r"""score: 1.0 if the answer is the ground truth, else -1.0; acc: the same as 1.0 and 0.0; pred: the answer as it
     was read, "[INVALID]" if there is none.

@@ -42,9 +42,7 @@ class CosineIdentityReward(nn.Module):
     """
 
     def __init__(
-        self,
-        embedder: Embedder | str | Mapping[str, Any],
-        detector: Detector | str | Mapping[str, Any] | None = None,
+        self, embedder: Embedder | str | Mapping[str, Any], detector: Detector | str | Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
         self.embedder: Embedder = make_part("embedder", embedder)

@@ -42,10 +42,7 @@ def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> 
             f"{type(network).__name__}; there are {', '.join(known)}. A name, or its end after a dot, is expected"
         )
     config = LoraConfig(
-        r=model.lora_rank,
-        lora_alpha=model.lora_alpha,
-        target_modules=targets,
-        base_model_name_or_path=str(model.path),
+        r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, base_model_name_or_path=str(model.path)
     )
     network.requires_grad_(False)
     if hasattr(network, "add_adapter"):  # a model of diffusers, which notes that it has one

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -130,12 +131,9 @@ class SDEPolicy(EngineNetwork):
         """log_probs (b, T) of stored paths, with gradient; with_kl: also kl (b, T) to the reference, with gradient."""
         stds, others = [step_std(*pair, noise_level) for pair in pairwise(sigmas)], []
         if with_kl:
-            with torch.no_grad():
-                if self.reference is not None:
-                    others = self._means(self.reference, latents, condition, sigmas, noise_level)
-                else:
-                    with adapter_off(self.model):
-                        others = self._means(self.model, latents, condition, sigmas, noise_level)
+            other = self.model if self.reference is None else self.reference
+            with torch.no_grad(), adapter_off(self.model) if other is self.model else nullcontext():
+                others = self._means(other, latents, condition, sigmas, noise_level)
         own = self._means(self.model, latents, condition, sigmas, noise_level)
         log_probs = [step_log_prob(latents[:, t + 1], own[t], std) for t, std in enumerate(stds)]
         outputs = {"log_probs": torch.stack(log_probs, dim=1)}

@@ -64,6 +64,8 @@ def test_pictures_of_a_folder_in_natural_order_and_upright(tmp_path: Path) -> No
 )
 def test_sizes_by_area(size: tuple[int, int], expected: tuple[int, int]) -> None:
     assert fitted_size(*size, max_pixels=480 * 480, multiple=16) == expected
+    with pytest.raises(ClipError, match="its frames are 2000 x 20, which leaves a side below 16"):
+        fitted_size(20, 2000, max_pixels=20_000, multiple=16)
 
 
 def test_frames_are_scaled_until_they_cover_and_cropped_around_the_centre(tmp_path: Path) -> None:
@@ -95,11 +97,6 @@ def test_what_can_be_wrong_with_a_file(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ClipError, match="the folder holds no picture"):
         read_header(tmp_path / "nothing")
-
-
-def test_too_small() -> None:
-    with pytest.raises(ClipError, match="its frames are 2000 x 20, which leaves a side below 16"):
-        fitted_size(20, 2000, max_pixels=20_000, multiple=16)
 
 
 def test_frames_that_the_header_promises_and_the_file_lacks(tmp_path: Path) -> None:

@@ -284,22 +284,10 @@ def test_a_sampler_decides_what_comes_next_when_it_has_heard_of_the_step(make: C
         ("Shapeless", "class_name=Shapeless: expected .* with __len__ and __iter__.*state_dict"),
         ("OtherArguments", r"expected OtherArguments\(data_source=..., data_config=...\)"),
         ("Nobody", "data.sampler.class_name='Nobody': .*found: .*Backwards"),
-    ],
-)
-def test_samplers_that_cannot_be_used_are_explained_before_anything_starts(
-    make: Callable, name: str, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        build_order(make(), sampled(name))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
         ("Short", "an epoch of Short gave 9 positions.*expected are 10"),
         ("Beyond", "10.; expected are 10 .* from 0 to 9"),
     ],
 )
-def test_positions_that_are_none_are_explained(make: Callable, name: str, message: str) -> None:
+def test_samplers_and_positions_that_are_none_are_explained(make: Callable, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         list(build_order(make(), sampled(name)))

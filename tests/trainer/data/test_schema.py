@@ -59,14 +59,6 @@ def test_a_ground_truth_of_its_own_wins_over_the_last_answer(tmp_path: Path) -> 
     assert (contents(data), truths(data)) == (["1"], ["7"])
 
 
-@pytest.mark.parametrize("completion", ["2", [ANSWER]])
-def test_prompt_and_completion(tmp_path: Path, completion: Any) -> None:
-    row = {"prompt": "1" if completion == "2" else [USER], "completion": completion}
-    columns = {"prompt": "prompt", "ground_truth": "completion"}
-    data = load(place(tmp_path, row), columns=columns, data_source="chat")
-    assert (contents(data), truths(data)) == (["1"], ["2"])
-
-
 def test_several_schemas_in_one_list_and_columns_inside_columns(tmp_path: Path) -> None:
     first = place(tmp_path, {"question": "1", "answer": "2", "data_source": "a"})
     second = place(tmp_path, {"problem": "3", "meta": {"final": "4", "level": 5}, "data_source": "b"}, name="e.jsonl")

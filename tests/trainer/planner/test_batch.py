@@ -94,7 +94,7 @@ def test_one_optimizer_step_per_batch_is_on_policy_and_skips_the_old_log_probs()
     assert table(config, slots=1)["passes before the update"] == ("1", "old log-probs")
 
 
-def test_a_critic_has_its_own_optimizer_steps_and_a_pass() -> None:
+def test_critic_and_reward_model_have_passes_and_the_critic_optimizer_steps_of_its_own() -> None:
     config = gsm8k()
     assert "of the critic" not in table(config, slots=8)
     config.algorithm.adv_estimator, config.trainer.critic_warmup = "gae", 20
@@ -104,13 +104,9 @@ def test_a_critic_has_its_own_optimizer_steps_and_a_pass() -> None:
     assert rows["passes before the update"] == ("3", "old log-probs, reference log-probs, values")
     config.critic.ppo_mini_batch_size, config.critic.ppo_epochs = 500, 2
     assert table(config, slots=8)["of the critic"][0] == "6"  # 500, 500 and 24 prompts, twice
-
-
-def test_a_reward_model_has_a_pass() -> None:
-    config = gsm8k()
     config.reward_model.enable = True
-    rows = table(config, slots=8)
-    assert rows["passes before the update"] == ("3", "reward model, old log-probs, reference log-probs")
+    passes = table(config, slots=8)["passes before the update"]
+    assert passes == ("4", "reward model, old log-probs, reference log-probs, values")
 
 
 def test_a_mini_batch_of_minus_one_is_the_whole_batch() -> None:

@@ -10,14 +10,7 @@ import pytest
 
 from trainer.console import Console
 from trainer.plan import device_memory_gib, expected_rows, main, measured_line
-from trainer.planner.memory import (
-    ACCELERATORS,
-    GIB,
-    Networks,
-    distinct_prompts,
-    memory_plan,
-    read_networks,
-)
+from trainer.planner.memory import ACCELERATORS, GIB, Networks, distinct_prompts, memory_plan, read_networks
 from trainer.planner.model_shape import ModelShape, config_like, shape_of
 from trainer.planner.step_time import Lengths, step_stages
 from trainer.tracking.record import Record
@@ -74,13 +67,8 @@ def test_what_is_offloaded_comes_for_its_phase_and_is_on_the_host_else() -> None
     assert "AdamW's moments, from the host" not in phases["weight sync"]
     on_cpu = memory_plan(config, Networks(SEVEN), 8, CPU)
     assert sum(on_cpu.always.values()) == 1.5 * PARAMETERS and not on_cpu.host, "on a CPU nothing moves"
-
-
-def test_an_engine_that_does_not_sleep_is_there_in_every_phase() -> None:
-    config = grpo()
-    config.rollout.free_cache_engine = False
-    plan = memory_plan(config, Networks(SEVEN), 8, H100)
-    assert all("engine: KV cache" in parts for parts in plan.phases.values())
+    config.rollout.free_cache_engine = False  # the engine does not sleep
+    assert all("engine: KV cache" in parts for parts in memory_plan(config, Networks(SEVEN), 8, H100).phases.values())
 
 
 def test_reference_critic_and_reward_model_are_held_beside() -> None:
@@ -191,12 +179,7 @@ def test_a_run_tells_what_it_expects_and_what_was_measured(tmp_path: Path) -> No
     tracker = Record(tmp_path, Console().note)
     for step, (memory_gb, prompt, answer) in enumerate([(2.0, 40.0, 30.0), (4.0, 60.2, 20.0)], start=1):
         tracker.log(
-            {
-                "actor/perf/host_peak_gb": memory_gb,
-                "prompt_length/mean": prompt,
-                "response_length/mean": answer,
-            },
-            step,
+            {"actor/perf/host_peak_gb": memory_gb, "prompt_length/mean": prompt, "response_length/mean": answer}, step
         )
     networks = Networks(ModelShape(896, 2, 14, 2, 64, 4864, 1000, True, True))
     whole = memory_plan(config, networks, 1, CPU).device_bytes / GIB

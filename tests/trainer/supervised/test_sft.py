@@ -118,22 +118,6 @@ def test_a_wrong_row_is_named(
         load_examples([path], tokenizer, SFTDataConfig(), option="data.train_files")
 
 
-def test_wrong_files_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (tmp_path / "broken.parquet").write_text("no parquet")
-    (tmp_path / "rows.csv").write_text("a,b")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"')
-    write(tmp_path / "empty.parquet", [])
-    for name, message in {
-        "absent.parquet": "no such file",
-        "broken.parquet": "not a readable parquet file",
-        "rows.csv": "expected a file named",
-        "rows.jsonl": "not valid json",
-        "empty.parquet": "no rows are left",
-    }.items():
-        with pytest.raises(UserError, match=f"data.val_files=.*{name}.*{message}"):
-            load_examples([str(tmp_path / name)], tokenizer, SFTDataConfig(), option="data.val_files")
-
-
 def test_the_command_answers_wrong_input_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_sft.main(["model.path=x", "data.train_files=absent.parquet", "optim.lrr=1"]) == 2
     assert "did you mean optim.lr" in capsys.readouterr().err
@@ -217,6 +201,8 @@ def test_a_long_sequence_is_refused_cut_or_dropped(tmp_path: Path) -> None:
         lengths("error")
     assert lengths("right") == [4, 3]
     assert lengths("drop") == [3]
+    with pytest.raises(UserError, match="data.train_files=.*: no rows are left"):
+        load_examples([write(tmp_path / "none.parquet", [])], tokenizer, SFTDataConfig(), option="data.train_files")
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:

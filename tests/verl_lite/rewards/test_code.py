@@ -14,14 +14,7 @@ import pytest
 
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, default_compute_score
-from verl_lite.rewards.code import (
-    PairTests,
-    SnippetTests,
-    extract_code,
-    is_right_output,
-    is_right_value,
-    read_tests,
-)
+from verl_lite.rewards.code import PairTests, SnippetTests, extract_code, is_right_output, is_right_value, read_tests
 from verl_lite.sandbox.values import encode
 from workers.rewards.pool import RewardPool
 

@@ -125,8 +125,6 @@ def test_failures_that_may_pass_are_tried_again() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (Answer({"error": {"message": "Incorrect API key"}}, 401), "status 401: .*Incorrect API key"),
-        (Answer("<html>", 200), "without JSON"),
         (Answer({"choices": []}), "did not answer with a chat completion"),
         (says(None, refusal="I cannot judge this."), "said nothing: I cannot judge this"),
         (says("Score: 1", "length"), "cut off at max_tokens: Score: 1"),

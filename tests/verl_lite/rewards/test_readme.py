@@ -13,13 +13,7 @@ import pytest
 
 import verl_lite.rewards
 from verl_lite.config import CustomRewardConfig, PPOConfig, RewardConfig, load_config, schema_of
-from verl_lite.rewards import (
-    REWARDS,
-    RewardItem,
-    code,
-    judge,
-    load_scorer,
-)
+from verl_lite.rewards import REWARDS, RewardItem, code, judge, load_scorer
 from verl_lite.rewards.scoring import part_problems
 from verl_lite.sandbox import Limits
 

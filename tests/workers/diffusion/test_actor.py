@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.diffusion.actor_cases import (
-    gradient,
-    move,
-    part,
-    plain_gradient,
-    trained,
-    worker_of,
-)
+from tests.workers.diffusion.actor_cases import gradient, move, part, plain_gradient, trained, worker_of
 from tests.workers.diffusion.tiny_wan import ALL_CHECKPOINTS, tiny_pipeline
 from tests.workers.ranks import Ranks
 from verl_lite.errors import UserError
-from verl_lite.metrics import values
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -108,14 +100,6 @@ def test_frames_of_the_last_step_are_those_it_was_trained_on(path: str) -> None:
         place = [int(r) for r in data.batch["row"]].index(row)
         torch.testing.assert_close(frames, expected[place], rtol=1e-5, atol=1e-6)
     assert 0 <= float(last.batch["frames"].min()) <= float(last.batch["frames"].max()) <= 1
-
-
-def test_loss_func_passes_the_loss_through(path: str) -> None:
-    worker, data = worker_of(path), part(2, 2)
-    loss = torch.tensor(0.25, requires_grad=True)
-    found, metrics = worker.loss_func(data, loss, torch.tensor([0.5, 0.7]), torch.tensor([0.0, 0.1]))
-    assert found is loss
-    assert values(metrics) == pytest.approx({"actor/loss": 0.25, "actor/face_score": 0.6, "actor/kl_loss": 0.05})
 
 
 def test_resuming_is_exact(path: str, tmp_path: Path) -> None:
