@@ -61,7 +61,6 @@ def _draw_series(panel: Axes, steps: Steps, title: str, label: str, names: Mappi
 
 
 def _draw_validation(panel: Axes, steps: Steps) -> None:
-    """The core measure of each source of the validation."""
     curves: dict[tuple[str, bool], list[tuple[int, float]]] = {}
     names = set()
     for step, metrics in steps.items():

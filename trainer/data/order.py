@@ -128,7 +128,6 @@ class MixtureBatches(BatchOrder):
             yield self._shuffled(batch, self.epoch, self.served).tolist()  # else a mini-batch could be of one source
 
     def _draw(self) -> int:
-        """The next position of the source that is furthest behind."""
         name = max(self.behind, key=self.behind.__getitem__)
         times, place = divmod(self.drawn[name], len(self.positions[name]))
         self.behind[name] -= 1

@@ -178,7 +178,6 @@ class PromptDataset:
         return names
 
     def _fit_to_limit(self, config: DataConfig) -> tuple[np.ndarray, str]:
-        """Which rows stay, and a sentence about it; longer prompts are dropped, cut or refused."""
         limit, lengths = config.max_prompt_length, np.array([len(tokens) for tokens in self._tokens])
         index, overlong = np.arange(len(lengths)), np.flatnonzero(lengths > limit)
         if not lengths.min():

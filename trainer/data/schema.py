@@ -203,7 +203,6 @@ def check_prompt(prompt: Any, where: str) -> None:
 
 
 def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
-    """A list of tool schemas, which may be json text. Raises UserError if it is none."""
     if isinstance(tools, str):
         tools = parse_json(tools, where, "a list of tool schemas")
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):

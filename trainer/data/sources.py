@@ -233,8 +233,8 @@ def _rows_of_class(
     custom = config.custom_cls
     made = load_object(custom.path or "", custom.name or "", "data.custom_cls.path", "data.custom_cls.name")
     most = config.train_max_samples if split == "train" else config.val_max_samples
-    arguments = {"data_files": list(places), "tokenizer": tokenizer, "config": config, "max_samples": most}
-    arguments["processor"] = None
+    arguments: dict[str, Any] = {"data_files": list(places), "tokenizer": tokenizer, "processor": None}
+    arguments |= {"config": config, "max_samples": most}
     rows = made(**{name: value for name, value in arguments.items() if accepts(made, name)})
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UserError(f"data.custom_cls.name={custom.name}: expected a sequence of rows, found {type(rows).__name__}")

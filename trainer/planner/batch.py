@@ -70,7 +70,6 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
 
 
 def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
-    """From prompts to micro-batches."""
     data, actor, critic, filters = config.data, config.actor, config.critic, config.algorithm.filter_groups
     batch, n, size = data.train_batch_size, config.rollout.n, actor.ppo_mini_batch_size
     own = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
@@ -131,7 +130,6 @@ def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
 
 
 def _on_policy_row(config: PPOConfig) -> PlanRow:
-    """Whether all that is learnt from was sampled with the weights that learn, and if not, why."""
     correction, why = config.algorithm.rollout_correction, "later optimizer steps learn from samples of older weights"
     if config.is_agentic and config.agentic.async_generation_ratio:
         corrected = correction.rollout_is is not None or correction.bypass_mode
@@ -143,7 +141,6 @@ def _on_policy_row(config: PPOConfig) -> PlanRow:
 
 
 def _passes_row(config: PPOConfig) -> PlanRow:
-    """Which forward passes over the batch precede the update."""
     needed = {
         "reward model": config.reward_model.enable,
         "old log-probs": needs_old_log_prob(config),

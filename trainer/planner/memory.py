@@ -138,7 +138,6 @@ class MemoryPlan:
 
 
 def _listed(parts: Mapping[str, float]) -> str:
-    """Parts in one line, without the tiny ones."""
     return ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items() if value >= 0.005 * GIB)
 
 
@@ -231,7 +230,6 @@ def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
 
 
 def _held(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> Iterator[tuple[str, HeldNetwork]]:
-    """Networks of the training engines by role."""
 
     def held(shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0) -> HeldNetwork:
         compute, reduce = (

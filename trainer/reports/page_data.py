@@ -234,7 +234,6 @@ def _validation_charts(runs: Sequence[Run]) -> list[Json]:
 
 
 def _effect(trials: Sequence[Trial], name: str, metric: str) -> Json:
-    """The value of each trial against a parameter."""
     own = [trial for trial in trials if trial.value is not None]
     x = [_number_of(trial.parameters[name]) for trial in own]
     numbers = [value for value in x if isinstance(value, float)]

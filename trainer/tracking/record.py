@@ -49,7 +49,6 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of the file, without those that a crash cut off."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for line in filter(None, lines):
         with suppress(ValueError):

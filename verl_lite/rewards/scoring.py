@@ -126,11 +126,6 @@ class RewardPart:
         """Its key in the configuration."""
         return f"{OPTION}.{self.label}" if self.label else "reward.custom_reward_function"
 
-    @property
-    def is_by_source(self) -> bool:
-        """Whether the row's data_source picks its function."""
-        return self.reward is None and self.path is None
-
 
 _ENTRIES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("reward", "path"), (str | None, "text")),
@@ -198,7 +193,6 @@ def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
-    """One sentence for each argument that the function does not take."""
     for name in kwargs:
         if not accepts(function, name):
             names = list(inspect.signature(function).parameters)
@@ -383,7 +377,7 @@ def load_scorer(config: RewardConfig) -> Scorer:
 
 def asks_by_source(config: RewardConfig) -> bool:
     """Whether a row's data_source picks its reward, or one of its parts."""
-    return config.remote.url is None and any(part.is_by_source for part in _parts(config))
+    return config.remote.url is None and any(part.reward is None and part.path is None for part in _parts(config))
 
 
 def _parts(config: RewardConfig) -> list[RewardPart]:

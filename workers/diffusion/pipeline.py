@@ -161,7 +161,6 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
 
 
 def _check_layout(parts: DiffusionParts, path: str) -> None:
-    """Raises UserError unless the experts read what the layout gives them, and their boundary is known."""
     if (parts.high_noise is None) != (parts.boundary_ratio is None):
         raise UserError(
             f"model.boundary_ratio={parts.boundary_ratio}: expected a number with two experts (0.9), null with one; "

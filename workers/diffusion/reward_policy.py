@@ -227,7 +227,6 @@ class RewardFlowPolicy(EngineNetwork):
         return denoise(x, self.sigmas, range(first, last), learnt, keep, base if with_divergence else None)
 
     def _velocity(self, expert: Any, inputs: FlowInputs) -> Velocity:
-        """What `expert` says of latents of these samples."""
         dtype = expert.patch_embedding.weight.dtype
         prompts = inputs.prompts.to(dtype)
 

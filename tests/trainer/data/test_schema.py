@@ -13,6 +13,7 @@ from tests.trainer.prompt_rows import TOOL_TEMPLATE, char_tokenizer, contents, l
 from verl_lite.errors import UserError
 
 SIMPLE = {"prompt": "question", "ground_truth": "answer"}
+LABELLED = {"prompt": "messages", "ground_truth": "label"}
 USER = {"role": "user", "content": "1"}
 ANSWER = {"role": "assistant", "content": "2"}
 ADD = {"name": "a", "parameters": {}}
@@ -51,12 +52,8 @@ def test_messages_whose_last_answer_is_the_reference(tmp_path: Path, chat: list,
     row = {"messages": chat} | ({"ground_truth": "gold"} if truth == "gold" else {})
     data = load(place(tmp_path, row), columns={"prompt": "messages"}, data_source="chat")
     assert (contents(data), truths(data)) == ([said], [truth])
-
-
-def test_a_ground_truth_of_its_own_wins_over_the_last_answer(tmp_path: Path) -> None:
-    row = {"messages": [USER, ANSWER], "label": "7", "data_source": "chat"}
-    data = load(place(tmp_path, row), columns={"prompt": "messages", "ground_truth": "label"})
-    assert (contents(data), truths(data)) == (["1"], ["7"])
+    own = load(place(tmp_path, {**row, "label": "7"}), columns=LABELLED, data_source="chat")
+    assert truths(own) == ["7"], "a ground truth of its own wins over the last answer"
 
 
 def test_several_schemas_in_one_list_and_columns_inside_columns(tmp_path: Path) -> None:
