@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.e2e.test_exact_resume import GAE, KL
+from tests.e2e.test_replay import LOSS
 from tests.forked_runs import ACTOR, CRITIC, Forked, differences, driver_state, history, models_of
 from tests.tiny_model import tiny_qwen2
 from trainer.crash_dump import read_dump
@@ -96,21 +97,10 @@ def assert_same_history(left: dict[int, dict[str, float]], right: dict[int, dict
         assert rows[0] == pytest.approx(rows[1], rel=1e-5, abs=1e-5)
 
 
-LOSS = """
-from verl_lite.core_algos import compute_policy_loss_vanilla
-STEP = [0]
-def loss(*args, **kwargs):
-    STEP[0] += 1
-    if STEP[0] > 1:
-        raise ArithmeticError("the loss of step 2 is broken")
-    return compute_policy_loss_vanilla(*args, **kwargs)
-"""
-
-
 def test_a_step_that_fails_is_run_again_from_its_capsule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "wrong_loss.py").write_text(LOSS)
+    (tmp_path / "wrong_loss.py").write_text(LOSS.format(good=1))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     options = ["actor.policy_loss.loss_mode=wrong_loss:loss", "actor.ppo_mini_batch_size=-1"]

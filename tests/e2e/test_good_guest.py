@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,15 +54,6 @@ FOREVER = 1_000_000
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
     return TinyTask(tmp_path_factory.mktemp("guest"), LITTER)
-
-
-@pytest.fixture
-def runs() -> Iterator[list[TinyRun]]:
-    """Runs to end with the test, whatever happens."""
-    started: list[TinyRun] = []
-    yield started
-    for run in started:
-        run.close()
 
 
 class ForeignRay:

@@ -92,15 +92,6 @@ def site(cluster: Site) -> Site:
     return cluster
 
 
-@pytest.fixture
-def runs() -> Iterator[list[TinyRun]]:
-    """Runs to end with the test, whatever happens."""
-    started: list[TinyRun] = []
-    yield started
-    for run in started:
-        run.close()
-
-
 def test_each_rank_has_a_machine_and_a_replacement_costs_nothing_but_time(site: Site, runs: list[TinyRun]) -> None:
     """That the steps are those of a run without loss is shown by the resumed runs of `test_exact_resume_ray`."""
     run = site.start_and_pause("hit", "trainer.max_retries=1")
