@@ -3,7 +3,9 @@
 The steps of `tests.gpu.accept_steps`, most information first, each in a process group of its own with a time limit:
 about ten minutes on one GPU. DIR gets a line of JSON for each step (results.jsonl), its output (STEP.log), and
 summary.md. Without a GPU it says so and runs the static part. `--rehearse` runs every step on a CPU with a tiny model:
-that tries the steps themselves, and proves nothing about CUDA. `--only STEP ...` chooses. Exit status 1: a step failed.
+that tries the steps themselves, and proves nothing about CUDA. `--only STEP ...` chooses. `--wheels FOLDER` first
+installs the project into DIR/venv, beside the packages of this Python (its torch above all), from that folder alone and
+without network. Exit status 1: a step failed.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -74,15 +79,34 @@ def summary(lines: list[dict[str, Any]], title: str) -> str:
     return "\n".join([*rows, ""])
 
 
+def install(wheels: Path, folder: Path) -> str:
+    """Makes FOLDER/venv with this Python's packages and what is missing, from `wheels`; returns its Python."""
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    python, extras = str(folder / "venv" / "bin" / "python"), setup.call_args.kwargs["extras_require"]
+    requirements = [*setup.call_args.kwargs["install_requires"], *extras["gpu"], *extras["dev"]]
+    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(folder / "venv")], check=True)
+    for site in (folder / "venv" / "lib").glob("python*/site-packages"):  # where this Python is itself in a venv
+        (site / "host.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [python, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels)]
+    subprocess.run([*pip, *requirements], check=True)
+    return python
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.accept")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
     parser.add_argument("--rehearse", action="store_true", help="every step on a CPU, tiny")
+    parser.add_argument("--wheels", type=Path, help="install from this folder, without network")
     options = parser.parse_args(argv)
     folder: Path = options.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    if options.wheels is not None:
+        rest = ["--out", str(folder), "--only", *options.only, *["--rehearse"] * options.rehearse]
+        python = install(options.wheels.absolute(), folder)
+        return subprocess.run([python, "-m", "tests.gpu.accept", *rest], cwd=ROOT).returncode
     steps, title = options.only, "Acceptance"
     if options.rehearse:
         title = "Rehearsal on a CPU: nothing here is about CUDA"
