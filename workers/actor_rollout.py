@@ -14,6 +14,7 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.device import compute_dtype, device_memory
+from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -45,7 +46,15 @@ class ActorWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds both engines; the training engine first, so that the rollout engine sees the memory that is left."""
+        """Builds both engines; the training engine first, so that the rollout engine sees the memory that is left.
+
+        Raises UserError for a subclass with a `loss_func` of its own, which training would not call.
+        """
+        if type(self).loss_func is not ActorWorker.loss_func:
+            raise UserError(
+                f"{type(self).__name__}.loss_func is not called by training, whose loss is a part of a mini-batch that "
+                "was cut: register it with @register_policy_loss, and set actor.policy_loss.loss_mode to its name"
+            )
         config, model = self.config, self.config.model
         assert model.path is not None
         self.tokenizer = load_tokenizer(model, config.data.chat_template)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from verl_lite.config import ActorConfig, AlgorithmConfig, DataConfig, PPOConfig, RolloutCorrectionConfig
+from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.actor_rollout import ActorRolloutWorker, ActorWorker
 from workers.diffusion import actor as diffusion
@@ -191,3 +192,13 @@ def test_what_a_batch_cannot_give_is_named() -> None:
         worker_of(use_kl_loss=True).loss_func(data, logits)
     with pytest.raises(ValueError, match="logits do not say what actor.router_aux_loss_coef weighs"):
         worker_of(router_aux_loss_coef=0.1).loss_func(data, logits)
+
+
+class OwnLoss(ActorWorker):
+    def loss_func(self, data: DataProto, output_tensor: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        return data.batch["advantages"].sum(), {}
+
+
+def test_a_loss_func_that_training_would_not_call_is_refused() -> None:
+    with pytest.raises(UserError, match="OwnLoss.loss_func is not called by training.*register_policy_loss"):
+        OwnLoss(PPOConfig(), 10, None).init_model()
