@@ -141,7 +141,8 @@ def policy_work(config: PPOConfig) -> tuple[ModelShape, float] | None:
     """The policy's shape, and FLOP/s of this run's devices in bf16; None on a CPU, in fp32, and where either is not
     known."""
     device = launch_device(config)
-    known = [peak for name, peak in ACCELERATORS.items() if name in device.name.lower()]
+    words = device.name.lower().replace("-", " ").split()  # H100 PCIe and H100 NVL have other peaks than SXM's
+    known = [peak for name, peak in ACCELERATORS.items() if name in words and not {"pcie", "nvl"} & {*words}]
     size = compute_size(config.actor.fsdp_config.mixed_precision.param_dtype, device)
     if device.name == "cpu" or not known or size == FP32:
         return None

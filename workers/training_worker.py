@@ -13,6 +13,7 @@ from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.network import NetworkBuilder
 from workers.phase import process_phases
+from workers.rollout.base import resolve_engine_name
 
 
 class EngineWorker(Worker):
@@ -41,9 +42,11 @@ class EngineWorker(Worker):
             for name, value in DETERMINISTIC.items():
                 os.environ.setdefault(name, value)
         self.device = get_device(self.config.trainer.device)
-        self.init_process_group(
-            dist_backend(self.device), device_id=self.device if self.device.type == "cuda" else None
-        )
+        # vLLM makes gloo groups of some ranks in this world. With a device bound to it, torch has all others split
+        # NCCL's communicator for each (`_new_process_group_helper`), and waits for the ranks inside, which do not.
+        rollout = getattr(self.config, "rollout", None)
+        binds = self.device.type == "cuda" and (rollout is None or resolve_engine_name(rollout.name) != "vllm")
+        self.init_process_group(dist_backend(self.device), device_id=self.device if binds else None)
         self.engine = FSDPEngine(
             network,
             fsdp_config,

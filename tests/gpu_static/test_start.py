@@ -7,11 +7,13 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.tiny_model import tiny_qwen2
 from tests.trainer.planner.test_run_memory import H100, grpo
@@ -40,12 +42,13 @@ def test_segments_grow_where_no_engine_sleeps_and_the_user_has_not_said(monkeypa
     assert not growing.keys() & worker_environment(False, 1, sleeps=False).keys()
 
 
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_worker_meets_the_others_on_its_device_and_knows_what_repeats(
-    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    deterministic: bool, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = PPOConfig()
-    config.trainer.deterministic = deterministic
+    config.trainer.deterministic, config.rollout.name = deterministic, engine
     worker, device, given = EngineWorker(config), torch.device("cuda", 0), {}
     environment = {name: value for name, value in os.environ.items() if name not in DETERMINISTIC}
     monkeypatch.setattr(training_worker.os, "environ", environment)
@@ -63,12 +66,27 @@ def test_a_worker_meets_the_others_on_its_device_and_knows_what_repeats(
 
     monkeypatch.setattr(training_worker, "FSDPEngine", Engine)
     worker.build_engine(lambda arguments: None, FSDPConfig())  # type: ignore[arg-type, return-value]
-    assert given["device_id"] == device and given["backend"] == "cpu:gloo,cuda:nccl"
+    assert given["device_id"] == (device if engine == "hf" else None)
+    assert given["backend"] == "cpu:gloo,cuda:nccl"
     assert given["timeout"] == timedelta(seconds=600)
     assert engines[0]["deterministic"] is deterministic
     assert {name: environment.get(name) for name in DETERMINISTIC} == (
         DETERMINISTIC if deterministic else dict.fromkeys(DETERMINISTIC)
     )
+
+
+def test_torch_splits_a_bound_world_for_gloo_groups_of_other_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why no device is bound where vLLM makes such groups: the ranks inside would never come to the split."""
+    splits: list[Any] = []
+    source = SimpleNamespace(perform_nocolor_split=splits.append)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # type: ignore[union-attr]
+        monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda group: source)
+        dist.new_group([1], backend="gloo")
+    finally:
+        dist.destroy_process_group()
+    assert splits == [torch.device("cuda", 0)]
 
 
 def test_an_operation_that_does_not_repeat_is_told_by_name_and_other_work_may_use_it(tmp_path: Path) -> None:
@@ -126,7 +144,9 @@ def test_mfu_is_arithmetic_over_time_and_peak_of_a_known_gpu(monkeypatch: pytest
     config = PPOConfig()
     config.model.path = tiny_qwen2(tmp_path)
     assert policy_work(config) is None, "a CPU"
-    for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA GeForce", None)):
+    known = (("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12))
+    unknown = (("NVIDIA GeForce", None), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None))
+    for name, peak in (*known, *unknown):
         monkeypatch.setattr(plan, "launch_device", lambda config, name=name: replace(H100, name=name))
         work = policy_work(config)
         assert (work and work[1]) == peak
