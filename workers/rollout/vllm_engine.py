@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
-from workers.policy.token_mixing import state_layers
+from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
     Completion,
     Request,
@@ -78,7 +78,8 @@ class VLLMEngine:
             "trust_remote_code": trust_remote_code,
             "seed": seed,
         }
-        if device.type == "cpu" and state_layers(self._model):  # states of prefixes are kept with chunked prefill alone
+        has_states = state_layers(self._model) or mixing_layers(self._model)
+        if device.type == "cpu" and has_states:  # states of prefixes are kept with chunked prefill alone
             arguments["enable_prefix_caching"] = False
         with _shared_memory_names(config.tensor_model_parallel_size) as executor:
             if executor is not None:
@@ -291,8 +292,10 @@ def _prepare_process(device: torch.device) -> None:
 
         # vLLM's sampler compiles one function with inductor at the first step (seconds, and it needs a C++ compiler)
         torch._dynamo.config.disable = True
-        # CUDA builds of torchvision break the import of vllm on a CPU build of torch; text models do not need it
-        sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
+        try:
+            import torchvision  # noqa: F401
+        except (ImportError, RuntimeError):  # a CUDA build beside torch's CPU build breaks the import of vllm too
+            sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def _engine_arguments(
