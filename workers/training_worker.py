@@ -44,8 +44,8 @@ class EngineWorker(Worker):
         self.device = get_device(self.config.trainer.device)
         # vLLM makes gloo groups of some ranks in this world. With a device bound to it, torch has all others split
         # NCCL's communicator for each (`_new_process_group_helper`), and waits for the ranks inside, which do not.
-        rollout = getattr(self.config, "rollout", None)
-        binds = self.device.type == "cuda" and (rollout is None or resolve_engine_name(rollout.name) != "vllm")
+        engine = getattr(getattr(self.config, "rollout", None), "name", "")  # a flow model has no engine
+        binds = self.device.type == "cuda" and resolve_engine_name(engine) != "vllm"
         self.init_process_group(dist_backend(self.device), device_id=self.device if binds else None)
         self.engine = FSDPEngine(
             network,

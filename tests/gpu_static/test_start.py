@@ -25,6 +25,7 @@ from trainer.planner.memory import ACCELERATORS, Networks, reduce_where_needed
 from trainer.planner.model_shape import config_like, shape_of
 from trainer.step_metrics import compute_mfu
 from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig
+from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.device import DETERMINISTIC
 from verl_lite.protocol import DataProto
 from workers import training_worker
@@ -42,13 +43,16 @@ def test_segments_grow_where_no_engine_sleeps_and_the_user_has_not_said(monkeypa
     assert not growing.keys() & worker_environment(False, 1, sleeps=False).keys()
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("engine", ["hf", "vllm", None], ids=["hf", "vllm", "without engines"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_worker_meets_the_others_on_its_device_and_knows_what_repeats(
-    deterministic: bool, engine: str, monkeypatch: pytest.MonkeyPatch
+    deterministic: bool, engine: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = PPOConfig()
-    config.trainer.deterministic, config.rollout.name = deterministic, engine
+    config: PPOConfig | FlowGRPOConfig = FlowGRPOConfig()
+    if engine is not None:
+        config = PPOConfig()
+        config.rollout.name = engine
+    config.trainer.deterministic = deterministic
     worker, device, given = EngineWorker(config), torch.device("cuda", 0), {}
     environment = {name: value for name, value in os.environ.items() if name not in DETERMINISTIC}
     monkeypatch.setattr(training_worker.os, "environ", environment)
@@ -66,7 +70,7 @@ def test_a_worker_meets_the_others_on_its_device_and_knows_what_repeats(
 
     monkeypatch.setattr(training_worker, "FSDPEngine", Engine)
     worker.build_engine(lambda arguments: None, FSDPConfig())  # type: ignore[arg-type, return-value]
-    assert given["device_id"] == (device if engine == "hf" else None)
+    assert given["device_id"] == (None if engine == "vllm" else device)
     assert given["backend"] == "cpu:gloo,cuda:nccl"
     assert given["timeout"] == timedelta(seconds=600)
     assert engines[0]["deterministic"] is deterministic
