@@ -25,6 +25,7 @@ _JOIN: dict[Reduction, Any] = {
     "min": np.minimum,
     "last": lambda first, last: last,
 }
+_OF_LISTS: dict[str, Any] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,29 @@ def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
     ]
 
 
+def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: int | float | None) -> dict[str, Metric]:
+    """A loss's metrics of one micro-batch as Metrics; plain numbers count as means over its `tokens`.
+
+    A name may say otherwise by ROLL's suffix, which is taken off: `@sum`, parts that add up over a mini-batch of
+    num_tokens (None = all tokens are here), reported as the mean over mini-batches; `@max` or `@min`, as do names that
+    end in _max or _min; `@mean`. ValueError for other suffixes, which parts do not give.
+    """
+    share = tokens / (tokens.clamp(min=1) if num_tokens is None else max(1, num_tokens))
+    result: dict[str, Metric] = {}
+    for name, value in metrics.items():
+        plain, _, tag = name.partition("@")
+        tag = tag or next((end for end in ("max", "min") if name.endswith(f"_{end}")), "mean")
+        if isinstance(value, Metric):
+            result[name] = value
+        elif tag in ("max", "min"):
+            result[plain] = (Metric.max if tag == "max" else Metric.min)(value, tokens)
+        elif tag in ("mean", "sum"):
+            result[plain] = Metric.mean(value, share) if tag == "sum" else Metric.mean(value * tokens, tokens)
+        else:
+            raise ValueError(f"metric {name!r}: expected one of @mean, @sum, @max, @min, or none, behind its name")
+    return result
+
+
 def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Metrics of several ranks or micro-batches as one dict; a name may be missing in some.
 
@@ -126,8 +150,9 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """One number per name from a Metric, a list of Metrics, a number, or a list of numbers.
 
-    Plain lists follow verl: the largest if the name contains "max", the smallest if it contains "min", else the mean.
-    Empty lists are left out.
+    Plain lists follow ROLL where a name ends in @mean, @sum, @max or @min (ValueError for other suffixes), and verl
+    elsewhere: the largest if the name contains "max", the smallest if it contains "min", else the mean. Empty lists are
+    left out.
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():
@@ -135,6 +160,8 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         if len(entries) and isinstance(entries[0], Metric):
             result |= values(join({name: entries}))
         elif len(entries):
-            reduce = np.max if "max" in name else np.min if "min" in name else np.mean
-            result[name] = float(reduce(np.asarray(entries, dtype=np.float64)))
+            tag = name.partition("@")[2] or next((end for end in ("max", "min") if end in name), "mean")
+            if tag not in _OF_LISTS:
+                raise ValueError(f"metric {name!r}: expected one of @{', @'.join(_OF_LISTS)}, or none, behind its name")
+            result[name] = float(_OF_LISTS[tag](np.asarray(entries, dtype=np.float64)))
     return result

@@ -14,11 +14,10 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.device import compute_dtype, device_memory
-from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from workers.losses import actor_loss, loss_of_batch
+from workers.losses import actor_loss, check_parts, loss_of_batch, own_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
@@ -42,19 +41,11 @@ class ActorWorker(TrainingWorker):
     def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
         super().__init__(config, total_training_steps)
         self.rewards = rewards
-        self.version = 0
+        self.version, self._adds_up = 0, False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds both engines; the training engine first, so that the rollout engine sees the memory that is left.
-
-        Raises UserError for a subclass with a `loss_func` of its own, which training would not call.
-        """
-        if type(self).loss_func is not ActorWorker.loss_func:
-            raise UserError(
-                f"{type(self).__name__}.loss_func is not called by training, whose loss is a part of a mini-batch that "
-                "was cut: register it with @register_policy_loss, and set actor.policy_loss.loss_mode to its name"
-            )
+        """Builds both engines; the training engine first, so that the rollout engine sees the memory that is left."""
         config, model = self.config, self.config.model
         assert model.path is not None
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
@@ -181,13 +172,21 @@ class ActorWorker(TrainingWorker):
 
         output_tensor: logits (b, S, V), or the policy's outputs by name (b, R). See `workers.losses.loss_of_batch`.
         Metrics are numbers under ROLL's names, without the @sum, @max or @min that its trackers take off.
+        A subclass that has its own trains with it: data is then a micro-batch with columns (b, R), output_tensor the
+        outputs by name, and the losses of micro-batches add up. So it divides by the mini-batch's counts in
+        data.meta_info (num_tokens, num_sequences; or ROLL's): a UserError in the first update tells where it does not.
+        Metrics may carry ROLL's suffixes: see `verl_lite.metrics.declared`.
         """
         loss, metrics = loss_of_batch(data, output_tensor, self.config)
         return loss, values(_of_actor(metrics))
 
     def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The same of a micro-batch that the driver prepared, in parts that add up to a step's metrics."""
-        loss, metrics = actor_loss(data, outputs, self.config.actor, self.config.algorithm.rollout_correction)
+        if type(self).loss_func is not ActorWorker.loss_func:
+            self._adds_up = self._adds_up or check_parts(self.loss_func, data, outputs)
+            loss, metrics = own_loss(self.loss_func, data, outputs)
+        else:
+            loss, metrics = actor_loss(data, outputs, self.config.actor, self.config.algorithm.rollout_correction)
         return loss, _of_actor(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

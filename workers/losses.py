@@ -8,6 +8,7 @@ weighted so that their mean over a step is the mini-batches' mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,8 @@ from verl_lite.core_algos import (
     logprobs_from_logits,
     masked_sum,
 )
-from verl_lite.metrics import Metric
+from verl_lite.errors import UserError
+from verl_lite.metrics import Metric, declared
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout
 from verl_lite.schema import check
@@ -35,6 +37,8 @@ REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce weighs."""
 ROLL_COLUMNS = {"ref_log_probs": "ref_log_prob", "infer_logprobs": "rollout_log_probs"}
 ROLL_COUNTS = {"batch_num_tokens": "num_tokens", "global_valid_samples": "num_sequences"}
+LossFunc = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, Any]]]
+LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 LOSS_COLUMNS = ("selected", "scores")
 """Columns that the driver sends where the policy loss names them: see `trainer.requirements`."""
 
@@ -166,6 +170,7 @@ def loss_of_batch(
         come from old_log_probs and the rollout's.
     output_tensor: the policy's outputs by name (b, R), or logits (b, S, V).
     """
+    is_planned = "num_tokens" in data.meta_info  # by the driver, which corrected it
     data, correction, actor = _of_roll(data), config.algorithm.rollout_correction, config.actor
     batch, outputs = data.batch, output_tensor
     found: dict[str, Metric] = {}
@@ -173,7 +178,7 @@ def loss_of_batch(
         if actor.router_aux_loss_coef:
             raise ValueError("loss_func: logits do not say what actor.router_aux_loss_coef weighs: name outputs.")
         outputs = outputs_of_logits(data, outputs, actor.calculate_entropy or actor.entropy_coeff != 0)
-    asked = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode
+    asked = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
     if asked and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():
         log_probs = batch.get("old_log_probs", outputs["log_probs"].detach()), batch["rollout_log_probs"]
         weights, kept, found = correct_rollout(*log_probs, batch["response_mask"], correction)
@@ -182,6 +187,40 @@ def loss_of_batch(
         actor = replace(actor, loss_scale_factor=float(config.data.max_response_length))
     loss, metrics = actor_loss(data, outputs, actor, correction)
     return loss, metrics | found
+
+
+def own_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor]) -> LossAndMetrics:
+    """What a user's `loss_func` gives of a micro-batch, with ROLL's counts of the mini-batch in meta_info beside ours,
+    and its metrics by `declared`."""
+    counts = {theirs: {"response_mask": data.meta_info[ours]} for theirs, ours in ROLL_COUNTS.items()}
+    loss, metrics = loss_func(DataProto(data.batch, data.non_tensor_batch, data.meta_info | counts), outputs)
+    tokens = data.batch["response_mask"].bool().sum().double()
+    return loss, declared(metrics, tokens, data.meta_info["num_tokens"])
+
+
+def check_parts(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor]) -> bool:
+    """Raises UserError where the loss of a micro-batch in two parts (of its one row twice) has another gradient by the
+    outputs than that of the whole. False where both are zero, which says nothing."""
+    rows = data.batch["response_mask"].any(-1).nonzero().flatten().tolist()
+    parts = [slice(rows[1]), slice(rows[1], None)] if len(rows) > 1 else [slice(None)] * 2
+    leaves = [{name: each[part].detach() for name, each in outputs.items()} for part in parts]
+    whole = {
+        name: torch.cat([leaf[name] for leaf in leaves]).requires_grad_(outputs[name].requires_grad) for name in outputs
+    }
+    trained = [leaf for leaf in whole.values() if leaf.requires_grad]
+    cut, pieces = len(leaves[0]["log_probs"]), [data[part] for part in parts]
+    together = own_loss(loss_func, DataProto.concat(pieces), whole)[0]
+    apart = [{name: leaf[part] for name, leaf in whole.items()} for part in (slice(cut), slice(cut, None))]
+    added = torch.stack([own_loss(loss_func, *part)[0] for part in zip(pieces, apart, strict=True)]).sum()
+    found = (torch.autograd.grad(loss, trained, materialize_grads=True) for loss in (together, added))
+    one, other = (torch.cat([gradient.flatten() for gradient in gradients]) for gradients in found)
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-4 * float(one.abs().max())):
+        raise UserError(
+            "the gradient of loss_func depends on how the batch is cut into micro-batches: divide by the counts of the "
+            "mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; or say "
+            "actor.policy_loss.loss_mode=module:function"
+        )
+    return bool(one.any())
 
 
 def _of_roll(data: DataProto) -> DataProto:

@@ -12,6 +12,7 @@ import torch
 
 from verl_lite.config import ActorConfig, AlgorithmConfig, DataConfig, PPOConfig, RolloutCorrectionConfig
 from verl_lite.errors import UserError
+from verl_lite.metrics import combine, to_host, values
 from verl_lite.protocol import DataProto
 from workers.actor_rollout import ActorRolloutWorker, ActorWorker
 from workers.diffusion import actor as diffusion
@@ -194,11 +195,57 @@ def test_what_a_batch_cannot_give_is_named() -> None:
         worker_of(router_aux_loss_coef=0.1).loss_func(data, logits)
 
 
-class OwnLoss(ActorWorker):
+class Own(ActorWorker):
+    """A loss of a user's own, by the counts of the mini-batch under ROLL's names or, wrongly, by its own rows."""
+
+    divides_by_own_rows = False
+
     def loss_func(self, data: DataProto, output_tensor: Any) -> tuple[torch.Tensor, dict[str, float]]:
-        return data.batch["advantages"].sum(), {}
+        loss, metrics = super().loss_func(data, output_tensor)
+        count = data.meta_info["batch_num_tokens"]["response_mask"]
+        if self.divides_by_own_rows:
+            count = int(data.batch["response_mask"].sum())
+        more = (output_tensor["log_probs"].square() * data.batch["response_mask"]).sum() / count
+        return loss + more, metrics | {"actor/more@sum": more.item()}
 
 
-def test_a_loss_func_that_training_would_not_call_is_refused() -> None:
-    with pytest.raises(UserError, match="OwnLoss.loss_func is not called by training.*register_policy_loss"):
-        OwnLoss(PPOConfig(), 10, None).init_model()
+def micro_batches(size: int) -> tuple[list[DataProto], list[torch.Tensor]]:
+    """A mini-batch as training cuts it, without the row that failed, and the log-probs of the forward."""
+    counts = {"num_tokens": 9, "num_sequences": 3}
+    columns = {name: column[:3] for name, column in narrow(batch()[0]).batch.items() if name != "input_ids"}
+    data = DataProto.from_dict(columns, meta_info=counts)
+    outputs = (columns["old_log_probs"] + 0.1).requires_grad_()
+    cuts = [slice(start, start + size) for start in range(0, 3, size)]
+    return [data[cut] for cut in cuts], [outputs, *(outputs[cut] for cut in cuts)]
+
+
+@pytest.mark.parametrize("options", [{}, {"rollout_is": "token", "rollout_rs": "seq_mean_ratio"}])
+def test_the_loss_of_a_subclass_trains_however_the_batch_is_cut(options: dict[str, str]) -> None:
+    """Its gradient is that of the default loss and of what it adds; metrics are those of a mini-batch."""
+    thresholds = {"rollout_is_threshold": "2.0", "rollout_rs_threshold": "0.999_1.001"} if options else {}
+    plain, own = worker_of(options | thresholds, use_kl_loss=True), Own(worker_of().config, 10, None)
+    own.config = plain.config
+    found = []
+    for worker, size in ((plain, 3), (own, 1), (own, 2), (own, 3)):
+        parts, (leaf, *outputs) = micro_batches(size)
+        results = [worker._loss(part, {"log_probs": out}) for part, out in zip(parts, outputs, strict=True)]
+        [gradient] = torch.autograd.grad(sum(loss for loss, _ in results), leaf)
+        found.append((gradient, values(combine(to_host([metrics for _, metrics in results])))))
+    (gradient, metrics), *rest = found
+    mask = parts[0].batch["response_mask"]
+    for own_gradient, own_metrics in rest:
+        torch.testing.assert_close(own_gradient, gradient + 2 * leaf.detach() * mask / 9)
+        more = (leaf.detach().square() * mask).sum().item() / 9
+        parted = {name: metrics[name] for name in metrics if not name.startswith("rollout_corr/")}
+        assert {name: own_metrics[name] for name in (*parted, "actor/more")} == pytest.approx(
+            parted | {"actor/more": more}, rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_loss_that_divides_by_its_own_micro_batch_is_refused(size: int) -> None:
+    worker = Own(worker_of().config, 10, None)
+    worker.divides_by_own_rows = True
+    parts, (_, *outputs) = micro_batches(size)
+    with pytest.raises(UserError, match="num_tokens.*actor.policy_loss.loss_mode=module:function"):
+        worker._loss(parts[0], {"log_probs": outputs[0]})

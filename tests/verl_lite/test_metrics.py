@@ -5,8 +5,9 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
-from verl_lite.metrics import Metric, combine, reduce_metrics, values
+from verl_lite.metrics import Metric, combine, declared, reduce_metrics, values
 
 
 def test_each_reduction_by_hand() -> None:
@@ -37,3 +38,24 @@ def test_reduce_metrics_by_name_and_by_metric() -> None:
     own = {"a/metric": [Metric.mean(1.0, 1), Metric.mean(0.0, 3)], "a/one": Metric.sum(7.0)}
     expected = {"a/max": 5.0, "a/min": 1.0, "a/loss": 3.0, "a/lr": 0.5, "a/metric": 0.25, "a/one": 7.0}
     assert reduce_metrics(lists | own) == expected
+
+
+def test_suffixes_of_roll_are_read_and_unknown_ones_named() -> None:
+    lists = {"a@sum": [1.0, 5.0], "a_max@mean": [1.0, 5.0], "a@max": [1.0, 5.0], "a@min": [1.0, 5.0], "b@sum": 2.0}
+    assert reduce_metrics(lists) == {"a@sum": 6.0, "a_max@mean": 3.0, "a@max": 5.0, "a@min": 1.0, "b@sum": 2.0}
+    for read in (reduce_metrics, lambda metrics: declared(metrics, torch.tensor(1.0), 1)):
+        with pytest.raises(ValueError, match="'a@middle': expected one of .*@sum"):
+            read({"a@middle": 1.0})
+
+
+def test_numbers_of_a_loss_become_what_their_names_say() -> None:
+    """Two mini-batches of 4 tokens, the first in micro-batches of 1 and 3: sums are those of a mini-batch."""
+    own = Metric.sum(1.0)
+    parts = [(1.0, 1), (2.0, 3), (7.0, 4)]
+    names = ("part@sum", "mean@mean", "plain", "top@max", "low@min", "ratio_max", "ratio_min")
+    found = values(
+        combine(declared(dict.fromkeys(names, value) | {"own": own}, torch.tensor(n), 4) for value, n in parts)
+    )
+    means = {"part": (3.0 + 7.0) / 2, "mean": 35 / 8, "plain": 35 / 8, "own": 3.0}
+    assert found == means | {"top": 7.0, "low": 1.0, "ratio_max": 7.0, "ratio_min": 1.0}
+    assert values(declared({"part@sum": 3.0}, torch.tensor(4.0), None)) == {"part": 3.0}

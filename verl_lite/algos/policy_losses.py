@@ -28,7 +28,7 @@ from verl_lite.algos.masked import (
     masked_mean,
     masked_sum,
 )
-from verl_lite.metrics import Metric
+from verl_lite.metrics import Metric, declared
 from verl_lite.registry import accepts, takes
 
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
@@ -148,8 +148,8 @@ def call_policy_loss(
     """What a policy loss gives, be it a `PolicyLossFn` or a function with verl's signature.
 
     counts: batch_num_tokens and global_batch_size. verl's functions find them where they expect them, in
-    config.global_batch_info, to be handed to `agg_loss`; config itself is not changed. Their metrics, plain numbers,
-    count as means over the tokens given here. columns: what the loss names beyond the usual arguments.
+    config.global_batch_info, to be handed to `agg_loss`; config itself is not changed. Their metrics, plain
+    numbers, are read by `declared`. columns: what the loss names beyond the usual arguments.
     """
     options, given = config, {**columns, **counts}
     if not accepts(loss_fn, "batch_num_tokens"):
@@ -158,11 +158,7 @@ def call_policy_loss(
     loss, metrics = loss_fn(*arguments, **given)
     if all(isinstance(value, Metric) for value in metrics.values()):
         return loss, dict(metrics)
-    tokens = response_mask.bool().sum().double()
-    return loss, {
-        name: value if isinstance(value, Metric) else Metric.mean(value * tokens, tokens)
-        for name, value in metrics.items()
-    }
+    return loss, declared(metrics, response_mask.bool().sum().double(), counts.get("batch_num_tokens"))
 
 
 class _VerlConfig:

@@ -111,11 +111,13 @@ def load_schema(
     if not wants_help:
         sources = [merge.read_file(name) for name in options.config]
         sources.append([one for word in words for one in merge.parse_word(word)])
-        merge.together = spellings.together({".".join(one.path): one.value for one in sum(sources, [])})
+        said = {".".join(one.path): one.value for one in sum(sources, [])}
+        merge.together = spellings.together(said)
         translated = [merge.translate(source) for source in sources]
         for one in [*merge.recipe(sum(translated, []), recipe_loader, default_recipe), *sum(translated, [])]:
             merge.assign(one)
         merge.derive()
+        merge.notes += spellings.left_out(said, merge.value, merge.source) if merge.speaks_verl else []
     config, omega = merge.resolve()
     if merge.problems or merge.refused:
         raise ConfigError([*(f"{', '.join(of)}: {why}" for why, of in merge.refused.items()), *merge.problems])

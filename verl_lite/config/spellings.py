@@ -9,7 +9,7 @@ added here, its line goes. `together` judges the keys of ROLL that mean somethin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,7 +162,7 @@ NO_EFFECT: dict[str, str] = {
         "*.engine rollout.n_gpus_per_node reward.reward_model reward_model.n_gpus_per_node reward_model.nnodes "
         "actor_train.strategy_args actor_train.device_mapping actor_train.infer_batch_size actor_infer.strategy_args "
         "actor_infer.device_mapping actor_infer.infer_batch_size critic.strategy_args critic.device_mapping "
-        "actor_infer.num_gpus_per_worker actor_train.worker_cls actor_infer.worker_cls critic.worker_cls "
+        "actor_infer.num_gpus_per_worker actor_infer.worker_cls critic.worker_cls "
         "critic.infer_batch_size rollout.load_format rollout.layered_summon rollout.checkpoint_engine"
     ),
     "an adapter (LoRA) is said by model.lora_rank, lora_alpha, target_modules and exclude_modules, for the policy": (
@@ -286,6 +286,10 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
      "ray_kwargs.ray_init.runtime_env.env_vars system_envs"),
     ("say max_tokens_per_step of an entry in agentic.custom_envs", (), "actor_infer.generating_args.max_new_tokens"),
     ("say agentic.train_env_manager.group_size", (1,), "actor_infer.generating_args.num_return_sequences"),
+    ("a worker's own loss is actor.policy_loss.loss_mode=module:function", tuple(
+        f"roll.pipeline.{name}Worker" for name in (
+            "base_worker.Actor", "agentic.agentic_actor_worker.Actor", "agentic.agentic_actor_pg_worker.Actor",
+            "rlvr.actor_worker.Actor", "rlvr.actor_pg_worker.ActorPG")), "actor_train.worker_cls"),
     ("say actor.ppo_mini_batch_size: the size per device x this x devices", (),
      "actor_train.training_args.gradient_accumulation_steps"),
     ("only the policy acts here", ("policy",),
@@ -381,6 +385,25 @@ def together(given: Mapping[str, Any]) -> dict[str, Verdict]:
     if sections & {"validation", "rewards", "num_return_sequences_in_group"} and "train_env_manager" not in sections:
         found |= {name: _called(name, {to: given[name]}) for name, to in _OF_PROMPTS.items() if name in given}
     return found
+
+
+_ROLL_DEFAULTS = {
+    "adv_estimator": "gae",
+    "lambd": 0.95,
+    "init_kl_coef": 0.2,
+    "loss_agg_mode": "seq-mean-token-mean",
+    "dual_clip_loss": "null",
+    "value_clip": "null",
+}
+"""What ROLL takes for keys that a file leaves out, where it is not what is taken here."""
+
+
+def left_out(given: Mapping[str, Any], value: Callable[[str], Any], source: Callable[[str], str]) -> list[str]:
+    """A note on what files of ROLL (their model is `pretrain`) leave out. given: all that the user says; value and
+    source of a key here."""
+    keys = {RENAMED.get(name, "actor.clip_ratio_c"): theirs for name, theirs in _ROLL_DEFAULTS.items()}
+    ours = [f"{key}={value(key)} (ROLL: {theirs})" for key, theirs in keys.items() if source(key) == "default"]
+    return [f"left out, and another default here: {', '.join(ours)}"] if ours and "pretrain" in given else []
 
 
 def _correction_of_roll(given: Mapping[str, Any]) -> dict[str, Any]:

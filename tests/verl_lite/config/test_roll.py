@@ -181,6 +181,18 @@ def test_keys_that_belong_together_are_read_together(tmp_path: Path) -> None:
         load(tmp_path, {"dual_clip_loss": True, "pg_clip": "${actor.clip_ratio_high}", "pretrain": "m"})
 
 
+def test_defaults_of_roll_that_are_others_here_are_named_where_left_out(tmp_path: Path) -> None:
+    def told(tree: dict[str, Any]) -> list[str]:
+        return [note for note in load(tmp_path, tree).notes if note.startswith("left out")]
+
+    few = {"pretrain": "m", "adv_estimator": "grpo", "lambd": 0.9, "init_kl_coef": 0.2, "pg_clip": 0.3}
+    here = "actor.loss_agg_mode=token-mean (ROLL: seq-mean-token-mean), actor.clip_ratio_c=3.0 (ROLL: null)"
+    [note] = told(few)
+    assert note.endswith(f": {here}, critic.cliprange_value=0.5 (ROLL: null)")
+    all_said = few | {"loss_agg_mode": "token-mean", "dual_clip_loss": False, "critic": {"cliprange_value": 0.5}}
+    assert told(all_said) == [] == told({"model": {"path": "m"}})
+
+
 def test_references_within_a_file_are_followed_and_circles_end(tmp_path: Path) -> None:
     tree = {
         "pretrain": "m",
@@ -212,6 +224,7 @@ def test_keys_of_older_files_are_named(tmp_path: Path) -> None:
         "rl_loss_coef": (0.5, "divide the other coefficients"),
         "add_length_bonus": (True, "your reward"),
         "divide_std": (True, "algorithm.norm_std_type"),
+        "actor_train": ({"worker_cls": "mine.ActorWorker"}, "actor.policy_loss.loss_mode=module:function"),
         "custom_env": ({"FrozenLake": {}}, "agentic.custom_envs"),
     }
     for name, (value, remedy) in others.items():
