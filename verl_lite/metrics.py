@@ -99,14 +99,14 @@ def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
     ]
 
 
-def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: int | float | None) -> dict[str, Metric]:
+def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part | None) -> dict[str, Metric]:
     """A loss's metrics of one micro-batch as Metrics; plain numbers count as means over its `tokens`.
 
     A name may say otherwise by ROLL's suffix, which is taken off: `@sum`, parts that add up over a mini-batch of
     num_tokens (None = all tokens are here), reported as the mean over mini-batches; `@max` or `@min`, as do names that
     end in _max or _min; `@mean`. ValueError for other suffixes, which parts do not give.
     """
-    share = tokens / (tokens.clamp(min=1) if num_tokens is None else max(1, num_tokens))
+    share = tokens / (tokens.clamp(min=1) if num_tokens is None else max(1, float(num_tokens)))
     result: dict[str, Metric] = {}
     for name, value in metrics.items():
         plain, _, tag = name.partition("@")
