@@ -24,7 +24,7 @@ from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import PromptLoader
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.picture import draw_curve
-from trainer.plan import decide_reductions, device_memory_gib, expected_rows, launch_device, measured_line, policy_work
+from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
 from trainer.planner.batch import launch_table
 from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
@@ -137,7 +137,7 @@ class PPOJob(Job[PPOConfig]):
             self.console.note(line)
         self.total_steps = count_steps(self.config, self.data.epoch_prompts)
         if self.kind.trains:
-            if line := decide_reductions(self.config, self.slots):
+            if line := sharding_of_run(self.config, self.slots):
                 self.console.note(line)
         return self.total_steps
 

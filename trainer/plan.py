@@ -28,9 +28,9 @@ from trainer.planner.memory import (
     GIB,
     Accelerator,
     compute_size,
+    decide_sharding,
     memory_plan,
     read_networks,
-    reduce_where_needed,
 )
 from trainer.planner.model_shape import LIKE, ModelShape, config_like, read_shape
 from trainer.planner.step_time import Lengths, longest_lengths, time_lines
@@ -86,19 +86,13 @@ def main(argv: list[str]) -> int:
         )
         if given.device is None:
             print(f"--device is not given: planned for {device.name}. For another: --device NAME, --memory_gb GIB")
-        reduce_where_needed(config, networks, slots, device, memory)
+        if told := decide_sharding(config, networks, slots, device, memory):
+            print(told)
         print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
         plan = memory_plan(config, networks, slots, device)
         print("\n".join(plan.lines(device.name, memory)))
         mean = Lengths(given.mean_prompt or longest.prompt, given.mean_response or longest.response)
         print("", *time_lines(config, networks, slots, device, mean), sep="\n")
-        if nodes > 1 and config.actor.fsdp_config.fsdp_size == -1 and memory is not None:
-            config.actor.fsdp_config.fsdp_size = slots // nodes
-            if memory_plan(config, networks, slots, device).fits(memory * GIB):
-                print(
-                    f"actor.fsdp_config.fsdp_size={slots // nodes} fits too: each machine then has a whole copy, and "
-                    "layers are gathered within it"
-                )
         return int(memory is not None and not plan.fits(memory * GIB))
 
 
@@ -157,14 +151,12 @@ def device_memory_gib(device: Accelerator, slots_here: int) -> float:
     return device.memory_gib or available_memory() / GIB / slots_here
 
 
-def decide_reductions(config: PPOConfig, slots: int) -> str:
-    """`reduce_where_needed` for this run's devices, and what to tell; not where the model's shapes are not known."""
-    device, fsdp = launch_device(config), config.actor.fsdp_config
-    if device.name != "cpu" and fsdp.reduce_every_micro_batch is None:
+def sharding_of_run(config: PPOConfig, slots: int) -> str:
+    """`decide_sharding` for this run's GPUs, and what to tell of it; not where the model's shapes are not known."""
+    device = launch_device(config)
+    if device.name != "cpu":
         with contextlib.suppress(UserError):
-            reduce_where_needed(config, read_networks(config), slots, device, device.memory_gib)
-            if fsdp.reduce_every_micro_batch:
-                return "actor.fsdp_config.reduce_every_micro_batch=true: the devices would not hold whole gradients"
+            return decide_sharding(config, read_networks(config), slots, device, device.memory_gib)
     return ""
 
 

@@ -21,7 +21,7 @@ from tests.workers.engine_cases import TEMPERATURE, Batch, Case, build_engine, p
 from trainer import cli, plan
 from trainer.cli import ALLOCATOR, worker_environment
 from trainer.plan import main, policy_work
-from trainer.planner.memory import ACCELERATORS, Networks, reduce_where_needed
+from trainer.planner.memory import ACCELERATORS, Networks, decide_sharding
 from trainer.planner.model_shape import config_like, shape_of
 from trainer.step_metrics import compute_mfu
 from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig
@@ -118,7 +118,7 @@ def test_gradients_are_summed_in_each_micro_batch_where_whole_ones_do_not_fit() 
     def decided(like: str, device: Any = H100, given: bool | None = None) -> bool | None:
         config, networks = grpo(), Networks(shape_of(config_like(like)))
         config.actor.fsdp_config.reduce_every_micro_batch = given
-        reduce_where_needed(config, networks, 8, device, device.memory_gib)
+        decide_sharding(config, networks, 8, device, device.memory_gib)
         return config.actor.fsdp_config.reduce_every_micro_batch
 
     assert decided("qwen2.5-7b") is False
@@ -127,13 +127,21 @@ def test_gradients_are_summed_in_each_micro_batch_where_whole_ones_do_not_fit() 
     assert decided("qwen2.5-14b", replace(ACCELERATORS["cpu"], memory_gib=1.0)) is False
 
 
-def test_the_plan_tells_of_a_copy_in_each_machine_where_one_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--like", "qwen2.5-1.5b", "--device", "h100", "rollout.n=8"]
-    argv += ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]
-    assert main(argv) == 0
-    assert "fsdp_size=8 fits too" in capsys.readouterr().out
-    main([*argv, "actor.fsdp_config.fsdp_size=8"])
-    assert "fits too" not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("like", "more", "told"),
+    [
+        ("qwen2.5-1.5b", [], "each machine has a copy of the weights: fsdp_config.fsdp_size=8"),
+        ("qwen2.5-1.5b", ["trainer.nnodes=1"], ""),
+        ("qwen2.5-1.5b", ["actor.fsdp_config.fsdp_size=-1"], ""),
+        ("qwen2.5-14b", [], "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true"),
+    ],
+)
+def test_machines_have_a_copy_of_the_weights_each_where_it_fits(
+    like: str, more: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--like", like, "--device", "h100", "rollout.n=8", "trainer.nnodes=2", "trainer.n_gpus_per_node=8", *more])
+    text = capsys.readouterr().out
+    assert told in text and ("each machine has" in text) == told.startswith("each machine")
 
 
 def test_mfu_is_arithmetic_over_time_and_peak_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def machine_problems(
         yield f"trainer.n_gpus_per_node={here} is more than this machine has: set at most its {available} {noun}"
     for key in schema_of(type(config)).keys.values():
         size = value_of(config, key.name) if key.path[-1] == "fsdp_size" else -1
-        if size > 0 and count % size:
+        if size is not None and size > 0 and count % size:
             yield f"{key.name}={size} does not divide the {count} devices; use -1 or one of {_divisors(count)}"
 
 

@@ -97,7 +97,9 @@ class FSDPConfig(Options):
         None,
         "sum gradients over ranks in each micro-batch: less memory, slower; null = where GPUs need it",
     )
-    fsdp_size: int = opt(-1, "ranks that share one copy of the weights; -1 = all, 1 = replicate", ALL_OR_SOME)
+    fsdp_size: int | None = opt(
+        None, "ranks that share one copy of the weights; -1 = all; null = a machine's where they hold one", ALL_OR_SOME
+    )
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes of computation")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what becomes an FSDP group of its own")
 

@@ -308,11 +308,11 @@ def ensure_process_group(device: torch.device) -> None:
         dist.init_process_group(dist_backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
-def shard_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
+def shard_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
     """All ranks in one dimension, or replicas x shards where fsdp_size ranks share one copy. ValueError if it does
     not divide."""
     world = dist.get_world_size()
-    if fsdp_size < 0 or fsdp_size >= world:
+    if fsdp_size is None or fsdp_size < 0 or fsdp_size >= world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     if fsdp_size == 0 or world % fsdp_size:
         divisors = [size for size in range(1, world + 1) if world % size == 0]
