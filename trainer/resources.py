@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trainer.cli import worker_environment
-from verl_lite.config import RunOptions
+from verl_lite.config import RolloutConfig, RunOptions
 from verl_lite.device import cpu_count, device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
@@ -73,7 +73,9 @@ def start_workers(
     assert slots is not None
     on_cpu = device_type(trainer.device) == "cpu"
     rollout = getattr(config, "rollout", None)
-    sleeps = rollout is not None and resolve_engine_name(rollout.name) == "vllm" and rollout.free_cache_engine
+    sleeps = (
+        isinstance(rollout, RolloutConfig) and resolve_engine_name(rollout.name) == "vllm" and rollout.free_cache_engine
+    )
     groups = create_worker_groups(
         trainer.backend,
         ResourcePool([slots] * trainer.nnodes, use_gpu=not on_cpu),
