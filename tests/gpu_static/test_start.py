@@ -83,6 +83,8 @@ def test_torch_splits_a_bound_world_for_gloo_groups_of_other_ranks_too(monkeypat
     """Why no device is bound where vLLM makes such groups: the ranks inside would never come to the split."""
     splits: list[Any] = []
     source = SimpleNamespace(perform_nocolor_split=splits.append)
+    if dist.is_initialized():  # left by a test before
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # type: ignore[union-attr]
