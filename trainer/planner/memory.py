@@ -189,37 +189,6 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     return plan
 
 
-def decide_sharding(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
-) -> str:
-    """Decides `fsdp_size` (where the actor's is null) and `reduce_every_micro_batch`; returns what to tell of it.
-
-    GPUs of several machines get a copy of the weights in each, whose layers are then gathered within it, if that fits;
-    where whole gradients do not fit beside the rest, they are summed in each micro-batch.
-    """
-    actor, critic = config.actor.fsdp_config, config.critic.fsdp_config
-    is_open = actor.fsdp_size is None
-    sizes = [each for each in (actor, critic, config.ref.fsdp_config) if is_open and each.fsdp_size is None]
-    sums = [each for each in (actor, critic) if each.reduce_every_micro_batch is None]
-    ways = [(-1, False)]
-    if device.name != "cpu":
-        inside = [(slots // config.trainer.nnodes, False)] if config.trainer.nnodes > 1 and sizes else []
-        ways = [*inside, (-1, False), (-1, True)]
-    told = ""
-    for size, each_time in ways:
-        for fsdp in sizes:
-            fsdp.fsdp_size = size
-        for fsdp in sums:
-            fsdp.reduce_every_micro_batch = each_time
-        if size > 0:
-            told = f"each machine has a copy of the weights: fsdp_config.fsdp_size={size}"
-        else:
-            told = "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true" if each_time and sums else ""
-        if memory_gib is None or memory_plan(config, networks, slots, device).fits(memory_gib * GIB):
-            break
-    return told
-
-
 # -- what a run has of each --------------------------------------------------------------------------------------------
 
 

@@ -94,11 +94,12 @@ class FSDPConfig(Options):
     optimizer_offload: bool = opt(False, "keep optimizer state in host memory outside the update")
     reshard_after_forward: bool = opt(True, "free gathered parameters after the forward (ZeRO-3); false = ZeRO-2")
     reduce_every_micro_batch: bool | None = opt(
-        None,
-        "sum gradients over ranks in each micro-batch: less memory, slower; null = where GPUs need it",
+        None, "sum gradients over ranks in each micro-batch: less memory, slower; null = where GPUs need it"
     )
     fsdp_size: int | None = opt(
-        None, "ranks that share one copy of the weights; -1 = all; null = a machine's where they hold one", ALL_OR_SOME
+        None,
+        "ranks that share one copy; -1 = all, 1 = replicate; null = a machine's where its GPUs hold one",
+        ALL_OR_SOME,
     )
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes of computation")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "what becomes an FSDP group of its own")

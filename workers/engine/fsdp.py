@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ class FSDPEngine:
         self.move_in_optimizer()
         self.policy.train()
         self._forward_arguments = forward_arguments
-        with deterministic_kernels(self.deterministic):
+        with self._kernels(True):
             metrics = train_epochs(self, data, loss_fn, self._do_other_work)
         metrics["lr"] = Metric.last(self.lr)
         self.scheduler_step += 1
@@ -179,14 +179,18 @@ class FSDPEngine:
         """
         self.policy.eval()
         self._forward_arguments = forward_arguments
-        with deterministic_kernels(self.deterministic):
+        with self._kernels(True):
             outputs = infer_batch(self, data, self._do_other_work)
         self._reshard()
         return outputs
 
     def _do_other_work(self) -> None:
-        with deterministic_kernels(False):  # vLLM's sampler has operations without such a kernel
+        with self._kernels(False):  # vLLM's sampler has operations without a deterministic kernel
             self.between()
+
+    def _kernels(self, repeat: bool) -> AbstractContextManager[None]:
+        """Where the engine is not deterministic, torch stays as the user has set it."""
+        return deterministic_kernels(repeat) if self.deterministic else nullcontext()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Inside, the policy is the base model that its adapter started from."""

@@ -252,7 +252,7 @@ def _naming_the_family(config: PretrainedConfig, device: torch.device) -> Iterat
     """Raises UserError, with the family of the model, for whatever vLLM raises when it builds one."""
     import vllm
 
-    told = f"rollout.name=vllm: vLLM {vllm.__version__} does not run {config.model_type} on {device.type}"
+    told = f"rollout.name=vllm: vLLM {vllm.__version__} did not start with {config.model_type} on {device.type}"
     try:
         if device.type == "cpu" and config.model_type in ("lfm2", "zamba2"):  # also where it reads the weights itself
             raise NotImplementedError("its log-probs are nats away from those of transformers")

@@ -101,4 +101,4 @@ def test_it_samples_with_the_log_probs_of_transformers_or_is_refused(family: str
     with pytest.raises(Exception, match=NOT_ON_CPU[family]) as error:
         result.result()
     if family not in STARTS:
-        assert f"does not run {network.config.model_type} on cpu: " in str(error.value)
+        assert f"did not start with {network.config.model_type} on cpu: " in str(error.value)
