@@ -150,13 +150,23 @@ class WorkerGroup:
             raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {known}")
         return self._meshes[name]
 
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Run any method on all ranks with the same arguments; a future of the list of answers."""
+        return self._start(method, Dispatch.ONE_TO_ALL, args, kwargs)
+
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run any method on all ranks with the same arguments; the list of answers."""
-        return self._start(method, Dispatch.ONE_TO_ALL, args, kwargs).get()
+        return self.execute_all_async(method, *args, **kwargs).get()
+
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Run any method on rank 0; a future of its answer."""
+        return self._start(method, Dispatch.RANK_ZERO, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run any method on rank 0; its answer."""
-        return self._start(method, Dispatch.RANK_ZERO, args, kwargs).get()
+        return self.execute_rank_zero_async(method, *args, **kwargs).get()
+
+    execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
 
     def shutdown(self) -> None:
         """End the slots, and with them all roles that share them. Calling it again does nothing."""

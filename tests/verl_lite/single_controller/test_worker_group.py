@@ -58,8 +58,6 @@ def test_every_mode(groups: Groups) -> None:
     assert group.weighted(numbers) == 4 * 1 + 3 * 2 + 2 * 3 + 1 * 4
     assert group.asynchronous() == [0, 1, 2, 3]
     assert group.ends_what_it_starts() == [-signal.SIGTERM] * 4, "Ray's processes, which hear no SIGTERM, pass that on"
-    assert group.execute_all_sync("whoami")[1][:3] == (1, 4, "calculator")
-    assert group.execute_rank_zero_sync("echo", 4) == (0, 4)
     assert group.object_of(batch(4)) == [6.0] * 4
     with pytest.raises(ValueError, match="one entry per rank"):
         group.from_lists([1, 2, 3], b=[1, 2])
@@ -67,6 +65,16 @@ def test_every_mode(groups: Groups) -> None:
         group.echo(PerRank([1, 2, 3]))
     with pytest.raises(AttributeError, match="whoami"):
         group.no_such_method()
+
+
+def test_any_method_by_its_name(groups: Groups) -> None:
+    group = groups["calculator"]
+    assert group.execute_all_sync("echo", 4) == [(rank, 4) for rank in range(4)]
+    assert group.execute_rank_zero_sync("echo", 4) == (0, 4)
+    for name in ("execute_all", "execute_all_async", "execute_rank_zero", "execute_rank_zero_async"):
+        future = getattr(group, name)("echo", 4)
+        assert isinstance(future, DataProtoFuture), "as verl's, it goes on while the workers are at work"
+        assert future.get() == getattr(group, name.removesuffix("_async") + "_sync")("echo", 4)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 9])
