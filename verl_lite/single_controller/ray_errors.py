@@ -6,7 +6,6 @@ its notes.
 
 from __future__ import annotations
 
-import faulthandler
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ _LAST_LOG_LINES = 40  # room for the stack of a crash in native code
 _DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
 # What a rank says when another one has gone: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
-_STACKS_AFTER = 0.9  # of the stall timeout: before the driver ends the process
 _CAUSES = (
     (
         r"was (\S+) used / (\S+) limit",
@@ -86,17 +84,6 @@ def stalled(who: str, timeout_s: float, role: str, method: str, log: str | None,
     )
     add_circumstances(error, role=role, rank=rank, method=method, log=log)
     return error
-
-
-@contextmanager
-def stacks_if_it_stalls(timeout_s: float | None) -> Iterator[None]:
-    """Writes the stacks of all threads to standard error when the block takes nearly that long; it goes on then."""
-    if timeout_s is not None:
-        faulthandler.dump_traceback_later(_STACKS_AFTER * timeout_s)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

@@ -43,7 +43,6 @@ from verl_lite.single_controller.ray_errors import (
     is_consequence,
     original_error,
     portable_errors,
-    stacks_if_it_stalls,
     stalled,
 )
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
@@ -150,8 +149,13 @@ class SlotProcess:
         """Call a method; the last len(names) values are keyword arguments: Ray resolves only top-level references."""
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
-        with portable_errors(), stacks_if_it_stalls(self._stall_timeout_s):
-            return invoke(self._slot, role, method, positional, keywords)
+        if self._stall_timeout_s is not None:  # stacks of all threads go to the log before the driver ends the process
+            faulthandler.dump_traceback_later(0.9 * self._stall_timeout_s)
+        try:
+            with portable_errors():
+                return invoke(self._slot, role, method, positional, keywords)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,7 @@ class RayTransport:
         return _Handle(ref, rank, role, method)
 
     def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
-        """The answers; see Transport. fatal: an error ends the slots even if every rank came back."""
+        """The answers; see LocalTransport. fatal: an error ends the slots even if every rank came back."""
         answers: dict[Any, Any] = {}
         pending, look, begun = list(handles), _FIRST_LOOK_S, time.monotonic()
         while pending:

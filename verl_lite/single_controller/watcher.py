@@ -42,11 +42,6 @@ def marked_processes(mark: str, token: str, folders: Sequence[str] = ()) -> list
     return found
 
 
-def processes_holding(link: str) -> list[int]:
-    """Processes of this user that have this open, as /proc names it (`pipe:[123]`); this one is not among them."""
-    return [int(pid) for pid in _other_processes() if link in _open_files(pid)]
-
-
 def _other_processes() -> list[str]:
     return [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
 
@@ -115,7 +110,8 @@ def watch(driver: int, token: str, folders: list[str]) -> None:
         if time.monotonic() - looked > LOOK_EVERY_S:
             shared |= shared_memory_of(marked_processes(RUN_MARK, token))
             looked = time.monotonic()
-    kill(processes_holding(pipe))  # forks of the driver: they have its environment, which has no mark
+    # forks of the driver, which have the pipe open: they have its environment, which has no mark
+    kill([int(pid) for pid in _other_processes() if pipe in _open_files(pid)])
     end(RUN_MARK, token, folders, shared=shared)
 
 

@@ -8,38 +8,23 @@ the other, with batches that take the same way through the wire format, so that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from verl_lite.batch import wire
 from verl_lite.protocol import DataProto, DataProtoFuture
-from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, Dispatched, DispatchMode, Mesh, Registration
+from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, DispatchMode, Mesh, Registration
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, close_process_group, construct, invoke
 
-
-class Transport(Protocol):
-    """How calls reach the slots; one for all groups that share them."""
-
-    world_size: int
-
-    def share(self, value: Any) -> Any:
-        """A stand-in for a value that several ranks receive; it travels once."""
-
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Start a call; arguments may be stand-ins. Gives a handle."""
-
-    def wait(self, handles: list[Any]) -> list[Any]:
-        """The answers. Raises the first error of any of them at once, as the exception that the worker raised."""
-
-    def close(self) -> None:
-        """End the slots."""
+if TYPE_CHECKING:
+    from verl_lite.single_controller.ray_worker_group import RayTransport
 
 
 class LocalTransport:
-    """Slots that are objects of this process. A handle is the answer, or the exception."""
+    """How calls reach the slots, which are objects of this process; one for all groups that share them."""
 
     def __init__(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs]) -> None:
         self.world_size = pool.world_size
@@ -52,23 +37,25 @@ class LocalTransport:
                 construct(slot, role, recipe)
 
     def share(self, value: Any) -> Any:
+        """A stand-in for a value that several ranks receive; it travels once."""
         return value
 
-    def submit(
-        self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Exception | None]:
+    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Start a call; arguments may be stand-ins. Gives a handle: here the answer, or the exception."""
         try:
             return invoke(self._slots[rank], role, method, args, kwargs), None
         except Exception as error:  # raised when the answer is asked for
             return None, error
 
     def wait(self, handles: list[Any]) -> list[Any]:
+        """The answers. Raises the first error of any of them at once, as the exception that the worker raised."""
         for _, error in handles:
             if error is not None:
                 raise error
         return [value for value, _ in handles]
 
     def close(self) -> None:
+        """End the slots."""
         self._slots = []
         close_process_group()
 
@@ -76,7 +63,7 @@ class LocalTransport:
 class WorkerGroup:
     """The workers of one role. Its registered methods appear here under their own names."""
 
-    def __init__(self, role: str, cls: type, transport: Transport) -> None:
+    def __init__(self, role: str, cls: type, transport: LocalTransport | RayTransport) -> None:
         self.role = role
         self._transport = transport
         self._meshes: dict[str, Mesh] = {}
@@ -107,23 +94,10 @@ class WorkerGroup:
         return call
 
     def _start(self, name: str, mode: DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture:
+        """Start a call. What is large travels packed and, for however many ranks, once."""
         dispatched = mode.dispatch(self, tuple(map(_resolved, args)), {k: _resolved(v) for k, v in kwargs.items()})
         if mode.rank_zero:
             dispatched.calls, dispatched.collect = dispatched.calls[:1], [0]
-        handles = self._submit(name, dispatched)
-
-        def finish() -> Any:
-            answers = self._transport.wait(handles)
-            try:
-                return mode.combine(self, [answers[rank] for rank in dispatched.collect], dispatched)
-            except (TypeError, ValueError) as error:
-                error.add_note(f"in the answers of {self.role}.{name}")
-                raise
-
-        return DataProtoFuture(finish)
-
-    def _submit(self, name: str, dispatched: Dispatched) -> list[Any]:
-        """Start the call. What is large travels packed and, for however many ranks, once."""
         shared: dict[int, tuple[Any, Any]] = {}  # the original is kept too: its id must not be reused
 
         def stand_in(value: Any) -> Any:
@@ -138,7 +112,16 @@ class WorkerGroup:
         for rank, (args, kwargs) in enumerate(dispatched.calls):
             given = {key: stand_in(value) for key, value in kwargs.items()}
             handles.append(self._transport.submit(rank, self.role, name, tuple(map(stand_in, args)), given))
-        return handles
+
+        def finish() -> Any:
+            answers = self._transport.wait(handles)
+            try:
+                return mode.combine(self, [answers[rank] for rank in dispatched.collect], dispatched)
+            except (TypeError, ValueError) as error:
+                error.add_note(f"in the answers of {self.role}.{name}")
+                raise
+
+        return DataProtoFuture(finish)
 
     def mesh(self, name: str) -> Mesh:
         """A mesh that the workers registered; asked of them once. Raises ValueError if it is unknown or incomplete."""
