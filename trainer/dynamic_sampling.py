@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from trainer.data.prompts import PromptDataset
-from trainer.rewards.groups import Groups, groups_of
+from trainer.rewards.groups import KINDS, Groups, groups_of
 from trainer.steps import TrainingSteps
-from verl_lite.algos.group_outcomes import KINDS
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -134,10 +133,10 @@ class FilterStats:
     def add(self, batch: DataProto, groups: Groups, chosen: torch.Tensor) -> None:
         """Takes in a generation batch. chosen: (B,) rows that go into the training batch."""
         sources = dict(zip(groups.of_row.tolist(), batch.non_tensor_batch["data_source"], strict=True))
-        for kind in KINDS:
-            for group, is_so in enumerate(getattr(groups.kinds, kind).tolist()):
+        for kind, of_kind in groups.kinds.items():
+            for group, is_so in enumerate(of_kind.tolist()):
                 self.by_source.setdefault(sources[group], Counter())[kind] += is_so
-        kept = groups.kinds.kept[groups.of_row]
+        kept = groups.kinds["kept"][groups.of_row]
         tokens = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(1)
         self.batches += 1
         self.tokens += int(tokens.sum())
@@ -199,7 +198,7 @@ def collect_groups(
     while more is not None:
         batch = answer(more)
         groups = groups_of(batch, options.metric)
-        kept = groups.kinds.kept
+        kept = groups.kinds["kept"]
         chosen = (kept & (kept.cumsum(0) <= missing))[groups.of_row]
         stats.add(batch, groups, chosen)
         parts += [batch.select_idxs(chosen)] if chosen.any() else []

@@ -205,7 +205,7 @@ def test_an_outcome_of_its_own_beside_the_score() -> None:
     batch = scored(data.__getitems__([0, 1, 2]), {"p0": (0.5, 1.0), "p1": (0.5, 1.0), "p2": (0.5, 1.0)})
     batch.non_tensor_batch["reward/acc"] = as_column([True, True, 0, 1, None, None])
     batch.non_tensor_batch["reward/length"] = as_column([3, 3, 3, 3, 3, "three"])
-    kept = {metric: groups_of(batch, metric).kinds.kept.tolist() for metric in (None, "acc", "score", "length")}
+    kept = {metric: groups_of(batch, metric).kinds["kept"].tolist() for metric in (None, "acc", "score", "length")}
     assert kept == {
         None: [False, True, True],
         "acc": [False, True, True],
@@ -219,7 +219,7 @@ def test_an_outcome_of_its_own_beside_the_score() -> None:
         "groups/unjudged": pytest.approx(1 / 3),
     }
     batch.batch["outcomes"] = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    assert groups_of(batch, "score").kinds.all_right.all()
+    assert groups_of(batch, "score").kinds["all_right"].all()
 
 
 def test_batches_with_other_columns_are_joined() -> None:

@@ -63,7 +63,8 @@ def test_papers_are_linked_by_their_numbers() -> None:
     links = re.findall(r"\[(\d{4}\.\d{5})\]\(https://arxiv\.org/abs/([\d.]+)\)", PAGE)
     assert len(links) > 20 and all(text == target for text, target in links)
     folder = Path(core_algos.__file__).parent
-    sources = "".join(path.read_text() for path in (folder / "core_algos.py", *folder.glob("algos/*.py")))
+    files = (folder / "core_algos.py", *folder.glob("algos/*.py"), folder.parent / "trainer/rewards/scores.py")
+    sources = "".join(path.read_text() for path in files)
     assert not [number for number, _ in links if f"arXiv:{number}" not in sources], "the code names the same papers"
 
 

@@ -12,23 +12,25 @@ import numpy as np
 import torch
 
 from verl_lite.algos.advantages import outcome_scores
-from verl_lite.algos.group_outcomes import KINDS, GroupKinds, group_kinds
 from verl_lite.algos.masked import group_ids
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 
 SCORE, ACCURACY = "score", "acc"
+KINDS = ("kept", "all_right", "all_wrong", "unjudged")
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a batch. of_row: (B,) the number of each row's group, by first appearance; kinds: of each group."""
+    """The groups of a batch. of_row: (B,) the number of each row's group, by first appearance. kinds: of each group,
+    (G,) bool tensors by KINDS, of which exactly one is true.
+
+    kept: at least two answers that count, of different outcome. all_right, all_wrong: at least two, all of the same
+    outcome, which is above 0 or not. unjudged: fewer than two answers count.
+    """
 
     of_row: torch.Tensor
-    kinds: GroupKinds
-
-    def __len__(self) -> int:
-        return len(self.kinds.kept)
+    kinds: dict[str, torch.Tensor]
 
 
 def groups_of(batch: DataProto, metric: str | None) -> Groups:
@@ -37,11 +39,19 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
     Reads uid, response_mask, token_level_scores, outcomes where there, and `reward/<metric>`. metric: `score`, an
     entry of the reward function's dict, or None = `acc` in rows that have one, else the score, as for `acc` itself (in
     verl a number that is returned alone is acc). An answer does not count if its response_mask is empty (its reward
-    failed, or it has no token) or if it has no such entry.
+    failed, or it has no token) or if it has no such entry. Outcomes are compared, not their standard deviation, which
+    rounding can leave above 0.
     """
     values, counted = outcomes_of(batch, metric)
     of_row, number = group_ids(batch.non_tensor_batch["uid"], values.device)
-    return Groups(of_row, group_kinds(values, counted, of_row, number))
+    lowest, highest = (
+        values.new_full((number,), empty).scatter_reduce(0, of_row, values.masked_fill(~counted, empty), extreme)
+        for empty, extreme in ((torch.inf, "amin"), (-torch.inf, "amax"))
+    )
+    several = of_row.new_zeros(number).index_add(0, of_row, counted.long()) > 1
+    equal = several & (lowest == highest)
+    kinds = (several & (lowest < highest), equal & (highest > 0), equal & (highest <= 0), ~several)
+    return Groups(of_row, dict(zip(KINDS, kinds, strict=True)))
 
 
 def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,12 +72,11 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
 
 
 def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
-    """groups/{kept,all_right,all_wrong,unjudged}: shares of the batch's groups, which sum to 1; see `GroupKinds`.
+    """groups/{kept,all_right,all_wrong,unjudged}: shares of the batch's groups, which sum to 1; see `Groups`.
 
     Nothing for rows that are steps of episodes, whose groups are the scheduler's part.
     """
     if "traj_id" in batch or not len(batch):
         return {}
-    groups = groups_of(batch, metric)
-    counts = groups.kinds.count()
-    return {f"groups/{kind}": Metric.mean(counts[kind], len(groups)) for kind in KINDS}
+    kinds = groups_of(batch, metric).kinds
+    return {f"groups/{kind}": Metric.mean(int(is_so.sum()), len(is_so)) for kind, is_so in kinds.items()}

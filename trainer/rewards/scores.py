@@ -17,7 +17,6 @@ import torch
 from trainer.evaluate.sample import is_prediction
 from trainer.rewards.failures import FailureLog
 from verl_lite.algos.advantages import outcome_scores
-from verl_lite.algos.reward_shaping import overlong_penalty
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -140,6 +139,7 @@ def mask_failed(batch: DataProto) -> DataProto:
 def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, Metric]]:
     """The batch with the penalty of `reward.overlong_buffer` added to each answer's score; as it is where that is off.
 
+    DAPO's (arXiv:2503.14476, eq. 13): none up to the last `len` tokens, then linear, to -penalty_factor at the longest.
     Reads token_level_scores and response_mask (B, R). Writes token_level_scores, and outcomes (B,), the scores before,
     by which groups are filtered; with reward.overlong_buffer.log also reward/overlong_reward and reward/overlong (0 or
     1), with the metrics reward/overlong_reward/mean and reward/overlong/mean over answers that count. An answer whose
@@ -149,8 +149,8 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
     if not options.enable:
         return batch, {}
     lengths = (batch.batch["response_mask"] != 0).sum(1)
-    penalty = overlong_penalty(lengths, config.data.max_response_length, options.len, options.penalty_factor)
-    penalty = torch.where(lengths > 0, penalty, 0)
+    exceeding = lengths.float() - (config.data.max_response_length - options.len)
+    penalty = torch.where(lengths > 0, (-exceeding / options.len * options.penalty_factor).clamp(max=0.0), 0)
     result = batch.select()
     scores = batch.batch["token_level_scores"].clone()
     result.batch["outcomes"] = scores.sum(1)
