@@ -37,13 +37,12 @@ from trainer.step_metrics import (
 )
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
-from verl_lite.algos.rollout_diff import rollout_probs_diff
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
-from verl_lite.rollout_correction import correct_rollout, keep_rewards
+from verl_lite.rollout_correction import correct_rollout, keep_rewards, rollout_probs_diff
 from workers.rollout.base import SamplingParams
 
 

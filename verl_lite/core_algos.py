@@ -23,6 +23,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_lite.algos.advantages import (
     compute_gae_advantage_return,
@@ -91,29 +92,7 @@ from verl_lite.algos.reinforce_losses import (
 )
 from verl_lite.registry import Registry
 
-__all__ = [
-    "masked_sum",
-    "LOSS_AGG_MODES",
-    "RunningMoments",
-    "agg_loss",
-    "clip_range",
-    "compute_clip_fraction",
-    "masked_normalize",
-    "clipped_surrogate",
-    "compute_agentic_reinforce_return",
-    "compute_policy_loss",
-    "compute_reinforce_return",
-    "compute_segment_masked_mean",
-    "group_ids",
-    "group_mean_std",
-    "masked_log_ratio",
-    "masked_var",
-    "masked_whiten",
-    "outcome_scores",
-    "token_means",
-]
-
-AdvantageEstimatorFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 
 # ---------------------------------------------------------------------------------------------------- registries
 
@@ -205,17 +184,17 @@ register_policy_loss("kl_cov")(compute_policy_loss_kl_cov)
 
 
 def compute_value_loss(
-    vpreds: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    response_mask: torch.Tensor,
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
     dp_size: int = 1,
     batch_num_tokens: Count | None = None,
     global_batch_size: Count | None = None,
     loss_scale_factor: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Clipped value loss: 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), aggregated as any other loss.
 
     vpreds v, returns G, values v_old, response_mask: (B, T); c = cliprange_value. Denominators, dp_size and mode: see
@@ -246,9 +225,7 @@ def compute_value_loss(
 KL_ALIASES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def kl_penalty(
-    logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str, response_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_mask: Tensor | None = None) -> Tensor:
     """Estimate of KL(policy || reference) at each sampled token, with d = logprob - ref_logprob (B, T).
 
       k1 (= kl)            d                  unbiased value; as a loss its gradient has expectation 0
@@ -287,7 +264,7 @@ def kl_penalty(
 _kl_penalty = kl_penalty  # under another name, for functions that have an argument of this one
 
 
-def _kl_estimate(difference: torch.Tensor, name: str) -> torch.Tensor:
+def _kl_estimate(difference: Tensor, name: str) -> Tensor:
     match name:
         case "k1":
             return difference
@@ -300,29 +277,26 @@ def _kl_estimate(difference: torch.Tensor, name: str) -> torch.Tensor:
             return (inverse.exp() - inverse - 1).clamp(-10.0, 10.0)
 
 
-def kl_penalty_forward(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """verl's name of the value of `kl_penalty`, whose gradient a "+" would change: (B, T)."""
     return _kl_penalty(logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
 def compute_approx_kl(
-    log_probs: torch.Tensor,
-    log_probs_base: torch.Tensor,
-    action_mask: torch.Tensor | None = None,
-    kl_penalty: str = "kl",
-) -> torch.Tensor:
+    log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_penalty: str = "kl"
+) -> Tensor:
     """ROLL's name and arguments of `kl_penalty`; 0 where `action_mask` is 0."""
     return _kl_penalty(log_probs, log_probs_base, kl_penalty, action_mask)
 
 
 def apply_kl_penalty(
-    token_level_scores: torch.Tensor,
-    log_prob: torch.Tensor,
-    ref_log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_scores: Tensor,
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
     kl_coef: float,
     kl_penalty_type: str = "kl",
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, float]:
     """Rewards with the KL to the reference model taken off: (token_level_scores - kl_coef * kl (B, T), mean KL).
 
     All tensors (B, T). The mean KL, for the controller and `actor/reward_kl_penalty`, is the mean over sequences with a
@@ -339,9 +313,7 @@ def apply_kl_penalty(
     return token_level_scores - kl_coef * divergence, mean_kl
 
 
-def compute_rewards(
-    token_level_scores: torch.Tensor, old_log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kl_ratio: float
-) -> torch.Tensor:
+def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
     """verl's name of scores less kl_ratio (old_log_prob - ref_log_prob), all (B, T), without a mask."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
@@ -392,7 +364,7 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
             raise ValueError(f"algorithm.kl_ctrl.type={other!r}: expected fixed or adaptive.")
 
 
-def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy in nats of softmax(logits) over the last dimension: (..., V) -> (...), differentiable. fp32 at least.
 
     A logit of -inf, a token that cannot be, adds nothing.
@@ -402,14 +374,12 @@ def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
     return -(log_probs.exp() * possible).sum(dim=-1)
 
 
-def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable. fp32 at least."""
     wide = at_least_fp32(logits)
     return wide.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(dim=-1)
 
 
-def compute_entropy_loss(
-    logits: torch.Tensor, response_mask: torch.Tensor, loss_agg_mode: str = "token-mean"
-) -> torch.Tensor:
+def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
     """The entropy of softmax(logits) (B, T, V), aggregated over the valid tokens of a mini-batch given whole."""
     return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.protocol import DataProto
@@ -17,9 +18,7 @@ REWEIGHT_METHODS = ("pow", "max_min", "max_random")
 _SMALLEST = 1e-8  # every row that counts can be drawn, also where all scores are 0
 
 
-def pf_ppo_weights(
-    scores: torch.Tensor, valid: torch.Tensor, reweight_method: str = "pow", weight_pow: float = 2.0
-) -> torch.Tensor:
+def pf_ppo_weights(scores: Tensor, valid: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
     """Weights of the draw (B,) fp64, not normalised; 0 for rows that do not count.
 
       pow          |score| ^ weight_pow

@@ -16,10 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_lite.algos.masked import at_least_fp32, check_shapes, compute_segment_masked_mean
 from verl_lite.algos.policy_losses import LOG_RATIO_BOUND, masked_log_ratio
-from verl_lite.algos.rollout_diff import mismatch_metrics
 from verl_lite.config.rollout_correction import WEIGHT_LEVELS, Correction, Rejection, Weighting, correction_of
 from verl_lite.metrics import Metric
 
@@ -29,8 +29,8 @@ ROLL_LEVELS = {level: name for name, level in WEIGHT_LEVELS.items()}
 
 @torch.no_grad()
 def correct_rollout(
-    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor, options: Any
-) -> tuple[torch.Tensor | None, torch.Tensor, Metrics]:
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, options: Any
+) -> tuple[Tensor | None, Tensor, Metrics]:
     """Weights (B, T) or None, the response_mask without what was rejected, and what there is to log.
 
     old_log_probs: by the trainer; rollout_log_probs: by the engine that sampled. options: a `Correction`, or any object
@@ -54,18 +54,22 @@ def correct_rollout(
 
     weights = None
     if correction.weighting is not None:
-        raw = _raw_weights(log_ratio, is_valid, correction.weighting)
-        weights = _bounded(raw, correction.weighting)
-        metrics |= _weight_metrics(weights, raw, is_valid, correction.weighting)
-        if correction.weighting.batch_normalize:
-            mean = _mean(weights, _unit_shares(is_valid, correction.weighting.level)).value
+        weighting, lower, upper = correction.weighting, correction.weighting.lower, correction.weighting.upper
+        exponent = _over(log_ratio, is_valid, weighting.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        raw = torch.where(is_valid, exponent.exp(), 0)
+        weights = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0)
+        metrics |= _weight_metrics(weights, raw, is_valid, weighting)
+        if weighting.batch_normalize:
+            mean = _mean(weights, _unit_shares(is_valid, weighting.level)).value
             factor = mean if mean > 1e-8 else 1.0  # nan, if nothing is valid
             weights = weights / factor
             metrics["rollout_corr/rollout_is_batch_norm_factor"] = Metric.last(factor)
 
     is_kept = is_valid
+    divergences = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.expm1() - log_ratio}
+    measures = {"ratio": log_ratio, "diff": difference, **divergences}
     for rejection in correction.rejections:
-        statistic = _over(_measured(log_ratio, difference, rejection.measure), is_valid, rejection.level)
+        statistic = _over(measures[rejection.measure], is_valid, rejection.level)
         passes = (statistic >= rejection.lower) & (statistic <= rejection.upper)
         metrics |= _rejection_metrics(statistic, passes, is_valid, rejection)
         is_kept = is_kept & passes
@@ -76,7 +80,7 @@ def correct_rollout(
     return weights, mask, metrics
 
 
-def keep_rewards(rewards: torch.Tensor, response_mask: torch.Tensor, kept_mask: torch.Tensor) -> torch.Tensor:
+def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> Tensor:
     """Rewards (B, T) of rejected tokens moved to the last kept token before them; where there is none they stay.
 
     Estimators of steps (gae, reinforce_plus_plus) read rewards under mask 1 only, and the score of an answer stands on
@@ -92,7 +96,7 @@ def keep_rewards(rewards: torch.Tensor, response_mask: torch.Tensor, kept_mask: 
 # ---------------------------------------------------------------------------------------------------- the arithmetic
 
 
-def _over(values: torch.Tensor, is_valid: torch.Tensor, level: str) -> torch.Tensor:
+def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
     """Values, which are 0 where invalid, taken over what `level` says, at each token (B, T)."""
     match level:
         case "token":
@@ -108,33 +112,7 @@ def _over(values: torch.Tensor, is_valid: torch.Tensor, level: str) -> torch.Ten
     return torch.where(is_valid, rows, 0)
 
 
-def _measured(log_ratio: torch.Tensor, difference: torch.Tensor, measure: str) -> torch.Tensor:
-    """What a criterion reads of each token; 0 where invalid, as both arguments are."""
-    match measure:
-        case "k1":
-            return -log_ratio
-        case "k2":
-            return 0.5 * log_ratio.square()
-        case "k3":
-            return log_ratio.expm1() - log_ratio
-        case "diff":
-            return difference
-        case _:
-            return log_ratio
-
-
-def _raw_weights(log_ratio: torch.Tensor, is_valid: torch.Tensor, weighting: Weighting) -> torch.Tensor:
-    exponent = _over(log_ratio, is_valid, weighting.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return torch.where(is_valid, exponent.exp(), 0)
-
-
-def _bounded(raw: torch.Tensor, weighting: Weighting) -> torch.Tensor:
-    if weighting.lower is None:
-        return raw.clamp(max=weighting.upper)
-    return torch.where((raw >= weighting.lower) & (raw <= weighting.upper), raw, 0)
-
-
-def _unit_shares(is_valid: torch.Tensor, level: str) -> torch.Tensor:
+def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
     """What each token counts (B, T), so that what has one statistic (a token, a run of tokens, a row) counts 1."""
     if level == "token":
         return is_valid
@@ -147,24 +125,85 @@ def _unit_shares(is_valid: torch.Tensor, level: str) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------- metrics
 
 
-def _mean(values: torch.Tensor, shares: torch.Tensor) -> Metric:
+def rollout_probs_diff(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Metric]:
+    """training/rollout_probs_diff_{mean,max}: |exp(trainer) - exp(rollout)| over valid tokens.
+
+    All arguments (B, R). The trainer's log-probs are those before the update.
+    """
+    is_valid = response_mask.bool()
+    difference = torch.where(is_valid, (log_probs.exp() - rollout_log_probs.exp()).abs(), 0).double()
+    return {
+        "training/rollout_probs_diff_mean": Metric.mean(difference.sum(), is_valid.sum()),
+        "training/rollout_probs_diff_max": Metric.max(difference.amax(), is_valid.sum()),
+    }
+
+
+@torch.no_grad()
+def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, response_mask: Tensor) -> dict[str, Metric]:
+    """rollout_corr/*: how far the trainer's policy is from the rollout's, under verl's names. All arguments (B, T).
+
+    Without rollout_log_probs only training_ppl and training_log_ppl, as verl's `compute_offpolicy_metrics`.
+
+    With x = log_probs - rollout_log_probs within +-20, n the tokens of a row:
+      kl, k3_kl                        mean over tokens of -x, of e^x - 1 - x: estimates of KL(rollout || trainer)
+      chi2_token, chi2_seq             mean of e^(2x) - 1 over tokens; of e^(2 sum x) - 1 over rows
+      {training,rollout}_ppl, _log_ppl mean over rows of e^(-mean log-prob), of -mean log-prob
+      log_ppl_diff{,_max,_min}, log_ppl_abs_diff, ppl_ratio   mean over rows of d = -sum x / n, extremes, |d|, e^d
+    Rows without a valid token are in none of them (verl counts them as perplexity 1).
+    """
+    is_valid = response_mask != 0
+    lengths = is_valid.sum(dim=-1)
+    has_token, rows, tokens = lengths > 0, (lengths > 0).sum(), lengths.sum()
+
+    def row_sums(values: Tensor) -> Tensor:
+        return torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)
+
+    def mean_over_rows(values: Tensor) -> Metric:
+        return Metric.mean(torch.where(has_token, values, 0).sum(), rows)
+
+    training = -row_sums(log_probs) / lengths.clamp(min=1)  # (b,): per token
+    of_training = {"training_ppl": training.exp(), "training_log_ppl": training}
+    if rollout_log_probs is None:
+        return {f"rollout_corr/{name}": mean_over_rows(values) for name, values in of_training.items()}
+    log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
+    ratio_sums = row_sums(log_ratio)
+    rollout, change = -row_sums(rollout_log_probs) / lengths.clamp(min=1), -ratio_sums / lengths.clamp(min=1)
+    summed = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    by_token = {"kl": -log_ratio, "k3_kl": log_ratio.expm1() - log_ratio, "chi2_token": (2 * log_ratio).expm1()}
+    by_row = {
+        **of_training,
+        "rollout_ppl": rollout.exp(),
+        "rollout_log_ppl": rollout,
+        "log_ppl_diff": change,
+        "log_ppl_abs_diff": change.abs(),
+        "ppl_ratio": change.exp(),
+        "chi2_seq": (2 * summed).expm1(),
+    }
+    metrics = {name: Metric.mean(values.sum(dtype=torch.float64), tokens) for name, values in by_token.items()}
+    metrics |= {name: mean_over_rows(values) for name, values in by_row.items()}
+    metrics["log_ppl_diff_max"] = Metric.max(torch.where(has_token, change, -torch.inf).amax(), rows)
+    metrics["log_ppl_diff_min"] = Metric.min(torch.where(has_token, change, torch.inf).amin(), rows)
+    return {f"rollout_corr/{name}": metric for name, metric in metrics.items()}
+
+
+def _mean(values: Tensor, shares: Tensor) -> Metric:
     """A mean over tokens that count `shares`, 0 where invalid."""
     return Metric.mean(float((values * shares).sum(dtype=torch.float64)), float(shares.sum(dtype=torch.float64)))
 
 
-def _row_means(values: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+def _row_means(values: Tensor, is_valid: Tensor) -> Tensor:
     """The mean of each row that has a valid token, in fp64: (b,)."""
     lengths = is_valid.sum(dim=-1)
     totals = torch.where(is_valid, values, 0).sum(dim=-1, dtype=torch.float64)
     return totals[lengths > 0] / lengths[lengths > 0]
 
 
-def _share(chosen: torch.Tensor) -> Metric:
+def _share(chosen: Tensor) -> Metric:
     """The share of rows that are chosen; (b,) bool."""
     return Metric.mean(float(chosen.sum()), len(chosen))
 
 
-def _weight_metrics(weights: torch.Tensor, raw: torch.Tensor, is_valid: torch.Tensor, weighting: Weighting) -> Metrics:
+def _weight_metrics(weights: Tensor, raw: Tensor, is_valid: Tensor, weighting: Weighting) -> Metrics:
     """rollout_corr/rollout_is_*, of the weights before batch normalisation, as in verl.
 
     Fractions tell how many were above `upper` and below `lower` (1 / upper without one) before they were bounded; max
@@ -185,9 +224,7 @@ def _weight_metrics(weights: torch.Tensor, raw: torch.Tensor, is_valid: torch.Te
     return metrics
 
 
-def _rejection_metrics(
-    statistic: torch.Tensor, passes: torch.Tensor, is_valid: torch.Tensor, rejection: Rejection
-) -> Metrics:
+def _rejection_metrics(statistic: Tensor, passes: Tensor, is_valid: Tensor, rejection: Rejection) -> Metrics:
     """rollout_corr/rollout_rs_<option>_*, in the unit of the statistic (logarithms for k1 and ratio), as in verl."""
     if not is_valid.any():
         return {}
@@ -201,12 +238,7 @@ def _rejection_metrics(
 
 
 def _distribution(
-    prefix: str,
-    values: torch.Tensor,
-    extremes: torch.Tensor,
-    is_valid: torch.Tensor,
-    bounds: tuple[float, float],
-    ideal: float,
+    prefix: str, values: Tensor, extremes: Tensor, is_valid: Tensor, bounds: tuple[float, float], ideal: float
 ) -> Metrics:
     """Mean, standard deviation (of values within the bounds) and extremes over tokens; the same of the rows' means."""
     by_row, extremes = _row_means(values, is_valid), extremes[is_valid]
@@ -224,7 +256,7 @@ def _distribution(
 
 
 def _fractions(
-    prefix: str, infix: str, values: torch.Tensor, is_valid: torch.Tensor, level: str, bounds: tuple[float, float]
+    prefix: str, infix: str, values: Tensor, is_valid: Tensor, level: str, bounds: tuple[float, float]
 ) -> Metrics:
     """Shares of values out of bounds: of tokens, runs or rows, whichever have one value; and of the rows' means."""
     (lower, upper), shares, by_row = bounds, _unit_shares(is_valid, level), _row_means(values, is_valid)
@@ -236,7 +268,7 @@ def _fractions(
     }
 
 
-def _masked_fractions(prefix: str, is_kept: torch.Tensor, is_valid: torch.Tensor) -> Metrics:
+def _masked_fractions(prefix: str, is_kept: Tensor, is_valid: Tensor) -> Metrics:
     """Shares of tokens that were rejected, and of rows that lost one."""
     is_lost = is_valid & ~is_kept
     return {
@@ -245,7 +277,7 @@ def _masked_fractions(prefix: str, is_kept: torch.Tensor, is_valid: torch.Tensor
     }
 
 
-def _train_infer_metrics(log_ratio: torch.Tensor, difference: torch.Tensor, is_valid: torch.Tensor) -> Metrics:
+def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor) -> Metrics:
     """ROLL's actor/train_infer_{ratio,diff}_{token,segment,geometric,sequence}_mean: means over rows of their means."""
     lengths = is_valid.sum(dim=-1)[is_valid.any(dim=-1)]
     mean_ratio, mean_diff = (_row_means(values, is_valid) for values in (log_ratio, difference))

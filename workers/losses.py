@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from verl_lite.algos.policy_losses import call_policy_loss
-from verl_lite.algos.rollout_diff import mismatch_metrics, rollout_probs_diff
 from verl_lite.config import ActorConfig, CriticConfig, PPOConfig, RolloutCorrectionConfig
 from verl_lite.core_algos import (
     agg_loss,
@@ -29,7 +28,7 @@ from verl_lite.core_algos import (
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, declared
 from verl_lite.protocol import DataProto
-from verl_lite.rollout_correction import correct_rollout
+from verl_lite.rollout_correction import correct_rollout, mismatch_metrics, rollout_probs_diff
 from verl_lite.schema import check
 from workers.loss_metrics import loss_metrics
 

@@ -10,11 +10,10 @@ from statistics import fmean, pstdev, stdev
 import pytest
 import torch
 
-from verl_lite.algos.rollout_diff import mismatch_metrics
 from verl_lite.config import RolloutCorrectionConfig
 from verl_lite.config.rollout_correction import REJECTION_OPTIONS, WEIGHT_LEVELS, Correction, Rejection, Weighting
 from verl_lite.metrics import combine, values
-from verl_lite.rollout_correction import correct_rollout, keep_rewards
+from verl_lite.rollout_correction import correct_rollout, keep_rewards, mismatch_metrics
 
 ROWS, WIDTH = 8, 9
 Rows = list[list[float | None]]  # None where the mask is 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_lite.algos.masked import (
     Labels,
@@ -29,10 +30,10 @@ from verl_lite.algos.masked import (
 )
 
 Index = Labels
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     """Score of each response (B,): the sum of the rewards of its valid tokens, 0 for a row that has none."""
     return torch.where(response_mask.bool(), at_least_fp32(token_level_rewards), 0).sum(dim=-1)
 
@@ -41,24 +42,22 @@ def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tenso
 class Outcomes:
     """What the estimators of whole answers share: scores (B,) fp64, whether a row counts (B,) bool, its group (B,)."""
 
-    is_valid: torch.Tensor  # (B, T) bool
-    scores: torch.Tensor
-    valid: torch.Tensor
-    groups: torch.Tensor
+    is_valid: Tensor  # (B, T) bool
+    scores: Tensor
+    valid: Tensor
+    groups: Tensor
     num_groups: int
-    means: torch.Tensor  # (G,), 0 for a group of fewer than two
-    stds: torch.Tensor  # (G,), 1 for a group of fewer than two
-    counts: torch.Tensor  # (G,) rows that count
+    means: Tensor  # (G,), 0 for a group of fewer than two
+    stds: Tensor  # (G,), 1 for a group of fewer than two
+    counts: Tensor  # (G,) rows that count
 
-    def advantages(self, values: torch.Tensor, like: torch.Tensor) -> Pair:
+    def advantages(self, values: Tensor, like: Tensor) -> Pair:
         """Numbers (B,) at the valid tokens of their rows, as advantages and returns: one and the same tensor."""
         spread_out = spread(values, self.is_valid, like)
         return spread_out, spread_out
 
 
-def outcomes(
-    name: str, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None
-) -> Outcomes:
+def outcomes(name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Index | None) -> Outcomes:
     """Scores and group statistics. Raises ValueError, in the name of the estimator, if rows or shapes do not match."""
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
     if index is None:
@@ -71,7 +70,7 @@ def outcomes(
     return Outcomes(is_valid, scores, valid, groups, num_groups, *group_mean_std(scores, groups, num_groups, valid))
 
 
-def spread(scores: torch.Tensor, response_mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def spread(scores: Tensor, response_mask: Tensor, like: Tensor) -> Tensor:
     """A number per row (B,) at each of its valid tokens (B, T), 0 elsewhere, in fp64 if `like` is, else in fp32."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.where(response_mask.bool(), scores.to(dtype).unsqueeze(-1), 0)
@@ -87,9 +86,9 @@ def option(name: str, given: Any, config: Any, default: Any) -> Any:
 
 @torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards: torch.Tensor,
-    values: torch.Tensor | None = None,
-    response_mask: torch.Tensor | None = None,
+    token_level_rewards: Tensor,
+    values: Tensor | None = None,
+    response_mask: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
     lambd: float | None = None,
@@ -131,8 +130,8 @@ def compute_gae_advantage_return(
 
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: Index | None = None,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
@@ -157,8 +156,8 @@ def compute_grpo_outcome_advantage(
 
 @torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: Index | None = None,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool | None = None,
@@ -184,8 +183,8 @@ def compute_grpo_passk_outcome_advantage(
 
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: Index | None = None,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
@@ -224,7 +223,7 @@ def compute_gdpo_outcome_advantage(
 
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
     """RLOO: A_i = R_i - mean of the others in the group = n/(n-1) (R_i - mean_g) (arXiv:2402.14740).
 
@@ -236,7 +235,7 @@ def compute_rloo_outcome_advantage(
 
 @torch.no_grad()
 def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
     """RLOO as verl's rloo_vectorized has it: a group of one response gets 0 instead of its score."""
     rows = outcomes("rloo_vectorized", token_level_rewards, response_mask, index)
@@ -244,7 +243,7 @@ def compute_rloo_vectorized_outcome_advantage(
     return rows.advantages(torch.where(several, _leave_one_out(rows), 0), token_level_rewards)
 
 
-def _leave_one_out(rows: Outcomes) -> torch.Tensor:
+def _leave_one_out(rows: Outcomes) -> Tensor:
     """Score less the mean of the others in the group, (B,); the score itself in a group of one."""
     scale = torch.where(rows.counts > 1, rows.counts / (rows.counts - 1).clamp(min=1), 1.0)
     return scale[rows.groups] * (rows.scores - rows.means[rows.groups])
@@ -252,7 +251,7 @@ def _leave_one_out(rows: Outcomes) -> torch.Tensor:
 
 @torch.no_grad()
 def compute_opo_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
     """OPO: A = R - b_g, b_g = sum(len R) / sum(len), by length (arXiv:2505.23585).
 
@@ -267,11 +266,7 @@ def compute_opo_outcome_advantage(
 
 @torch.no_grad()
 def compute_gpg_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Index | None = None,
-    f_norm: float = 1.0,
-    **_: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, f_norm: float = 1.0, **_: Any
 ) -> Pair:
     """GPG: A = alpha (R - mean_g) / f_norm with alpha = rows / rows of non-zero score (arXiv:2504.02546).
 
@@ -289,11 +284,7 @@ def compute_gpg_outcome_advantage(
 
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any | None = None,
-    gamma: float | None = None,
-    **_: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
 ) -> Pair:
     """REINFORCE++: G_t = r_t + gamma G_next over valid tokens; A = G whitened over the batch (arXiv:2501.03262).
 
@@ -306,7 +297,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index | None = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
     """REINFORCE++ with the group's mean as baseline: A = R - mean_g, whitened over the batch's valid tokens."""
     rows = outcomes("reinforce_plus_plus_baseline", token_level_rewards, response_mask, index)
@@ -317,10 +308,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 @torch.no_grad()
 def compute_remax_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    reward_baselines: torch.Tensor | None = None,
-    response_mask: torch.Tensor | None = None,
-    **_: Any,
+    token_level_rewards: Tensor, reward_baselines: Tensor | None = None, response_mask: Tensor | None = None, **_: Any
 ) -> Pair:
     """ReMax: A_t = (sum of rewards from t on) - the score of the greedy answer (arXiv:2310.10505).
 
@@ -340,12 +328,12 @@ def compute_remax_outcome_advantage(
 
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: Index | None = None,
-    old_log_probs: torch.Tensor | None = None,
-    sum_pi_squared: torch.Tensor | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
     **_: Any,
@@ -385,12 +373,12 @@ def compute_optimal_token_baseline_advantage(
 
 @torch.no_grad()
 def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: Index | None = None,
-    old_log_probs: torch.Tensor | None = None,
-    sum_pi_squared: torch.Tensor | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
     **options: Any,
 ) -> Pair:
     """`compute_optimal_token_baseline_advantage` for several turns: time counts the policy's own tokens only.
@@ -411,11 +399,11 @@ def compute_multi_turn_optimal_token_baseline_advantage(
 
 def _check_token_columns(
     name: str,
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    old_log_probs: torch.Tensor | None,
-    sum_pi_squared: torch.Tensor | None,
-    rollout_is_weights: torch.Tensor | None,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    old_log_probs: Tensor | None,
+    sum_pi_squared: Tensor | None,
+    rollout_is_weights: Tensor | None,
 ) -> None:
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_shapes(name, response_mask=response_mask, old_log_probs=old_log_probs, sum_pi_squared=sum_pi_squared)

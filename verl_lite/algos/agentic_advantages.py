@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_lite.algos.advantages import Index, Pair, option, outcome_scores
 from verl_lite.algos.agentic_rewards import Normalization, compute_gigpo_rewards, compute_step_rewards
 from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns
 
 
-def compute_reinforce_return(token_level_rewards: torch.Tensor, gamma: float, lambd: float = 1.0) -> Pair:
+def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: float = 1.0) -> Pair:
     """G_t = r_t + gamma G_(t+1) over all columns, as advantages and returns. `lambd` is not read (ROLL's signature)."""
     rewards = at_least_fp32(token_level_rewards)
     returns = backward_scan(rewards.new_tensor(gamma), rewards)
@@ -24,11 +25,7 @@ def compute_reinforce_return(token_level_rewards: torch.Tensor, gamma: float, la
 
 @torch.no_grad()
 def compute_reinforce_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any | None = None,
-    gamma: float | None = None,
-    **_: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
 ) -> Pair:
     """REINFORCE: A_t = G_t = r_t + gamma G_(t+1), where every column is a step, an environment's tokens too.
 
@@ -43,9 +40,7 @@ def compute_reinforce_advantage(
 
 
 @torch.no_grad()
-def compute_agentic_reinforce_return(
-    token_level_rewards: torch.Tensor, gamma: float, lambd: float, mask: torch.Tensor
-) -> Pair:
+def compute_agentic_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: float, mask: Tensor) -> Pair:
     """REINFORCE by turns: all tokens of a turn get C = (reward at its last token) + gamma C of the next turn.
 
     A turn is a run of valid tokens. Rewards on other tokens, a token-level KL penalty among them, are not read, as in
@@ -61,11 +56,7 @@ def compute_agentic_reinforce_return(
 
 
 def compute_agentic_reinforce_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any | None = None,
-    gamma: float | None = None,
-    **_: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
 ) -> Pair:
     """`compute_agentic_reinforce_return` as a registered estimator; gamma: argument, else config.gamma, else 1."""
     return compute_agentic_reinforce_return(
@@ -78,8 +69,8 @@ def compute_agentic_reinforce_advantage(
 
 @torch.no_grad()
 def compute_step_reinforce_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: Index | None = None,
     traj_id: Index | None = None,
     step: Index | None = None,
@@ -108,8 +99,8 @@ def compute_step_reinforce_advantage(
 
 @torch.no_grad()
 def compute_gigpo_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: Index | None = None,
     traj_id: Index | None = None,
     step: Index | None = None,
@@ -149,7 +140,7 @@ def compute_gigpo_advantage(
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 
-def at_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Scores (B,) at the last valid token of each row, 0 elsewhere: (B, T)."""
     positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device) * response_mask.bool()
     is_last = (positions == positions.amax(dim=-1, keepdim=True)) & response_mask.bool()

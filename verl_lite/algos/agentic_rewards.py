@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_lite.algos.masked import Labels, at_least_fp32, backward_scan, check_rows, group_ids, group_sum, label_list
 from verl_lite.algos.reward_norm import normalise_scores
@@ -63,8 +64,8 @@ def normalization(
 
 @torch.no_grad()
 def agentic_reward_norm(
-    scores: torch.Tensor, how: Normalization, *, valid: torch.Tensor | None = None, groups: Labels | None = None
-) -> torch.Tensor:
+    scores: Tensor, how: Normalization, *, valid: Tensor | None = None, groups: Labels | None = None
+) -> Tensor:
     """Scores (B,), normalised. valid: (B,) bool, rows that count, None = all; others get 0. groups: (B,) labels, None =
     all rows are one group."""
     valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
@@ -78,8 +79,8 @@ def agentic_reward_norm(
 
 @torch.no_grad()
 def compute_discounted_returns(
-    scores: torch.Tensor, traj_id: Labels, step: Labels, gamma: float, valid: torch.Tensor | None = None
-) -> torch.Tensor:
+    scores: Tensor, traj_id: Labels, step: Labels, gamma: float, valid: Tensor | None = None
+) -> Tensor:
     """Return of each step of its episode: G = score + gamma G of the episode's next step, (B,) -> (B,), any row order.
 
     traj_id: (B,) the episode of each row, step: (B,) numbers whose order is that of the steps; valid: (B,) bool, rows
@@ -107,15 +108,15 @@ def compute_discounted_returns(
 
 @torch.no_grad()
 def compute_step_rewards(
-    scores: torch.Tensor,
-    valid: torch.Tensor,
+    scores: Tensor,
+    valid: Tensor,
     traj_id: Labels,
     step: Labels,
     *,
     step_reward_gamma: float,
     how: Normalization,
     groups: Labels | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Of each step (B,): the discounted return of its episode from there on, normalised. scores: of the steps; valid:
     (B,) bool, rows that are steps."""
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)
@@ -127,15 +128,15 @@ class GigpoRewards:
     """Of each step, (B,): `rewards` = weights times `by_episode`, the episode's score among those of its task, and
     `by_step`, the step's return among those that start from the same state."""
 
-    rewards: torch.Tensor
-    by_episode: torch.Tensor
-    by_step: torch.Tensor
+    rewards: Tensor
+    by_episode: Tensor
+    by_step: Tensor
 
 
 @torch.no_grad()
 def compute_gigpo_rewards(
-    scores: torch.Tensor,
-    valid: torch.Tensor,
+    scores: Tensor,
+    valid: Tensor,
     index: Labels,
     traj_id: Labels,
     step: Labels,

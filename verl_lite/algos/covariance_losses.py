@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_lite.algos.masked import masked_mean
 from verl_lite.algos.policy_losses import TokenLosses, bounded_log_ratio, clip_range, masked_log_ratio, policy_loss
@@ -18,12 +19,12 @@ from verl_lite.algos.policy_losses import TokenLosses, bounded_log_ratio, clip_r
 
 @policy_loss()
 def compute_policy_loss_clip_cov(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: Any,
-    selected: torch.Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> TokenLosses:
     """Clip-Cov: PPO's clip without dual clip, and no loss for a few tokens that would cost entropy (arXiv:2505.22617).
 
@@ -41,12 +42,12 @@ def compute_policy_loss_clip_cov(
 
 @policy_loss()
 def compute_policy_loss_kl_cov(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: Any,
-    selected: torch.Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> TokenLosses:
     """KL-Cov: -A r, plus config.policy_loss.ppo_kl_coef |d| for the tokens of largest covariance (arXiv:2505.22617).
 
@@ -62,14 +63,14 @@ def compute_policy_loss_kl_cov(
 
 @torch.no_grad()
 def select_clip_cov(
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: Any,
     *,
-    log_prob: torch.Tensor | None = None,
+    log_prob: Tensor | None = None,
     generator: torch.Generator | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Tokens (B, T) bool whose loss clip_cov drops, to be chosen over the whole batch.
 
     max(clip_cov_ratio times the valid tokens, 1) drawn at random among those whose covariance (A - mean A)(log_prob -
@@ -98,14 +99,14 @@ def select_clip_cov(
 
 @torch.no_grad()
 def select_kl_cov(
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: Any,
     *,
-    log_prob: torch.Tensor | None = None,
+    log_prob: Tensor | None = None,
     generator: torch.Generator | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Tokens (B, T) bool that kl_cov penalises, to be chosen over the whole batch.
 
     The max(kl_cov_ratio times the valid tokens, 1) of largest covariance, see `select_clip_cov`. Nothing is drawn.
@@ -120,9 +121,9 @@ def select_kl_cov(
     return selected.view(is_valid.shape)
 
 
-def _covariance(log_prob: torch.Tensor, advantages: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+def _covariance(log_prob: Tensor, advantages: Tensor, is_valid: Tensor) -> Tensor:
     return (advantages - masked_mean(advantages, is_valid)) * (log_prob - masked_mean(log_prob, is_valid))
 
 
-TOKEN_SELECTIONS: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
+TOKEN_SELECTIONS: dict[str, Callable[..., Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 """How the tokens of each of these losses are chosen over the whole batch."""

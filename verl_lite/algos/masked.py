@@ -13,20 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-Count = int | float | torch.Tensor
-Labels = np.ndarray | torch.Tensor | list[Any]
+Count = int | float | Tensor
+Labels = np.ndarray | Tensor | list[Any]
 """A label for each row (B,), of any hashable kind."""
 
 # ---------------------------------------------------------------------------------------------------- arguments
 
 
-def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+def at_least_fp32(tensor: Tensor) -> Tensor:
     """The tensor as fp32, or as it is in fp64: bf16 cannot count past 256, and an integer has no quotient."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def check_shapes(name: str, **tensors: torch.Tensor | None) -> None:
+def check_shapes(name: str, **tensors: Tensor | None) -> None:
     """Raises ValueError naming the first argument that is None or shaped unlike the first one, or not (B, T)."""
     first: tuple[str, torch.Size] | None = None
     for argument, tensor in tensors.items():
@@ -53,19 +54,19 @@ def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
 # ---------------------------------------------------------------------------------------------------- whole batch
 
 
-def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum of values where the mask is not 0. Values elsewhere may be NaN: they reach neither result nor gradient."""
     kept = torch.where(mask.bool(), at_least_fp32(values), 0)
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Mean of values where the mask is not 0; 0 where nothing is left (denominator + 1e-8, as verl)."""
     count = mask.bool().sum() if axis is None else mask.bool().sum(dim=axis)
     return masked_sum(values, mask, axis) / (count + 1e-8)
 
 
-def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance of values where the mask is not 0, with Bessel's correction unless `unbiased` is false.
 
     Raises ValueError if fewer than two values (one, if not unbiased) are left.
@@ -77,7 +78,7 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
     return masked_sum(centred**2, mask) / (count - unbiased)
 
 
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Values scaled to variance 1 over the mask and, if `shift_mean`, moved to mean 0. Mask before further use.
 
     Raises ValueError if the mask keeps fewer than two values.
@@ -87,7 +88,7 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     return whitened if shift_mean else whitened + mean
 
 
-def masked_normalize(values: torch.Tensor, mask: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+def masked_normalize(values: Tensor, mask: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Values of each row (along `dim`) moved to mean 0 and scaled to variance 1 over its mask; 0 under mask 0. (ROLL)
 
     The variance is the biased one, of at least `eps`. A row whose mask is all 0 stays 0.
@@ -100,13 +101,13 @@ def masked_normalize(values: torch.Tensor, mask: torch.Tensor, dim: int = 1, eps
     return centred * torch.rsqrt(variance.clamp(min=eps))
 
 
-def compute_clip_fraction(values: torch.Tensor, clip_max: float, clip_min: float) -> float:
+def compute_clip_fraction(values: Tensor, clip_max: float, clip_min: float) -> float:
     """Share of all values, padding too, that lie above `clip_max` or below `clip_min`; 0 of none. (ROLL)"""
     beyond = (values > clip_max) | (values < clip_min)
     return float(beyond.sum()) / max(1, values.numel())
 
 
-def whiten_or_keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
     """`masked_whiten`, then 0 under mask 0; values stay as they are where fewer than two are left (as ROLL).
 
     A step in which nearly every reward failed goes on; verl stops it with an error. The result has no gradient.
@@ -124,7 +125,7 @@ def whiten_or_keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------- along a row
 
 
-def backward_scan(factors: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
     """x_t = values_t + factors_t x_(t+1), from the last column to the first, x = 0 after it. Not differentiable.
 
     values: (B, T); factors: (B, T), or () for one factor. Columns lie one after the other in memory while the scan
@@ -138,9 +139,7 @@ def backward_scan(factors: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return columns.t().contiguous()
 
 
-def discounted_returns(
-    rewards: torch.Tensor, mask: torch.Tensor, gamma: float, *, count_gaps: bool = False
-) -> torch.Tensor:
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gaps: bool = False) -> Tensor:
     """G_t = r_t + gamma G_next, 0 under mask 0, all (B, T). Rewards under mask 0 are not read.
 
     next is the next valid token: tokens of an environment between two turns take no time and G passes them unchanged
@@ -155,7 +154,7 @@ def discounted_returns(
     return backward_scan(factors, kept).masked_fill_(~is_valid, 0)
 
 
-def compute_segment_masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over each run of consecutive valid tokens, at every token of the run; 0 elsewhere. Differentiable.
 
     values, mask: (B, T) -> (B, T). One assistant turn is one run: with log-ratios as values this is GSPO's
@@ -175,12 +174,12 @@ def compute_segment_masked_mean(values: torch.Tensor, mask: torch.Tensor) -> tor
 
 def label_list(labels: Labels) -> list[Any]:
     """Labels as Python objects, equal where the labels are (two tensors of one number are not)."""
-    if isinstance(labels, np.ndarray | torch.Tensor):
+    if isinstance(labels, np.ndarray | Tensor):
         return labels.tolist()
-    return [label.item() if isinstance(label, torch.Tensor) else label for label in labels]
+    return [label.item() if isinstance(label, Tensor) else label for label in labels]
 
 
-def group_ids(index: Labels, device: torch.device) -> tuple[torch.Tensor, int]:
+def group_ids(index: Labels, device: torch.device) -> tuple[Tensor, int]:
     """Dense group numbers (B,) int64 in 0..G-1 for group labels of any hashable kind (uids), and G."""
     labels = label_list(index)
     numbers: dict[Any, int] = {}
@@ -188,14 +187,12 @@ def group_ids(index: Labels, device: torch.device) -> tuple[torch.Tensor, int]:
     return torch.tensor(ids, dtype=torch.int64, device=device), len(numbers)
 
 
-def group_sum(values: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
+def group_sum(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     """Sum of the rows of each group: (B, ...) -> (G, ...)."""
     return values.new_zeros(num_groups, *values.shape[1:]).index_add(0, groups, values)
 
 
-def group_mean_std(
-    scores: torch.Tensor, groups: torch.Tensor, num_groups: int, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, standard deviation (Bessel) and row count of each group.
 
     scores, groups, weights: (B,); weight 0 leaves a row out, 1 counts it. Returns three (G,) tensors in fp64, by two
@@ -211,9 +208,7 @@ def group_mean_std(
     return means.masked_fill(single, 0.0), stds.masked_fill(single, 1.0), counts
 
 
-def group_top_two(
-    scores: torch.Tensor, groups: torch.Tensor, num_groups: int, valid: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Best row, best score and second-best score of each group, by two sorts.
 
     scores, groups (B,), valid (B,) bool. Returns (rows (G,) int64, first (G,), second (G,)); -inf where a group has no
@@ -241,7 +236,7 @@ class RunningMoments:
         self.var = 1.0
         self.count = 0.0
 
-    def update(self, xs: torch.Tensor) -> tuple[float, float]:
+    def update(self, xs: Tensor) -> tuple[float, float]:
         """Takes the values of a batch, of any shape, in; returns the batch's own (mean, unbiased std).
 
         A batch of one value has std 1, and so have all values together while they are one (ROLL: NaN). An empty batch
@@ -274,14 +269,14 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 
 
 def agg_loss(
-    loss_mat: torch.Tensor,
-    loss_mask: torch.Tensor,
+    loss_mat: Tensor,
+    loss_mask: Tensor,
     loss_agg_mode: str,
     dp_size: int = 1,
     batch_num_tokens: Count | None = None,
     global_batch_size: Count | None = None,
     loss_scale_factor: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The one place where token losses become a scalar.
 
     With l the loss, m the mask, N = batch_num_tokens, S = global_batch_size, sums over the rows given here:
@@ -318,7 +313,7 @@ def agg_loss(
     return rows.sum() / sequences * dp_size
 
 
-def _denominator(name: str, given: Count | None, counted: torch.Tensor, dp_size: int, mode: str) -> Count:
+def _denominator(name: str, given: Count | None, counted: Tensor, dp_size: int, mode: str) -> Count:
     if given is None:
         if dp_size > 1:
             raise ValueError(
@@ -331,4 +326,4 @@ def _denominator(name: str, given: Count | None, counted: torch.Tensor, dp_size:
                 f"nothing. For a part of a mini-batch give {name}, counted over the whole."
             )
         return counted
-    return given.clamp(min=1) if isinstance(given, torch.Tensor) else max(given, 1)
+    return given.clamp(min=1) if isinstance(given, Tensor) else max(given, 1)

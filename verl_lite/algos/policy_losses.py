@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from verl_lite.algos.masked import (
     Count,
@@ -40,7 +41,7 @@ RATIO_LOSSES = frozenset({"vanilla", "cispo", "tis", "topr"})
 
 FORMULA_ARGUMENTS = 5  # old_log_prob, log_prob, advantages, response_mask, config
 
-TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+TokenLosses = tuple[Tensor, dict[str, Tensor]]
 """Losses (B, T), and by name what to average over valid tokens as metrics (B, T)."""
 
 
@@ -56,17 +57,17 @@ class PolicyLossFn(Protocol):
 
     def __call__(
         self,
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
         loss_agg_mode: str,
         config: Any,
-        rollout_is_weights: torch.Tensor | None = None,
+        rollout_is_weights: Tensor | None = None,
         *,
         batch_num_tokens: Count | None = None,
         global_batch_size: Count | None = None,
-    ) -> tuple[torch.Tensor, dict[str, Metric]]: ...
+    ) -> tuple[Tensor, dict[str, Metric]]: ...
 
 
 def policy_loss(
@@ -82,18 +83,18 @@ def policy_loss(
 
     def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:
         def loss_function(
-            old_log_prob: torch.Tensor,
-            log_prob: torch.Tensor,
-            advantages: torch.Tensor,
-            response_mask: torch.Tensor,
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
             loss_agg_mode: str = "token-mean",
             config: Any = None,
-            rollout_is_weights: torch.Tensor | None = None,
+            rollout_is_weights: Tensor | None = None,
             *,
             batch_num_tokens: Count | None = None,
             global_batch_size: Count | None = None,
             **extras: Any,
-        ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        ) -> tuple[Tensor, dict[str, Metric]]:
             if config is None:  # optional in the signature alone, as in verl
                 raise ValueError(f"{formula.__name__}: config is missing; an ActorConfig or its like is expected.")
             given = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
@@ -133,18 +134,18 @@ def policy_loss(
 
 
 def call_policy_loss(
-    loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    loss_fn: Callable[..., tuple[Tensor, Mapping[str, Any]]],
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str,
     config: Any,
-    rollout_is_weights: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
     *,
     counts: Mapping[str, Count | None],
-    columns: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+    columns: Mapping[str, Tensor],
+) -> tuple[Tensor, dict[str, Metric]]:
     """What a policy loss gives, be it a `PolicyLossFn` or a function with verl's signature.
 
     counts: batch_num_tokens and global_batch_size. verl's functions find them where they expect them, in
@@ -172,7 +173,7 @@ class _VerlConfig:
         return getattr(self._config, name)
 
 
-def _require_whole(name: str, is_valid: torch.Tensor, batch_num_tokens: Count | None) -> None:
+def _require_whole(name: str, is_valid: Tensor, batch_num_tokens: Count | None) -> None:
     here = int(is_valid.sum())
     if batch_num_tokens is not None and int(batch_num_tokens) != here:
         raise ValueError(
@@ -181,7 +182,7 @@ def _require_whole(name: str, is_valid: torch.Tensor, batch_num_tokens: Count | 
         )
 
 
-def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str, Metric]:
+def token_means(response_mask: Tensor, **values: Tensor) -> dict[str, Metric]:
     """Metrics that are means over valid tokens. Each value: (B, T)."""
     tokens = response_mask.bool().sum()
     return {
@@ -192,21 +193,19 @@ def token_means(response_mask: torch.Tensor, **values: torch.Tensor) -> dict[str
 # ---------------------------------------------------------------------------------------------------- ratios
 
 
-def masked_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def masked_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """log_prob - old_log_prob within +-20; 0 under mask 0 before it is exponentiated: a NaN there has no gradient."""
     difference = at_least_fp32(log_prob) - at_least_fp32(old_log_prob)
     log_ratio = torch.where(response_mask.bool(), difference, 0)
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def bounded_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """log_prob - old_log_prob within +-20, of log-probs that are masked already."""
     return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def importance_log_ratio(
-    log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
-) -> torch.Tensor:
+def importance_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor, config: Any) -> Tensor:
     """`masked_log_ratio` per token or, with config.ratio_type=segment, its mean over each run of valid tokens (ROLL).
 
     An object without ratio_type, such as a config of verl, means token.
@@ -237,12 +236,8 @@ def _check_range(name: str, low: float, high: float) -> None:
 
 
 def clipped_surrogate(
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    log_ratio: Tensor, advantages: Tensor, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's clipped surrogate with asymmetric and dual clip, per token.
 
     With r = exp(log_ratio): max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv:1707.06347, eq. 7), and where A < 0 at most
@@ -269,11 +264,7 @@ def clipped_surrogate(
 
 @policy_loss()
 def compute_policy_loss_vanilla(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """PPO with asymmetric and dual clip: see `clipped_surrogate`.
 
@@ -288,16 +279,16 @@ def compute_policy_loss_vanilla(
 
 
 def compute_policy_loss(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     cliprange: float | None = None,
     cliprange_low: float | None = None,
     cliprange_high: float | None = None,
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Deprecated, as in verl: the loss of `compute_policy_loss_vanilla` for a mini-batch given whole.
 
     All tensors (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
@@ -329,11 +320,7 @@ def compute_policy_loss(
 
 @policy_loss(always="seq-mean-token-mean")
 def compute_policy_loss_gspo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """GSPO: max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean of d over the row) (arXiv:2507.18071).
 
@@ -350,11 +337,7 @@ def compute_policy_loss_gspo(
 
 @policy_loss(always="seq-mean-token-mean")
 def compute_policy_loss_sapo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of the clip (arXiv:2511.20347).
 
@@ -370,11 +353,7 @@ def compute_policy_loss_sapo(
 
 @policy_loss(always="seq-mean-token-mean", row_weights=True)
 def compute_policy_loss_geo_mean(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """GMPO: -A_row exp(mean over the row of clipped d), A_row the row's mean advantage (arXiv:2507.20673).
 

@@ -10,17 +10,14 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_lite.algos.policy_losses import TokenLosses, bounded_log_ratio, clip_range, importance_log_ratio, policy_loss
 
 
 @policy_loss()
 def compute_policy_loss_gpg(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """GPG: -A log_prob, plain policy gradient (arXiv:2504.02546)."""
     return -advantages * log_prob, {}
@@ -28,11 +25,7 @@ def compute_policy_loss_gpg(
 
 @policy_loss()
 def compute_policy_loss_cispo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log_prob: clipped tokens keep a gradient (arXiv:2506.13585).
 
@@ -50,11 +43,7 @@ def compute_policy_loss_cispo(
 
 @policy_loss()
 def compute_policy_loss_tis(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """Truncated importance sampling (ROLL): -sg(clamp(r, lower, upper)) A log_prob.
 
@@ -67,10 +56,10 @@ def compute_policy_loss_tis(
 
 
 def _truncated(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: Any,
     lower: float,
     upper: float,
@@ -82,12 +71,12 @@ def _truncated(
 
 @policy_loss()
 def compute_policy_loss_topr(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: Any,
-    scores: torch.Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> TokenLosses:
     """TOPR: good answers as in REINFORCE, bad ones with the ratio truncated to [0, 1] (arXiv:2503.14286).
 
@@ -105,11 +94,7 @@ def compute_policy_loss_topr(
 
 @policy_loss()
 def compute_policy_loss_kimi15(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """Kimi k1.5: -A log_prob + tau / 2 d^2 (arXiv:2501.12599), tau = config.policy_loss.kimi15_tau."""
     difference = log_prob - old_log_prob
@@ -118,11 +103,7 @@ def compute_policy_loss_kimi15(
 
 @policy_loss()
 def compute_policy_loss_dro(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """DRO: -(A log_prob - beta / 2 d^2) (arXiv:2405.19107), beta = config.policy_loss.dro_beta.
 
@@ -137,11 +118,7 @@ def compute_policy_loss_dro(
 
 @policy_loss()
 def compute_policy_loss_dppo_tv(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """DPPO with total variation: -sg(min(r, c)) A log_prob where the token is inside, else 0 (arXiv:2602.04879).
 
@@ -157,11 +134,7 @@ def compute_policy_loss_dppo_tv(
 
 @policy_loss()
 def compute_policy_loss_dppo_kl(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
     """DPPO with the binary KL divergence of the sampled token against all others (arXiv:2602.04879).
 
@@ -177,12 +150,7 @@ def compute_policy_loss_dppo_kl(
 
 
 def _divergence_gated(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-    is_inside: torch.Tensor,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any, is_inside: Tensor
 ) -> TokenLosses:
     bound = math.inf if config.clip_ratio_c is None else config.clip_ratio_c
     if bound <= 1.0:

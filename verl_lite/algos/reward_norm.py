@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_lite.algos.masked import Labels, RunningMoments, group_ids, group_mean_std, group_sum, label_list
 
@@ -20,15 +21,15 @@ _EPSILON = 1e-6
 
 @torch.no_grad()
 def normalise_scores(
-    scores: torch.Tensor,
-    valid: torch.Tensor,
+    scores: Tensor,
+    valid: Tensor,
     norm_mean_type: str | None = None,
     norm_std_type: str | None = None,
     *,
     groups: Labels | None = None,
     domains: Labels | None = None,
     running: Mapping[Any, RunningMoments] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """(scores - mean) / (std + 1e-6), (B,) -> (B,); a type of None leaves its part out.
 
     Types: "batch" over all rows that count, "group" over those that share a label of `groups`, "running" over all that
@@ -57,12 +58,12 @@ def normalise_scores(
 
 def _moments(
     kind: str,
-    values: torch.Tensor,
-    valid: torch.Tensor,
+    values: Tensor,
+    valid: Tensor,
     groups: Labels | None,
     domains: Labels | None,
     running: Mapping[Any, RunningMoments] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Mean and std of each row's own set, both (B,) fp64; std 0 for a set of fewer than two rows."""
     if kind == "running":
         assert running is not None and domains is not None
@@ -78,7 +79,7 @@ def _moments(
 
 
 def update_running(
-    running: MutableMapping[Any, RunningMoments], scores: torch.Tensor, valid: torch.Tensor, domains: Labels
+    running: MutableMapping[Any, RunningMoments], scores: Tensor, valid: Tensor, domains: Labels
 ) -> None:
     """Takes the scores that count into the moments of their domains; a domain not seen before starts its own."""
     labels = label_list(domains)

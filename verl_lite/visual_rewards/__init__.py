@@ -14,6 +14,3 @@ from verl_lite.visual_rewards.base import (
     score_frames,
 )
 from verl_lite.visual_rewards.identity import CosineIdentityReward
-
-__all__ = ["VISUAL_REWARDS", "CosineIdentityReward", "Faces", "VisualScore", "as_pixels", "build_visual_reward"]
-__all__ += ["register_visual_reward", "score_frames"]
