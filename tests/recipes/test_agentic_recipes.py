@@ -126,31 +126,3 @@ def test_conversations_fit_the_lengths_and_episodes_never_outgrow_them(recipe: s
         assert question <= config.data.max_prompt_length
         turns = template.max_steps * (made.TURN_TOKENS + 1) + (template.max_steps - 1) * question
         assert turns <= config.data.max_response_length
-
-
-# ------------------------------------------------------------------------------------------------- settings and cache
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_settings_are_sound_and_the_validation_is_on_unseen_worlds(recipe: str) -> None:
-    config = settings(recipe)
-    templates = env_templates(config.agentic.custom_envs)
-    assert set(config.agentic.train_env_manager.tags) < set(templates)
-    splits = {tag: template.env_config.get("split") for tag, template in templates.items()}
-    trained = {splits[tag] for tag in config.agentic.train_env_manager.tags}
-    validated = {splits[tag] for tag in config.agentic.val_env_manager.tags}
-    assert trained <= {"train", None} and "test" in validated and "train" not in validated
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_each_documented_variant_is_accepted(recipe: str) -> None:
-    readme = (Path(importlib.import_module(f"recipes.{recipe}").__file__ or "").parent / "README.md").read_text()
-    commands = [
-        line.strip() for line in readme.replace("\\\n", " ").splitlines() if f"main_ppo recipe={recipe}" in line
-    ]
-    assert commands
-    for command in commands:
-        words = [word for word in command.split("#")[0].split() if "=" in word or word.startswith("--") or "/" in word]
-        config = load_config(words, recipe_loader=recipe_overrides).config
-        assert config.recipe == recipe
-        env_templates(config.agentic.custom_envs)

@@ -29,18 +29,8 @@ LAKES = ["agentic.train_env_manager.num_groups_partition=[1,1]", "agentic.val_en
 def test_two_steps_of_a_recipe(recipe: str, options: list[str], tags: list[str], tmp_path: Path) -> None:
     write_model(tmp_path / "model", seed=1, layers=1, hidden=32)
     run_dir = tmp_path / "run"
-    assert (
-        run_ppo(
-            [
-                f"recipe={recipe}",
-                f"model.path={tmp_path / 'model'}",
-                f"trainer.default_local_dir={run_dir}",
-                *SMALL,
-                *options,
-            ]
-        )
-        == 0
-    )
+    places = [f"recipe={recipe}", f"model.path={tmp_path / 'model'}", f"trainer.default_local_dir={run_dir}"]
+    assert run_ppo([*places, *SMALL, *options]) == 0
     steps = read_metrics(run_dir / "metrics.jsonl")
     assert {1, 2} <= set(steps)
     assert steps[1]["env/error_rate"] == 0 and steps[1]["env/num_actions"] == 10  # nonsense, until the turns are over

@@ -13,6 +13,7 @@ import torch
 from recipes.flow_grpo.run import FlowGRPOJob, read_prompts
 from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrainer, data_metrics
 from recipes.flow_grpo.world import PLACES, PROMPTS, describe, draw
+from tests.set_keys import set_keys
 from trainer.console import Console
 from trainer.steps import EpochSteps
 from verl_lite.config import ConfigError
@@ -52,25 +53,12 @@ def test_the_judge_takes_no_less_than_one_whole_square_of_one_color() -> None:
 
 
 def config_of(**options: Any) -> FlowGRPOConfig:
-    config = FlowGRPOConfig(recipe="flow_grpo")
-    values = {
-        "data.train_files": ["prompts.txt"],
-        "data.train_batch_size": 2,
-        "model.path": "somewhere",
-        "model.network": "a:B",
-        "reward.name": "tests.recipes.test_flow_grpo:brightness",
-        "rollout.n": 3,
-        "sampler.num_train_steps": 4,
-        "actor.ppo_mini_batch_size": -1,
-    }
-    for name, value in {**values, **{key.replace("__", "."): value for key, value in options.items()}}.items():
-        *parts, last = name.split(".")
-        section: Any = config
-        for part in parts:
-            section = getattr(section, part)
-        assert hasattr(section, last), name
-        setattr(section, last, value)
-    return config
+    usual = {
+        "data__train_files": ["prompts.txt"], "data__train_batch_size": 2, "model__path": "somewhere",
+        "model__network": "a:B", "reward__name": "tests.recipes.test_flow_grpo:brightness", "rollout__n": 3,
+        "sampler__num_train_steps": 4, "actor__ppo_mini_batch_size": -1,
+    }  # fmt: skip
+    return set_keys(FlowGRPOConfig(recipe="flow_grpo"), **{**usual, **options})
 
 
 def job_of(config: FlowGRPOConfig) -> FlowGRPOJob:

@@ -13,13 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipes.embedded import byte_tokenizer
 from recipes.gsm8k import prepare, problems
-from trainer.recipe import recipe_overrides
-from verl_lite.config import load_config
 from verl_lite.rewards import default_compute_score
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # ---------------------------------------------------------------------------------------------------- GSM8K prepared
 
@@ -121,25 +116,3 @@ def test_solutions_are_right_and_their_lines_are_true() -> None:
             value = int(result)
         assert last == f"#### {value}" and 1 <= len(lines) <= 2
     assert len({problem.steps[0][0] for problem in made(300)}) == 3
-
-
-def test_the_files_share_no_question_and_fit_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in (("TEST_ROWS", 30), ("TRAIN_ROWS", 60), ("DEMONSTRATIONS", 90)):
-        monkeypatch.setattr(problems, name, number)
-    for name in ("one", "two"):
-        problems.write_data(tmp_path / name, seed=7)
-    config = load_config(["recipe=gsm8k"], recipe_loader=recipe_overrides).config
-    tokenizer, seen = byte_tokenizer(problems.WORDS), set()
-    for split, number in (("test", 30), ("train", 60), ("demonstrations", 90)):
-        file = tmp_path / "one" / f"{split}.parquet"
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-        rows = pq.read_table(file).to_pylist()
-        assert len(rows) == number
-        for row in rows:
-            question = (row.get("prompt") or row.get("messages"))[0]["content"]
-            assert question.endswith(problems.INSTRUCTION) and question not in seen
-            seen.add(question)
-            assert len(tokenizer(question)["input_ids"]) + 2 <= config.data.max_prompt_length
-            answer = row["extra_info"]["answer"] if "extra_info" in row else row["messages"][1]["content"]
-            tokens = tokenizer(answer)["input_ids"]
-            assert len(tokens) + 1 <= config.data.max_response_length and tokenizer.decode(tokens) == answer

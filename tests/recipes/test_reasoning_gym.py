@@ -13,64 +13,26 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recipes.embedded import byte_tokenizer
 from recipes.reasoning_gym import data
 from recipes.reasoning_gym.curriculum import BOUND, STEPS, Curriculum
-from recipes.reasoning_gym.data import LEVELS, TOKENS, WEIGHTS, source
+from recipes.reasoning_gym.data import LEVELS, WEIGHTS, source
 from trainer.data.order import SamplerBatches
-from trainer.recipe import recipe_overrides
-from verl_lite.config import DataConfig, load_config
+from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
-from verl_lite.rewards import default_compute_score
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # --------------------------------------------------------------------------------------------------------------- data
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("data")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "POOL", 60)
-        patch.setattr(data, "DEMONSTRATIONS", 100)
-        data.write_data(folder, seed=3)
-    return folder
-
-
-def rows(folder: Path, split: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(folder / f"{split}.parquet").to_pylist()
-    return found
-
-
-def test_every_task_has_every_level_and_its_own_scorer_accepts_the_answer(folder: Path) -> None:
+def test_every_task_has_every_level_in_reasoning_gyms_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "POOL", 20)
+    data.write_data(tmp_path, seed=3)
     levels = {(source(task), level + 1) for task, entries in LEVELS.items() for level in range(len(entries))}
     for split in ("train", "test"):
-        found = rows(folder, split)
-        assert {(row["data_source"], row["extra_info"]["level"]) for row in found} == levels
-        for row in found[::7]:
-            truth = row["reward_model"]["ground_truth"]
-            for answer, score in ((truth, 1.0), (truth + "0", 0.0), ("", 0.0)):
-                scored = default_compute_score(row["data_source"], answer, truth, row["extra_info"])
-                assert scored == score, (row["prompt"], answer)
-
-
-def test_test_questions_stand_nowhere_else(folder: Path) -> None:
-    tested = {row["prompt"][0]["content"] for row in rows(folder, "test")}
-    trained = {row["prompt"][0]["content"] for row in rows(folder, "train")}
-    shown = {row["messages"][0]["content"] for row in rows(folder, "demonstrations")}
-    assert tested and not tested & (trained | shown) and shown <= trained
-
-
-def test_questions_are_in_reasoning_gyms_words_and_fit_the_settings(folder: Path) -> None:
-    config = load_config(["recipe=reasoning_gym"], recipe_loader=recipe_overrides).config
-    tokenizer = byte_tokenizer(TOKENS)
-    for row in rows(folder, "train") + rows(folder, "test"):
-        question = row["prompt"][0]["content"]
-        assert question == json.loads(row["extra_info"]["entry"])["question"]
-        assert len(tokenizer(question)["input_ids"]) + 2 <= config.data.max_prompt_length
-        assert len(row["reward_model"]["ground_truth"]) + 1 <= config.data.max_response_length
+        rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
+        assert {(row["data_source"], row["extra_info"]["level"]) for row in rows} == levels
+        for row in rows:
+            assert row["prompt"][0]["content"] == json.loads(row["extra_info"]["entry"])["question"]
 
 
 # --------------------------------------------------------------------------------------------------------- curriculum

@@ -1,23 +1,45 @@
-"""The settings of every text recipe are sound, and those for real models beside them."""
+"""The settings of every recipe are sound, those for real models beside them, and its page's commands are accepted; what
+is compared differs in what makes the algorithm alone."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes import common_task
 from recipes.gsm8k import recipe as gsm8k
 from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym import recipe as reasoning_gym
 from recipes.reasoning_gym.data import WEIGHTS, source
 from recipes.reward_model import recipe as reward_model
-from trainer.recipe import recipe_overrides
-from trainer.requirements import needs_reference
+from trainer.recipe import load_recipe, recipe_overrides
+from trainer.requirements import needs_critic, needs_greedy_baseline, needs_reference
+from trainer.resume import flat_config
+from trainer.sweeps.checks import load
+from trainer.sweeps.question import read_options
+from trainer.sweeps.space import combinations
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
+from verl_lite.envs import env_templates
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = {page.parent.name: page.read_text(encoding="utf-8") for page in ROOT.glob("recipes/*/README.md")}
+AGENTIC = ("agentic_frozen_lake", "agentic_sokoban")
+OWN = {
+    "grpo": {"actor.loss_agg_mode"},
+    "dr_grpo": {"actor.loss_agg_mode", "algorithm.norm_adv_by_std_in_grpo"},
+    "rloo": {"actor.loss_agg_mode", "algorithm.adv_estimator"},
+    "reinforce_pp": {"algorithm.adv_estimator"},
+    "gspo": {"actor.loss_agg_mode", "actor.policy_loss.loss_mode", "actor.clip_ratio_low", "actor.clip_ratio_high"},
+    "cispo": {"actor.policy_loss.loss_mode", "actor.clip_ratio_low", "actor.clip_ratio_high"},
+    "remax": {"actor.loss_agg_mode", "algorithm.adv_estimator"},
+}
+"""By recipe: the options in which it differs from the common task, beside how the samples are spent."""
+
+SPENT = {"data.train_batch_size", "rollout.n", "actor.ppo_mini_batch_size", "recipe"}
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +60,11 @@ def config_of(*arguments: str) -> PPOConfig:
     config.trainer.n_gpus_per_node = 2
     validate(config, slots=2, available=2)
     return config
+
+
+def samples_of(config: PPOConfig) -> int:
+    """Answers that a step samples."""
+    return config.data.train_batch_size * (config.rollout.n + needs_greedy_baseline(config))
 
 
 def test_gsm8k_says_what_a_real_run_takes_and_makes_nothing_for_one(cache: Path, capsys: Any) -> None:
@@ -70,3 +97,55 @@ def test_the_reward_models_score_counts_and_the_truth_is_only_logged(kl: bool) -
     assert config.reward.functions == {"truth": {"weight": 0.0}}
     assert config.reward_model.model.path == str(reward_model.cache_folder() / "model")
     reward_model.prepare(config)  # everything is there
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The arguments of the page's commands for the main job, each a paragraph of its own or cut over lines."""
+    lines = [line.strip() for line in page.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("python -m trainer.main_ppo")]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PAGES if commands_of(PAGES[name])))
+def test_the_commands_of_its_page_are_accepted(name: str) -> None:
+    for words in commands_of(PAGES[name]):
+        config = load_config(words, recipe_loader=recipe_overrides).config
+        env_templates(config.agentic.custom_envs)
+    assert f"main_ppo recipe={name} " in (ROOT / "recipes" / name / "run.sh").read_text()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_it_differs_from_the_common_task_in_its_algorithm_alone(name: str) -> None:
+    config = config_of(f"recipe={name}")
+    assert samples_of(config) == common_task.SAMPLES and not needs_critic(config)
+    assert config.data.train_batch_size // config.actor.ppo_mini_batch_size == common_task.MINI_BATCHES
+    base = flat_config(load_config([], recipe_loader=lambda _: common_task.settings()).config)
+    differing = {key for key, value in flat_config(config).items() if value != base[key]} - SPENT
+    assert {key for key in differing if not key.startswith("trainer.")} == OWN[name]
+    assert load_recipe(name).prepare is common_task.prepare is quickstart.prepare
+    titles = [line for line in PAGES[name].splitlines() if line.startswith("## ")]
+    assert titles[:3] == ["## What makes it", "## Result", "## A real model on GPUs"]
+    assert (ROOT / "recipes" / name / "curve.png").exists()
+
+
+def test_all_that_are_compared_have_the_same_budget() -> None:
+    asked = read_options(["--file", str(ROOT / "recipes" / "comparison.yaml")]).question
+    assert asked is not None and asked.seeds == [1, 2, 3]
+    for values in combinations(asked.space):
+        config = load(asked, values)
+        validate(config)
+        assert samples_of(config) == common_task.SAMPLES, values
+        assert config.data.train_batch_size == common_task.MINI_BATCHES * config.actor.ppo_mini_batch_size
+        assert (config.actor.optim.lr, config.trainer.total_training_steps, config.trainer.test_freq) == (2e-4, 40, 10)
+        if needs_critic(config):
+            assert config.critic.ppo_mini_batch_size == config.actor.ppo_mini_batch_size
+
+
+@pytest.mark.parametrize("name", AGENTIC)
+def test_agents_are_validated_on_worlds_that_they_have_not_seen(name: str) -> None:
+    config = load_config([f"recipe={name}"], recipe_loader=recipe_overrides).config
+    templates = env_templates(config.agentic.custom_envs)
+    assert set(config.agentic.train_env_manager.tags) < set(templates)
+    splits = {tag: template.env_config.get("split") for tag, template in templates.items()}
+    trained = {splits[tag] for tag in config.agentic.train_env_manager.tags}
+    validated = {splits[tag] for tag in config.agentic.val_env_manager.tags}
+    assert trained <= {"train", None} and "test" in validated and "train" not in validated

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.set_keys import set_keys
 from tests.trainer.test_fit import PROMPTS, QUIET, Parts, make
 from trainer.requirements import needs_old_log_prob
 from trainer.roles import ActorRole
@@ -26,8 +27,7 @@ class Shifted(Parts):
         self.config.algorithm.rollout_correction = correction
         self.config.data.train_batch_size, self.config.rollout.n = PROMPTS, 2
         self.config.actor.ppo_mini_batch_size = PROMPTS if on_policy else 1
-        for name, value in options.items():
-            setattr(self.config.algorithm, name, value)
+        set_keys(self.config.algorithm, **options)
         super().__init__(on_policy=not needs_old_log_prob(self.config))
         self.sent: list[Any] = []
 

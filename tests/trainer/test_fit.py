@@ -7,14 +7,15 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.set_keys import set_keys
 from trainer.checkpoint import DiskFull
 from trainer.data.order import BatchOrder
 from trainer.ray_trainer import RayPPOTrainer
@@ -28,7 +29,7 @@ from workers.rollout.base import Completion
 from workers.rollout.single_turn import lay_out
 
 PROMPTS, RESPONSE = 3, 4
-QUIET = {"trainer__val_before_train": False, "trainer__test_freq": 0}
+QUIET: dict[str, Any] = {"trainer__val_before_train": False, "trainer__test_freq": 0}
 
 
 class Parts:
@@ -105,33 +106,39 @@ class Parts:
 
     keeps_training = False
 
-    def write_validation(self, samples: list[Any], step: int, way: str = "") -> None:
-        pass
+    def ignore(self, *_: Any) -> None: ...
 
-    def write_training(self, samples: list[Any], step: int) -> None:
-        pass
-
-    def rewind(self, step: int) -> None:
-        pass
-
-    def show(self, text: str) -> None:
-        pass
+    write_validation = write_training = rewind = show = ignore
 
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
         return "text"
 
 
-def prompts(count: int = PROMPTS) -> DataProto:
-    return DataProto.from_dict(
-        tensors={"prompts": torch.full((count, 2), 7), "prompt_mask": torch.ones(count, 2, dtype=torch.long)},
-        non_tensors={
-            "uid": as_column([f"p{i}" for i in range(count)]),
-            "data_source": as_column(["task"] * count),
-            "raw_prompt": as_column([[{"role": "user", "content": f"question {i}"}] for i in range(count)]),
-            "reward_model": as_column([{"style": "rule", "ground_truth": "text"}] * count),
-            "extra_info": as_column([{}] * count),
-        },
-    )
+class FakePrompts:
+    """Prompts p0, p1, ... of these sources in turn: as much of `PromptDataset` as loaders and validation need."""
+
+    def __init__(self, rows: int, *sources: str) -> None:
+        self.rows, self.sources = rows, sources or ("task",)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def fingerprint(self) -> str:
+        return "fake"
+
+    def __getitems__(self, places: Sequence[int]) -> DataProto:
+        count = len(places)
+        return DataProto.from_dict(
+            tensors={"prompts": torch.full((count, 2), 7), "prompt_mask": torch.ones(count, 2, dtype=torch.long)},
+            non_tensors={
+                "uid": as_column([f"p{place}" for place in places]),
+                "data_source": as_column([self.sources[place % len(self.sources)] for place in places]),
+                "raw_prompt": as_column([[{"role": "user", "content": str(place)}] for place in places]),
+                "reward_model": as_column([{"style": "rule", "ground_truth": "text"}] * count),
+                "extra_info": as_column([{}] * count),
+                "index": np.array(places),
+            },
+        )
 
 
 class FakeSteps(TrainingSteps):
@@ -139,7 +146,7 @@ class FakeSteps(TrainingSteps):
 
     def __init__(self, config: PPOConfig, total: int = 3) -> None:
         self.config, self.total, self.global_step, self.epoch = config, total, 0, 0
-        self.loader = [prompts()] * total  # type: ignore[assignment]
+        self.loader = [FakePrompts(PROMPTS).__getitems__(range(PROMPTS))] * total  # type: ignore[assignment]
         self.order = BatchOrder(total, 1, shuffle=False, seed=0, fingerprint="")
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
     config.rollout.n = 2
     config.data.max_response_length = RESPONSE
     config.trainer.save_freq = 0
-    set_keys(config, settings)
+    set_keys(config, **settings)
     fake: Any = parts
     value_model = FakeCritic(parts) if critic else None
     learners: dict[str, Any] = {"actor": fake} | ({"critic": value_model} if critic else {})
@@ -165,7 +172,7 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
         critic=value_model,
         rewards=Rewards(fake, config.reward, tmp_path),
         steps=FakeSteps(config),
-        val_data=FakePrompts(),  # type: ignore[arg-type]
+        val_data=FakePrompts(2),  # type: ignore[arg-type]
         tokenizer=fake,
         tracking=fake,
         samples=fake,
@@ -174,23 +181,6 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
     )
     trainer.needs_old_log_prob = parts.needs_old_log_prob
     return trainer
-
-
-def set_keys(config: Any, settings: dict[str, Any]) -> None:
-    """Sets keys of a configuration, whose dots are written as two underscores."""
-    for name, value in settings.items():
-        *path, leaf = name.split("__")
-        setattr(reduce(getattr, path, config), leaf, value)
-
-
-class FakePrompts:
-    """Two prompts to validate on."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitems__(self, positions: Sequence[int]) -> DataProto:
-        return prompts(2)[list(positions)]
 
 
 class FakeCritic:
@@ -224,9 +214,6 @@ def test_on_policy_order_skips_the_old_log_prob_pass(tmp_path: Path) -> None:
     make(tmp_path, parts).fit()
     assert parts.calls == ["update_weights", *VALIDATION, *STEP, *STEP, *STEP, *VALIDATION]
     assert parts.versions == [0, 1, 2, 3], "each weight update has the version of its step"
-
-
-def test_reference_and_critic_take_part_when_they_exist(tmp_path: Path) -> None:
     parts = Parts(on_policy=False)
     make(tmp_path, parts, ref=True, critic=True, **QUIET).fit()
     stages = ["reward", "old_log_prob", "ref", "values", "update_critic", "update", "update_weights"]
@@ -235,45 +222,23 @@ def test_reference_and_critic_take_part_when_they_exist(tmp_path: Path) -> None:
 
 def test_critic_warm_up_leaves_the_actor_alone(tmp_path: Path) -> None:
     parts = Parts()
-    settings = {"trainer__critic_warmup": 2, "trainer__val_before_train": False, "trainer__test_freq": 0}
-    make(tmp_path, parts, critic=True, **settings).fit()
+    make(tmp_path, parts, critic=True, trainer__critic_warmup=2, **QUIET).fit()
     assert parts.calls.count("update_critic") == 3
     assert parts.calls.count("update") == 1
     assert parts.versions == [0, 3], "weights that did not change are not sent"
 
 
-def test_columns_of_the_update(tmp_path: Path) -> None:
-    parts = Parts()
-    make(tmp_path, parts, **QUIET).fit()
-    batch = parts.batches["update"]
-    assert len(batch) == PROMPTS * 2
-    for name in ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
-                 "rollout_log_probs", "token_level_scores", "token_level_rewards", "advantages",
-                 "returns"):  # fmt: skip
-        assert name in batch.batch.keys(), name
-    lengths = batch.batch["response_mask"].sum(1)
-    scores = batch.batch["token_level_scores"]
-    assert scores[1].tolist() == [0, 1, 0, 0], "the score stands on the last valid token"
-    # each pair of samples has scores 0 and 1: mean 0.5, unbiased std 0.7071
-    expected = 0.5 / (0.5**0.5 + 1e-6)
-    assert batch.batch["advantages"][1, 0].item() == pytest.approx(expected)
-    assert batch.batch["advantages"][0, 0].item() == pytest.approx(-expected)
-    assert torch.equal((batch.batch["advantages"] != 0).sum(1), lengths)
-
-
-def test_a_resumed_run_does_the_steps_that_are_left(tmp_path: Path) -> None:
-    settings = QUIET | {"trainer__save_freq": 2}
-    first = make(tmp_path, Parts(), **settings)
-    first.steps.total = 2
-    first.kl_ctrl.value = 0.25
+def test_a_resumed_run_goes_on_with_its_steps_its_coefficient_and_its_running_moments(tmp_path: Path) -> None:
+    running = {"algorithm__norm_mean_type": "running", "algorithm__norm_std_type": "running"}
+    settings = QUIET | running | {"trainer__save_freq": 2, "algorithm__adv_estimator": "reinforce"}
+    first = make(tmp_path, Parts(failing=("p0/0",)), reward__max_error_rate=0.5, **settings)
+    first.steps.total, first.kl_ctrl.value = 2, 0.25
     first.fit()
-    parts = Parts()
-    second = make(tmp_path, parts, trainer__resume_mode="auto", **settings)
+    second = make(tmp_path, parts := Parts(), trainer__resume_mode="auto", **settings)
     second.fit()
-    assert parts.calls[0] == "load"
-    assert parts.calls.count("update") == 1, "one of three steps is left"
-    assert parts.versions == [2, 3]
-    assert second.kl_ctrl.value == 0.25
+    assert parts.calls[0] == "load" and parts.versions == [2, 3] and second.kl_ctrl.value == 0.25
+    counts = [run.running_moments["task"].count for run in (first, second)]
+    assert counts == [2 * 5, 2 * 5 + 6], "the failed row of each step is not among them"
 
 
 def test_history_is_logged_before_the_checkpoint_that_continues_it(tmp_path: Path) -> None:
@@ -287,8 +252,7 @@ def test_history_is_logged_before_the_checkpoint_that_continues_it(tmp_path: Pat
 
 def test_a_save_in_the_background_is_complete_when_the_next_one_begins_or_the_run_ends(tmp_path: Path) -> None:
     parts = Parts()
-    settings = QUIET | {"trainer__async_save": True}
-    make(tmp_path, parts, critic=True, trainer__save_freq=1, **settings).fit()
+    make(tmp_path, parts, critic=True, trainer__save_freq=1, trainer__async_save=True, **QUIET).fit()
     saving = [call for call in parts.calls if call in ("update", "finish save", "finish critic") or "save" in call]
     once = ["save in the background", "update", "finish save", "finish critic"]
     assert saving == ["update", *once, *once, "save in the background", "finish save", "finish critic"]
@@ -298,8 +262,8 @@ def test_a_save_in_the_background_is_complete_when_the_next_one_begins_or_the_ru
 
 
 def test_a_run_that_is_stopped_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
-    parts = Parts()
-    run = make(tmp_path, parts, trainer__val_before_train=False, trainer__save_freq=-1, trainer__test_freq=-1)
+    settings = QUIET | {"trainer__save_freq": -1, "trainer__test_freq": -1}
+    run = make(tmp_path, parts := Parts(), **settings)
     generate = parts.generate
 
     def generate_and_stop(rows: DataProto) -> DataProto:
@@ -310,14 +274,12 @@ def test_a_run_that_is_stopped_ends_after_the_step_with_a_checkpoint(tmp_path: P
     result = run.fit()
     assert result.stopped and result.checkpoint == tmp_path / "global_step_1"
     assert parts.calls.count("update") == 1 and "log_samples" not in parts.calls, "no validation on the way out"
-    second = make(
-        tmp_path, Parts(), trainer__val_before_train=False, trainer__resume_mode="auto", trainer__save_freq=-1
-    )
+    second = make(tmp_path, Parts(), trainer__resume_mode="auto", **settings)
     assert not second.fit().stopped and second.steps.global_step == 3
 
 
 def test_a_stop_that_comes_when_the_checkpoint_is_decided_is_for_the_next_step(tmp_path: Path) -> None:
-    run = make(tmp_path, Parts(), trainer__val_before_train=False, trainer__save_freq=-1, trainer__test_freq=0)
+    run = make(tmp_path, Parts(), trainer__save_freq=-1, **QUIET)
     is_due = run.saver.is_due
 
     def stop_after_asking(steps: StepCounter) -> bool:
@@ -347,37 +309,12 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pyte
         make(tmp_path / "at the end", parts, **settings).fit()
 
 
-def test_running_moments_of_scores_are_saved_and_restored(tmp_path: Path) -> None:
-    """Two steps, a checkpoint, one more: as three steps in one go."""
-    settings = QUIET | {
-        "trainer__save_freq": 2,
-        "algorithm__adv_estimator": "reinforce", "algorithm__norm_mean_type": "running",
-        "algorithm__norm_std_type": "running",
-    }  # fmt: skip
-    for name in ("cut", "whole"):
-        (tmp_path / name).mkdir()
-    first = make(tmp_path / "cut", Parts(failing=("p0/0",)), reward__max_error_rate=0.5, **settings)
-    first.steps.total = 2
-    first.fit()
-    assert first.running_moments["task"].count == 2 * 5, "the failed row of each step is not among them"
-    parts, whole = Parts(), Parts()
-    second = make(tmp_path / "cut", parts, trainer__resume_mode="auto", **settings)
-    second.fit()
-    assert second.running_moments["task"].count == 2 * 5 + 6
-    third = make(tmp_path / "whole", whole, **settings)
-    third.running_moments["task"] = first.running_moments["task"]
-    third.steps.global_step = 2
-    third.fit()
-    assert second.running_moments["task"].state_dict() == third.running_moments["task"].state_dict()
-    assert torch.equal(parts.batches["update"].batch["advantages"], whole.batches["update"].batch["advantages"])
-
-
 def test_pf_ppo_draws_what_is_learnt_from_and_logs_what_was_sampled(tmp_path: Path) -> None:
-    settings = QUIET | {"algorithm__adv_estimator": "gae"}
+    settings = QUIET | {"algorithm__adv_estimator": "gae", "algorithm__use_pf_ppo": True}
     batches = []
     for _ in range(2):
         parts = Parts(on_policy=False)
-        make(tmp_path, parts, critic=True, algorithm__use_pf_ppo=True, **settings).fit()
+        make(tmp_path, parts, critic=True, **settings).fit()
         batches.append(parts.batches["update"])
         assert parts.batches["update_critic"] is parts.batches["update"], "both learn from the same draw"
         logged = dict(parts.logged)[3]
@@ -391,9 +328,9 @@ def test_pf_ppo_draws_what_is_learnt_from_and_logs_what_was_sampled(tmp_path: Pa
 @pytest.mark.parametrize("estimator", ["grpo", "gae", "rloo", "reinforce_plus_plus"])
 def test_a_step_whose_rewards_all_failed(tmp_path: Path, estimator: str) -> None:
     parts = Parts(on_policy=False, failing=("/0", "/1"))
-    settings = {"reward__max_error_rate": 1.0, "algorithm__adv_estimator": estimator}
-    kl = {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"}
-    trainer = make(tmp_path, parts, ref=True, critic=estimator == "gae", **settings, **kl, **QUIET)
+    settings = {"reward__max_error_rate": 1.0, "algorithm__adv_estimator": estimator} | QUIET
+    settings |= {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"}
+    trainer = make(tmp_path, parts, ref=True, critic=estimator == "gae", **settings)
     before = trainer.kl_ctrl.value
     trainer.fit()
     batch = parts.batches["update"].batch

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.set_keys import set_keys
 from trainer.requirements import needs_old_log_prob
 from trainer.roles import ActorRole, loss_columns
 from verl_lite.config import PPOConfig
@@ -19,9 +20,7 @@ ROWS, PROMPT, RESPONSE = 8, 2, 5
 def config_of(loss_mode: str, **options: Any) -> PPOConfig:
     config = PPOConfig()
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n = 4, 4, 2
-    config.actor.policy_loss.loss_mode = loss_mode
-    for name, value in options.items():
-        setattr(config.actor.policy_loss, name, value)
+    set_keys(config.actor.policy_loss, loss_mode=loss_mode, **options)
     return config
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.set_keys import set_keys
 from tests.trainer.written_checkpoint import write_checkpoint
 from trainer.resume import differing_keys, flat_config, refuse_another_run
 from verl_lite.config import PPOConfig
@@ -15,16 +16,7 @@ LOOK = "a mirror"
 
 
 def config(**values: object) -> PPOConfig:
-    """values: keys with __ for the dots."""
-    result = PPOConfig()
-    for name, value in values.items():
-        *path, leaf = name.split("__")
-        section = result
-        for part in path:
-            section = getattr(section, part)
-        assert hasattr(section, leaf), name
-        setattr(section, leaf, value)
-    return result
+    return set_keys(PPOConfig(), **values)
 
 
 def checkpoint(run_dir: Path, step: int, made_with: PPOConfig) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.set_keys import set_keys
 from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
-from tests.trainer.test_fit import Parts, set_keys
+from tests.trainer.test_fit import Parts
 from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards, try_environments
 from trainer.agentic.episode_log import samples_of
 from trainer.final_report import validation_line
@@ -109,7 +110,7 @@ def make(tmp_path: Path, agent: Agent, **settings: Any) -> AgenticPipeline:
     config.trainer.total_training_steps, config.trainer.save_freq, config.trainer.val_before_train = 3, 0, False
     config.trainer.test_freq, config.agentic.logging_steps = 0, 0
     config.actor.ppo_mini_batch_size = -1
-    set_keys(config, settings)
+    set_keys(config, **settings)
     fake: Any = agent
     train = RolloutScheduler(config, config.agentic.train_env_manager, fake, SamplingParams(max_tokens=R))
     val = RolloutScheduler(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.set_keys import set_keys
 from tests.trainer.made_clips import options, write_folder, write_table
 from trainer.clips.dataset import VideoDataset
 from trainer.diffusion.reward_flow import FlowActorRole, RewardFlowTrainer, try_reward
@@ -124,9 +125,7 @@ class Run:
     def __init__(self, run_dir: Path, group: FakeGroup | None = None, total: int = 3, **settings: Any) -> None:
         config = RewardFlowConfig()
         usual = {"save_freq": 0, "video_freq": 0, "test_freq": 0, "total_training_steps": total, "seed": 1}
-        for name, value in (usual | settings).items():
-            assert hasattr(config.trainer, name), name
-            setattr(config.trainer, name, value)
+        set_keys(config.trainer, **usual | settings)
         self.group, self.tracking, self.videos = group or FakeGroup(), FakeTracking(), FakeVideos()
         fake: Any = self.group
         tracking: Any = self.tracking

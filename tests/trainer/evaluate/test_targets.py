@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from tests.set_keys import set_keys
 from tests.trainer.answering import answering, task
 from trainer.evaluate.evaluation import (
     RESULTS,
@@ -140,11 +141,7 @@ def test_settings_are_what_answers_depend_on_and_no_more(tmp_path: Path) -> None
     config = task(tmp_path, prompts=2)
     settings = answer_settings(config)
     for name, value in SAME + OTHER:
-        section: Any = (other := copy.deepcopy(config))
-        *path, leaf = name.split(".")
-        for part in path:
-            section = getattr(section, part)
-        setattr(section, leaf, value)
+        other = set_keys(copy.deepcopy(config), **{name.replace(".", "__"): value})
         assert (answer_settings(other) != settings) == ((name, value) in OTHER), name
     assert answer_settings(config, are_scored=False).keys() < settings.keys()
     for file in ("reward.py", "val.jsonl", "model/model.safetensors"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.set_keys import set_keys
 from tests.workers.diffusion.tiny_wan import tiny_pipeline
 from trainer import diffusion_plan
 from trainer.planner.diffusion import count, launch_plan, plan, published_shape, read_shape
@@ -31,9 +32,7 @@ def config(num_frames: int = 5, **options: Any) -> RewardFlowConfig:
     if num_frames == 5:
         made.data.height = made.data.width = 64
         made.sampler.num_inference_steps, made.sampler.mid_timestep, made.sampler.final_timestep = 2, 1, 1
-    for name, value in options.items():
-        assert hasattr(made.model, name)
-        setattr(made.model, name, value)
+    set_keys(made.model, **options)
     return made
 
 

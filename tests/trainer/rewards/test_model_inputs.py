@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.set_keys import set_keys
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
 from trainer.rewards.model_inputs import Retokenizer, reward_inputs
 from trainer.roles import RewardModelRole
@@ -50,9 +51,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 def config(path: str, **options: object) -> PPOConfig:
     made = PPOConfig()
     made.data.max_prompt_length, made.data.max_response_length = 24, 12
-    made.reward_model.enable, made.reward_model.model.path = True, path
-    for name, value in options.items():
-        setattr(made.reward_model, name, value)
+    set_keys(made.reward_model, enable=True, model__path=path, **options)
     return made
 
 
