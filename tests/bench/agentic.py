@@ -17,17 +17,18 @@ all, with the end when ever fewer episodes are left. Options: --rounds N.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from typing import Any
 
+from tests.bench.frame import options
+
 SLOTS = ENVIRONMENTS = 64
 EPISODES_EACH = 2
 TURN_TOKENS = 96
 MODEL_LENGTH = 640
-LATENCIES_MS = (0, 50, 200)
+LATENCIES_MS = [0, 50, 200]
 
 
 class Recorder:
@@ -167,20 +168,17 @@ class Bench:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench agentic", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--latencies-ms", type=int, nargs="+", default=list(LATENCIES_MS))
-    options = parser.parse_args(arguments)
+    given = options("agentic", __doc__, arguments, rounds=3, latencies_ms=LATENCIES_MS)
     found: dict[str, list[tuple[Recorder, Recorder]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder)
         requests = bench.episodes(0, lock_step=False).requests  # warms up, too
         tokens = sum(tokens for _, tokens in requests)
         print(f"{ENVIRONMENTS} environments, {SLOTS} slots, {len(requests)} turns, {tokens} tokens; medians")
-        for _ in range(options.rounds):
+        for _ in range(given.rounds):
             plain = bench.plain(requests)
             found.setdefault(f"{'':7}  plain", []).append((plain, plain))
-            for latency_ms in options.latencies_ms:
+            for latency_ms in given.latencies_ms:
                 for name, lock_step in (("continuous", False), ("lock step", True)):
                     trace = bench.episodes(latency_ms, lock_step=lock_step)
                     found.setdefault(f"{latency_ms:>4} ms  {name}", []).append((trace, plain))

@@ -12,10 +12,8 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.bench.frame import best_ms, options
 from tests.verl_lite.naive_estimators import NAIVE_ESTIMATORS, naive_estimate
 from tests.verl_lite.naive_losses import (
     NAIVE_ROW_LOSSES,
@@ -198,17 +197,6 @@ def find_verl() -> tuple[Any, Any] | None:
     return algos, config
 
 
-def best_ms(repeat: int, *contestants: Callable[[], Any]) -> list[float]:
-    """CPU milliseconds of each contestant's best run; they take turns."""
-    best = [float("inf")] * len(contestants)
-    for _ in range(repeat):
-        for number, contestant in enumerate(contestants):
-            started = time.process_time()
-            contestant()
-            best[number] = min(best[number], (time.process_time() - started) * 1e3)
-    return best
-
-
 def largest_difference(found: Numbers, expected: Numbers, mask: torch.Tensor) -> float:
     """Over all numbers, in double precision; of (B, T) ones over valid tokens."""
     worst = 0.0
@@ -244,13 +232,8 @@ def one_line(case: Case, columns: Columns, small: Columns, verl: tuple[Any, Any]
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench algos")
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--naive-rows", type=int, default=32)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="entries of these names; default: all")
-    args = parser.parse_args(argv)
+    names = [case.name for case in CASES]
+    args = options("algos", __doc__, argv, rows=8192, width=1024, naive_rows=32, repeat=3, only=names)
     torch.set_num_threads(1)
     verl, columns, small = find_verl(), batch(args.rows, args.width), batch(args.naive_rows, args.width)
     print(
@@ -261,5 +244,5 @@ def main(argv: Sequence[str]) -> None:
     head = f"{'kind':<10} {'name':<28} {'ours ms':>8} {'loop s':>8} {'x':>7} {'fp64':>8} {'fp32':>8}"
     print(head + (f" {'verl ms':>8} {'x':>6} {'fp64':>8}" if verl else ""))
     for case in CASES:
-        if args.only is None or case.name in args.only:
+        if case.name in args.only:
             print(one_line(case, columns, small, verl, args.repeat), flush=True)

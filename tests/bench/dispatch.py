@@ -10,15 +10,14 @@ unpickling and joining together, dense tensors).
 
 from __future__ import annotations
 
-import argparse
 import pickle
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.bench.frame import best_ms, options
 from verl_lite.protocol import DataProto, chunk_bounds
 
 FLOAT_COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "token_level_scores", "advantages")
@@ -73,29 +72,25 @@ def send(data: DataProto, workers: int) -> list[Message]:
     return [dump(packed.slice(start, stop)) for start, stop in chunk_bounds(len(data), workers)]
 
 
+def receive(messages: list[Message]) -> list[DataProto]:
+    """What each worker does with its message."""
+    return [DataProto.from_packed(load(message)) for message in messages]
+
+
+def collect(answers: list[Message]) -> DataProto:
+    """What the driver does with the answers."""
+    return DataProto.from_parts([load(message) for message in answers])
+
+
 def answer(part: DataProto) -> Message:
     """A worker's answer: two float columns of the response."""
     log_probs = part.batch["old_log_probs"]
     return dump(DataProto.from_dict({"old_log_probs": log_probs, "entropys": log_probs * log_probs}).pack())
 
 
-def cpu_ms(work: Callable[[], Any], repeat: int) -> tuple[float, Any]:
-    """(CPU milliseconds of the best run, its result)."""
-    best, result = float("inf"), None
-    for _ in range(repeat):
-        started = time.process_time()
-        result = work()
-        best = min(best, (time.process_time() - started) * 1e3)
-    return best, result
-
-
 def main(argv: list[str]) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench dispatch")
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
-    parser.add_argument("--repeat", type=int, default=3)
-    args = parser.parse_args(argv)
+    args = options("dispatch", __doc__, argv, rows=1024, workers=[1, 8, 64, 256, 1024], repeat=3)
     torch.set_num_threads(1)
     data, minimum = make_batch(args.rows)
     dense = sum(value.nbytes for value in data.batch.values())
@@ -107,13 +102,15 @@ def main(argv: list[str]) -> None:
     print(f"{'workers':>8} {'MB sent':>9} {'x minimum':>10} {'driver send':>12} {'driver collect':>15} {'a worker':>9}")
     scale = 1024 / args.rows
     for workers in args.workers:
-        sending, messages = cpu_ms(lambda w=workers: send(data, w), args.repeat)
+        [sending] = best_ms(args.repeat, partial(send, data, workers))
+        messages = send(data, workers)
         sent = sum(len(head) + sum(map(len, buffers)) for head, buffers in messages)
-        receiving, parts = cpu_ms(lambda m=messages: [DataProto.from_packed(load(one)) for one in m], 1)
+        [receiving] = best_ms(1, partial(receive, messages))
+        parts = receive(messages)
         joined = DataProto.concat(parts)
         assert all(torch.equal(joined.batch[name], data.batch[name]) for name in data.batch.keys())
         answers = [answer(part) for part in parts if len(part)]
-        collecting, _ = cpu_ms(lambda a=answers: DataProto.from_parts([load(one) for one in a]), args.repeat)
+        [collecting] = best_ms(args.repeat, partial(collect, answers))
         print(
             f"{workers:>8} {sent / 1e6:>9.2f} {sent / minimum:>10.3f} {sending * scale:>12.1f} "
             f"{collecting * scale:>15.1f} {receiving / workers:>9.2f}"

@@ -9,27 +9,25 @@ gloo, all cuts. Last come losses that are wrong on purpose.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from tests.bench.frame import options, print_row
 from tests.workers.invariance import CUTS, RAGGED, WRONG, Table, all_cases, fp32_table, fp64_table, write_networks
 from tests.workers.ranks import Ranks
 
 
 def main(argv: list[str]) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench invariance")
-    parser.add_argument("--losses", nargs="+", help="only these; 'value loss' is one")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks over gloo")
-    args = parser.parse_args(argv)
+    losses = list(dict.fromkeys(case.name for case in all_cases()))
+    args = options("invariance", __doc__, argv, losses=losses, worlds=[1, 2, 4])
     torch.set_num_threads(1)
     disable_progress_bar()
     set_verbosity_error()
-    cases = [case for case in all_cases() if args.losses is None or case.name in args.losses]
+    cases = [case for case in all_cases() if case.name in args.losses]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, Ranks(max(args.worlds), timeout_s=1800) as ranks:
         path = write_networks(folder)
@@ -64,8 +62,6 @@ def merged(fp64: Table, fp32: Table) -> Table:
 def show(table: Table) -> None:
     """Prints the table as markdown."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
-    print(f"| loss and mode | {' | '.join(columns)} |")
-    print(f"|---|{'---|' * len(columns)}")
+    print_row(["loss and mode", *columns], head=True)
     for case, row in table.items():
-        cells = [f"{row[column]:.0e}" if column in row else "" for column in columns]
-        print(f"| {case} | {' | '.join(cells)} |")
+        print_row([case, *(f"{row[column]:.0e}" if column in row else "" for column in columns)])

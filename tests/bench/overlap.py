@@ -9,15 +9,14 @@ which no schedule can beat, and against their sum. Options: --rounds N (pairs of
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Hashable, Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
-from tests.bench.step_task import LEARNING_RATE, SAMPLES, SIZES, make_task
+from tests.bench.frame import options
+from tests.bench.step_task import SAMPLES, SIZES, arguments, make_task
 
 SIZE = SIZES[0]
 LENGTHS = SIZE.lengths[1]
@@ -87,11 +86,21 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
                 generation.append(self.timing["gen"])
             hold = step >= WARM_UP and (step - WARM_UP) % 2 == 1
 
-    overrides = options(folder, function, at_once, WARM_UP + 2 * rounds)
+    own = {
+        "rollout.name": "hf",
+        "reward.custom_reward_function.path": folder / "reward.py",
+        "reward.custom_reward_function.name": function,
+        "reward.reward_kwargs": f"{{file: {folder}/seconds}}",
+        "reward.num_workers": PROCESSES if function == "sleeps" else 1,
+        "trainer.backend": "inline",
+        "trainer.device": "cpu",
+        "trainer.total_training_steps": WARM_UP + 2 * rounds,
+        "trainer.default_local_dir": folder / f"run-{function}",
+    } | ({"reward.max_concurrent": at_once} if function == "awaits" else {})
     pool_class, build.RewardPool = build.RewardPool, Holding  # type: ignore[misc]
     try:
         with (folder / f"{function}.log").open("w") as log, redirect_stdout(log):
-            run_ppo([f"{key}={value}" for key, value in overrides.items()], trainer_class=Timed)
+            run_ppo(arguments(folder, LENGTHS, own), trainer_class=Timed)
     finally:
         build.RewardPool = pool_class  # type: ignore[misc]
     reward = float(file.read_text()) * LENGTHS.prompts * SAMPLES / at_once
@@ -101,35 +110,6 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
         "streaming": statistics.median(both[False]),
         "in turn": statistics.median(both[True]),
     }
-
-
-def options(folder: Path, function: str, at_once: int, steps: int) -> dict[str, Any]:
-    """The run's command line."""
-    overrides: dict[str, Any] = {
-        "model.path": folder / "model",
-        "model.enable_gradient_checkpointing": False,
-        "data.train_files": folder / "train.parquet",
-        "data.train_batch_size": LENGTHS.prompts,
-        "data.max_prompt_length": 16,
-        "data.max_response_length": LENGTHS.maximum,
-        "actor.ppo_mini_batch_size": LENGTHS.prompts,
-        "actor.optim.lr": LEARNING_RATE,
-        "rollout.n": SAMPLES,
-        "rollout.name": "hf",
-        "reward.custom_reward_function.path": folder / "reward.py",
-        "reward.custom_reward_function.name": function,
-        "reward.reward_kwargs": f"{{file: {folder}/seconds}}",
-        "reward.num_workers": PROCESSES if function == "sleeps" else 1,
-        "trainer.backend": "inline",
-        "trainer.device": "cpu",
-        "trainer.total_training_steps": steps,
-        "trainer.save_freq": 0,
-        "trainer.logger": "[jsonl]",
-        "trainer.default_local_dir": folder / f"run-{function}",
-    }
-    if function == "awaits":
-        overrides["reward.max_concurrent"] = at_once
-    return overrides
 
 
 def show(title: str, seconds: dict[str, float]) -> None:
@@ -146,9 +126,7 @@ def show(title: str, seconds: dict[str, float]) -> None:
 
 def main(argv: list[str]) -> int:
     """Runs both kinds of reward."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench overlap", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
-    rounds = parser.parse_args(argv).rounds
+    rounds = options("overlap", __doc__, argv, rounds=6).rounds
     from trainer.cli import prepare_driver
 
     prepare_driver()

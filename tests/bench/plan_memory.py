@@ -12,20 +12,17 @@ constant.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from tests.bench.reward_flow_live import reset_high_water, status_bytes
+from tests.bench.frame import in_a_process, options, print_row, reset_high_water, status_bytes
 
 CASES: dict[str, list[str]] = {
     "grpo": [],
@@ -52,27 +49,26 @@ OPTIONS = [
     "data.max_prompt_length=96", "data.max_response_length=32", "actor.ppo_mini_batch_size=2",
     "actor.ppo_max_token_len_per_gpu=512", "reward.num_workers=1",
 ]  # fmt: skip
-RESULT = "PLAN_MEMORY_RESULT"
+WIDTHS = (26, 20, 12, 11, 20)
 
 
 def main(argv: list[str]) -> int:
     """Prints a table for each case; exit status 1 where a prediction is off by more than 20%."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench plan_memory", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--steps", type=int, default=1)
-    given = parser.parse_args(argv)
-    worst = 0.0
+    given, worst = options("plan_memory", __doc__, argv, only=list(CASES), steps=1), 0.0
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
-        options = write_task(Path(folder))
-        print(f"| {'case':26} | {'phase':20} | predicted MB | measured MB | predicted / measured |")
-        print("|---|---|---|---|---|")
+        task = write_task(Path(folder))
+        head = ("case", "phase", "predicted MB", "measured MB", "predicted / measured")
+        print_row(map("{:<{}}".format, head, WIDTHS), head=True)
         for name in given.only:
-            argv = [*OPTIONS, *options, *CASES[name], f"trainer.total_training_steps={given.steps}"]
-            found = in_a_process([*argv, f"trainer.default_local_dir={folder}/run-{name.replace(' ', '-')}"])
+            run_dir = Path(folder) / f"run-{name.replace(' ', '-')}"
+            argv = [*OPTIONS, *task, *CASES[name], f"trainer.total_training_steps={given.steps}"]
+            found = in_a_process("spawn", measure, [*argv, f"trainer.default_local_dir={run_dir}"], f"{run_dir}.log")
             worst = max(worst, *(abs(predicted / measured - 1) for predicted, measured in found["phases"].values()))
             for phase, (predicted, measured) in {**found["phases"], "peak with libraries": found["whole"]}.items():
-                numbers = f"{predicted / 1e6:12.0f} | {measured / 1e6:11.0f} | {predicted / measured:20.2f} |"
-                print(f"| {name:26} | {phase:20} | {numbers}", flush=True)
+                numbers = (predicted / 1e6, measured / 1e6, predicted / measured)
+                cells = (name, phase, *map("{:.{}f}".format, numbers, (0, 0, 2)))
+                print_row(map("{:{}}".format, cells, WIDTHS))
             print(f"libraries {found['baseline'] / 1e6:.0f} MB")
     print(f"largest deviation of a phase: {worst:.0%}")
     return int(worst > 0.2)
@@ -94,28 +90,11 @@ def write_task(folder: Path) -> list[str]:
     ]
 
 
-def in_a_process(argv: list[str]) -> dict[str, Any]:
-    """The result of `measure` with these options."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; from tests.bench.plan_memory import measure; measure(sys.argv[1:])", *argv],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith(RESULT)), None)
-    if line is None:
-        raise RuntimeError(f"the run ended without a result:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-    return found
-
-
-def measure(argv: list[str]) -> None:
-    """Runs the command and prints (predicted, measured) bytes by phase, of the last step."""
+def measure(argv: list[str], log: str) -> dict[str, Any]:
+    """Runs the command, which prints into `log`; gives (predicted, measured) bytes by phase, of the last step."""
     from trainer.cli import prepare_driver
 
     prepare_driver()
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from trainer.build import run_ppo
     from trainer.planner.memory import ACCELERATORS, memory_plan, read_networks
     from trainer.ray_trainer import RayPPOTrainer
@@ -145,11 +124,12 @@ def measure(argv: list[str]) -> None:
             if name in PHASES:
                 measured[PHASES[name]] = status_bytes("VmHWM") - baseline[0]
 
-    assert run_ppo(argv, Watched) == 0
+    with open(log, "w") as file, redirect_stdout(file):
+        assert run_ppo(argv, Watched) == 0
     predicted, loaded_by_engine = plan.by_phase(), (plan.base or 0) - WORKER_BYTES
     phases = {name: (predicted[name] + loaded_by_engine, measured[name]) for name in measured}
     whole = plan.device_bytes, baseline[0] + max(measured.values())
-    print(RESULT + json.dumps({"phases": phases, "whole": whole, "baseline": baseline[0]}))
+    return {"phases": phases, "whole": whole, "baseline": baseline[0]}
 
 
 def import_libraries() -> None:

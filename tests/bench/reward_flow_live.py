@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.bench.frame import reset_high_water, status_bytes
 from tests.workers.diffusion.tiny_wan import flow_config, planned
 from trainer.planner.diffusion import FP32, LiveBytes, plan, read_shape
 from verl_lite.config.diffusion import RewardFlowConfig
@@ -107,15 +107,3 @@ def one_clip(config: RewardFlowConfig) -> DataProto:
     video = torch.rand(size, generator=torch.Generator().manual_seed(1))
     columns = {"video": video, "noise_seed": torch.tensor([7]), "row": torch.tensor([0])}
     return DataProto.from_dict(columns, {"prompt": np.array(["a red face"], dtype=object)}, {"global_step": 1})
-
-
-def reset_high_water() -> None:
-    """Starts a new measurement of VmHWM (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def status_bytes(name: str) -> int:
-    """A figure of /proc/self/status."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) << 10

@@ -10,55 +10,31 @@ are not counted.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from tests.bench.frame import in_a_process, options, print_row
 from tests.bench.reward_flow_live import OPTIONS, Measured, configured, measure, wan_pipeline
 
 COLUMNS = ("live MB", "of all off", "planned MB", "planned / live", "RSS MB", "s / step", "of all off")
 
 
 def main(argv: list[str]) -> int:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench reward_flow_memory", description=__doc__)
-    parser.add_argument("--frames", type=int, default=17, help="4 k + 1")
-    parser.add_argument("--side", type=int, default=64, help="pixels, a multiple of 16")
-    parser.add_argument("--only", nargs="+", choices=list(OPTIONS), default=list(OPTIONS))
-    given = parser.parse_args(argv)
+    """Prints the table; ratios are to its first row."""
+    given = options("reward_flow_memory", __doc__, argv, frames=17, side=64, only=list(OPTIONS))
     started = time.perf_counter()
     rows: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="bench-flow-") as folder:
         path = wan_pipeline(Path(folder) / "wan")
         for name in given.only:
-            rows[name] = in_a_process(name, path, given.frames, given.side)
-    show(rows)
+            rows[name] = in_a_process("fork", measure, configured(path, given.frames, given.side, OPTIONS[name]))
+    first = rows[given.only[0]]
+    print_row([f"{'options':42}", *COLUMNS], head=True)
+    for name, row in rows.items():
+        ratios = (row.live / first.live, row.planned / row.live, row.seconds / first.seconds)
+        of_all_off, of_live, time_of_all_off = (f"{ratio:.2f}" for ratio in ratios)
+        live, planned, rss = (f"{size / 1e6:.0f}" for size in (row.live, row.planned, row.rss))
+        print_row([f"{name:42}", live, of_all_off, planned, of_live, rss, f"{row.seconds:.1f}", time_of_all_off])
     print(f"{given.frames} frames of {given.side} x {given.side}; {time.perf_counter() - started:.0f} s in all")
     return 0
-
-
-def in_a_process(name: str, path: str, frames: int, side: int) -> Measured:
-    """One row. The process is a fork: what is imported here need not be imported again."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        return pool.submit(measure, configured(path, frames, side, OPTIONS[name])).result()
-
-
-def show(rows: dict[str, Measured]) -> None:
-    """Prints the rows as markdown, ratios to the first."""
-    first = next(iter(rows.values()))
-    print(f"| {'options':42} | {' | '.join(COLUMNS)} |")
-    print(f"|---|{'---|' * len(COLUMNS)}")
-    for name, row in rows.items():
-        cells = (
-            f"{row.live / 1e6:.0f}",
-            f"{row.live / first.live:.2f}",
-            f"{row.planned / 1e6:.0f}",
-            f"{row.planned / row.live:.2f}",
-            f"{row.rss / 1e6:.0f}",
-            f"{row.seconds:.1f}",
-            f"{row.seconds / first.seconds:.2f}",
-        )
-        print(f"| {name:42} | {' | '.join(cells)} |")

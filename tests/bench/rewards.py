@@ -10,7 +10,6 @@ kinds that wait for another process.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from tests.bench.frame import best_ms, options
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, load_scorer
 from workers.rewards.pool import RewardPool
@@ -206,31 +206,24 @@ def measure_kinds(rounds: int, waiting: int) -> None:
     """Prints milliseconds for 1,000 rewards of each kind."""
     namespace: dict[str, Any] = {}
     exec(FUNCTION, namespace)
-    plain = float("inf")
-    for _ in range(rounds):
-        started = time.process_time()
-        for n in range(REWARDS):
-            namespace["compute_score"]("sums", f"The answer is {n}.", "12")
-        plain = min(plain, (time.process_time() - started) / REWARDS)
+    call = namespace["compute_score"]
+    [plain_ms] = best_ms(rounds, lambda: [call("sums", f"The answer is {n}.", "12") for n in range(REWARDS)])
     print(f"\n{'ms for 1,000 rewards':32s} {'cpu':>10s} {'wall':>10s} {'ratio of cpu':>13s}")
-    print(f"{'a plain call':32s} {plain * 1e6:10.2f} {plain * 1e6:10.2f} {1:13.0f}")
+    print(f"{'a plain call':32s} {plain_ms:10.2f} {plain_ms:10.2f} {1:13.0f}")
     with judge_case(waiting) as judge:
         for case in (*rule_cases(), *code_cases(waiting), judge):
             cpu, wall = cost(case)
-            print(f"{case.name:32s} {cpu * 1e6:10.1f} {wall * 1e6:10.1f} {cpu / plain:13.0f}")
+            print(f"{case.name:32s} {cpu * 1e6:10.1f} {wall * 1e6:10.1f} {cpu * 1e6 / plain_ms:13.0f}")
 
 
 def main(argv: list[str]) -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench rewards", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--answers", type=int, default=200)
-    options = parser.parse_args(argv)
+    given = options("rewards", __doc__, argv, rounds=10, answers=200)
     with tempfile.TemporaryDirectory() as folder:
         (path := Path(folder) / "reward.py").write_text(FUNCTION)
         config = RewardConfig()
         config.custom_reward_function.path = str(path)
         config.custom_reward_function.name = "compute_score"
-        measure_pool(config, options.rounds)
-    measure_kinds(options.rounds, options.answers)
+        measure_pool(config, given.rounds)
+    measure_kinds(given.rounds, given.answers)
     return 0

@@ -10,7 +10,10 @@ in every group.
 from __future__ import annotations
 
 import json
+import os
+import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +52,36 @@ SIZES = (
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
     """A number in [0, 1) that depends on every character."""
     return (zlib.crc32(solution_str.encode()) % 1000) / 1000
+
+
+def arguments(folder: Path, lengths: Lengths, own: dict[str, object]) -> list[str]:
+    """Our command line on the task, with a run's own options."""
+    usual: dict[str, object] = {
+        "model.path": folder / "model",
+        "model.enable_gradient_checkpointing": False,
+        "data.train_files": folder / "train.parquet",
+        "data.train_batch_size": lengths.prompts,
+        "data.max_prompt_length": PROMPT_TOKENS,
+        "data.max_response_length": lengths.maximum,
+        "actor.ppo_mini_batch_size": lengths.prompts,
+        "actor.optim.lr": LEARNING_RATE,
+        "rollout.n": SAMPLES,
+        "trainer.save_freq": 0,
+        "trainer.logger": "[jsonl]",
+    }
+    return [f"{key}={value}" for key, value in (usual | own).items()]
+
+
+def begun() -> tuple[Path, Lengths, Callable[..., None]]:
+    """What a side is told by sys.argv: the folder of the task, the lengths as JSON, and the number of the file that it
+    reports each step to, which is a function here."""
+    answers = os.fdopen(int(sys.argv[3]), "w")
+
+    def report(**row: object) -> None:
+        answers.write(json.dumps(row) + "\n")
+        answers.flush()
+
+    return Path(sys.argv[1]), Lengths(**json.loads(sys.argv[2])), report
 
 
 def make_task(folder: Path, size: Size) -> None:

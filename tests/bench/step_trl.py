@@ -9,15 +9,13 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from tests.bench.step_task import LEARNING_RATE, SAMPLES, Lengths, compute_score
+from tests.bench.step_task import LEARNING_RATE, SAMPLES, begun, compute_score
 
 
 def main() -> None:
-    """argv: task folder, JSON of Lengths, file descriptor for answers."""
-    folder, lengths, answers = Path(sys.argv[1]), Lengths(**json.loads(sys.argv[2])), os.fdopen(int(sys.argv[3]), "w")
+    folder, lengths, report = begun()
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -39,10 +37,8 @@ def main() -> None:
             self.started = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            row = {"seconds": time.perf_counter() - self.started, **seen, "stages": dict(stages)}
+            report(seconds=time.perf_counter() - self.started, **seen, stages=dict(stages))
             stages.clear()
-            answers.write(json.dumps(row) + "\n")
-            answers.flush()
 
     stages: dict[str, float] = {}
 

@@ -15,27 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.bench.frame import options
 from verl_lite.config import PPOConfig
-
-
-def options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench validation")
-    parser.add_argument("--model")
-    parser.add_argument("--data")
-    parser.add_argument("--engine", default="hf")
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--n", type=int, default=4)
-    parser.add_argument("--ranks", default="1,2,3")
-    parser.add_argument("--sizes", default="1,7,64,0")
-    given = parser.parse_args(argv)
-    if given.model is None or given.data is None:
-        from recipes.quickstart.recipe import overrides, prepare
-        from verl_lite.config import load_config
-
-        config = load_config([], recipe_loader=lambda name: overrides()).config
-        prepare(config)
-        given.model, given.data = config.model.path, config.data.val_files[0]
-    return given
 
 
 def config_of(given: argparse.Namespace) -> PPOConfig:
@@ -56,7 +37,15 @@ def main(argv: list[str]) -> None:
     from tests.trainer.answering import answering
     from trainer.final_report import FitResult
 
-    given = options(argv)
+    ways = {"model": None, "data": None, "engine": "hf", "prompts": 256, "n": 4, "ranks": "1,2,3", "sizes": "1,7,64,0"}
+    given = options("validation", __doc__, argv, **ways)
+    if given.model is None or given.data is None:
+        from recipes.quickstart.recipe import overrides, prepare
+        from verl_lite.config import load_config
+
+        quickstart = load_config([], recipe_loader=lambda name: overrides()).config
+        prepare(quickstart)
+        given.model, given.data = quickstart.model.path, quickstart.data.val_files[0]
     config = config_of(given)
     first: tuple[dict[str, float], list[dict[str, Any]]] | None = None
     print(f"{given.engine}: {given.prompts} prompts x ({given.n} sampled + 1 greedy), {Path(given.model).name}")

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
+from tests.trainer.prompt_rows import write
 from tests.workers.ranks import Ranks
 from trainer import main_rm
 from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair
@@ -101,11 +100,6 @@ def test_an_answer_has_the_tokens_that_a_policy_samples() -> None:
     assert tokenizer.decode(example.response) == "2<|im_end|>"
     whole = encode_answer([QUESTION, says("2")], tokenizer, "end_of_text", "row 0")
     assert tokenizer.decode(whole.response) == "2<|im_end|>\n", "the template writes a newline behind each turn"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return str(path)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import permitting
+from tests.trainer.prompt_rows import write
 from trainer import main_sft
 from trainer.data.sft import Example, collate, encode_chat, load_examples
 from trainer.supervised.loop import train_within
@@ -93,11 +92,6 @@ def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
     loss, metrics = sft_loss(data, {"log_probs": log_probs})
     assert loss.item() == pytest.approx(8 / 8)  # (1 + 2 + 5) / 8: five more tokens are on other ranks
     assert metrics["loss"].value == pytest.approx(8 / 3)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return str(path)
 
 
 @pytest.mark.parametrize(
