@@ -58,7 +58,7 @@ def load(
     places: str | list[str],
     split: str = "train",
     *,
-    template: str = TEMPLATE,
+    template: str | None = TEMPLATE,
     needs_ground_truth: bool = True,
     answers: int | None = None,
     **config: Any,

@@ -9,27 +9,19 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from tests.trainer.prompt_rows import char_tokenizer, make_row, write
+from tests.trainer.prompt_rows import char_tokenizer, load, make_row, write
 from trainer.data.prompts import PromptDataset
-from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return char_tokenizer()
-
-
 @pytest.fixture
-def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., PromptDataset]:
-    def build(
-        contents_or_rows: list[Any], split: str = "train", name: str = "d.parquet", **config: Any
-    ) -> PromptDataset:
-        rows = [make_row(item, i) if isinstance(item, str) else item for i, item in enumerate(contents_or_rows)]
-        path = write(tmp_path / name, rows)
-        return PromptDataset([path], tokenizer, DataConfig(**{"max_prompt_length": 6, **config}), split=split)
+def make(tmp_path: Path) -> Callable[..., PromptDataset]:
+    """Of these rows, or contents of prompts, of at most 6 tokens."""
+
+    def build(rows: list[Any], split: str = "train", name: str = "d.parquet", **options: Any) -> PromptDataset:
+        made = [make_row(row, i) if isinstance(row, str) else row for i, row in enumerate(rows)]
+        return load(write(tmp_path / name, made), split, **{"max_prompt_length": 6, **options})
 
     return build
 
@@ -47,10 +39,10 @@ def test_columns_of_a_batch(make: Callable, name: str) -> None:
     assert columns["extra_info"][0] == {"index": 1} and columns["data_source"][0] == "verl_lite/sort"
 
 
-def test_several_files_count_on_and_rows_need_not_agree(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_several_files_count_on_and_rows_need_not_agree(tmp_path: Path) -> None:
     first = write(tmp_path / "a.parquet", [make_row("1"), make_row("2")])
     second = write(tmp_path / "b.jsonl", [make_row("3", reward_model={"ground_truth": 3}), make_row("4", ability="x")])
-    data = PromptDataset([first, second], tokenizer, DataConfig(max_prompt_length=4), split="val")
+    data = load([first, second], "val", max_prompt_length=4)
     batch = next(data.batches())
     assert batch.non_tensor_batch["uid"].tolist() == [f"val-{i}" for i in range(4)]
     assert [row["ground_truth"] for row in batch.non_tensor_batch["reward_model"]] == ["1", "2", 3, "4"]
@@ -86,20 +78,15 @@ def test_overlong_prompts_are_dropped_and_counted_when_asked(make: Callable) -> 
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "45678="), ("right", "123456"), ("middle", "12378=")])
-def test_overlong_prompts_are_cut_when_asked(
-    make: Callable, tokenizer: PreTrainedTokenizerFast, side: str, kept: str
-) -> None:
+def test_overlong_prompts_are_cut_when_asked(make: Callable, side: str, kept: str) -> None:
     data = make(["12345678"], truncation=side)
-    assert tokenizer.decode(data[0].batch["prompts"][0]) == kept and "1 longer than 6 were cut" in data.report
+    assert char_tokenizer().decode(data[0].batch["prompts"][0]) == kept and "1 longer than 6 were cut" in data.report
 
 
 @pytest.mark.parametrize(
     ("row", "parts"),
     [
-        (
-            {"data_source": "x"},
-            ["no prompt (column 'prompt')", "columns found: data_source", "data.columns", '"ground_truth"'],
-        ),
+        ({"data_source": "x"}, ["no prompt (column 'prompt')", "found: data_source", "data.columns", '"ground_truth"']),
         (make_row("1", prompt='[{"role": "user"}]'), ["row 0", "'prompt'", "not messages written as json"]),
         (make_row("1", prompt=[{"role": "user"}]), ["expected a message like"]),
         (make_row("1", prompt=[]), ["expected a list of chat messages"]),
@@ -119,7 +106,7 @@ def test_wrong_rows_are_explained(make: Callable, row: dict[str, Any], parts: li
     assert all(part in str(caught.value) for part in [name, "data.train_files", *parts]), str(caught.value)
 
 
-def test_wrong_files_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_wrong_files_are_explained(tmp_path: Path) -> None:
     for name, content, message in (
         ("none.parquet", None, "data.val_files=.*no such file"),
         ("text.parquet", b"hello", "not a readable parquet"),
@@ -133,50 +120,44 @@ def test_wrong_files_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenize
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=message):
-            PromptDataset(str(tmp_path / name), tokenizer, DataConfig(), split="val")
+            load(str(tmp_path / name), "val")
 
 
-def test_columns_of_maps_are_read_as_dicts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_columns_of_maps_are_read_as_dicts(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([make_row("1")])
     maps = pyarrow.array([[("ground_truth", "7")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
     place = table.schema.get_field_index("reward_model")
     pyarrow.parquet.write_table(table.set_column(place, "reward_model", maps), tmp_path / "d.parquet")
-    data = PromptDataset(str(tmp_path / "d.parquet"), tokenizer, DataConfig(), split="train")
+    data = load(str(tmp_path / "d.parquet"))
     assert data[0].non_tensor_batch["reward_model"][0] == {"ground_truth": "7"}
 
 
-def test_a_prompt_without_tokens_is_refused(make: Callable, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    bare = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        pad_token="<pad>",
-        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
-    )
-    path = write(tmp_path / "d.jsonl", [make_row("12"), make_row("")])
-    with pytest.raises(UserError, match="data.train_files: row 1 of .* without any token"):
-        PromptDataset(path, bare, DataConfig(), split="train")
+BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + BARE
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (BARE, make_row(""), "data.train_files: row 1 of .* without any token"),
+        (STRICT, make_row("2", prompt=[{"role": "system", "content": "be"}]), "be.*no system role.*data.chat_template"),
+    ],
+)
+def test_what_the_template_makes_nothing_of_or_refuses_is_explained(
+    make: Callable, template: str, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make(["12", row], template=template)
 
 
 PLAIN = [[2, 3], [4]]
 """The tokens of 12 and 3, by hand: "0" is 1, "=" is 14."""
 
 
-def test_without_a_chat_template_a_prompt_is_its_text(tmp_path: Path) -> None:
-    base = char_tokenizer(None)
-    path = write(tmp_path / "d.jsonl", [make_row("1", prompt="12"), make_row("3")])
-    data = PromptDataset(path, base, DataConfig(), split="train")
+def test_without_a_chat_template_a_prompt_is_its_text(make: Callable) -> None:
+    rows = [make_row("1", prompt="12"), "3"]
+    data = make(rows, name="d.jsonl", template=None)
     assert [data[row].batch["prompts"][0][-len(ids) :].tolist() for row, ids in enumerate(PLAIN)] == PLAIN
     assert data[0].non_tensor_batch["raw_prompt"][0] == [{"role": "user", "content": "12"}]
     with pytest.raises(UserError, match="no chat template, which prompts of several messages.*data.chat_template"):
-        PromptDataset(path, base, DataConfig(system_prompt="1"), split="train")
-
-
-def test_a_template_that_refuses_a_prompt_is_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    strict = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        pad_token="<pad>",
-        chat_template="{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
-        "{% endif %}{{ m.content }}{% endfor %}",
-    )
-    rows = [make_row("1"), make_row("2", prompt=[{"role": "system", "content": "be kind"}])]
-    with pytest.raises(UserError, match="be kind.*no system role.*data.chat_template"):
-        PromptDataset(write(tmp_path / "d.jsonl", rows), strict, DataConfig(), split="train")
+        make(rows, name="d.jsonl", template=None, system_prompt="1")

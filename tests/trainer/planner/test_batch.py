@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.set_keys import set_keys
 from tests.tiny_model import tiny_qwen2
 from trainer.planner.batch import launch_rows
 from trainer.requirements import is_on_policy
@@ -14,122 +19,99 @@ def table(config: PPOConfig, slots: int, total_steps: int | None = None) -> dict
     return {row.what: (row.value, row.options) for row in launch_rows(config, slots, total_steps)}
 
 
-def gsm8k() -> PPOConfig:
-    """1024 prompts x 5 samples of at most 512 + 1024 tokens, four mini-batches, eight devices."""
+def gsm8k(**changes: Any) -> PPOConfig:
+    """1024 prompts x 5 samples of at most 512 + 1024 tokens, four mini-batches."""
     config = PPOConfig()
-    config.rollout.name = "hf"
-    config.rollout.n = 5
-    config.data.max_response_length = 1024
-    config.actor.ppo_mini_batch_size = 256
-    config.actor.ppo_max_token_len_per_gpu = 24000
+    config.rollout.name, config.rollout.n, config.data.max_response_length = "hf", 5, 1024
+    config.actor.ppo_mini_batch_size, config.actor.ppo_max_token_len_per_gpu = 256, 24000
     config.actor.use_kl_loss = True
-    return config
+    return set_keys(config, **changes)
 
 
-def test_prompts_times_samples_to_optimizer_steps_to_micro_batches() -> None:
-    rows = table(gsm8k(), slots=8, total_steps=105)
-    assert rows["= samples per training step"] == ("5120", "at most 512 + 1024 tokens each")
-    assert rows["optimizer steps per training step"][0] == "4"  # 1024 / 256
-    assert rows["rows per device and mini-batch"] == ("160", "8 devices")  # 256 * 5 / 8
-    # 24000 tokens hold 15 samples of 1536, and 160 / 15 is 10.7
-    assert rows["micro-batches per device and mini-batch"][0] == "1 to 11"
-    assert rows["strictly on-policy"][0] == "no"
-    assert rows["passes before the update"] == ("2", "old log-probs, reference log-probs")
-    assert rows["training steps"] == ("105", "trainer.total_epochs=1")
-    assert rows["rollout engine"] == ("8 x hf", "rollout.name")
-    config = gsm8k()
-    config.rollout.tensor_model_parallel_size = 2
-    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 10, 4, 2
-    config.actor.use_dynamic_bsz, config.actor.ppo_micro_batch_size_per_gpu = False, 3
-    rows = table(config, slots=3)
-    assert rows["rollout engine"][0] == "1 x hf"
-    assert rows["optimizer steps per training step"][0] == "6"  # mini-batches of 4, 4 and 2 prompts, twice
-    assert rows["rows per device and mini-batch"][0] == "7"  # 20 rows on 3 devices
-    assert rows["micro-batches per device and mini-batch"] == ("3", "actor.ppo_micro_batch_size_per_gpu=3 sequences")
+STEPS, PASSES, POLICY = "optimizer steps per training step", "passes before the update", "strictly on-policy"
+ON_POLICY: dict[str, Any] = {"actor__ppo_mini_batch_size": 1024, "actor__use_kl_loss": False}
+BYPASS = {"algorithm__use_kl_in_reward": True, "algorithm__rollout_correction__bypass_mode": True}
+CASES: list[tuple[dict[str, Any], int, dict[str, str]]] = [
+    ({}, 8, {
+        "= samples per training step": "5120 at most 512 + 1024 tokens each",
+        STEPS: "4",  # 1024 / 256
+        "rows per device and mini-batch": "160 8 devices",  # 256 * 5 / 8
+        "micro-batches per device and mini-batch": "1 to 11",  # 24000 tokens hold 15 samples of 1536: 160 / 15 = 10.7
+        POLICY: "no", PASSES: "2 old log-probs, reference log-probs",
+        "training steps": "105 trainer.total_epochs=1", "rollout engine": "8 x hf rollout.name",
+        "generation batches per training step": "", "of the critic": "",
+    }),
+    ({"rollout__tensor_model_parallel_size": 2, "data__train_batch_size": 10, "actor__ppo_mini_batch_size": 4,
+      "actor__ppo_epochs": 2, "actor__use_dynamic_bsz": False, "actor__ppo_micro_batch_size_per_gpu": 3}, 3, {
+        "rollout engine": "1 x hf",
+        STEPS: "6",  # mini-batches of 4, 4 and 2 prompts, twice
+        "rows per device and mini-batch": "7",  # 20 rows on 3 devices
+        "micro-batches per device and mini-batch": "3 actor.ppo_micro_batch_size_per_gpu=3 sequences",
+    }),
+    ({"algorithm__filter_groups__enable": True, "data__sources": {"math": {"n": 16}, "gsm8k": {"weight": 1.0}}}, 8, {
+        "x samples per prompt": "5 rollout.n for most prompts; data.sources: math 16",
+        "= samples per training step": "about 5120",
+        "generation batches per training step":
+            "1 to 10 algorithm.filter_groups: until the prompts have answers that differ in acc, else score",
+    }),
+    ({"data__train_batch_size": 64, "actor__ppo_mini_batch_size": -1, "actor__ppo_epochs": 2}, 2, {
+        STEPS: "2", "rows per device and mini-batch": "160",  # -1 is the whole batch
+    }),
+    ({"actor__ppo_mini_batch_size": -1}, 2, {POLICY: "yes"}),
+    (ON_POLICY, 1, {POLICY: "yes", PASSES: "0 old log-probs skipped"}),
+    ({**ON_POLICY, "actor__ppo_epochs": 2}, 1, {POLICY: "no"}),
+    ({**ON_POLICY, "algorithm__use_kl_in_reward": True}, 1, {PASSES: "2 old log-probs, reference log-probs"}),
+    ({**ON_POLICY, **BYPASS}, 1, {
+        PASSES: "1 reference log-probs; old log-probs skipped: bypass_mode takes the rollout's",
+    }),
+    ({**ON_POLICY, "algorithm__rollout_correction__rollout_is": "token"}, 1, {PASSES: "1 old log-probs"}),
+    ({"algorithm__adv_estimator": "gae", "trainer__critic_warmup": 20}, 8, {
+        "of the critic": "4",  # as the actor: 1024 / 256
+        PASSES: "3 old log-probs, reference log-probs, values",
+    }),
+    ({"algorithm__adv_estimator": "gae", "critic__ppo_mini_batch_size": 500, "critic__ppo_epochs": 2,
+      "trainer__critic_warmup": 20, "reward_model__enable": True}, 8, {
+        # 500, 500 and 24 prompts, twice
+        "of the critic": "6 critic.ppo_mini_batch_size=500, critic.ppo_epochs=2; the policy learns from step 21 on",
+        PASSES: "4 reward model, old log-probs, reference log-probs, values",
+    }),
+]  # fmt: skip
+"""What is changed, the number of devices, and what rows begin with: value and options; "" where there is none."""
+
+
+@pytest.mark.parametrize(("changes", "slots", "expected"), CASES)
+def test_prompts_times_samples_to_optimizer_steps_to_micro_batches(
+    changes: dict[str, Any], slots: int, expected: dict[str, str]
+) -> None:
+    rows = table(gsm8k(**changes), slots, total_steps=105)
+    for name, text in expected.items():
+        found = " ".join(rows.get(name, ()))
+        assert found == text or (text and re.match(rf"{re.escape(text)}\b", found)), (name, found)
+    assert is_on_policy(gsm8k(**changes)) == (rows[POLICY][0] == "yes")
 
 
 def test_a_small_model_on_a_cpu_is_told_the_faster_engine(tmp_path: Path) -> None:
-    config = gsm8k()
-    config.model.path, config.trainer.device, config.rollout.name = tiny_qwen2(tmp_path), "cpu", "vllm"
+    config = gsm8k(model__path=tiny_qwen2(tmp_path), trainer__device="cpu", rollout__name="vllm")
     told = table(config, slots=1)["rollout engine"][1]
     assert told == "rollout.name; on a CPU rollout.name=hf is faster for a model this small"
     config.trainer.device = "cuda"
     assert table(config, slots=1)["rollout engine"][1] == "rollout.name"
 
 
-def test_dynamic_sampling_and_sources_with_their_own_number_are_told() -> None:
-    config = gsm8k()
-    assert "generation batches per training step" not in table(config, slots=8)
-    config.algorithm.filter_groups.enable = True
-    config.data.sources = {"math": {"n": 16}, "gsm8k": {"weight": 1.0}}
-    rows = table(config, slots=8)
-    assert rows["x samples per prompt"] == ("5", "rollout.n for most prompts; data.sources: math 16")
-    assert rows["= samples per training step"][0] == "about 5120"
-    assert rows["generation batches per training step"] == (
-        "1 to 10",
-        "algorithm.filter_groups: until the prompts have answers that differ in acc, else score",
-    )
-
-
-def test_one_optimizer_step_per_batch_is_on_policy_and_skips_the_old_log_probs() -> None:
-    config = gsm8k()
-    config.actor.ppo_mini_batch_size = config.data.train_batch_size
-    config.actor.use_kl_loss = False
-    rows = table(config, slots=1)
-    assert rows["strictly on-policy"][0] == "yes"
-    assert rows["passes before the update"][0] == "0"
-    assert "old log-probs skipped" in rows["passes before the update"][1]
-    config.actor.ppo_epochs = 2
-    assert table(config, slots=1)["strictly on-policy"][0] == "no"
-    config.actor.ppo_epochs = 1
-    config.algorithm.use_kl_in_reward = True
-    assert table(config, slots=1)["passes before the update"] == ("2", "old log-probs, reference log-probs")
-    config.algorithm.rollout_correction.bypass_mode = True
-    assert table(config, slots=1)["passes before the update"] == (
-        "1",
-        "reference log-probs; old log-probs skipped: bypass_mode takes the rollout's",
-    )
-    config.algorithm.rollout_correction.bypass_mode, config.algorithm.use_kl_in_reward = False, False
-    config.algorithm.rollout_correction.rollout_is = "token"
-    assert table(config, slots=1)["passes before the update"] == ("1", "old log-probs")
-
-
-def test_critic_and_reward_model_have_passes_and_the_critic_optimizer_steps_of_its_own() -> None:
-    config = gsm8k()
-    assert "of the critic" not in table(config, slots=8)
-    config.algorithm.adv_estimator, config.trainer.critic_warmup = "gae", 20
-    rows = table(config, slots=8)
-    assert rows["of the critic"][0] == "4"  # as the actor: 1024 / 256
-    assert "the policy learns from step 21 on" in rows["of the critic"][1]
-    assert rows["passes before the update"] == ("3", "old log-probs, reference log-probs, values")
-    config.critic.ppo_mini_batch_size, config.critic.ppo_epochs = 500, 2
-    assert table(config, slots=8)["of the critic"][0] == "6"  # 500, 500 and 24 prompts, twice
-    config.reward_model.enable = True
-    passes = table(config, slots=8)["passes before the update"]
-    assert passes == ("4", "reward model, old log-probs, reference log-probs, values")
-
-
-def test_a_mini_batch_of_minus_one_is_the_whole_batch() -> None:
-    config = PPOConfig()
-    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 64, -1, 2
-    rows = {row.what: row for row in launch_rows(config, slots=2)}
-    assert rows["optimizer steps per training step"].value == "2"
-    assert rows["rows per device and mini-batch"].value == "32"
-    config.actor.ppo_epochs = 1
-    assert is_on_policy(config)
-
-
 def test_the_plan_of_episodes_counts_them_and_not_prompts() -> None:
-    config = PPOConfig()
-    agentic = config.agentic
-    agentic.train_env_manager.tags, agentic.train_env_manager.num_groups_partition = ["lake", "guess"], [6, 2]
-    agentic.train_env_manager.group_size, agentic.rollout_batch_size = 4, 32
-    config.actor.ppo_mini_batch_size = 8
-    rows = {row.what: row for row in launch_rows(config, slots=2, total_steps=5)}
-    assert rows["episodes per training step"].value == "32" and rows["in groups of"].value == "4"
-    assert rows["groups at one time"].options == "6 of lake + 2 of guess"
-    assert rows["optimizer steps per training step"].value == "1 x rows / 8"
-    assert rows["strictly on-policy"].value == "no" and "prompts per training step" not in rows
-    config.actor.ppo_mini_batch_size, agentic.async_generation_ratio = -1, 1
-    ahead = next(row for row in launch_rows(config, slots=2) if row.what == "strictly on-policy")
-    assert ahead.value == "no" and "rollout_is=token" in ahead.options
+    config = set_keys(
+        PPOConfig(),
+        agentic__train_env_manager__tags=["lake", "guess"],
+        agentic__train_env_manager__num_groups_partition=[6, 2],
+        agentic__train_env_manager__group_size=4,
+        agentic__rollout_batch_size=32,
+        actor__ppo_mini_batch_size=8,
+    )
+    rows = table(config, slots=2, total_steps=5)
+    assert rows["episodes per training step"][0] == "32" and rows["in groups of"][0] == "4"
+    assert rows["groups at one time"][1] == "6 of lake + 2 of guess"
+    assert rows["optimizer steps per training step"][0] == "1 x rows / 8"
+    assert rows["strictly on-policy"][0] == "no" and "prompts per training step" not in rows
+    ahead = set_keys(config, actor__ppo_mini_batch_size=-1, agentic__async_generation_ratio=1)
+    value, options = table(ahead, slots=2)["strictly on-policy"]
+    assert value == "no" and "rollout_is=token" in options
