@@ -7,6 +7,7 @@ files of its own.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +18,16 @@ from verl_lite.device import compute_dtype, device_memory
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from workers.engine.fsdp import FSDPEngine
 from workers.losses import actor_loss, check_parts, loss_of_batch, own_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.reference import ref_log_prob
 from workers.rewards.pool import RewardItem
-from workers.rollout.base import Completion, SamplingParams, build_rollout_engine
+from workers.rollout.base import Completion, RolloutEngine, SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
 from workers.training_worker import TrainingWorker
-from workers.weight_sync import sync_weights
 
 
 class ActorWorker(TrainingWorker):
@@ -82,14 +83,24 @@ class ActorWorker(TrainingWorker):
 
         meta_info: sampling (`SamplingParams`), step, seed and `purpose`, which keys the rewards of this call.
         """
-        self.phases.enter(self.rollout)
-        if not self.rollout.has_weights:  # another model took the device since the last update, as a critic's warm-up
-            self.update_weights(self.version)
+        self.enter_rollout()
         meta, started = prompts.meta_info, time.perf_counter()
         sampling: SamplingParams = meta["sampling"]
 
         def send_rewards(finished: list[tuple[int, Completion]]) -> None:
-            self.rewards.send("submit", [self._reward_item(prompts, row, done) for row, done in finished])
+            columns, decode = prompts.non_tensor_batch, self.tokenizer.decode
+            items = [
+                RewardItem(
+                    key=columns["sample_id"][row],
+                    data_source=columns["data_source"][row],
+                    solution_str=str(decode(done.token_ids, skip_special_tokens=True)),
+                    ground_truth=columns["reward_model"][row]["ground_truth"],
+                    extra_info=columns["extra_info"][row],
+                    prompt=columns["raw_prompt"][row],
+                )
+                for row, done in finished
+            ]
+            self.rewards.send("submit", items)
 
         result = generate(
             self.rollout,
@@ -110,16 +121,11 @@ class ActorWorker(TrainingWorker):
         }
         return result
 
-    def _reward_item(self, prompts: DataProto, row: int, done: Completion) -> RewardItem:
-        columns = prompts.non_tensor_batch
-        return RewardItem(
-            key=columns["sample_id"][row],
-            data_source=columns["data_source"][row],
-            solution_str=str(self.tokenizer.decode(done.token_ids, skip_special_tokens=True)),
-            ground_truth=columns["reward_model"][row]["ground_truth"],
-            extra_info=columns["extra_info"][row],
-            prompt=columns["raw_prompt"][row],
-        )
+    def enter_rollout(self) -> None:
+        """Gives the device to the rollout engine, with its weights."""
+        self.phases.enter(self.rollout)
+        if not self.rollout.has_weights:  # another model took the device since the last update, as a critic's warm-up
+            self.update_weights(self.version)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -208,6 +214,28 @@ class ActorWorker(TrainingWorker):
 
 ActorRolloutWorker = ActorWorker
 """The name that it had."""
+
+
+def sync_weights(source: FSDPEngine, rollout: RolloutEngine, version: int, bucket_mb: int) -> dict[str, Metric]:
+    """Streams all parameters into the rollout engine and resets its cache.
+
+    All ranks call it together (gathering is collective). bucket_mb: MiB of full tensors alive at one time.
+    Returns seconds and megabytes, for the log.
+    """
+    started, sent = time.perf_counter(), 0
+
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal sent
+        for name, tensor in source.full_params(bucket_mb << 20):
+            sent += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
+    rollout.load_weights(counted(), version)
+    rollout.reset_cache()
+    return {
+        "weight_sync/seconds": Metric.max(time.perf_counter() - started),
+        "weight_sync/megabytes": Metric.max(sent / 1e6),
+    }
 
 
 def _of_actor(metrics: dict[str, Metric]) -> dict[str, Metric]:

@@ -48,6 +48,7 @@ class AgentRolloutWorker(ActorWorker):
         self.pool = EnvPool(agentic.env_pool, templates, modules=self.modules, log_dir=log_dir)
         self.pool.start()
         managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
+        parts = self.world_size // self.config.rollout.tensor_model_parallel_size
         runner = EpisodeRunner(
             self.rollout,
             self.pool,
@@ -58,7 +59,11 @@ class AgentRolloutWorker(ActorWorker):
             stop_token_ids=stop_token_ids(self.config.model, self.tokenizer),
             chat_template_kwargs=data.apply_chat_template_kwargs,
             format_penalty={purpose: manager.format_penalty for purpose, manager in managers.items()},
-            max_live=self._max_live,
+            max_live=max(  # this rank's share of num_env_groups
+                -(-manager.num_env_groups // parts) * (manager.group_size + manager.group_size_redundancy)
+                for manager in managers.values()
+                if manager.tags
+            ),
         )
         rows = partial(
             trajectory_rows,
@@ -71,34 +76,19 @@ class AgentRolloutWorker(ActorWorker):
             if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
                 trained.between = self.groups.pump
 
-    @property
-    def _max_live(self) -> int:
-        """Episodes under way at one time on this rank: its share of num_env_groups."""
-        agentic, parts = self.config.agentic, self.world_size // self.config.rollout.tensor_model_parallel_size
-        return max(
-            -(-manager.num_env_groups // parts) * (manager.group_size + manager.group_size_redundancy)
-            for manager in (agentic.train_env_manager, agentic.val_env_manager)
-            if manager.tags
-        )
-
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def begin_episodes(
         self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams, group_filter: GroupFilter | None
     ) -> None:
         """Starts groups of episodes and returns; they go on in `run_episodes`, and between the passes of training."""
-        self._enter_rollout()
+        self.enter_rollout()
         self.groups.begin(key, plans, sampling, group_filter)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def run_episodes(self, key: str) -> GroupResults:
         """What became of the groups begun under `key`, when all of them have ended: any number of rows."""
-        self._enter_rollout()
+        self.enter_rollout()
         return self.groups.finish(key)
-
-    def _enter_rollout(self) -> None:
-        self.phases.enter(self.rollout)
-        if not self.rollout.has_weights:  # another model took the device since the last update
-            self.update_weights(self.version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:

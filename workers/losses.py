@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_lite.algos.policy_losses import call_policy_loss
+from verl_lite.algos.policy_losses import call_policy_loss, clip_range, importance_log_ratio
 from verl_lite.config import ActorConfig, CriticConfig, PPOConfig, RolloutCorrectionConfig
 from verl_lite.core_algos import (
     agg_loss,
@@ -30,7 +30,6 @@ from verl_lite.metrics import Metric, declared
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout, mismatch_metrics, rollout_probs_diff
 from verl_lite.schema import check
-from workers.loss_metrics import loss_metrics
 
 REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce weighs."""
@@ -60,7 +59,7 @@ def actor_loss(
     data.meta_info: num_tokens, num_sequences of the whole mini-batch (valid tokens; sequences that have any); without
         them data is taken for the whole mini-batch.
     correction: with its bypass_mode old_log_probs are the rollout's, and the policy loss is corrected here.
-    Metrics: see `workers.loss_metrics`; those of the policy loss; entropy, entropy_loss, kl_loss, router_aux_loss where
+    Metrics: see `loss_metrics`; those of the policy loss; entropy, entropy_loss, kl_loss, router_aux_loss where
         there are any; kl_loss wherever there is a reference, in the loss or not.
     """
     batch, log_probs, mask = data.batch, outputs["log_probs"], data.batch["response_mask"]
@@ -115,10 +114,17 @@ def _policy_loss(
     batch, loss_mode = data.batch, config.policy_loss.loss_mode
     mask, weights = batch["response_mask"], batch.get("rollout_is_weights", None)
     found: dict[str, Metric] = {}
-    if correction is not None and correction.bypass_mode:
-        counts = _counted(mask, counts)
-        weights, mask, found = _corrected_by_now(log_probs.detach(), old_log_probs, mask, correction)
-        loss_mode = REINFORCE if correction.loss_type == "reinforce" else loss_mode
+    if correction is not None and correction.bypass_mode:  # old_log_probs are the rollout's
+        # the denominators stay those of before rejection, since no rank knows what the others reject: a rejected answer
+        # (with token-mean: token) counts as one without loss, and the gradient does not depend on the cut
+        lengths, now = (mask != 0).sum(dim=-1), log_probs.detach()
+        whole = {"batch_num_tokens": int(lengths.sum()), "global_batch_size": int((lengths > 0).sum())}
+        counts = {name: whole[name] if count is None else count for name, count in counts.items()}
+        weights, kept, told = correct_rollout(now, old_log_probs, mask, correction)
+        # "last": needs the whole batch, as standard deviations and the effective sample size do
+        found = {name: metric for name, metric in told.items() if metric.reduction != "last"}
+        found |= rollout_probs_diff(now, old_log_probs, mask)
+        mask, loss_mode = kept, REINFORCE if correction.loss_type == "reinforce" else loss_mode
     loss, metrics = call_policy_loss(
         get_policy_loss_fn(loss_mode),
         old_log_probs,
@@ -134,28 +140,62 @@ def _policy_loss(
     return loss, metrics | found
 
 
-def _corrected_by_now(
+@torch.no_grad()
+def loss_metrics(
+    parts: dict[str, torch.Tensor],
+    token_values: dict[str, torch.Tensor],
     log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    options: RolloutCorrectionConfig,
-) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, Metric]]:
-    """Weights, the mask without what is rejected, and metrics, by the policy of now against the rollout's.
+    config: Any,
+    num_tokens: int | None,
+    aggregate: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, Metric]:
+    """What the actor's update reports of one micro-batch: parts of the loss, and how far the policy has moved from the
+    one that sampled. They stay on the device (`verl_lite.metrics.to_host`); names are those of ROLL's agentic actor.
 
-    The denominators of the loss stay those of the mini-batch before rejection, since no rank knows what the others
-    reject: a rejected answer (with token-mean: a rejected token) counts as one without loss, and the gradient does not
-    depend on the cut. Metrics that need the whole batch (standard deviations, the effective sample size) are left out.
+    parts: scalars whose sum over micro-batches and ranks is a mini-batch's value, reported as the mean over the
+        mini-batches of a step. Each counts by its share of num_tokens (null = all tokens are here): 1 in a mini-batch.
+    token_values: (b, R), reported as means over valid tokens.
+    aggregate: as the loss is. How far the policy is from the one that sampled, as further parts:
+      clipfrac   tokens where PPO's clip lowers the objective, whatever the loss makes of them
+      approxkl   d^2 / 2, with d = log pi - log pi_old
+      policykl   d
+    The ratio pi / pi_old is that of each token, or of its run of tokens with ratio_type=segment: ratio_mean (over
+    sequences, of each one's mean), ratio_max, ratio_min, and the shares of tokens outside the clip range:
+    ppo_ratio_high_clipfrac, ppo_ratio_low_clipfrac, ppo_ratio_clipfrac.
     """
-    weights, kept, metrics = correct_rollout(log_probs, rollout_log_probs, response_mask, options)
-    metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
-    return weights, kept, metrics | rollout_probs_diff(log_probs, rollout_log_probs, response_mask)
-
-
-def _counted(mask: torch.Tensor, counts: dict[str, Any]) -> dict[str, Any]:
-    """The denominators that are given, else those of the mask."""
-    lengths = (mask != 0).sum(dim=-1)
-    whole = {"batch_num_tokens": int(lengths.sum()), "global_batch_size": int((lengths > 0).sum())}
-    return {name: whole[name] if count is None else count for name, count in counts.items()}
+    low, high = clip_range(config)
+    ratio = importance_log_ratio(log_probs, old_log_probs, response_mask, config).exp()
+    is_clipped = ratio.clamp(1 - low, 1 + high) * advantages < ratio * advantages
+    is_valid = response_mask != 0
+    difference = torch.where(is_valid, log_probs - old_log_probs, 0)
+    parts = parts | {
+        "clipfrac": aggregate(is_clipped.to(ratio.dtype)),
+        "approxkl": aggregate(0.5 * difference.square()),
+        "policykl": aggregate(difference),
+    }
+    is_high, is_low = ratio > 1 + high, ratio < 1 - low
+    token_values = token_values | {
+        "ppo_ratio_high_clipfrac": is_high,
+        "ppo_ratio_low_clipfrac": is_low,
+        "ppo_ratio_clipfrac": is_high | is_low,
+    }
+    lengths = is_valid.sum(dim=-1)
+    tokens = lengths.sum()
+    share = tokens.double() / (tokens.clamp(min=1) if num_tokens is None else max(1, num_tokens))
+    by_sequence = masked_sum(ratio, response_mask, axis=-1) / lengths.clamp(min=1)
+    return {
+        "ratio_mean": Metric.mean(by_sequence.sum(), (lengths > 0).sum()),
+        "ratio_max": Metric.max(torch.where(is_valid, ratio, -torch.inf).amax(), tokens),
+        "ratio_min": Metric.min(torch.where(is_valid, ratio, torch.inf).amin(), tokens),
+        **{
+            name: Metric.mean(masked_sum(values.to(ratio.dtype), response_mask), tokens)
+            for name, values in token_values.items()
+        },
+        **{name: Metric.mean(value, share) for name, value in parts.items()},
+    }
 
 
 def loss_of_batch(

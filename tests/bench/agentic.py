@@ -7,7 +7,7 @@ have geometric lengths (32 tokens in the mean, 96 at most):
     lock step    all environments step, then all turns are generated
     plain        the same prompts and as many tokens, all known from the start: no environment, nothing to wait for
 
-An engine that keeps the beginning of a conversation (`workers/rollout/kept_slots.py`) gains from the episodes' order;
+An engine that keeps the beginning of a conversation (`workers/rollout/slot_cache.py`) gains from the episodes' order;
 plain generation, where hundreds of prompts wait for each slot, hardly does. So a share above 1 is possible.
 
 Printed for each: tokens a second against plain's (the goal: at least 0.9 for continuous at 50 ms), and the share of the

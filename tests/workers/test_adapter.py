@@ -32,12 +32,12 @@ from tests.workers.invariance import POLICY, plain_outputs
 from verl_lite.config import MixedPrecisionConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from workers.actor_rollout import sync_weights
 from workers.engine.checkpoint import export, export_adapter
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
-from workers.weight_sync import sync_weights
 
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.05)  # the gradient is clipped in every step

@@ -20,9 +20,9 @@ from tests.workers.engine_cases import Batch, Case, build_engine, trained
 from tests.workers.ranks import Ranks
 from tests.workers.rollout.test_engines import expect_plain, make_engine, run
 from verl_lite.errors import UserError
+from workers.actor_rollout import sync_weights
 from workers.engine.checkpoint import export
 from workers.rollout.base import Request, SamplingParams
-from workers.weight_sync import sync_weights
 
 FAMILIES: dict[str, dict[str, Any]] = {"mixtral": {}, "glm4_moe": {"first_k_dense_replace": 0}}
 BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"

@@ -45,8 +45,15 @@ class ShardedAdamW:
         Metrics: grad_norm (before clipping, mean over the steps taken), grad_norm_nonfinite (share of steps skipped).
         Raises ValueError if a parameter got no gradient.
         """
-        gradients = self._local_gradients()
-        norm = self.global_norm(gradients)
+        gradients = []
+        for name, parameter in self.parameters.items():
+            if not isinstance(parameter.grad, DTensor):
+                raise ValueError(f"parameter {name} got no gradient: is it part of the policy's forward?")
+            gradients.append(parameter.grad.to_local())
+        square = torch.nn.utils.get_total_norm(gradients).float().square()  # of this rank's shards, then of the whole
+        if dist.get_world_size(self.shard_group) > 1:
+            dist.all_reduce(square, group=self.shard_group)
+        norm = math.sqrt(square.item()) if square.isfinite() else math.nan
         finite = math.isfinite(norm)
         if finite:
             self._update(gradients, norm, lr)
@@ -55,21 +62,6 @@ class ShardedAdamW:
             "grad_norm": Metric.mean(norm if finite else 0.0, float(finite)),
             "grad_norm_nonfinite": Metric.mean(float(not finite), 1),
         }
-
-    def _local_gradients(self) -> list[torch.Tensor]:
-        gradients = []
-        for name, parameter in self.parameters.items():
-            if not isinstance(parameter.grad, DTensor):
-                raise ValueError(f"parameter {name} got no gradient: is it part of the policy's forward?")
-            gradients.append(parameter.grad.to_local())
-        return gradients
-
-    def global_norm(self, gradients: list[torch.Tensor]) -> float:
-        """The 2-norm of the whole gradient, from this rank's shards of it."""
-        square = torch.nn.utils.get_total_norm(gradients).float().square()
-        if dist.get_world_size(self.shard_group) > 1:
-            dist.all_reduce(square, group=self.shard_group)
-        return math.sqrt(square.item()) if square.isfinite() else math.nan
 
     @torch.no_grad()
     def _update(self, gradients: list[torch.Tensor], norm: float, lr: float) -> None:

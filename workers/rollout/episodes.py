@@ -26,8 +26,7 @@ from verl_lite.metrics import Metric
 from workers.envs.host import EnvReply
 from workers.envs.pool import EnvPool
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
-from workers.rollout.conversation import ChatJoins, Message
-from workers.rollout.turn_messages import Turn, turn_messages
+from workers.rollout.conversation import ChatJoins, Message, Turn, turn_messages
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]
 

@@ -31,9 +31,8 @@ from workers.rollout.base import (
     parameter_names,
     register_rollout_engine,
 )
-from workers.rollout.kept_slots import KeptSlots
 from workers.rollout.sampling import sample
-from workers.rollout.slot_cache import SLOT_ATTENTION, SlotCache, kv_shape
+from workers.rollout.slot_cache import SLOT_ATTENTION, KeptSlots, SlotCache, kv_shape
 
 # a prefill costs about a decode step, whatever its size; waiting for this share of free slots amortises it
 _REFILL_SHARE = 1 / 8
@@ -58,9 +57,6 @@ class _Sequence:
     def encoded(self) -> tuple[int, ...]:
         """The tokens that the cache must hold before the sequence can go on."""
         return (*self.request.prompt_ids, *self.token_ids)[:-1]
-
-    def finish(self, reason: FinishReason) -> Completion:
-        return Completion(self.request.request_id, self.token_ids, self.log_probs, reason, self.version)
 
 
 @register_rollout_engine("hf")
@@ -141,7 +137,10 @@ class HFEngine:
         rows = len(self._running)
         tokens, positions, seeds, top_k = self._integers[:, :rows]
         temperature, top_p = self._floats[:, :rows]
-        logits = self._decode(tokens, positions)
+        assert self._cache is not None
+        mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
+        inputs = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "attention_mask": mask}
+        logits = self._forward(self._model, **inputs).logits[:, -1]
         truncating = any(row.request.sampling.top_p < 1 or row.request.sampling.top_k > 0 for row in self._running)
         sampled, log_probs = sample(
             logits,
@@ -154,14 +153,6 @@ class HFEngine:
         tokens.copy_(sampled)
         positions += 1
         return self._record(sampled.tolist(), log_probs.tolist())
-
-    def _decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """One forward of the running sequences, all (n,). Returns logits (n, V)."""
-        assert self._cache is not None
-        mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
-        return self._forward(
-            self._model, input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=mask
-        ).logits[:, -1]
 
     def _forward(self, network: torch.nn.Module, **inputs: Any) -> Any:
         """Over the cache; keeps the experts where they are asked for."""
@@ -181,7 +172,8 @@ class HFEngine:
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
             if token in row.stops or len(row.token_ids) >= row.limit:
-                ended[slot] = row.finish("stop" if token in row.stops else "length")
+                reason: FinishReason = "stop" if token in row.stops else "length"
+                ended[slot] = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.version)
                 if self._cache is not None and self._cache.routes is not None:
                     ended[slot].routed_experts = self._cache.routes[slot, : row.length - 1].to("cpu", copy=True)
         self._remove(list(ended))
@@ -239,12 +231,11 @@ class HFEngine:
         begun: list[tuple[_Sequence, int]] = []
         end = first + len(rows)
         for row in tuple(rows) if len(self._kept) else ():
-            slot = self._kept.longest_prefix(row.encoded())
-            if slot is None:
+            target = first + len(begun)
+            if (found := self._kept.claim(row.encoded(), target)) is None:
                 continue
-            target, length = first + len(begun), self._kept.length(slot)
-            displaced = self._kept.claim(slot, target)
-            if displaced is not None:
+            slot, length, displaced = found
+            if displaced:
                 self._cache.swap(target, slot, max(displaced, length))
             elif slot != target:
                 self._cache.move(target, slot, length)

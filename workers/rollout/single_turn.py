@@ -37,8 +37,8 @@ def generate(
         `seed` and `step`: the same row gives the same answer on any rank, in any company. Rows marked `is_padding` are
         not run; those marked `is_greedy` are decoded greedily instead of as `sampling` says.
     on_finished: gets (row, completion) of those that ended in one engine step.
-    Returns the token columns of `lay_out`, policy_version and finish_reason of each row, and routed_experts where the
-    engine keeps them (`routes_shape`).
+    Returns the token columns of `lay_out`, policy_version and finish_reason of each row, and routed_experts (B, P+R,
+    layers, k) int16, -1 on padding and on each row's last token, where the engine keeps them (`routes_shape`).
     """
     ids, mask = prompts.batch["prompts"], prompts.batch["prompt_mask"].bool()
     is_run = torch.ones(len(ids), dtype=torch.bool)
@@ -61,20 +61,13 @@ def generate(
             on_finished(finished)
     result = lay_out(ids, mask, completions, response_length=response_length, pad_token_id=pad_token_id)
     if (shape := getattr(engine, "routes_shape", None)) is not None:
-        result.batch["routed_experts"] = _routed_experts(mask, completions, response_length, shape)
-    return result
-
-
-def _routed_experts(
-    prompt_mask: torch.Tensor, completions: list[Completion | None], response_length: int, shape: tuple[int, int]
-) -> torch.Tensor:
-    """(B, P+R, layers, k) int16; -1 on padding and on each row's last token."""
-    rows, width = prompt_mask.shape
-    result = torch.full((rows, width + response_length, *shape), -1, dtype=torch.int16)
-    for row, done in enumerate(completions):
-        if done is not None and done.routed_experts is not None:
-            start = width - int(prompt_mask[row].sum())
-            result[row, start : start + len(done.routed_experts)] = done.routed_experts
+        width = mask.shape[1]
+        routes = torch.full((len(mask), width + response_length, *shape), -1, dtype=torch.int16)
+        for row, done in enumerate(completions):
+            if done is not None and done.routed_experts is not None:
+                start = width - int(mask[row].sum())
+                routes[row, start : start + len(done.routed_experts)] = done.routed_experts
+        result.batch["routed_experts"] = routes
     return result
 
 

@@ -8,6 +8,7 @@ keys and values to each of their slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,6 +120,69 @@ class SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Asked by some models when positions are not given; they always are."""
         return 0
+
+
+Move = tuple[int, int, int]
+"""(destination, source, positions that matter)"""
+
+
+class KeptSlots:
+    """Which slots hold finished requests, kept for those that continue them (the next turn of a conversation begins
+    with all of the turn before it). Slots of running sequences are the first ones, kept ones are always behind them.
+    Nothing is moved here: methods say what has to be moved.
+
+    slots: how many there are. The oldest kept one makes room where room is needed.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._number = 0
+        self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, slot: int, encoded: tuple[int, ...]) -> None:
+        """The slot holds the keys and values of these tokens, and nobody runs in it."""
+        self._number += 1
+        if encoded:
+            self._kept[slot] = (self._number, encoded)
+
+    def claim(self, encoded: Sequence[int], target: int) -> tuple[int, int, int] | None:
+        """The kept slot that holds most of the beginning of these tokens, all of what it holds, is to run in `target`:
+        the slot, its tokens, and those of what was kept in `target` and changes places with it (0 = nothing was)."""
+        best, length, displaced = None, 0, 0
+        for slot, (_, kept) in self._kept.items():
+            size = len(kept)
+            if length < size <= len(encoded) and encoded[size - 1] == kept[-1] and encoded[:size] == kept:
+                best, length = slot, size
+        if best is None:
+            return None
+        del self._kept[best]
+        if best != target and target in self._kept:
+            self._kept[best] = self._kept.pop(target)
+            displaced = len(self._kept[best][1])
+        return best, length, displaced
+
+    def vacate(self, start: int, end: int) -> list[Move]:
+        """Slots start to end - 1 are to run new requests: moves of what is kept in them, the newest if not all fit."""
+        moves: list[Move] = []
+        leaving = sorted((self._kept.pop(slot), slot) for slot in range(start, end) if slot in self._kept)
+        free = [slot for slot in range(end, self._slots) if slot not in self._kept] if leaving else []
+        for entry, slot in reversed(leaving):
+            if free:
+                room = free.pop()
+            else:
+                room = min((other for other in self._kept if other >= end), key=self._kept.__getitem__, default=-1)
+                if room < 0 or self._kept[room] > entry:
+                    break  # what is left is older than all that is kept
+            self._kept[room] = entry
+            moves.append((room, slot, len(entry[1])))
+        return moves
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+        self._kept.clear()
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from verl_lite.protocol import DataProto, as_column
-from workers.rollout.conversation import Message
+from workers.rollout.conversation import Message, Turn
 from workers.rollout.episodes import Trajectory, messages_of
 from workers.rollout.single_turn import Response, right_padded, token_columns
-from workers.rollout.turn_messages import Turn
 
 
 @dataclass
@@ -50,18 +49,16 @@ def trajectory_rows(
     A trajectory that failed, or that has no turn, is one row without a sampled token, marked reward_failed.
     policy_version is the oldest that any of the row's tokens came from, -1 without a token.
     """
-    rows = [row for one in trajectories if one.is_kept for row in _rows_of(one)]
+    rows: list[_Row] = []
+    for one in trajectories:
+        if one.is_kept and (one.stop == "failed" or not one.turns):
+            rows.append(_row(one, []))
+        elif one.is_kept:
+            parts = [[turn] for turn in one.turns] if one.by_step else [one.turns]
+            rows += [_row(one, part, step) for step, part in enumerate(parts)]
     return DataProto.from_dict(
         tensors=_tensors(rows, pad_token_id, prompt_length, response_length), non_tensors=_names(rows)
     )
-
-
-def _rows_of(trajectory: Trajectory) -> list[_Row]:
-    if trajectory.stop == "failed" or not trajectory.turns:
-        return [_row(trajectory, [])]
-    if trajectory.by_step:
-        return [_row(trajectory, [turn], step) for step, turn in enumerate(trajectory.turns)]
-    return [_row(trajectory, trajectory.turns)]
 
 
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:

@@ -26,10 +26,10 @@ from trainer.steps import EpisodeSteps
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from workers.rollout.base import SamplingParams
+from workers.rollout.conversation import Turn
 from workers.rollout.episodes import Trajectory
 from workers.rollout.group_run import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
 from workers.rollout.trajectories import trajectory_rows
-from workers.rollout.turn_messages import Turn
 
 P, R = 4, 8
 
