@@ -100,8 +100,13 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     datasets = [data for data in (train, val) if data is not None]
     epoch_prompts = build_order(datasets[0], config).rows
     check_vocabulary(config, datasets)
-    if has_function:
-        try_rewards(config, datasets)
+    if has_function:  # two rows of each dataset, and every data source
+        pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
+        try:
+            for data in datasets:
+                pool.dry_run([data.row(position) for position in range(min(2, len(data)))], data.data_sources())
+        finally:
+            pool.close()
     inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
     return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
 
@@ -237,16 +242,6 @@ def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> No
                 f"data.{data.split}_files: a prompt has the token {largest}, and model.path={config.model.path!r} "
                 f"knows the tokens 0 to {size - 1}: give the tokenizer that belongs to it in model.tokenizer_path"
             )
-
-
-def try_rewards(config: PPOConfig, datasets: list[PromptDataset]) -> None:
-    """Scores two rows of each dataset, and finds the reward of every data source, before anything heavy starts."""
-    pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
-    try:
-        for data in datasets:
-            pool.dry_run([data.row(position) for position in range(min(2, len(data)))], data.data_sources())
-    finally:
-        pool.close()
 
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:

@@ -44,7 +44,7 @@ class PromptLoader(TrainingSteps):
         self._prompts = len(data)
         self._asked: dict[str, int] = {}  # uid of each prompt of this step, and its row in the dataset
         self._waiting: DataProto | None = None
-        self._batches: Iterator[DataProto] | None = None
+        self._batches = self._epochs()
         self._again: DataProto | None = None
         self._before: dict[str, Any] | None = None  # the state after the last step of this process
 
@@ -52,7 +52,12 @@ class PromptLoader(TrainingSteps):
         while self.global_step < self.total:
             self.global_step += 1
             self._asked = {}
-            yield self._first()
+            if self._again is not None:
+                self._ask(self._again, len(self._again))
+                yield self._again
+            elif prompts := self.more(self.config.data.train_batch_size):  # a dataset has rows
+                prompts.meta_info["position"] = self.state_dict()  # where the data stands after them, for a replay
+                yield prompts
             if self.stopping:
                 return
             self._before = self.state_dict()
@@ -61,7 +66,7 @@ class PromptLoader(TrainingSteps):
         """So many prompts that this step has not asked; fewer where the data has no more, None where it has none."""
         taken, idle = [], 0
         while number and len(set(self._asked.values())) < self._prompts and idle <= len(self.loader):
-            batch = self._waiting or self._next_batch()
+            batch = self._waiting or next(self._batches)
             new = self._ask(batch, number)
             end = new[-1] + 1 if len(new) == number else len(batch)
             self._waiting = batch.select_idxs(np.arange(end, len(batch))) if end < len(batch) else None
@@ -91,18 +96,8 @@ class PromptLoader(TrainingSteps):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        columns, self._batches = state.get("waiting"), None
+        columns, self._batches = state.get("waiting"), self._epochs()
         self._waiting = None if columns is None else DataProto.from_dict(columns["tensors"], columns["others"])
-
-    def _first(self) -> DataProto:
-        """The prompts that a step begins with. meta_info position: where the data stands after them, for a replay."""
-        if self._again is not None:
-            self._ask(self._again, len(self._again))
-            return self._again
-        prompts = self.more(self.config.data.train_batch_size)
-        assert prompts is not None  # a dataset has rows
-        prompts.meta_info["position"] = self.state_dict()
-        return prompts
 
     def _ask(self, batch: DataProto, most: int) -> np.ndarray:
         """The places of the first prompts that this step has not asked; from now on it has."""
@@ -111,13 +106,8 @@ class PromptLoader(TrainingSteps):
         self._asked |= dict(zip(uids[new], rows[new].tolist(), strict=True))
         return new
 
-    def _next_batch(self) -> DataProto:
-        """The loader's next batch; an epoch follows the other."""
-        if self._batches is None:
-            self._batches = self._epochs()
-        return next(self._batches)
-
     def _epochs(self) -> Iterator[DataProto]:
+        """The loader's batches; an epoch follows the other."""
         while True:
             yield from self.loader
             self.epoch += 1

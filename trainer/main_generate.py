@@ -26,7 +26,8 @@ REFUSED = (FOLDER, "reward.", "reward_model.", "rollout.val_kwargs.greedy_too=")
 def generate(name: str, output: Path, overrides: list[str]) -> int:
     """Answers and writes the file; returns the exit status. Raises UserError for what cannot be done."""
     from trainer.build import run_ppo
-    from trainer.evaluate.evaluation import Generation, find_targets, folder_of, is_complete
+    from trainer.evaluate.chunks import read_settings
+    from trainer.evaluate.evaluation import CHUNKS, Generation, answer_settings, find_targets, folder_of
     from trainer.recipe import prepare_recipe, recipe_overrides
 
     for item in overrides:
@@ -47,9 +48,13 @@ def generate(name: str, output: Path, overrides: list[str]) -> int:
             "with trainer.validation_data_dir=FOLDER keeps their episodes"
         )
     prepare_recipe(loaded.config)
-    if is_complete(output, loaded.config):
-        print(f"{output} has all answers under these settings already")
-        return 0
+    if output.exists():
+        settings = read_settings(folder_of(output) / CHUNKS)
+        if settings is None:
+            raise UserError(f"output={output} exists, and no {folder_of(output)} says whose it is: choose another file")
+        if settings == answer_settings(loaded.config, are_scored=False):
+            print(f"{output} has all answers under these settings already")
+            return 0
     status = run_ppo(argv, trainer_class=Generation)
     if not status:
         print(f"answers: {output}")

@@ -35,7 +35,7 @@ from trainer.planner.memory import (
 from trainer.planner.model_shape import LIKE, ModelShape, config_like, read_shape
 from trainer.planner.step_time import Lengths, longest_lengths, time_lines
 from trainer.saving import checkpoint_bytes, most_checkpoints
-from trainer.tracking.record import METRICS, read_metrics
+from trainer.tracking import METRICS, read_metrics
 from verl_lite.config import PPOConfig, load_schema
 from verl_lite.config.checks import validate
 from verl_lite.device import device_type, visible_devices

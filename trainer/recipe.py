@@ -104,9 +104,10 @@ def recipe_modules(config: RunOptions) -> list[str]:
 def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     """The trainer of the recipe, else the one that the configuration asks for. Raises UserError if the recipe's is
     not one of that kind."""
-    from trainer.agentic.agentic_pipeline import trainer_for
+    from trainer.agentic.agentic_pipeline import AgenticPipeline
+    from trainer.ray_trainer import RayPPOTrainer
 
-    usual = trainer_for(config)
+    usual = AgenticPipeline if config.is_agentic else RayPPOTrainer
     chosen = getattr(load_recipe(config.recipe), "trainer_class", usual) if config.recipe else usual
     if not (inspect.isclass(chosen) and issubclass(chosen, usual)):
         raise UserError(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from trainer.cli import command, file_mask
 
 if TYPE_CHECKING:
-    from trainer.sweeps.question import Options
     from trainer.sweeps.study import Study
 
 _SHOWN = 20
@@ -24,12 +23,19 @@ _SHOWN = 20
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     from trainer.sweeps.checks import check_sweep, load
-    from trainer.sweeps.question import read_options
+    from trainer.sweeps.question import Search, read_files, read_options
     from trainer.sweeps.space import combinations
-    from trainer.sweeps.study import locked
+    from trainer.sweeps.study import DESCRIPTION, Study, locked
 
     options = read_options(argv)
-    study = find_study(options)
+    question = options.question
+    if question is not None and not (options.folder / DESCRIPTION).exists():
+        study = Study(options.folder, question, options.search or Search())
+    else:  # as it was begun, with the search of now
+        study = Study.load(options.folder)
+        question = question or dataclasses.replace(study.question, files=read_files(study.question.files))
+        study.refuse_another(question)
+        study.search = options.search or study.search
     trainer = load(study.question, next(combinations(study.question.space, corners=True))).trainer
     from trainer.sweeps.tuning import places, run_study  # Ray and Tune: only now, since importing them takes a while
 
@@ -44,20 +50,6 @@ def main(argv: list[str]) -> int:
                 study.write_csv()
                 print(f"\n{summary(study, shlex.join(['python', '-m', 'trainer.sweep', *argv]))}", flush=True)
     return int(any(trial.state == "failed" for trial in study.trials))
-
-
-def find_study(options: Options) -> Study:
-    """The study that is asked for, new or as it was begun, with the search of now."""
-    from trainer.sweeps.question import Search, read_files
-    from trainer.sweeps.study import DESCRIPTION, Study
-
-    question = options.question
-    if question is not None and not (options.folder / DESCRIPTION).exists():
-        return Study(options.folder, question, options.search or Search())
-    study = Study.load(options.folder)
-    study.refuse_another(question or dataclasses.replace(study.question, files=read_files(study.question.files)))
-    study.search = options.search or study.search
-    return study
 
 
 def summary(study: Study, go_on: str) -> str:

@@ -17,8 +17,7 @@ import yaml
 
 from trainer.cli import command
 from trainer.console import Console
-from trainer.tracking import TRACKERS, TrackedRun, check_trackers, read_metrics
-from trainer.tracking.record import METRICS
+from trainer.tracking import METRICS, TRACKERS, TrackedRun, check_trackers, read_metrics
 from trainer.tracking.trackers import OWN
 from verl_lite.errors import UserError
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from trainer.cli import WRONG_INPUT, command
 from trainer.clips.dataset import Selection, VideoDataset
-from trainer.clips.reading import ClipError
 from verl_lite.config import ConfigError, help_config, load_schema
 from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import VideoDataConfig
@@ -42,19 +41,15 @@ def main(argv: list[str]) -> int:
     found = data.selections()
     print(f"{'row':>5}  {'file':<32}{'frames':>7}  {'size':<12}becomes")
     for row, taken in enumerate(found):
-        print(f"{row:>5}  {'/'.join(data.rows[row].path.parts[-2:]):<32}{described(taken)}")
+        told = "cannot be used"
+        if isinstance(taken, Selection):
+            had, becomes = (f"{size.width} x {size.height}" for size in (taken.header, taken))
+            told = f"{taken.header.frames:>7}  {had:<12}{becomes}"
+        print(f"{row:>5}  {'/'.join(data.rows[row].path.parts[-2:]):<32}{told}")
     problems = data.problems(found)
     told = f"{sum(isinstance(taken, Selection) for taken in found)} of {len(found)} rows can be used"
     print("", *problems, told, sep="\n")
     return int(bool(problems))
-
-
-def described(taken: Selection | ClipError) -> str:
-    """What a clip has, and the size it comes to."""
-    if isinstance(taken, ClipError):
-        return "cannot be used"
-    sizes = [f"{size.width} x {size.height}" for size in (taken.header, taken)]
-    return f"{taken.header.frames:>7}  {sizes[0]:<12}{sizes[1]}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """From the rewards of episodes to one number for each row: what comes before `trainer.advantage` where agents act.
 
-    normalize_rewards       reward_postprocess, for episodes after compute_response_level_rewards
-    token_estimator    the estimator that takes over once rewards stand on tokens
-
 GiGPO and step_reinforce are REINFORCE on rewards that are computed over whole episodes first. Taken as estimators
 (`compute_advantage` with their names) they do both at once; in a run the KL penalty comes between, as in ROLL.
 """
@@ -15,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.advantage import Controllers, Numbers, response_scores, reward_postprocess
+from trainer.advantage import Numbers, response_scores
 from trainer.step_metrics import summary
 from verl_lite.algos.agentic_rewards import (
     GROUPINGS,
@@ -27,29 +24,12 @@ from verl_lite.algos.agentic_rewards import (
     normalization,
 )
 from verl_lite.algos.masked import Labels
-from verl_lite.config import AgenticConfig, PPOConfig, RewardNormalizationConfig
+from verl_lite.config import AgenticConfig, RewardNormalizationConfig
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
 
 OF_EPISODES = frozenset({"gigpo", "step_reinforce"})
 """Estimators whose rewards are computed over episodes, before they stand on tokens."""
-
-
-def normalize_rewards(
-    data: DataProto, config: PPOConfig, running_ctrl: Controllers | None = None
-) -> tuple[DataProto, Numbers]:
-    """`reward_postprocess` with config.algorithm; for a run of agents, of what config.agentic makes of episodes."""
-    metrics: Numbers = {}
-    if config.is_agentic:
-        data, metrics = compute_response_level_rewards(data, config.agentic, config.algorithm.adv_estimator)
-    data, more = reward_postprocess(data, config.algorithm, running_ctrl)
-    return data, metrics | more
-
-
-def token_estimator(config: PPOConfig) -> str:
-    """The estimator from token_level_rewards on."""
-    chosen = config.algorithm.adv_estimator
-    return "reinforce" if config.is_agentic and chosen in OF_EPISODES else chosen
 
 
 @torch.no_grad()

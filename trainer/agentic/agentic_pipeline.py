@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import Numbers
-from trainer.agentic.advantage import normalize_rewards, token_estimator
+from trainer.agentic.advantage import OF_EPISODES, compute_response_level_rewards
 from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.metrics import compute_data_metrics, validation_metrics
 from trainer.evaluate.chunks import val_samplings
@@ -139,12 +139,16 @@ class AgenticPipeline(BasePipeline):
 
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, Numbers]:
         """Adds response_level_rewards, from those of episodes and their steps."""
-        return normalize_rewards(batch, self.config, self.running_moments)
+        estimator = self.config.algorithm.adv_estimator
+        batch, metrics = compute_response_level_rewards(batch, self.config.agentic, estimator)
+        batch, more = super().normalize_rewards(batch)
+        return batch, metrics | more
 
     @property
     def token_estimator(self) -> str:
         """GiGPO and step_reinforce are done by then; what is left of them is REINFORCE."""
-        return token_estimator(self.config)
+        chosen = self.config.algorithm.adv_estimator
+        return "reinforce" if chosen in OF_EPISODES else chosen
 
     def do_checkpoint(self, global_step: int) -> None:
         """Ends a step, counted from 0, in a loop of one's own: writes its checkpoint where one is due."""
@@ -219,11 +223,6 @@ class RollConfig:
 
 
 # --------------------------------------------------------------------------------------------------- making a run of it
-
-
-def trainer_for(config: PPOConfig) -> type[RayPPOTrainer]:
-    """The trainer that the configuration asks for."""
-    return AgenticPipeline if config.is_agentic else RayPPOTrainer
 
 
 def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -215,13 +215,3 @@ class Generation(AnsweringTrainer):
 def folder_of(output: Path) -> Path:
     """The run folder of a file of answers."""
     return output.with_name(f"{output.name}.run")
-
-
-def is_complete(output: Path, config: PPOConfig) -> bool:
-    """Whether the file has the answers under these settings. Raises UserError if no run of this kind wrote it."""
-    if not output.exists():
-        return False
-    settings = read_settings(folder_of(output) / CHUNKS)
-    if settings is None:
-        raise UserError(f"output={output} exists, and no {folder_of(output)} says whose it is: choose another file")
-    return settings == answer_settings(config, are_scored=False)

@@ -79,20 +79,17 @@ class SampleFiles:
         folder = self.folder / kind
         with beside_training(folder, self.tell):
             write_table(table_of(samples), folder / f"{name}.parquet")
-            self._thin_out()
-
-    def _thin_out(self) -> None:
-        """Deletes every second file, of training first, until the folder is below its limit; the newest one stays."""
-        sizes = {file: file.stat().st_size for kind in (TRAIN, VAL) for file in self._files(kind)}
-        while sum(sizes.values()) > self.max_bytes and len(sizes) > 1:
-            of_kind = {kind: [file for file in sizes if file.parent.name == kind][-2::-2] for kind in (TRAIN, VAL)}
-            for file in of_kind[TRAIN] or of_kind[VAL]:
-                file.unlink()
-                del sizes[file]
-            if not self._has_told:
-                self._has_told = True
-                limit = f"trainer.samples_max_mb={self.max_bytes >> 20}"
-                self.tell(f"{self.folder} is full ({limit}): every second step goes")
+            # every second file goes, of training first, until the folder is below its limit; the newest one stays
+            sizes = {file: file.stat().st_size for kind in (TRAIN, VAL) for file in self._files(kind)}
+            while sum(sizes.values()) > self.max_bytes and len(sizes) > 1:
+                of_kind = {kind: [file for file in sizes if file.parent.name == kind][-2::-2] for kind in (TRAIN, VAL)}
+                for file in of_kind[TRAIN] or of_kind[VAL]:
+                    file.unlink()
+                    del sizes[file]
+                if not self._has_told:
+                    self._has_told = True
+                    limit = f"trainer.samples_max_mb={self.max_bytes >> 20}"
+                    self.tell(f"{self.folder} is full ({limit}): every second step goes")
 
     def _files(self, kind: str) -> list[Path]:
         return sorted((self.folder / kind).glob("*.parquet"))

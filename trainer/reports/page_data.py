@@ -25,7 +25,7 @@ from trainer.metric_docs import find
 from trainer.reports.health import findings_of
 from trainer.reports.run_data import METRICS, Run, run_titles, stage_seconds
 from trainer.reports.samples import Answer, Group, groups
-from trainer.tracking.record import read_metrics
+from trainer.tracking import read_metrics
 
 if TYPE_CHECKING:
     from trainer.sweeps.study import Trial

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from trainer.tracking.record import METRICS, read_metrics
+from trainer.tracking import METRICS, read_metrics
 from verl_lite.errors import UserError
 
 Points = list[tuple[int, float]]

@@ -69,18 +69,16 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Answer
     sign, word = {"best": -1, "worst": 1}.get(order, 0), text.lower()
     found: list[tuple[float, int, int, Group]] = []
     for group in groups(folder):
-        rows = range(len(group.uids))
-        answers = zip(rows, group.read(rows), strict=False) if word else ()
-        for row in [row for row, answer in answers if word in _words(answer)] if word else rows:
+        rows: Sequence[int] = range(len(group.uids))
+        if word:
+            told = [[x.output, x.gts, x.uid, *(said for _, said in x.prompt)] for x in group.read(rows)]
+            rows = [row for row, texts in enumerate(told) if word in "\n".join(texts).lower()]
+        for row in rows:
             score = group.scores[row]
             rank = sign * (-math.inf if score is None else score) if sign else 0.0
             found.append((rank, -group.step, row, group))
     found.sort(key=lambda one: one[:3])
     return [answer for *_, row, group in found[:count] for answer in group.read([row])], len(found)
-
-
-def _words(answer: Answer) -> str:
-    return "\n".join((answer.output, answer.gts, answer.uid, *(text for _, text in answer.prompt))).lower()
 
 
 def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None:

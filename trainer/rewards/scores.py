@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardResult
 from verl_lite.single_controller.resource_pool import ServiceHandle
+
+if TYPE_CHECKING:
+    from trainer.roles import RewardModelRole
 
 OVERLONG = ("overlong_reward", "overlong")
 """Columns `reward/<name>` of the penalty of a long answer and of whether there is one, under verl's names."""
@@ -40,16 +43,6 @@ class Scorer(Protocol):
         ...
 
 
-class RewardModel(Protocol):
-    """A model that scores answers, as the driver sees it. weight: what its score counts times."""
-
-    weight: float
-
-    def score(self, batch: DataProto) -> list[RewardResult]:
-        """One result for each row."""
-        ...
-
-
 class Rewards:
     """Collects scores.
 
@@ -62,7 +55,7 @@ class Rewards:
         pool: ServiceHandle | None,
         config: RewardConfig,
         run_dir: Path,
-        model: RewardModel | None = None,
+        model: RewardModelRole | None = None,
         failures: FailureLog | None = None,
     ) -> None:
         self.pool = pool

@@ -19,7 +19,7 @@ from ray import tune
 
 from trainer.cli import NOTHING_LEFT, WRONG_INPUT
 from trainer.sweeps.question import STOP, metric_by_step
-from trainer.tracking.record import METRICS, read_metrics
+from trainer.tracking import METRICS, read_metrics
 from verl_lite.errors import printable
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus, without_processes
 from verl_lite.single_controller import watcher

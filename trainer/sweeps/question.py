@@ -109,7 +109,9 @@ def read_options(argv: Sequence[str]) -> Options:
         raise UserError(
             "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to go on with one"
         )
-    folder = Path(_usual_name(question) if line.study is None else line.study).expanduser()
+    asked = json.dumps([os.getcwd(), question and asdict(question)], sort_keys=True)
+    usual_name = f"main_ppo-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"  # the same for the same question
+    folder = Path(usual_name if line.study is None else line.study).expanduser()
     if len(folder.parts) == 1 and not folder.is_dir():
         folder = Path("runs/sweeps") / folder
     kind, trials = line.search or ("grid", None)
@@ -123,12 +125,6 @@ def read_files(names: Iterable[str]) -> dict[str, str]:
         return {name: Path(name).expanduser().read_text(encoding="utf-8") for name in names}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config, --file: cannot be read: {error}") from None
-
-
-def _usual_name(question: Question | None) -> str:
-    """Of a study that was given no name: the same for the same question."""
-    text = json.dumps([os.getcwd(), question and asdict(question)], sort_keys=True)
-    return f"main_ppo-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dict[int, float]:

@@ -25,7 +25,7 @@ import psutil
 
 from trainer.checkpoint import write_atomically
 from trainer.cli import file_mask
-from trainer.evaluate.intervals import half_width
+from trainer.evaluate.metrics import half_width
 from trainer.sweeps.question import STOP, Question, Search
 from trainer.sweeps.space import Value
 from verl_lite.errors import UserError

@@ -7,6 +7,7 @@ thread of its own; one that raises is left alone, and `python -m trainer.sync RU
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shlex
 import threading
@@ -16,12 +17,14 @@ from queue import SimpleQueue
 
 from trainer.console import Console, following
 from trainer.evaluate.sample import Sample
-from trainer.tracking.record import METRICS, TRAINED, Record, read_metrics
 from trainer.tracking.trackers import OWN, TRACKERS, TrackedRun, Tracker, check_trackers, register_tracker
 from verl_lite.config import RunOptions, uncounted
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracking", "check_trackers", "read_metrics", "register_tracker"]
 FINISH_TIMEOUT_S = 15.0
+METRICS = "metrics.jsonl"
+TRAINED = "training/global_step"
+"""Among the numbers of a training step; those of a validation or a checkpoint join them."""
 
 
 class Tracking:
@@ -122,3 +125,42 @@ class TrackerThread(threading.Thread):
     def _warn(self, what: str) -> None:
         again = shlex.join(["python", "-m", "trainer.sync", str(self._run.run_dir), "--to", self._of])
         self._run.console.note(f"tracker {self._of} {what}; it is left out, and afterwards {again} gives it the run")
+
+
+class Record:
+    """Writes metrics.jsonl, a line {"step", "data"} per call. A resumed run appends. A number that is not finite is
+    written as null. A full disk costs a warning, not the run."""
+
+    def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
+        self._path, self._note, self._warned = run_dir / METRICS, note, False
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        finite = {x: None if isinstance(y, float) and not math.isfinite(y) else y for x, y in metrics.items()}
+        text = json.dumps({"step": step, "data": finite}, default=float) + "\n"
+        try:
+            with self._path.open("a+b") as file:
+                if file.tell():
+                    file.seek(-1, 2)
+                    text = text if file.read(1) == b"\n" else f"\n{text}"  # the machine went down in a line
+                file.write(text.encode())
+        except OSError as error:
+            if not self._warned:
+                self._note(f"cannot write {self._path}: {error}; the run goes on. Make room on that disk")
+            self._warned = True
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """Metrics by step, in order of steps; several lines of one step are joined. Where a resumed run went back, what was
+    written of the steps that it did again, and of later ones, is left out, and so is a line that a crash cut off."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in filter(None, path.read_bytes().split(b"\n")[:-1] if path.is_file() else []):
+        try:
+            row = json.loads(line)
+        except ValueError:  # the machine went down in this line
+            continue
+        is_anew = TRAINED in row["data"]
+        while steps and (last := next(reversed(steps))) >= row["step"] and (is_anew or last > row["step"]):
+            steps.popitem()
+        found = {name: value for name, value in row["data"].items() if value is not None}
+        steps.setdefault(row["step"], {}).update(found)
+    return steps

@@ -92,10 +92,6 @@ def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
             raise UserError(f"{asked}: needs the package {name}: pip install {name}; or leave {name} out")
 
 
-def _rows(samples: Sequence[Sample]) -> list[list[Any]]:
-    return [[getattr(sample, name) for name in _COLUMNS] for sample in samples]
-
-
 @register_tracker("tensorboard")
 def _tensorboard(run: TrackedRun) -> Tracker:
     """Event files in RUN/tensorboard."""
@@ -179,7 +175,11 @@ def _wandb(run: TrackedRun) -> Tracker:
         if wandb.run is None:  # nobody else's: its service ends here in good order, not killed with the run
             wandb.teardown()
 
-    return Adapter(log, lambda x, step: log({_GENERATIONS: wandb.Table(list(_COLUMNS), _rows(x))}, step), finish)
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
+        rows = [[getattr(sample, name) for name in _COLUMNS] for sample in samples]
+        log({_GENERATIONS: wandb.Table(list(_COLUMNS), rows)}, step)
+
+    return Adapter(log, log_samples, finish)
 
 
 @register_tracker("swanlab")

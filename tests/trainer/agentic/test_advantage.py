@@ -11,7 +11,8 @@ import torch
 
 from tests.verl_lite.naive_estimators import Given, normalised, step_returns
 from trainer.advantage import compute_advantage, compute_token_reward
-from trainer.agentic.advantage import compute_response_level_rewards, normalize_rewards, token_estimator
+from trainer.agentic.advantage import compute_response_level_rewards
+from trainer.agentic.agentic_pipeline import AgenticPipeline
 from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
 from verl_lite.config import AgenticConfig, AlgorithmConfig, EnvManagerConfig, PPOConfig, RewardNormalizationConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
@@ -127,10 +128,11 @@ def test_the_stages_of_a_run_are_the_registered_estimator(estimator: str) -> Non
     """One formula: in a run rewards come first and REINFORCE after; the estimator does both."""
     data, gamma = steps_of_episodes(3), 0.9
     whole = config(estimator, **({} if estimator == "gigpo" else {"method": "mean_std", "grouping": "traj_group_id"}))
-    assert token_estimator(whole) == "reinforce"
-    staged, _ = normalize_rewards(data, whole)
-    staged, _ = compute_token_reward(staged, whole.algorithm)
-    by_stages = compute_advantage(staged, gamma, 1.0, token_estimator(whole)).batch["advantages"]
+    run: Any = object.__new__(AgenticPipeline)
+    run.config, run.running_moments = whole, {}
+    assert run.token_estimator == "reinforce"
+    staged, _ = compute_token_reward(run.normalize_rewards(data)[0], whole.algorithm)
+    by_stages = compute_advantage(staged, gamma, 1.0, run.token_estimator).batch["advantages"]
     plain = data.select()
     plain.batch["token_level_rewards"] = data.batch["token_level_scores"]
     names = {name: plain.non_tensor_batch[name] for name in ("traj_id", "state_hash")}
@@ -173,11 +175,3 @@ def test_missing_columns_and_wrong_words_are_named() -> None:
     del data.non_tensor_batch["state_hash"]
     with pytest.raises(ValueError, match="(?s)gigpo.*state_hash"):
         rewards_of(data, "gigpo")
-
-
-def test_single_turn_runs_are_not_touched() -> None:
-    data = steps_of_episodes()
-    whole = PPOConfig()
-    assert token_estimator(whole) == whole.algorithm.adv_estimator
-    rewards = normalize_rewards(data, whole)[0].batch["response_level_rewards"]
-    assert rewards.tolist() == data.batch["token_level_scores"].sum(-1).tolist()

@@ -13,7 +13,7 @@ from trainer.plan import device_memory_gib, expected_rows, main, measured_line
 from trainer.planner.memory import ACCELERATORS, GIB, Networks, distinct_prompts, memory_plan, read_networks
 from trainer.planner.model_shape import ModelShape, config_like, shape_of
 from trainer.planner.step_time import Lengths, step_stages
-from trainer.tracking.record import Record
+from trainer.tracking import Record
 from verl_lite.config import PPOConfig
 
 SEVEN = shape_of(config_like("qwen2.5-7b"))
