@@ -55,8 +55,13 @@ def main(argv: list[str]) -> int:
     if order or given.grep:
         found, total = chosen(folder, order, given.grep or "", given.count)
         console.print(*map(_panel, found), f"{len(found)} of {total:,} that fit")
-    elif given.follow:
-        _follow(run, console)
+    elif given.follow:  # until it has ended, or somebody has seen enough (Ctrl-C), which ends the looking, not the run
+        with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            live.update(overview(run, console.width), refresh=True)
+            while run.is_running:
+                time.sleep(EVERY_S)
+                run = read_run(run.folder)
+                live.update(overview(run, console.width), refresh=True)
     else:
         console.print(overview(run, console.width))
     return 0
@@ -127,17 +132,6 @@ def _panel(answer: Answer) -> Panel:
     parts = [*answer.prompt, ("ground truth", answer.gts), (told, answer.output), ("reward", reward)]
     shown = [Text.assemble((f"{name}: ", "bold"), printable(text, _TEXT)) for name, text in parts if text]
     return Panel(Group(*shown), title=printable(f"{answer.kind}, {answer.uid}"), title_align="left")
-
-
-def _follow(run: Run, console: Console) -> None:
-    """Draws the run again as it logs, until it has ended or somebody has seen enough (Ctrl-C), which ends the looking,
-    not the run."""
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        live.update(overview(run, console.width), refresh=True)
-        while run.is_running:
-            time.sleep(EVERY_S)
-            run = read_run(run.folder)
-            live.update(overview(run, console.width), refresh=True)
 
 
 if __name__ == "__main__":

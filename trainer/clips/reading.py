@@ -85,19 +85,17 @@ def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
     Raises:
         ClipError: the file holds fewer frames than its header says, or one cannot be decoded.
     """
+    taken: list[Frames] = []
     with closing(_decode(path)) as frames:
-        taken = [_cover(frame, height, width) for frame in islice(frames, number)]
+        for frame in islice(frames, number):
+            high, wide = frame.shape[:2]
+            scale = max(height / high, width / wide)
+            left, top = max(0.0, (wide - width / scale) / 2), max(0.0, (high - height / scale) / 2)
+            picture, box = Image.fromarray(frame), (left, top, wide - left, high - top)
+            taken.append(np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC, box=box)))
     if len(taken) < number:
         raise ClipError(f"its frame {len(taken)} cannot be decoded: the file is damaged")
     return np.stack(taken)
-
-
-def _cover(frame: Frames, height: int, width: int) -> Frames:
-    high, wide = frame.shape[:2]
-    scale = max(height / high, width / wide)
-    left, top = max(0.0, (wide - width / scale) / 2), max(0.0, (high - height / scale) / 2)
-    box = (left, top, wide - left, high - top)
-    return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC, box=box))
 
 
 def _decode(path: Path) -> Generator[Frames, None, None]:

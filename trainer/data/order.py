@@ -161,21 +161,18 @@ class SamplerBatches(BatchOrder):
         # not asked for where the epoch at hand is already done
         positions = iter(self.sampler) if self.served < self.rows else iter(())
         while self.served < self.rows:
-            yield self._next(positions)
-
-    def _next(self, positions: Iterator[Any]) -> list[int]:
-        count = min(self.batch_size, self.rows - self.served)
-        batch = list(islice(positions, count))
-        # at an epoch's end one more is asked for, which also runs what the sampler does there
-        is_more = self.served + count == self.rows and next(positions, None) is not None
-        is_index = [isinstance(place, int | np.integer) and 0 <= place < self.positions for place in batch]
-        if is_more or len(batch) < count or not all(is_index):
-            raise UserError(
-                f"data.sampler: an epoch of {self.name} gave {'more' if is_more else self.served + len(batch)} "
-                f"positions, of the last step {batch!r:.200}; expected are {self.rows} (its len), each from 0 to "
-                f"{self.positions - 1}"
-            )
-        return [int(position) for position in batch]
+            count = min(self.batch_size, self.rows - self.served)
+            batch = list(islice(positions, count))
+            # at an epoch's end one more is asked for, which also runs what the sampler does there
+            is_more = self.served + count == self.rows and next(positions, None) is not None
+            is_index = [isinstance(place, int | np.integer) and 0 <= place < self.positions for place in batch]
+            if is_more or len(batch) < count or not all(is_index):
+                raise UserError(
+                    f"data.sampler: an epoch of {self.name} gave {'more' if is_more else self.served + len(batch)} "
+                    f"positions, of the last step {batch!r:.200}; expected are {self.rows} (its len), each from 0 to "
+                    f"{self.positions - 1}"
+                )
+            yield [int(position) for position in batch]
 
     def update(self, batch: DataProto) -> dict[str, float]:
         if not hasattr(self.sampler, "update"):

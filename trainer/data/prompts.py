@@ -101,7 +101,12 @@ class PromptDataset:
         rows: list[dict[str, Any]] = [{**row, "raw_prompt": row["prompt"]} for row in self._rows(index)]
         names = ("raw_prompt", "data_source", "reward_model", "extra_info")
         columns = {name: as_column([row[name] for row in rows]) for name in names}
-        columns |= {"uid": as_column(self._uids(index)), "index": index}
+        times: Counter[int] = Counter()
+        uids = []
+        for place in index.tolist():
+            uids.append(f"{self.split}-{place}" + (f"+{times[place]}" if times[place] else ""))
+            times[place] += 1
+        columns |= {"uid": as_column(uids), "index": index}
         tensors = {"prompts": prompts, "prompt_mask": mask}
         if self._answers is not None:
             tensors["answers_per_prompt"] = torch.from_numpy(self._answers[index])
@@ -168,14 +173,6 @@ class PromptDataset:
             found = self._schema.rows(self._files[number], (places - self._starts[number]).tolist())
             rows |= dict(zip(places.tolist(), found, strict=True))
         return [rows[place] for place in index.tolist()]
-
-    def _uids(self, index: np.ndarray) -> list[str]:
-        times: Counter[int] = Counter()
-        names = []
-        for place in index.tolist():
-            names.append(f"{self.split}-{place}" + (f"+{times[place]}" if times[place] else ""))
-            times[place] += 1
-        return names
 
     def _fit_to_limit(self, config: DataConfig) -> tuple[np.ndarray, str]:
         limit, lengths = config.max_prompt_length, np.array([len(tokens) for tokens in self._tokens])

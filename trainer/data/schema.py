@@ -112,12 +112,13 @@ class RowSchema:
         truth = self._reward_model(raw, answer, where)
         if self._needs_ground_truth and "ground_truth" not in truth:
             raise self._not_understood(where, "ground_truth", table.columns)
+        tools, place = self._value("tools", raw, where)
         return {
             "data_source": source,
             "prompt": prompt,
             "reward_model": truth,
             "extra_info": self._extra_info(raw, where),
-            "tools": self._row_tools(raw, where),
+            "tools": _tools(tools, f"{place} (data.columns.tools=null leaves it out)") if tools else self._tools,
             "n": self._answers(raw, where),
         }
 
@@ -176,10 +177,6 @@ class RowSchema:
         if value is not None and not isinstance(value, dict):
             raise _wrong(place, value, "a dict (or several columns that make one: data.columns.extra_info=[...])")
         return value or {}
-
-    def _row_tools(self, raw: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-        value, place = self._value("tools", raw, where)
-        return _tools(value, f"{place} (data.columns.tools=null leaves it out)") if value else self._tools
 
     def _answers(self, raw: dict[str, Any], where: str) -> int | None:
         value, place = self._value("n", raw, where)

@@ -307,10 +307,10 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
     return MemoryPlan({name: value for name, value in always.items() if value}, phases, host=host)
 
 
-def launch_plan(config: RewardFlowConfig, slots: int, *, size: int = 2) -> str:
+def launch_plan(config: RewardFlowConfig, slots: int) -> str:
     """For the table at launch: what one device has to have, calculated. Empty where config files are missing."""
     try:
-        found = plan(config, read_shape(str(config.model.path)), slots, size=size)
+        found = plan(config, read_shape(str(config.model.path)), slots)
     except UserError:
         return ""
     return f"{found.device_bytes / GIB:.0f} GiB (calculated)"

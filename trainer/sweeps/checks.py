@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Collection
 from contextlib import suppress
 
 from trainer.metric_docs import find, metrics
@@ -100,9 +99,3 @@ def check_metric_name(metric: str) -> None:
         raise UserError(
             f"--metric {metric}: no metric is called so; did you mean {', '.join(near)}? METRICS.md has all"
         )
-
-
-def missing_metric(metric: str, names: Collection[str], run: str) -> str:
-    """What to say when a run has ended without the metric."""
-    near = ", ".join(difflib.get_close_matches(metric, names, n=3, cutoff=0.5) or sorted(names)[:5]) or "none"
-    return f"--metric {metric}: {run} does not log it (of {len(names)} names it logs {near})"

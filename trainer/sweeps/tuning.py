@@ -7,6 +7,7 @@ log first; from it sampler and pruner are made anew when a sweep goes on.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import random
@@ -29,7 +30,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
 from trainer.cli import stopping_on_signal
-from trainer.sweeps.checks import missing_metric, planned, problem
+from trainer.sweeps.checks import planned, problem
 from trainer.sweeps.child import Order, clean, train
 from trainer.sweeps.question import STOP, Options
 from trainer.sweeps.space import Value
@@ -218,15 +219,18 @@ class Sweep(Searcher):
             if value == value:
                 known["value"] = value
             else:
-                state = "failed"
-                known["error"] = f"{metric} is nan" if run.values else missing_metric(metric, names or [], name)
+                state, logged = "failed", names or []
+                near = ", ".join(difflib.get_close_matches(metric, logged, n=3, cutoff=0.5) or sorted(logged)[:5])
+                found = f"of {len(logged)} names it logs {near or 'none'}"
+                error = f"{metric} is nan" if run.values else f"--metric {metric}: {name} does not log it ({found})"
+                known["error"] = error
                 if not run.values and not any(trial.values for trial in self._study.trials):
                     self.problem = UserError(known["error"])  # its name is wrong, and all runs would be in vain
                     (self._study.folder / STOP).touch()
         self._study.end(trial, run, state, **known)
         value_text = f": {metric} {run.value:.4g} after {run.steps} steps" if run.value is not None else ""
-        error = f": {run.error.partition(chr(10))[0]}" if run.error else ""
-        self._tell(f"{name} {state}{value_text}{error}")
+        told = f": {run.error.partition(chr(10))[0]}" if run.error else ""
+        self._tell(f"{name} {state}{value_text}{told}")
         self._study.write_csv()
 
 

@@ -240,7 +240,15 @@ class RewardPool:
         while (items := self._alone or self._queue) and (process := pool.emptiest()).is_loaded:
             share = math.ceil(len(items) / self._work.num_workers)
             size = min(share, self._config.batch_size) if pool.style == "batch" and items is self._queue else 1
-            calls = self._room(pool.style, len(process.sessions), share)
+            in_flight = len(process.sessions)
+            if pool.style == "async":
+                most = self._config.max_concurrent - len(self._sent)
+                calls = min(share, self._work.threads - in_flight, most)
+            elif in_flight:  # one that hangs holds up only what went out with it
+                calls = 0
+            else:
+                ahead = min(_SENT_AHEAD_MAX, max(1, int(_SENT_AHEAD_S / self._seconds_per_call)))
+                calls = 1 if pool.style == "batch" else min(share, ahead)
             if calls <= 0:
                 break
             for _ in range(calls):
@@ -250,17 +258,6 @@ class RewardPool:
                 self._sent[number] = [items.popleft() for _ in range(size)]
                 pool.submit(number, self._sent[number], process)
         return math.inf
-
-    def _room(self, style: str | None, in_flight: int, share: int) -> int:
-        """Calls that a process may get now, no more than its share of those that wait."""
-        config = self._config
-        if style == "async":
-            return min(share, self._work.threads - in_flight, config.max_concurrent - len(self._sent))
-        if in_flight:  # one that hangs holds up only what went out with it
-            return 0
-        if style == "batch":
-            return 1
-        return min(share, _SENT_AHEAD_MAX, max(1, int(_SENT_AHEAD_S / self._seconds_per_call)))
 
     def _take(self, reply: Reply) -> None:
         items = self._sent.pop(reply.session)

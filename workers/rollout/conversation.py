@@ -61,7 +61,11 @@ class ChatJoins:
             raise UserError(NO_TEMPLATE.format("the turns of an episode"))
         self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
         self._check_joins(system)
-        self.tool_role = "tool" if self._takes_tool_messages() else "user"
+        try:
+            takes_tools = _PROBE in self._after_answer([*_SHORT, {"role": "tool", "content": _PROBE}])
+        except _TEMPLATE_ERRORS:  # templates refuse in many ways
+            takes_tools = False
+        self.tool_role = "tool" if takes_tools else "user"
         self._rests: dict[str, Callable[[str], str]] = {
             role: self._rest_after_answer(role) for role in {"user", self.tool_role}
         }
@@ -130,13 +134,6 @@ class ChatJoins:
                 f"{self._rests['user'](_PROBE)[:80]!r}, expected a special token of the tokenizer first"
             )
         return place + 1, ids[place]
-
-    def _takes_tool_messages(self) -> bool:
-        """Whether a message of the role tool may follow an answer; templates refuse in many ways."""
-        try:
-            return _PROBE in self._after_answer([*_SHORT, {"role": "tool", "content": _PROBE}])
-        except _TEMPLATE_ERRORS:
-            return False
 
     def _check_joins(self, system: bool) -> None:
         """Raises UserError unless each part of a conversation is the same text whatever comes after it, and however

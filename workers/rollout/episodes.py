@@ -213,7 +213,15 @@ class EpisodeRunner:
             if episode is not None:  # else it was discarded while it was busy
                 self._hear(episode, reply)
         self._admit()
-        for completion in self._decode() if self.is_decoding else ():
+        if not self.is_decoding:
+            return
+        started, running = time.perf_counter(), self._engine.unfinished
+        completions = self._engine.step()
+        self._busy_s += time.perf_counter() - started
+        self._engine_steps += 1
+        self._sequences += running
+        self._tokens += sum(len(completion.token_ids) for completion in completions)
+        for completion in completions:
             turn_of = self._requests.pop(completion.request_id, None)
             if turn_of is not None:
                 self._act(turn_of, completion)
@@ -238,15 +246,6 @@ class EpisodeRunner:
         self._busy_s, self._engine_steps, self._sequences, self._tokens = 0.0, 0, 0, 0
         self._env_seconds = []
         return metrics
-
-    def _decode(self) -> list[Completion]:
-        started, running = time.perf_counter(), self._engine.unfinished
-        completions = self._engine.step()
-        self._busy_s += time.perf_counter() - started
-        self._engine_steps += 1
-        self._sequences += running
-        self._tokens += sum(len(completion.token_ids) for completion in completions)
-        return completions
 
     def _admit(self) -> None:
         while self._queue and len(self._live) < self._max_live:

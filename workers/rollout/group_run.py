@@ -139,7 +139,15 @@ class GroupRun:
             for place, part in zip(places, rows, strict=True)
         ]
         counts = sum((place.counts for place in places), start=EpisodeCounts())
-        return GroupResults(reports, DataProto.concat(rows) if rows else None, counts, self._metrics())
+        active, pumped = self._active_s, self._pumped_s  # since the last results
+        self._active_s = self._pumped_s = 0.0
+        metrics = {
+            "rollout/slowest_rank_seconds": Metric.max(active),
+            "rollout/mean_rank_seconds": Metric.mean(active, 1),
+            **({"rollout/seconds_beside_training": Metric.mean(pumped, 1)} if pumped else {}),
+            **self._runner.take_metrics(active + pumped),
+        }
+        return GroupResults(reports, DataProto.concat(rows) if rows else None, counts, metrics)
 
     def pump(self) -> None:
         """Goes on for a slice of time, beside something else that the process does: no longer than that other work took
@@ -158,35 +166,19 @@ class GroupRun:
         """One engine step at most; groups that have ended are judged, and the next ones begun."""
         self._runner.advance(wait_s)
         for place in [place for place in self._open if not self._runner.unfinished(place.batch)]:
-            self._end_group(place)
-
-    # ---------------------------------------------------------------------------------------------------- one group
+            self._open.remove(place)
+            trajectories = self._runner.take(place.batch)
+            place.counts += EpisodeCounts.of(trajectories)
+            place.kept = [one for one in trajectories if one.is_kept]
+            if place.group_filter is not None:
+                spec, group = place.plan.attempts[place.attempts][0], [self._to_rows([one]) for one in place.kept]
+                place.is_dropped = bool(place.group_filter.filter(spec.group_id, spec.episode_id, group))
+            place.attempts += 1
+            if place.is_dropped and place.attempts < len(place.plan.attempts):
+                self._begin_group(place)
 
     def _begin_group(self, place: _Place) -> None:
         place.batch = next(self._numbers)
         members = place.plan.attempts[place.attempts]
         self._runner.begin([replace(spec, batch=place.batch) for spec in members], place.sampling)
         self._open.append(place)
-
-    def _end_group(self, place: _Place) -> None:
-        self._open.remove(place)
-        trajectories = self._runner.take(place.batch)
-        place.attempts += 1
-        place.counts += EpisodeCounts.of(trajectories)
-        place.kept = [one for one in trajectories if one.is_kept]
-        if place.group_filter is not None:
-            spec, group = place.plan.attempts[place.attempts - 1][0], [self._to_rows([one]) for one in place.kept]
-            place.is_dropped = bool(place.group_filter.filter(spec.group_id, spec.episode_id, group))
-        if place.is_dropped and place.attempts < len(place.plan.attempts):
-            self._begin_group(place)
-
-    def _metrics(self) -> dict[str, Metric]:
-        """Of all that was done since the last results."""
-        active, pumped = self._active_s, self._pumped_s
-        self._active_s = self._pumped_s = 0.0
-        seconds = {
-            "rollout/slowest_rank_seconds": Metric.max(active),
-            "rollout/mean_rank_seconds": Metric.mean(active, 1),
-        }
-        beside = {"rollout/seconds_beside_training": Metric.mean(pumped, 1)} if pumped else {}
-        return seconds | beside | self._runner.take_metrics(active + pumped)
