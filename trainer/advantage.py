@@ -15,8 +15,6 @@ recipes/COMPARISON.md has its recipes under these options. With KL in the reward
 and verl off the score that is normalised after.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from typing import Any
 

@@ -4,8 +4,6 @@
 `build_trainer` is a context: what it started (processes, files) ends with it, whatever happens inside.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -11,8 +11,6 @@ whatever is called global_step_N is whole, `tidy` clears away what a killed proc
 what a disk or a copy has changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

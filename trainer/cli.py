@@ -7,8 +7,6 @@ contexts, and whatever ends them passes through these on its way. Imports nothin
 Exit status: 0 done, 2 the user's input was wrong (one message, no traceback), 128 + the signal, 1 anything else.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex

@@ -5,8 +5,6 @@ On a terminal the bar stays at the bottom and the lines scroll above it. Anywher
 lines only, without control characters, and the time left stands in the line.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

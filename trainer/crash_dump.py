@@ -5,8 +5,6 @@ ends of all logs (where a stall has left the stacks of the workers). Where the l
 has them, and `python -m trainer.replay RUN/crash/step_N` runs that step once more, inline.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import platform

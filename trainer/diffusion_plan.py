@@ -4,8 +4,6 @@ flow takes of one device, from its options alone; see `planner.diffusion`.
 Exit status: 0 it fits, 1 it does not, 2 wrong options.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -5,8 +5,6 @@ A group is the answers to one prompt. Where all are as good as each other, their
 data.train_batch_size groups are kept. What this costs, and how it goes with epochs and checkpoints: see DATA.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ With `--critic` FOLDER gets the value function, as `AutoModelForTokenClassificat
 label, whose logit at a token is the return expected from there on, before the next token is chosen.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

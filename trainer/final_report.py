@@ -1,7 +1,5 @@
 """The end of a run on one screen: validation before and after, samples, where things are, and what to type next."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ as they were written, --count of them. --follow draws the first again as the run
 `python -m trainer.report` shows the same and more in a browser.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

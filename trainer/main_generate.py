@@ -7,8 +7,6 @@ each answer, with the columns of `trainer.evaluate.sample_files`. Beside it the 
 answered so far: the same command goes on where a killed one was. --help-config lists the options.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

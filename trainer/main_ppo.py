@@ -4,8 +4,6 @@ With no arguments it runs the embedded default, `recipes/quickstart`. Nothing he
 has been understood. Exit status: see `trainer.cli`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.cli import command

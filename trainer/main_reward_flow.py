@@ -5,8 +5,6 @@ With neither model nor data it runs the embedded default, `recipes/reward_flow`.
 `--print-config` shows them resolved. Exit status: see `trainer.cli`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.cli import command

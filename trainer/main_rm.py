@@ -5,8 +5,6 @@ model that reward_model.model.path takes to RUN/hf. model.path: a causal languag
 reward model to go on with. `--help-config` lists the options. Exit status: see `trainer.cli`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.cli import command

@@ -5,8 +5,6 @@ Hugging Face format to RUN/hf. RUN is a run folder like any other: checkpoints, 
 lists the options. Exit status: see `trainer.cli`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.cli import command

@@ -4,8 +4,6 @@ A test (tests/conftest.py) fails on a metric that a run logs and that is not in 
 line there.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ FOLDER, by default ./NAME, gets recipe.py (settings), reward.py (a reward), esti
 README.md. It trains the model of recipes/quickstart until its settings name another. Nothing is written over.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import keyword

@@ -1,7 +1,5 @@
 """The run as one picture, curve.png, from metrics.jsonl: reward, validation, response length, time per stage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

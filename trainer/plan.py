@@ -7,8 +7,6 @@ Prints the batch arithmetic, memory by phase, whether it fits, and the time of a
 not, 2 wrong options. A run has two lines of it in its table at launch, and one after its end with what was measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

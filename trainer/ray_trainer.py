@@ -4,8 +4,6 @@ Each stage reads columns of the batch and adds its own (`verl_lite/schema.py` li
 the driver plans, dispatches and estimates advantages. A recipe replaces a stage by overriding it.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ later than that, they are older than they were. A batch that was complete (answe
 dump; else answers are sampled again with the same seeds.
 """
 
-from __future__ import annotations
-
 import pdb
 import sys
 from pathlib import Path

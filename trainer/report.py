@@ -10,8 +10,6 @@ page's script shows as text, and a content policy with the hashes of that script
 packed inside the page) lets no other run, and nothing be loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import gzip

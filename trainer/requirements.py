@@ -4,8 +4,6 @@ Driver, plan and workers ask here. A function that reads more of the batch than 
 estimator that takes `sum_pi_squared`) says so by naming the argument.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl_lite.config import PPOConfig

@@ -1,8 +1,6 @@
 """What a run gets before anything trains: its devices (see `verl_lite.machine.gpus`), Ray, and its worker groups. All
 end with the run."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ A checkpoint keeps the whole configuration it was made with. What decides the re
 unless the user names the key in `trainer.resume_allow`; what decides only speed, places and reports may.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import is_dataclass

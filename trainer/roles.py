@@ -4,8 +4,6 @@ Planning happens here, once, for all ranks: which rows share an optimizer step, 
 micro-batches there are, and the global denominators of the loss. Ranks obey; none of them counts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

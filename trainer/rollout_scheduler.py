@@ -11,8 +11,6 @@ dropped than max_replaced_groups, the batch is completed with dropped ones, whic
 the run there (max_num_gen_batches), but a policy that masters its environments is no reason to.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ help, retries, devices, the run folder and its lock, resuming, the plan, signals
 Cheap things come first: processes are started when options, data and disk have been looked at.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shlex

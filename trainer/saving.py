@@ -5,8 +5,6 @@ training goes on. A disk that is full does not end the training: the next steps 
 left to train it is an error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

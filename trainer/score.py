@@ -11,8 +11,6 @@ penalty of long answers. Exit status 1 if more than reward.max_error_rate of the
 `trainer.cli`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

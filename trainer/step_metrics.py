@@ -5,8 +5,6 @@ reward failed, are in none of the numbers. The prefix `critic/` is verl's and me
 without a critic too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The sequence of training steps: which prompts, which epoch, what is due. Resumable at any step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ swanlab have commands of their own for what they wrote offline: `wandb sync`, `s
 wrong input.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -4,8 +4,6 @@ Takes the data options of `trainer.main_reward_flow`. Exit status: 0 if every ro
 else 1.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Takes and gives `DataProto`; what it is made of (FSDP engine, rollout engine, lo
 files of its own.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

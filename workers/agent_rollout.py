@@ -4,8 +4,6 @@ Its environments live in child processes of its own, which end with it. Episodes
 where some are under way; the weights that they are sampled with do not change meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Takes and gives `DataProto`; the network is in `policy/value_head.py`, the loss in `losses.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 A role of its own, before all others, so that nothing is loaded onto a device that is taken.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus

@@ -6,8 +6,6 @@ of these losses over all micro-batches and ranks is the loss of the mini-batch. 
 weighted so that their mean over a step is the mini-batches' mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ the device) and move out. Before one enters, every other tenant moves out, so th
 memory together unless their settings say that they stay resident. On a CPU moving is free and does nothing.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Protocol
 

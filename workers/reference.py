@@ -3,8 +3,6 @@
 A policy that is trained as an adapter needs no such worker: with the adapter switched off it is the reference itself.
 """
 
-from __future__ import annotations
-
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register

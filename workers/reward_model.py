@@ -1,7 +1,5 @@
 """The reward model: a frozen sequence-classification network that scores prompt and answer, batched and packed."""
 
-from __future__ import annotations
-
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

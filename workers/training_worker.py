@@ -1,7 +1,5 @@
 """What every worker with a training engine has in common: how it is built; and, where it trains, its checkpoints."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -4,8 +4,6 @@ GiGPO and step_reinforce are REINFORCE on rewards that are computed over whole e
 (`compute_advantage` with their names) they do both at once; in a run the KL penalty comes between, as in ROLL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

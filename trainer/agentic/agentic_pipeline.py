@@ -4,8 +4,6 @@ A batch is made of whole episodes, which `trainer.rollout_scheduler` chooses and
 (`workers.agent_rollout`). What follows (log-probs, values, advantages, updates, checkpoints) is the trainer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path

@@ -4,8 +4,6 @@ Takes the rows of a batch; gives one `Sample` for each episode, which goes where
 folders of the user's, trackers, console and final report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

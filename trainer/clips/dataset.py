@@ -3,8 +3,6 @@
 The noise of a sample is a function of the seed, the step and the row alone, as the rows of a step are (`EpochSteps`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import Counter

@@ -5,8 +5,6 @@ PyAV reads them all: video containers, and a folder of pictures, each of which i
 goes on after the path: "it has 5 frames ...".
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Generator, Iterator

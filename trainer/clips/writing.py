@@ -1,7 +1,5 @@
 """Clips written as files, and the picture of before and after."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress

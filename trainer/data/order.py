@@ -5,8 +5,6 @@ after a step and loaded again goes on as if nothing had happened. Shares are exa
 `datasets.interleave_datasets`, drawn at random, are not.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

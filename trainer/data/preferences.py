@@ -4,8 +4,6 @@ A row has a question and two answers, in any of the forms in which such data is 
 and answer are tokenised each on its own, as a policy reads the one and samples the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@
 prompts come when. For users: trainer/DATA.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ Rows follow verl's schema (`EXAMPLE_ROW`), or `data.columns` says which of their
 names place, row and column, and shows what was found.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence

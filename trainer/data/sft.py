@@ -5,8 +5,6 @@ The chat template is applied piece by piece: a question is tokenised on its own,
 asked it, so training and generation see the same tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

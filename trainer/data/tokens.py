@@ -5,8 +5,6 @@ by `datasets.map` under VERL_LITE_CACHE (or ~/.cache/verl_lite) in `tokens/`, in
 on: nothing needs to be told when that changes, and any file may be deleted at any time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

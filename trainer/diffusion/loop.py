@@ -5,8 +5,6 @@ A job reads the data and builds the trainer; a trainer gives the stages: `train_
 nothing but where it stands.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -6,8 +6,6 @@ with, or those of a model alone, less all that belongs to training. `Evaluation`
 `Generation` writes a file of answers. Both keep each chunk of answers in the run folder, and ask nothing twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -12,8 +12,6 @@ these values (Miller, Adding Error Bars to Evals, 2024: errors clustered by prom
 is this).
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ scores them anew, pandas and datasets read them as they are. The folder stays be
 full every second step of the training's files goes, so that what stays covers the run evenly.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

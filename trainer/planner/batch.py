@@ -5,8 +5,6 @@ text. The words for sizes that users mix up are fixed here: a batch and a mini-b
 answer, and a row is a sample on a device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

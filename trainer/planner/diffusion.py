@@ -6,8 +6,6 @@ a published model. A step is run on the meta device, which has shapes and no num
 tests.bench reward_flow_memory` compares it with a measured step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import weakref

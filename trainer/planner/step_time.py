@@ -5,8 +5,6 @@ It is a floor: answers are taken for equally long, so that no place of the engin
 the slowest; scheduling, sampling, rewards, driver, validation and checkpoints are not counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

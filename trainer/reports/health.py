@@ -1,8 +1,6 @@
 """What is wrong with a run, in sentences: one table of rules over its numbers, for `trainer.inspect`, `trainer.report`
 and the end of a run. Takes series, (step, value) by metric name; gives `Finding`s."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

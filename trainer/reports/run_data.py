@@ -4,8 +4,6 @@ Takes the folder of a run that is alive, was killed or has ended (any command th
 Reads files only: nothing is locked, no model is loaded, and the run does not notice. Samples: `reports.samples`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

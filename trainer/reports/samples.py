@@ -2,8 +2,6 @@
 the rows that are asked for; and which of it to show. A run whose samples are no text (reward flow) has none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

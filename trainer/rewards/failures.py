@@ -3,8 +3,6 @@
 Takes the results of each batch in turn, of training and validation alike.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ The outcome of an answer is what the reward function calls `acc`, or its score b
 what `algorithm.filter_groups.metric` names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

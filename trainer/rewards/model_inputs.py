@@ -5,8 +5,6 @@ agree. Otherwise (`reward_model.retokenize`) each answer is decoded, put behind 
 rendered by the reward model's chat template and tokenised anew; a text that is too long has no score: it is not cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import cast
 

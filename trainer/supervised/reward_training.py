@@ -5,8 +5,6 @@ texts of a pair are in one micro-batch; the loss is divided by the number of pai
 it depends neither on how the batch was cut nor on the number of ranks.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

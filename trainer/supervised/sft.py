@@ -1,7 +1,5 @@
 """Supervised fine-tuning: its loss, and the worker that does its heavy part; `trainer.supervised.loop` has the loop."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """What is wrong with a sweep, found before any run starts."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """One run of a trial: a process of its own on this machine, from its start to an end with nothing left behind."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What a sweep is asked: its command line and, under it, a sweep file in YAML (`SWEEPS.md` shows one)."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

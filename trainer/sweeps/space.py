@@ -1,8 +1,6 @@
 """What is searched: the parameters that `key=value` words stand for (SWEEPS.md has their table), and of a sweep file
 `@name={"a": {"key": 1, "other": 2}, "b": {"key": 3}}`, several settings at once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

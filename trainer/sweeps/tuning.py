@@ -5,8 +5,6 @@ Tune places and retries runs, Optuna chooses parameters, ASHA judges means over 
 log first; from it sampler and pruner are made anew when a sweep goes on.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -2,8 +2,6 @@
 where `trainer.logger` asks for it, and writes to disk where it has no account or server. `@register_tracker(name)` adds
 one: a factory of `Tracker` from a `TrackedRun`."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import importlib.util

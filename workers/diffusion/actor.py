@@ -3,8 +3,6 @@
 Takes and gives `DataProto`; the network is in `reward_policy.py`, its loss in `verl_lite.flow_match`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -4,8 +4,6 @@ recomputing, and having frozen parts on the device only while they work.
 They change no number: gradients with and without them are equal. `trainer.diffusion_plan` predicts what they save.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

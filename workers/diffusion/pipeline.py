@@ -8,8 +8,6 @@ whose library is neither diffusers nor transformers is imported by the name that
 diffusers is imported where it is used: it takes seconds, and nothing else needs it.
 """
 
-from __future__ import annotations
-
 import html
 import importlib
 import json

@@ -5,8 +5,6 @@ expert, text encoder, decoder, reward) is frozen, whole on every rank, and on th
 Every output belongs to one sample and depends on that sample alone: its clip, prompt and noise seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ averaged: losses come already divided by the global denominators. Within a mini-
 last micro-batch, so that one step costs one reduction, unless `reduce_every_micro_batch` asks for less memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext

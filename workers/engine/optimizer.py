@@ -5,8 +5,6 @@ works on plain local tensors (no DTensor dispatch) and wraps its state as DTenso
 read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 Gathering goes by buckets, one collective each: for a small model the calls cost more than the bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 

@@ -4,8 +4,6 @@ An environment object serves one episode after another; one that failed is not u
 against its protocol (trainer/AGENTIC.md): nonsense would fail far away, in the tokenizer or the loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

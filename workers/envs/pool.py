@@ -5,8 +5,6 @@ episode was discarded meanwhile. An environment that raises, hangs, returns nons
 reply with `error`, and the others go on. A pool belongs to one thread, as its processes do (`workers.pool.pool`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

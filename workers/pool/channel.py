@@ -2,8 +2,6 @@
 `multiprocessing.Connection` does, which is the process's end. The pool's end never blocks, whatever the process does.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 Started by `workers.pool.process` as a bare interpreter: it imports neither torch nor the caller's main module.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

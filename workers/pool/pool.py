@@ -11,8 +11,6 @@ an environment), or a single call (a reward). Calls of many sessions run at the 
   nobody a result.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import socket

@@ -5,8 +5,6 @@ It runs a bare interpreter in a session of its own. What it prints comes through
 a log and the end is kept, so that nothing that it prints can fill memory or disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

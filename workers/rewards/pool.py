@@ -5,8 +5,6 @@ reward raises, returns nonsense, takes longer than `reward.timeout_s` or takes i
 that were in the process with it are scored all the same (`workers.pool.pool`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

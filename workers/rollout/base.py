@@ -14,8 +14,6 @@ Promises that every engine keeps (tests/workers/rollout/test_engines.py runs ove
 - After `reset_cache` nothing computed with earlier weights is used: running requests go on, re-encoded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -11,8 +11,6 @@ rewrite earlier turns, what was sampled stays instead, because that is what the 
 - Spaces around an answer, which some templates trim, stay.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ first decode step. Slots that no running sequence needs keep finished ones: a pr
 next turn of a conversation) is encoded from there on.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

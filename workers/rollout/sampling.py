@@ -5,8 +5,6 @@ the cumulative distribution at that number, so a request samples the same tokens
 when it is resumed from its own partial output.
 """
 
-from __future__ import annotations
-
 import torch
 
 # splitmix64 (Steele, Lea, Flood 2014), its constants as signed 64-bit integers

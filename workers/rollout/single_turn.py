@@ -5,8 +5,6 @@ Finished samples are handed out while others still decode, so that their rewards
 ids are never decoded and re-encoded on their way to training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple

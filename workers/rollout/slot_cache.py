@@ -6,8 +6,6 @@ cache; so do several tokens that continue a sequence. A prompt is encoded once f
 keys and values to each of their slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

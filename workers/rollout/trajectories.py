@@ -5,8 +5,6 @@ joins with the environment's words (mask 0). Each turn's reward stands on the tu
 of the mask are the turns, and estimators that know of turns need nothing else. trainer/AGENTIC.md draws it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
