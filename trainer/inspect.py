@@ -25,8 +25,7 @@ from trainer.console import format_seconds
 from trainer.final_report import printable, validation_means, validation_table
 from trainer.reports.health import BAD, LOOK, OK, Finding, findings_of, number
 from trainer.reports.page_data import PANELS
-from trainer.reports.run_data import METRICS, Run, read_run, stage_seconds
-from trainer.reports.samples import Answer, chosen
+from trainer.reports.run_data import METRICS, Answer, Run, chosen, read_run, stage_seconds
 
 EVERY_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"

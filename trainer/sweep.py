@@ -23,8 +23,7 @@ _SHOWN = 20
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     from trainer.sweeps.checks import check_sweep, load
-    from trainer.sweeps.question import Search, read_files, read_options
-    from trainer.sweeps.space import combinations
+    from trainer.sweeps.question import Search, combinations, read_files, read_options
     from trainer.sweeps.study import DESCRIPTION, Study, locked
 
     options = read_options(argv)

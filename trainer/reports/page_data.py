@@ -23,8 +23,7 @@ from trainer.console import format_seconds
 from trainer.final_report import ValidationMean, all_validation_means
 from trainer.metric_docs import find
 from trainer.reports.health import findings_of
-from trainer.reports.run_data import METRICS, Run, run_titles, stage_seconds
-from trainer.reports.samples import Answer, Group, groups
+from trainer.reports.run_data import METRICS, Answer, Group, Run, groups, run_titles, stage_seconds
 from trainer.tracking import read_metrics
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from contextlib import suppress
 from trainer.metric_docs import find, metrics
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.resources import resolve_slots
-from trainer.sweeps.question import Question, Search
-from trainer.sweeps.space import MOST_LISTED, Value, combinations
+from trainer.sweeps.question import MOST_LISTED, Question, Search, Value, combinations
 from verl_lite.config import ConfigError, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.errors import UserError

@@ -26,8 +26,7 @@ import psutil
 from trainer.checkpoint import write_atomically
 from trainer.cli import file_mask
 from trainer.evaluate.metrics import half_width
-from trainer.sweeps.question import STOP, Question, Search
-from trainer.sweeps.space import Value
+from trainer.sweeps.question import STOP, Question, Search, Value
 from verl_lite.errors import UserError
 
 COMMAND = ("-m", "trainer.main_ppo")

@@ -30,8 +30,7 @@ from ray.tune.search import Searcher
 from trainer.cli import stopping_on_signal
 from trainer.sweeps.checks import planned, problem
 from trainer.sweeps.child import Order, clean, train
-from trainer.sweeps.question import STOP, Options
-from trainer.sweeps.space import Value
+from trainer.sweeps.question import STOP, Options, Value
 from trainer.sweeps.study import Run, Study, Trial
 from verl_lite.device import device_type
 from verl_lite.errors import UserError

@@ -22,8 +22,7 @@ from trainer import inspect, report
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.reports import run_data
 from trainer.reports.page_data import MAX_POINTS, page_data
-from trainer.reports.run_data import read_config, read_run, run_titles
-from trainer.reports.samples import chosen, groups
+from trainer.reports.run_data import chosen, groups, read_config, read_run, run_titles
 from verl_lite.config import load_config, save_config
 from verl_lite.errors import UserError
 

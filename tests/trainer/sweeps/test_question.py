@@ -10,8 +10,15 @@ import pytest
 from tests.tiny_run import ROOT, TinyTask
 from trainer.sweeps import checks
 from trainer.sweeps.checks import check_metric_name, check_sweep
-from trainer.sweeps.question import Options, Question, Search, metric_by_step, read_options
-from trainer.sweeps.space import combinations, read_parameter
+from trainer.sweeps.question import (
+    Options,
+    Question,
+    Search,
+    combinations,
+    metric_by_step,
+    read_options,
+    read_parameter,
+)
 from verl_lite.errors import UserError
 
 FILE = """
