@@ -136,7 +136,10 @@ class RolloutScheduler:
         """Waits for these batches, by default for all that are on their way. Call it before the weights change."""
         for batch in batches or tuple(self.flying.values()):
             self._finish_round(batch)
-            while places := self._places_to_run(batch):
+            while dropped := [place for place in batch.places if place.report is not None and place.report.is_dropped]:
+                granted = zip(dropped, self._grants(batch, dropped), strict=True)
+                if not (places := [place for place, count in granted if count]):
+                    break  # the budget is used up, and what the filter dropped stays
                 self._begin_round(batch, places)
                 self._finish_round(batch)
             self.ready[batch.step] = self._rows(batch)
@@ -237,13 +240,6 @@ class RolloutScheduler:
                 place.report = report
                 place.rows = range(batch.num_rows, batch.num_rows + report.num_rows)
                 batch.num_rows += report.num_rows
-
-    def _places_to_run(self, batch: _Batch) -> list[_Place]:
-        """Places whose group the filter dropped, and for which another one is to be run. Where the budget is used up,
-        what the filter dropped stays."""
-        dropped = [place for place in batch.places if place.report is not None and place.report.is_dropped]
-        granted = self._grants(batch, dropped) if dropped else []
-        return [place for place, count in zip(dropped, granted, strict=True) if count]
 
     def _rows(self, batch: _Batch) -> DataProto:
         """The batch's rows in the order of its places."""

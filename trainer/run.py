@@ -159,7 +159,8 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
                 stack.enter_context(guarded())
                 return train(job, loaded, command, stack)
         except ClusterLostError as error:  # this process cannot join another
-            if retries_left and runs_as(job.module):
+            spec = getattr(sys.modules["__main__"], "__spec__", None)  # a debugger leaves it out
+            if retries_left and spec is not None and spec.name.removesuffix(".__main__") == job.module:
                 error.again = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={retries_left - 1}"]
                 error.again += ["~trainer.resume_from_path", "trainer.resume_mode=auto"] if has_own(job) else []
             raise
@@ -177,12 +178,6 @@ def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
         if has_own(job):
             trainer.resume_mode, trainer.resume_from_path = "auto", None
     raise AssertionError("the last try returns or raises")
-
-
-def runs_as(module: str) -> bool:
-    """True in a process of `python -m module`."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # a debugger leaves it out
-    return spec is not None and spec.name.removesuffix(".__main__") == module
 
 
 def has_own(job: Job[Options]) -> bool:

@@ -73,6 +73,7 @@ def main(argv: list[str]) -> int:
 def score(target: Path, overrides: list[str]) -> int:
     """The whole command; returns the exit status. Raises UserError for what cannot be read or scored."""
     from trainer.console import Console
+    from workers.rewards.pool import RewardPool
 
     run = run_config(target)
     config = score_config(run, overrides)
@@ -87,7 +88,14 @@ def score(target: Path, overrides: list[str]) -> int:
     beside = target / "answers" if target.is_dir() else target.with_suffix("")
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     path = Path(config.out or f"{beside}-scored-{stamp}.parquet").expanduser()
-    results = score_answers(answers, config)
+    pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
+    items = [answer.item for answer in answers]
+    try:
+        pool.dry_run([], sorted({item.data_source for item in items}))
+        pool.submit(items)
+        results = list(pool.collect(item.key for item in items).values())
+    finally:
+        pool.close()
     console.print(comparison_table(answers, results))
     write_scores(path, answers, results)
     console.print(f"all scores: {path}")
@@ -225,21 +233,7 @@ def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> 
     return [SavedAnswer(item, str(row.get("uid", where)), step, score) for item in items]
 
 
-# ------------------------------------------------------------------------------------------------ scoring and comparing
-
-
-def score_answers(answers: Sequence[SavedAnswer], config: ScoreConfig) -> list[RewardResult]:
-    """A result for each answer, from supervised reward processes. Raises UserError for a data source without reward."""
-    from workers.rewards.pool import RewardPool
-
-    pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
-    items = [answer.item for answer in answers]
-    try:
-        pool.dry_run([], sorted({item.data_source for item in items}))
-        pool.submit(items)
-        return list(pool.collect(item.key for item in items).values())
-    finally:
-        pool.close()
+# ------------------------------------------------------------------------------------------------------------ comparing
 
 
 def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:

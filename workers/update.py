@@ -5,21 +5,32 @@ belongs in each epoch, `meta_info["schedule"]` how many there are and what the l
 the same number of micro-batches, some of them perhaps empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from verl_lite.metrics import Metric, combine, to_host
 from verl_lite.protocol import DataProto
 
-if TYPE_CHECKING:
-    from workers.engine.fsdp import FSDPEngine
-
 # (micro-batch, outputs of the forward with gradient) -> (loss to be summed over micro-batches and ranks, metrics)
 LossFunction = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
+
+
+class TrainableEngine(Protocol):
+    """What the loops need of an engine."""
+
+    def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
+        """Outputs (b, ...) by name, and whether any of their entries counts."""
+        ...
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Adds gradients; on the last micro-batch of a mini-batch also sums them over ranks."""
+        ...
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        """One update from the accumulated gradients."""
+        ...
 
 
 Between = Callable[[], None]
@@ -27,7 +38,7 @@ Between = Callable[[], None]
 
 
 def train_epochs(
-    engine: FSDPEngine, data: DataProto, loss_fn: LossFunction, between: Between = lambda: None
+    engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, between: Between = lambda: None
 ) -> dict[str, Metric]:
     """One optimizer step per mini-batch, in the planned order, over all planned epochs. Returns combined metrics.
 
@@ -58,7 +69,7 @@ def train_epochs(
 
 
 @torch.no_grad()
-def infer_batch(engine: FSDPEngine, data: DataProto, between: Between = lambda: None) -> dict[str, torch.Tensor]:
+def infer_batch(engine: TrainableEngine, data: DataProto, between: Between = lambda: None) -> dict[str, torch.Tensor]:
     """The forward's outputs (n, ...) for all rows in their order, zero where nothing was predicted; on the CPU."""
     results: dict[str, torch.Tensor] = {}
     [mini_batches] = data.meta_info["schedule"]

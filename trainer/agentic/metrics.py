@@ -81,7 +81,13 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         "num_turns": [float(turns[rows[0]]) for rows in table.rows],
     }.items():
         metrics |= summary(f"rollout/{name}", np.array(of_episode))
-    return metrics | environment_metrics(table) | _state_groups(batch, table)
+    metrics |= environment_metrics(table)
+    columns = batch.non_tensor_batch
+    if "state_hash" in columns and any(len(found) != 1 for found in table.rows):  # rows are steps
+        rows = np.concatenate(table.rows)
+        sizes = Counter(build_state_groups(columns["uid"][rows], columns["state_hash"][rows])).values()
+        metrics |= summary("system/state_batch_size", np.array(list(sizes)))
+    return metrics
 
 
 def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, float]:
@@ -119,13 +125,3 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
         variables["acc"] = [None if tag in silent else float(numbers[SUCCESS]) for tag, numbers in told]
     results = process_validation_metrics(table.tags, table.groups, variables)
     return metrics | environment_metrics(table, f"val/{prefix}") | name_metrics(results, prefix)
-
-
-def _state_groups(batch: DataProto, table: EpisodeTable) -> dict[str, float]:
-    """Rows of each group of equal states, where rows are steps."""
-    columns = batch.non_tensor_batch
-    if "state_hash" not in columns or all(len(found) == 1 for found in table.rows):
-        return {}
-    rows = np.concatenate(table.rows)
-    sizes = Counter(build_state_groups(columns["uid"][rows], columns["state_hash"][rows])).values()
-    return summary("system/state_batch_size", np.array(list(sizes)))

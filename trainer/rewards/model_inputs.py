@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
@@ -37,11 +37,17 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
         reward_tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise UserError(f"reward_model.model.path={path!r}: its tokenizer cannot be read ({error})") from error
+    context = longest_context(model)
     if config.reward_model.retokenize:
-        return Retokenizer(tokenizer, reward_tokenizer, *_longest_row(config, model))
+        options, actor = config.reward_model, config.actor
+        limits = [] if context is None else [(context, "the context of reward_model.model.path")]
+        if actor.use_dynamic_bsz if options.use_dynamic_bsz is None else options.use_dynamic_bsz:
+            own = options.forward_max_token_len_per_gpu
+            key = "actor.ppo_max_token_len_per_gpu" if own is None else "reward_model.forward_max_token_len_per_gpu"
+            limits.append((own or actor.ppo_max_token_len_per_gpu, key))
+        return Retokenizer(tokenizer, reward_tokenizer, *min(limits, default=(None, "")))
     _check_same_vocabulary(tokenizer, reward_tokenizer, path)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    context = longest_context(model)
     if context is not None and context < longest:
         raise UserError(
             f"reward_model.model.path={path!r}: it reads at most {context} tokens, fewer than data.max_prompt_length + "
@@ -124,14 +130,3 @@ def _check_same_vocabulary(
             f"vocabularies differ in {len(differing)} of {len(ours)} tokens: {token!r} is {ours[token]} for the policy "
             f"and {found} there. Set reward_model.retokenize=true"
         )
-
-
-def _longest_row(config: PPOConfig, model: PretrainedConfig) -> tuple[int | None, str]:
-    """The tighter of the model's context and the token budget of a micro-batch, and what says so."""
-    options, actor, context = config.reward_model, config.actor, longest_context(model)
-    limits = [] if context is None else [(context, "the context of reward_model.model.path")]
-    if actor.use_dynamic_bsz if options.use_dynamic_bsz is None else options.use_dynamic_bsz:
-        own = options.forward_max_token_len_per_gpu
-        key = "actor.ppo_max_token_len_per_gpu" if own is None else "reward_model.forward_max_token_len_per_gpu"
-        limits.append((own or actor.ppo_max_token_len_per_gpu, key))
-    return min(limits, default=(None, ""))

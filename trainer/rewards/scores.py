@@ -5,17 +5,16 @@ Workers send finished samples to the pool of reward functions while others still
 reward model score, and then waits for the rest of the pool. A sample whose reward failed has no weight anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from trainer.evaluate.sample import is_prediction
 from trainer.rewards.failures import FailureLog
+from trainer.roles import RewardModelRole
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
@@ -23,9 +22,6 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardResult
 from verl_lite.single_controller.resource_pool import ServiceHandle
-
-if TYPE_CHECKING:
-    from trainer.roles import RewardModelRole
 
 OVERLONG = ("overlong_reward", "overlong")
 """Columns `reward/<name>` of the penalty of a long answer and of whether there is one, under verl's names."""

@@ -88,19 +88,15 @@ class PromptEncoder:
         """(b, L, D) with zeros behind each prompt's tokens, as diffusers' pipeline has them."""
         if new := set(prompts) - set(self._known):
             with self.placement.at_work(self.text_encoder):
-                self._known |= {prompt: self._encode(prompt) for prompt in new}
+                for prompt in new:
+                    plain = " ".join(html.unescape(html.unescape(prompt)).split())
+                    padded: dict[str, Any] = {"padding": "max_length", "max_length": self.length, "truncation": True}
+                    tokens = self.tokenizer([plain], return_tensors="pt", **padded)
+                    ids, mask = (x.to(self.placement.device) for x in (tokens.input_ids, tokens.attention_mask))
+                    states = self.text_encoder(ids, mask).last_hidden_state[0]
+                    self._known[prompt] = states[: int(mask.sum())].cpu()  # (tokens, D), on the host
         rows = [self._known[prompt].to(device) for prompt in prompts]
         return torch.stack([nn.functional.pad(row, (0, 0, 0, self.length - len(row))) for row in rows])
-
-    def _encode(self, prompt: str) -> torch.Tensor:
-        """(tokens, D), on the host."""
-        plain = " ".join(html.unescape(html.unescape(prompt)).split())
-        tokens = self.tokenizer(
-            [plain], padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
-        )
-        ids, mask = tokens.input_ids.to(self.placement.device), tokens.attention_mask.to(self.placement.device)
-        states = self.text_encoder(ids, mask).last_hidden_state[0]
-        return states[: int(mask.sum())].cpu()
 
 
 @dataclass

@@ -72,30 +72,24 @@ def save(
 def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None) -> int:
     """Reads parameters and optimizer state in place, whatever number of ranks wrote them. Returns the scheduler step.
 
-    Raises UserError if `path` holds no whole checkpoint of them. Collective.
+    Raises UserError if `path` holds no whole checkpoint of them, or one of others, such as those of an adapter of
+    another rank. Collective.
     """
     state = _state(parameters, optimizer, 0)
-    _require_same_parameters(path, parameters)
+    if not (index := Path(path) / ".metadata").is_file():
+        raise _damaged(path, "it has no .metadata")
+    saved = _sizes(read_metadata(index))
+    if other := [name for name, value in parameters.items() if saved.get(f"model.{name}") != value.shape]:
+        adapter = load_adapter_config(Path(path))
+        raise UserError(
+            f"checkpoint {path} is of other parameters: {other[0]} has the shape {saved.get(f'model.{other[0]}')} "
+            f"there. Give the options model.* of then (model.lora_rank={0 if adapter is None else adapter.r}), or "
+            "start from another one"
+        )
     _read(state, path)
     if optimizer is not None:
         optimizer.steps_taken = int(state["steps_taken"])
     return int(state["scheduler_step"])
-
-
-def _require_same_parameters(path: str, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raises UserError for a checkpoint of other parameters, such as those of an adapter of another rank."""
-    if not (index := Path(path) / ".metadata").is_file():
-        raise _damaged(path, "it has no .metadata")
-    saved = _sizes(read_metadata(index))
-    other = [name for name, value in parameters.items() if saved.get(f"model.{name}") != value.shape]
-    if not other:
-        return
-    adapter = load_adapter_config(Path(path))
-    rank = 0 if adapter is None else adapter.r
-    raise UserError(
-        f"checkpoint {path} is of other parameters: {other[0]} has the shape {saved.get(f'model.{other[0]}')} there. "
-        f"Give the options model.* of then (model.lora_rank={rank}), or start from another one"
-    )
 
 
 def _sizes(metadata: Metadata) -> dict[str, torch.Size]:

@@ -87,8 +87,11 @@ class EnvHost:
         try:
             if isinstance(payload, Begin):
                 return read_reset(self._env(session, payload.tag).reset(payload.seed))
-            env = self._episodes[session][1]
-            return read_step(env.step(_drawn(env) if payload.action is None else payload.action))
+            env, action = self._episodes[session][1], payload.action
+            if action is None:
+                sample = getattr(env, "sample_random_action", None)
+                action = _text("sample_random_action", sample() if callable(sample) else "")
+            return read_step(env.step(action))
         except BaseException:
             self._close(session)
             raise
@@ -129,11 +132,6 @@ def read_step(result: object) -> EnvReply:
         _expect(_is_flag(flag), f"{name} of step", flag, "true or false")
     observation, reward = _text("the observation of step", observation), _number("the reward of step", reward)
     return EnvReply(None, observation, reward, bool(terminated), bool(truncated), _info("step", info))
-
-
-def _drawn(env: Env) -> str:
-    sample = getattr(env, "sample_random_action", None)
-    return _text("sample_random_action", sample() if callable(sample) else "")
 
 
 def _parts(method: str, result: Any, expected: str) -> tuple[Any, ...]:
