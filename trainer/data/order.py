@@ -200,7 +200,14 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
         sampler = _make_sampler(data, replace(options, seed=seed))
         order: BatchOrder = SamplerBatches(sampler, len(data), size, **shared)
     elif weights:
-        return MixtureBatches(_weighted_positions(data, weights, options), weights, len(data), size, **shared)
+        positions = data.positions_by_source()
+        if odd := sorted(positions.keys() ^ weights.keys()):
+            lacks = "no weight" if odd[0] in positions else f"no prompt of up to {options.max_prompt_length} tokens"
+            raise UserError(
+                f"data.sources: each source needs a weight and prompts in train_files, and {odd[0]!r} has {lacks}: set "
+                f"data.sources.{odd[0]}.weight (0 leaves it out), or leave the source out"
+            )
+        return MixtureBatches(positions, weights, len(data), size, **shared)
     else:
         order = BatchOrder(len(data), size, **shared)
     # verl drops a short last batch, and refuses data of which nothing would be left
@@ -210,18 +217,6 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
             f"asked for. Set data.train_batch_size={order.rows} or less, or give more rows in data.train_files"
         )
     return order
-
-
-def _weighted_positions(data: PromptDataset, weights: dict[str, float], options: DataConfig) -> dict[str, np.ndarray]:
-    """The positions of each source that has a weight. Raises UserError for one without, or without prompts."""
-    positions = data.positions_by_source()
-    if odd := sorted(positions.keys() ^ weights.keys()):
-        lacks = "no weight" if odd[0] in positions else f"no prompt of up to {options.max_prompt_length} tokens"
-        raise UserError(
-            f"data.sources: each source needs a weight and prompts in train_files, and {odd[0]!r} has {lacks}: set "
-            f"data.sources.{odd[0]}.weight (0 leaves it out), or leave the source out"
-        )
-    return positions
 
 
 def _make_sampler(data: PromptDataset, options: DataConfig) -> Any:

@@ -58,7 +58,12 @@ class RowSchema:
         self._config, self._option, self._needs_ground_truth = config, f"data.{split}_files", needs_ground_truth
         self._maps_prompt = config.columns.get("prompt") is not None
         self._regex = None if config.ground_truth_regex is None else re.compile(config.ground_truth_regex)
-        self._tools = None if config.tools_path is None else _tools_of_file(config.tools_path)
+        self._tools = None
+        if (path := config.tools_path) is not None:
+            try:
+                self._tools = _tools(Path(path).expanduser().read_text(encoding="utf-8"), f"data.tools_path={path!r}")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"data.tools_path={path!r}: cannot be read ({error}); expected a json file") from error
         given = {"prompt": config.prompt_key} | config.columns
         self._theirs = {name: _listed(given.get(name, name)) for name in _OURS}
 
@@ -204,13 +209,6 @@ def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
         example = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
         raise _wrong(where, tools, f"a list of tool schemas like [{json.dumps(example)}]")
     return tools
-
-
-def _tools_of_file(path: str) -> list[dict[str, Any]]:
-    try:
-        return _tools(Path(path).expanduser().read_text(encoding="utf-8"), f"data.tools_path={path!r}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.tools_path={path!r}: cannot be read ({error}); expected a json file") from error
 
 
 def _wrong(place: str, found: Any, expected: str) -> UserError:

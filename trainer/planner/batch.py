@@ -49,7 +49,29 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     """
     trainer, model, rollout = config.trainer, config.model, config.rollout
     rows = list(_episode_rows(config) if config.is_agentic else _prompt_rows(config, slots))
-    rows += [_on_policy_row(config), _passes_row(config)]
+    correction, is_strict, why = config.algorithm.rollout_correction, "no", "one optimizer step per batch"
+    if config.is_agentic and config.agentic.async_generation_ratio:
+        corrected = correction.rollout_is is not None or correction.bypass_mode
+        how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
+        why = f"samples are of earlier weights, {how}"
+    elif is_on_policy(config):
+        is_strict = "yes"
+    else:
+        why = "later optimizer steps learn from samples of older weights"
+    rows.append(PlanRow("strictly on-policy", is_strict, why))
+    needed = {
+        "reward model": config.reward_model.enable,
+        "old log-probs": needs_old_log_prob(config),
+        "reference log-probs": needs_reference(config),
+        "values": needs_critic(config),
+    }
+    passes = [name for name, is_needed in needed.items() if is_needed]
+    told = [", ".join(passes)] if passes else []
+    if not needed["old log-probs"]:
+        bypassed = "bypass_mode takes the rollout's"
+        skipped = bypassed if correction.bypass_mode else "on-policy, the update's own are the same"
+        told.append(f"old log-probs skipped: {skipped}")
+    rows.append(PlanRow("passes before the update", f"{len(passes)}", "; ".join(told)))
     limit = f"trainer.total_training_steps={trainer.total_training_steps}"
     if trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={trainer.total_epochs}"
@@ -125,30 +147,3 @@ def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
     yield PlanRow("steps from sampling to training", f"{ratio}", f"agentic.async_generation_ratio={ratio}{ahead}")
     yield PlanRow("a row has at most", f"{data.max_prompt_length + data.max_response_length}", "tokens")
     yield PlanRow("optimizer steps per training step", steps, f"actor.ppo_mini_batch_size={mini} rows")
-
-
-def _on_policy_row(config: PPOConfig) -> PlanRow:
-    correction, why = config.algorithm.rollout_correction, "later optimizer steps learn from samples of older weights"
-    if config.is_agentic and config.agentic.async_generation_ratio:
-        corrected = correction.rollout_is is not None or correction.bypass_mode
-        how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
-        why = f"samples are of earlier weights, {how}"
-    elif is_on_policy(config):
-        return PlanRow("strictly on-policy", "yes", "one optimizer step per batch")
-    return PlanRow("strictly on-policy", "no", why)
-
-
-def _passes_row(config: PPOConfig) -> PlanRow:
-    needed = {
-        "reward model": config.reward_model.enable,
-        "old log-probs": needs_old_log_prob(config),
-        "reference log-probs": needs_reference(config),
-        "values": needs_critic(config),
-    }
-    passes = [name for name, is_needed in needed.items() if is_needed]
-    told = [", ".join(passes)] if passes else []
-    if not needed["old log-probs"]:
-        is_bypassed = config.algorithm.rollout_correction.bypass_mode
-        why = "bypass_mode takes the rollout's" if is_bypassed else "on-policy, the update's own are the same"
-        told.append(f"old log-probs skipped: {why}")
-    return PlanRow("passes before the update", f"{len(passes)}", "; ".join(told))

@@ -268,16 +268,17 @@ def _file_words(name: str) -> Iterator[str]:
         raise UserError(f"--file {name}: expected a mapping with settings, space, metric and other options")
     for entry, value in content.items():
         if entry in ("settings", "space") and isinstance(value, dict):
-            yield from (_word(key, given, entry == "space") for key, given in value.items())
+            for key, given in value.items():
+                is_searched = entry == "space"
+                if is_searched and isinstance(given, dict) and all(isinstance(one, dict) for one in given.values()):
+                    yield f"@{key}={json.dumps(given)}"
+                elif is_searched and isinstance(given, list):
+                    yield f"{key}={','.join(map(as_text, given))}"
+                else:
+                    yield f"{key}={as_text(given)}"
         else:
             given = value if isinstance(value, list) and entry == "config" else [value]
             yield from (f"--{str(entry).replace('_', '-')}={as_text(one)}" for one in given)
-
-
-def _word(key: str, value: Any, is_searched: bool) -> str:
-    if is_searched and isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()):
-        return f"@{key}={json.dumps(value)}"
-    return f"{key}={','.join(map(as_text, value)) if is_searched and isinstance(value, list) else as_text(value)}"
 
 
 def _question(line: argparse.Namespace) -> Question:
