@@ -19,8 +19,7 @@ from trainer.recipe import load_recipe, recipe_overrides
 from trainer.requirements import needs_critic, needs_greedy_baseline, needs_reference
 from trainer.resume import flat_config
 from trainer.sweeps.checks import load
-from trainer.sweeps.question import read_options
-from trainer.sweeps.space import combinations
+from trainer.sweeps.question import combinations, read_options
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.envs import env_templates
