@@ -80,7 +80,7 @@ class HFEngine:
             )
         self._config, self._max_model_len, self._device, self._dtype = config, max_model_len, device, dtype
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
-        _check_full_attention(model_config, max_model_len)
+        check_full_attention(model_config, max_model_len)
         with no_init_weights(), device:
             self._model = AutoModelForCausalLM.from_config(
                 model_config, dtype=dtype, attn_implementation=SLOT_ATTENTION, trust_remote_code=trust_remote_code
@@ -368,7 +368,7 @@ def _padded(rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
     return torch.tensor([(*row, *[0] * (width - len(row))) for row in rows])
 
 
-def _check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
+def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
     """Slots hold the whole context of every layer; a sliding window that matters would be ignored silently."""
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)

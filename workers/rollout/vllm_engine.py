@@ -37,6 +37,7 @@ from workers.rollout.base import (
     parameter_names,
     register_rollout_engine,
 )
+from workers.rollout.hf_engine import check_full_attention, check_layers
 
 # vLLM keeps its process groups in module globals, shared by the engines of a process: the last one open ends them
 _open_engines = 0
@@ -64,6 +65,7 @@ class VLLMEngine:
     ) -> None:
         global _open_engines
         self._config, self._max_model_len, self._device = config, max_model_len, device
+        self._has_answered = False
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
@@ -85,7 +87,9 @@ class VLLMEngine:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
             engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
-            with _naming_the_family(model_config, device), _class_of_its_own(model_config):
+            with self._naming_the_family("start with"), _class_of_its_own(model_config):
+                if device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):  # of its own reading too
+                    raise NotImplementedError("its log-probs are nats away from those of transformers")
                 for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
                     # imported here; else vLLM starts a process of its own to look at the model's class (13 s)
                     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
@@ -116,12 +120,13 @@ class VLLMEngine:
         return self._version is not None
 
     def step(self) -> list[Completion]:
-        outputs = self._engine.step() if self._running else []
+        with self._naming_the_family("answer with"):
+            outputs = self._engine.step() if self._running else []
         return [self._completion(output) for output in outputs if output.finished]
 
     def _completion(self, output: Any) -> Completion:
         """Of a finished vllm.RequestOutput; forgets the request."""
-        result = output.outputs[0]
+        self._has_answered, result = True, output.outputs[0]
         return Completion(
             output.request_id,
             list(result.token_ids),
@@ -136,26 +141,28 @@ class VLLMEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         given: set[str] = set()
+        failed: list[Exception] = []
 
         def recorded() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights:
-                given.add(name)
-                # vLLM reads the names of files, where experts are not yet one tensor
-                yield from revert_weight_conversion(self._model, {name: tensor}).items()
+            try:
+                for name, tensor in weights:
+                    given.add(name)
+                    # vLLM reads the names of files, where experts are not yet one tensor
+                    yield from revert_weight_conversion(self._model, {name: tensor}).items()
+            except Exception as error:
+                failed.append(error)
+                raise
 
-        if self._device.type == "cpu":
-            self._engine.collective_rpc(_unpack_experts)
-        self._engine.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": recorded(), "is_checkpoint_format": True}
-        )
+        arguments = {"weights_iterator": recorded(), "is_checkpoint_format": True}
+        with self._naming_the_family("take the weights of", failed):
+            if self._device.type == "cpu":
+                self._engine.collective_rpc(_unpack_experts)
+            self._engine.collective_rpc("reload_weights", kwargs=arguments)
+            if self._device.type == "cpu":
+                self._engine.collective_rpc(_repack_tied_head)
+                if any(self._engine.collective_rpc(_has_stale_experts)):
+                    raise NotImplementedError("its experts are not reloaded")
         check_names(given, self._names)
-        if self._device.type == "cpu":
-            self._engine.collective_rpc(_repack_tied_head)
-            if any(self._engine.collective_rpc(_has_stale_experts)):
-                raise ValueError(
-                    f"rollout.name=vllm: vLLM on a CPU does not reload the experts of a {type(self._model).__name__}; "
-                    "say rollout.name=hf"
-                )
         self._version = version
         # the caller resets too; a stale prefix cache is silent, so an engine never relies on it
         self.reset_cache()
@@ -197,6 +204,32 @@ class VLLMEngine:
             _shut_down_within_process_group(core, last=_open_engines == 0)
         self._running.clear()
         del self._engine
+
+    @contextlib.contextmanager
+    def _naming_the_family(self, act: str, failed: Sequence[Exception] = ()) -> Iterator[None]:
+        """Raises UserError, with the model's family and what to set, for what vLLM raises before its first answer; not
+        for want of memory, or `failed`: what others raised meanwhile."""
+        import vllm
+
+        try:
+            yield
+        except (UserError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self._has_answered or error in failed:
+                raise
+            family, remedy = self._model.config.model_type, "set model.path to a model of another family"
+            with contextlib.suppress(ValueError):
+                check_full_attention(self._model.config, self._max_model_len)
+                check_layers(self._model)
+                remedy = "set rollout.name=hf"
+            if own := self._config.engine_kwargs.get("vllm"):
+                remedy = f"take out rollout.engine_kwargs.vllm={own}, or {remedy}"
+            raise UserError(
+                f"rollout.name=vllm: vLLM {vllm.__version__} did not {act} {family} on {self._device.type}: "
+                f"{type(error).__name__}: {error}\nIf that names nothing to set, {remedy}: workers/policy/README.md "
+                "says which engine runs which family"
+            ) from error
 
 
 def _facts(worker: Any) -> str:
@@ -245,21 +278,6 @@ def _window_as_transformers_counts(config: PretrainedConfig) -> dict[str, int]:
     if config.model_type != "cohere2" or Version(vllm.__version__) < Version("0.29"):
         return {}
     return {"sliding_window": config.sliding_window - 1}
-
-
-@contextlib.contextmanager
-def _naming_the_family(config: PretrainedConfig, device: torch.device) -> Iterator[None]:
-    """Raises UserError, with the family of the model, for whatever vLLM raises when it builds one."""
-    import vllm
-
-    told = f"rollout.name=vllm: vLLM {vllm.__version__} did not start with {config.model_type} on {device.type}"
-    try:
-        if device.type == "cpu" and config.model_type in ("lfm2", "zamba2"):  # also where it reads the weights itself
-            raise NotImplementedError("its log-probs are nats away from those of transformers")
-        yield
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise UserError(f"{told}: {cause}\nWhich engine runs which family: workers/policy/README.md") from error
 
 
 @contextlib.contextmanager

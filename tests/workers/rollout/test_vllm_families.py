@@ -7,9 +7,10 @@ process of its own: an engine that does not start leaves vLLM half made.
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from transformers import PreTrainedModel
 
 from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
 from tests.workers.rollout.test_engines import ask, make_engine, plain_log_probs, run, vllm_missing
+from verl_lite.config import RolloutConfig
+from verl_lite.errors import UserError
+from workers.rollout.vllm_engine import VLLMEngine
 
 pytestmark = [pytest.mark.slow, vllm_missing]
 
@@ -42,8 +46,13 @@ NOT_ON_CPU = {
 }
 """Families that the installed build does not run, and a part of what it says."""
 
-STARTS = ("minimax_m2", "deepseek_v3", "qwen3_next", "jamba", "mamba")
-"""Those of them whose engine fails with its first weights or answers."""
+STARTS = {"minimax_m2": "take the weights of"} | dict.fromkeys(
+    ("deepseek_v3", "qwen3_next", "jamba", "mamba"), "answer with"
+)
+"""Those of them whose engine starts, and what it does not do."""
+
+ON_HF = ("minimax_m2", "diffllama")
+"""Those that the hf engine runs."""
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "intermediate_size": 96}
 TIED = ("gemma", "cohere", "gpt2", "bloom")
@@ -91,6 +100,8 @@ def test_it_samples_with_the_log_probs_of_transformers_or_is_refused(family: str
     for parameter in network.parameters():
         parameter.data.zero_()
     network.save_pretrained(tmp_path)
+    import vllm
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm", __name__])
     with ProcessPoolExecutor(1, context) as process:
@@ -98,7 +109,53 @@ def test_it_samples_with_the_log_probs_of_transformers_or_is_refused(family: str
     if family not in NOT_ON_CPU:
         assert result.result() < (1e-3 if family == "bloom" else 1e-4)  # its GELU is an approximation there
         return
-    with pytest.raises(Exception, match=NOT_ON_CPU[family]) as error:
+    with pytest.raises(UserError, match=NOT_ON_CPU[family]) as error:
         result.result()
-    if family not in STARTS:
-        assert f"did not start with {network.config.model_type} on cpu: " in str(error.value)
+    told = f"vLLM {vllm.__version__} did not {STARTS.get(family, 'start with')} {network.config.model_type} on cpu: "
+    assert told in str(error.value) and error.value.__cause__ is not None
+    remedy = "rollout.name=hf" if family in ON_HF else "model.path to a model of another family"
+    assert f"If that names nothing to set, set {remedy}" in str(error.value)
+
+
+class Failing:
+    """Stands for vLLM's own engine, which raises what it is given, or what the weights raise."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def step(self) -> NoReturn:
+        raise self.error
+
+    def collective_rpc(self, name: object, kwargs: Mapping[str, Any] | None = None) -> None:
+        list((kwargs or {}).get("weights_iterator", ()))
+        if kwargs:
+            raise self.error
+
+
+@pytest.mark.parametrize("act", ["answer with", "take the weights of"])
+def test_only_an_error_of_vllm_s_own_before_its_first_answer_names_the_family(act: str) -> None:
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._config, engine._model = RolloutConfig(engine_kwargs={"vllm": {"block_size": 7}}), tiny_network("qwen2")
+    engine._device, engine._max_model_len, engine._has_answered = torch.device("cpu"), 8, False
+    engine._running = {"0": ("0", 1)}
+    own, memory, theirs = RuntimeError("no such kernel"), torch.OutOfMemoryError("CUDA out of memory"), KeyError("rank")
+
+    def weights(error: Exception | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "model.norm.weight", torch.ones(64)
+        if error is not None:
+            raise error
+
+    def fail(error: Exception, given: Iterable[tuple[str, torch.Tensor]]) -> Exception:
+        vars(engine)["_engine"] = Failing(error)
+        with pytest.raises(Exception) as raised:
+            engine.step() if act == "answer with" else engine.load_weights(given, 1)
+        return raised.value
+
+    told = fail(own, weights())
+    assert isinstance(told, UserError) and told.__cause__ is own
+    assert f"did not {act} qwen2 on cpu: RuntimeError: no such kernel" in str(told)
+    assert "take out rollout.engine_kwargs.vllm={'block_size': 7}, or set rollout.name=hf" in str(told)
+    assert fail(memory, weights()) is memory
+    assert act == "answer with" or fail(own, weights(theirs)) is theirs, "of who gives the weights"
+    engine._has_answered = True
+    assert fail(own, weights()) is own
