@@ -5,7 +5,8 @@ generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it. What
 merged into its base model; with `--adapter` FOLDER gets it alone, as `peft.PeftModel.from_pretrained` loads it.
 
 With `--critic` FOLDER gets the value function, as `AutoModelForTokenClassification` and critic.model.path load it: one
-label, whose logit at a token is the return expected from there on, before the next token is chosen.
+label, whose logit at a token is the return expected from there on, before the next token is chosen. A critic or reward
+model of a family that transformers has no such class of is loaded here alone, and a line says so.
 """
 
 import argparse

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.workers.model_families import FAMILIES, tiny_network
 from tests.workers.rollout.test_vllm_families import NOT_ON_CPU
+from tests.workers.test_family_roles import REFUSED
+from workers.policy.classifier import KINDS
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.hf_engine import check_layers
 
 HEAD = """\
 | family | forward of training | shared prompts | hf engine | vLLM on a CPU | critic, reward model |
 |---|---|---|---|---|---|"""
-HEADS = (AutoModelForTokenClassification, AutoModelForSequenceClassification)
 
 
 def family_table() -> str:
@@ -25,7 +26,8 @@ def _line(family: str, network: PreTrainedModel) -> str:
     form = "packed; " + ", ".join(sorted(states)) + " by sequence" if states else "packed"
     if mixing:
         form = "rows of their own, for " + ", ".join(mixing)
-    heads = ", ".join("yes" if type(network.config) in kind._model_mapping else "no" for kind in HEADS)
+    named = [network.config.model_type in auto_class._model_mapping._model_mapping for auto_class, _ in KINDS.values()]
+    heads = "no, no" if (family, 0) in REFUSED else ", ".join("yes" if known else "here" for known in named)
     vllm = "no" if family in NOT_ON_CPU else "yes"
     return f"| {family} | {form} | {'no' if mixing else 'yes'} | {_hf_engine(network)} | {vllm} | {heads} |"
 

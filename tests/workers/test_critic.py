@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.workers.critic_cases import build_critic, critic_batch, write_critic
 from tests.workers.engine_cases import PROMPT, Batch, Case, in_order, planned
@@ -57,6 +57,9 @@ def test_wrong_checkpoints_are_one_sentence(critic: str, path: str, tmp_path: Pa
     network.save_pretrained(tmp_path / "three")
     with pytest.raises(UserError, match="token-classification model with 3 labels; a critic has one"):
         build_critic(str(tmp_path / "three"), Case())
+    AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
+    with pytest.raises(UserError, match="neither a ForTokenClassification nor a ForCausalLM network of the family vit"):
+        build_critic(str(tmp_path / "vit"), Case())
     short = AutoModelForTokenClassification.from_pretrained(critic)
     kept = {name: value for name, value in short.state_dict().items() if "layers.1.mlp" not in name}
     short.save_pretrained(tmp_path / "short", state_dict=kept)

@@ -6,13 +6,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from tests.tiny_model import tiny_tokenizer
 from tests.workers.critic_cases import critic_batch, value_loss
@@ -30,7 +39,7 @@ from workers.policy.sequence_score import new_sequence_score, scored_rows, seque
 from workers.policy.value_head import value_head
 
 QUICK = ("falcon_h1", "mamba", "zamba2", "bloom", "deepseek_v32")
-QUICK_HEADS = ("gemma2", "qwen3_next", "zamba2", "bloom", "mamba")
+QUICK_HEADS = ("gemma2", "qwen3_next", "zamba2", "bloom", "mamba", "qwen3_5_moe_text", "deepseek_v32")
 
 
 def families(quick: tuple[str, ...]) -> Any:
@@ -64,10 +73,23 @@ def saved(family: str, folder: Path) -> str:
     return str(folder)
 
 
+def loaded(auto_class: Any, folder: object) -> Any:
+    """What transformers loads; where it has only the decoder, this and a product with the saved head."""
+    network = auto_class.from_pretrained(folder, attn_implementation="eager").eval()
+    if not hasattr(transformers, type(network).__name__):
+
+        def forward(ids: torch.Tensor) -> SimpleNamespace:
+            logits = F.linear(network.base_model(ids).last_hidden_state, network.score.weight, network.score.bias)
+            return SimpleNamespace(logits=logits if auto_class is AutoModelForTokenClassification else logits[:, -1])
+
+        network.forward = forward
+    return network
+
+
 @torch.no_grad()
 def by_transformers(auto_class: Any, folder: object, network: Network, data: DataProto) -> torch.Tensor:
     """Log-probs or values of the batch's answers (b, R), one row at a time."""
-    outputs = single_rows(auto_class.from_pretrained(folder), network, data)
+    outputs = single_rows(loaded(auto_class, folder), network, data)
     return outputs["values" if network is CRITIC else "log_probs"]
 
 
@@ -75,6 +97,11 @@ def by_engine(engine: FSDPEngine, data: DataProto, name: str, **arguments: Any) 
     """An output in the batch's order."""
     part, plan = planned(data, Case())
     return torch.from_numpy(in_order(engine.infer(part, **arguments)[name].numpy(), plan))
+
+
+def elsewhere(auto_class: Any, family: str) -> bool:
+    """Whether transformers by itself has a network of the kind, whatever this process has made known to it."""
+    return tiny_config(family).model_type in auto_class._model_mapping._model_mapping
 
 
 def exported(engine: FSDPEngine, folder: Path) -> Path:
@@ -108,10 +135,12 @@ def test_what_was_trained_and_exported_is_what_is_loaded(family: str, lora_rank:
 
 
 @families(QUICK_HEADS)
-def test_a_critic_s_values_are_those_of_transformers_or_it_is_refused(family: str, tmp_path: Path) -> None:
+def test_a_critic_s_values_are_those_of_transformers(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = saved(family, tmp_path / "base")
-    if type(tiny_config(family)) not in AutoModelForTokenClassification._model_mapping:
-        with pytest.raises(UserError, match=f"no ForTokenClassification network of the family {family}"):
+    if refusal := REFUSED.get((family, 0)):
+        with pytest.raises(UserError, match=refusal):
             build_engine(path, Case(), OPTIM, value_head)
         return
     engine = build_engine(path, Case(), OPTIM, value_head)
@@ -121,15 +150,19 @@ def test_a_critic_s_values_are_those_of_transformers_or_it_is_refused(family: st
         engine.train(planned(whole, Case())[0], value_loss)
     found = by_engine(engine, whole, "values")
     assert found.abs().max() > 1e-4
-    expected = by_transformers(AutoModelForTokenClassification, exported(engine, tmp_path), CRITIC, whole)
+    folder = exported(engine, tmp_path)
+    expected = by_transformers(AutoModelForTokenClassification, folder, CRITIC, whole)
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(by_engine(build_engine(str(folder), Case(), None, value_head), whole, "values"), found)
+    is_known = elsewhere(AutoModelForTokenClassification, family)
+    assert ("can be loaded here alone" in capsys.readouterr().out) is not is_known
 
 
 @families(QUICK_HEADS)
-def test_a_reward_model_s_scores_are_those_of_transformers_or_it_is_refused(family: str, tmp_path: Path) -> None:
+def test_a_reward_model_s_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = saved(family, tmp_path / "base")
-    if type(tiny_config(family)) not in AutoModelForSequenceClassification._model_mapping:
-        with pytest.raises(UserError, match=f"no ForSequenceClassification network of the family {family}"):
+    if refusal := REFUSED.get((family, 0)):
+        with pytest.raises(UserError, match=refusal):
             build_engine(path, Case(), OPTIM, new_sequence_score)
         return
     engine = build_engine(path, Case(), OptimConfig(lr=1e-2), new_sequence_score)
@@ -140,7 +173,7 @@ def test_a_reward_model_s_scores_are_those_of_transformers_or_it_is_refused(fami
         engine.train(data, partial(pair_loss, center_coefficient=0.1))
     found = engine.infer(data)["scores"].sum(1)
     folder = exported(engine, tmp_path)
-    network = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")
+    network = loaded(AutoModelForSequenceClassification, folder)
     columns = ragged_batch(BATCH).batch
     expected = torch.zeros(BATCH.rows)
     for place, row in enumerate(plan.order):
@@ -152,6 +185,22 @@ def test_a_reward_model_s_scores_are_those_of_transformers_or_it_is_refused(fami
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
     judge = build_engine(str(folder), Case(), None, sequence_score)
     torch.testing.assert_close(judge.infer(data)["scores"].sum(1), expected, rtol=0, atol=5e-5)
+
+
+def test_of_a_model_with_images_that_has_a_causal_network_the_text_alone_is_trained(tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    text = tiny_config("qwen3_5_moe_text").to_dict()
+    whole = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision))
+    whole.save_pretrained(tmp_path)
+    critic = build_engine(str(tmp_path), Case(), OPTIM, value_head)
+    assert not any("visual" in name for name in critic.parameters)
+    expected = whole.model.language_model.embed_tokens.weight
+    torch.testing.assert_close(dict(critic.full_params())["model.embed_tokens.weight"], expected.detach())
+    for _ in range(2):
+        critic.train(planned(critic_batch(BATCH), Case())[0], value_loss)
+    values = by_engine(critic, critic_batch(BATCH), "values")
+    again = build_engine(str(exported(critic, tmp_path / "critic")), Case(), None, value_head)
+    assert values.any() and torch.equal(by_engine(again, critic_batch(BATCH), "values"), values)
 
 
 class Block(nn.Module):

@@ -26,8 +26,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -40,15 +38,12 @@ from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.safe_state import read_metadata, read_state, write_state
 from workers.engine.optimizer import ShardedAdamW
 from workers.policy.adapter import load_adapter_config, merged, save_adapter, scale_of
+from workers.policy.classifier import KINDS, classifier_of, is_of_transformers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 ASSETS = "huggingface"
-CLASSIFIERS = {
-    "TokenClassification": AutoModelForTokenClassification,  # a critic
-    "SequenceClassification": AutoModelForSequenceClassification,  # a reward model
-}
 
 
 def save(
@@ -182,7 +177,8 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
     config = AutoConfig.from_pretrained(folder)
     target_dtype = DTYPES[dtype] if dtype else config.dtype or torch.float32
     names = " ".join(config.architectures or ())
-    auto_class = next((known for kind, known in CLASSIFIERS.items() if kind in names), AutoModelForCausalLM)
+    kind = next((kind for kind in KINDS if kind in names), None)
+    auto_class = AutoModelForCausalLM if kind is None else classifier_of(kind, config)
     adapter, weights = load_adapter_config(source), _read_weights(source)
     if adapter is None:
         with torch.device("meta"):
@@ -203,6 +199,8 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
     if (folder / "generation_config.json").is_file():  # else save_pretrained writes one made from the config
         network.generation_config = GenerationConfig.from_pretrained(folder)
     network.save_pretrained(folder)
+    if not is_of_transformers(network):
+        print(f"transformers has no {type(network).__name__}: {target} can be loaded here alone")
 
 
 def export_adapter(path: str, target: str) -> None:

@@ -24,6 +24,7 @@ from workers.engine.checkpoint import save_model_assets
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
+from workers.policy.classifier import classifier_of
 from workers.policy.guarded import told_as
 from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers
 
@@ -114,8 +115,8 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
 
 
 def load_model_config(model: NetworkConfig) -> PretrainedConfig:
-    """The model's own config with `model.override_config` applied. UserError if the path or an override does not
-    exist."""
+    """The model's own config with `model.override_config` applied; of a model with images that transformers gives a
+    causal language model of its text alone, the text's. UserError if the path or an override does not exist."""
     if model.path is None:
         raise UserError("model.path=null: expected a Hugging Face folder or the name of a cached model")
     remedy = (
@@ -124,6 +125,9 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
     )
     with told_as(f"model.path={model.path!r} cannot be read", remedy):
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if causal is not None and causal.config_class is type(config.get_text_config()):
+        config = config.get_text_config()
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
@@ -201,18 +205,12 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
     return network
 
 
-def build_with_label(auto_class: Any, kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedModel:
+def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedModel:
     """A network with one label, from a causal language model, whose head then starts as zeros, or from a saved one.
 
-    kind: what the names of such networks contain. Raises UserError for a family of which transformers has no such
-    network, and, `refusal`, for a saved one with several labels.
+    kind: see `workers.policy.classifier`. Raises UserError, `refusal`, for a saved one with several labels.
     """
-    with_code = getattr(spec.config, "auto_map", None) or {}  # that comes with the model
-    if type(spec.config) not in auto_class._model_mapping and auto_class.__name__ not in with_code:
-        raise UserError(
-            f"{shown(spec.model)}: transformers has no {auto_class.__name__.removeprefix('AutoModel')} network of the "
-            f"family {spec.config.model_type}; choose one of those in workers/policy/README.md"
-        )
+    auto_class = classifier_of(kind, spec.config)
     has_head = any(kind in name for name in spec.config.architectures or ())
     if has_head and spec.config.num_labels != 1:
         raise UserError(refusal.format(path=spec.model.path, labels=spec.config.num_labels))

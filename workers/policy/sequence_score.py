@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_lite.errors import UserError
 from workers.engine.packing import ModelInputs
+from workers.policy.classifier import classifier_of
 from workers.policy.loading import NetworkSpec, Policy, build_network, build_with_label
 
 HEAD = "score"  # the linear layer on the last token, in every decoder of transformers
@@ -48,7 +49,7 @@ def sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
     """Builds a `SequenceScorePolicy`. UserError for a checkpoint without a trained head of one label."""
     check_sequence_classifier(spec.config, str(spec.model.path))
     try:
-        network = build_network(AutoModelForSequenceClassification, spec)
+        network = build_network(classifier_of("SequenceClassification", spec.config), spec)
     except UserError as error:
         raise UserError(f"reward_model.{error}; {_REMEDY}") from error
     return SequenceScorePolicy(network)
@@ -64,8 +65,7 @@ def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
         "model.path={path!r}: a sequence-classification model with {labels} labels; a reward model has one, the score. "
         "Give a causal language model, or a saved reward model"
     )
-    network = build_with_label(AutoModelForSequenceClassification, "SequenceClassification", spec, refusal)
-    return SequenceScorePolicy(network, "model.path")
+    return SequenceScorePolicy(build_with_label("SequenceClassification", spec, refusal), "model.path")
 
 
 def check_sequence_classifier(config: PretrainedConfig, path: str) -> None:

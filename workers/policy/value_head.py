@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from workers.engine.packing import ModelInputs
 from workers.policy.loading import NetworkSpec, Policy, build_with_label
@@ -44,4 +44,4 @@ def value_head(spec: NetworkSpec) -> ValuePolicy:
         "critic.model.path={path!r}: a token-classification model with {labels} labels; a critic has one label, the "
         "value. Give a causal language model, or a saved critic"
     )
-    return ValuePolicy(build_with_label(AutoModelForTokenClassification, "TokenClassification", spec, refusal))
+    return ValuePolicy(build_with_label("TokenClassification", spec, refusal))
