@@ -56,7 +56,7 @@ from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.rewards.pool import RewardPool
 from workers.rollout.base import resolve_engine_name
-from workers.rollout.hf_engine import check_layers
+from workers.rollout.slot_cache import check_layers
 
 GIB = 1 << 30
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32

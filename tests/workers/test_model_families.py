@@ -21,7 +21,7 @@ from workers.policy import token_mixing
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
 from workers.policy.token_mixing import arrangement_of, mixing_layers
-from workers.rollout.hf_engine import check_layers
+from workers.rollout.slot_cache import check_layers
 
 
 def gradients(network: PreTrainedModel, statistics: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,7 +19,6 @@ from transformers.initialization import no_init_weights
 from verl_lite.config import RolloutConfig
 from workers.policy.causal_lm import output_logits
 from workers.policy.router import Routers
-from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
     Completion,
     FinishReason,
@@ -30,7 +29,14 @@ from workers.rollout.base import (
     register_rollout_engine,
 )
 from workers.rollout.sampling import sample
-from workers.rollout.slot_cache import SLOT_ATTENTION, KeptSlots, SlotCache, kv_shape
+from workers.rollout.slot_cache import (
+    SLOT_ATTENTION,
+    KeptSlots,
+    SlotCache,
+    check_full_attention,
+    check_layers,
+    kv_shape,
+)
 
 # a prefill costs about a decode step, whatever its size; waiting for this share of free slots amortises it
 _REFILL_SHARE = 1 / 8
@@ -366,40 +372,6 @@ def _padded(rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """(B, longest) token ids, zeros on the right."""
     width = max(map(len, rows))
     return torch.tensor([(*row, *[0] * (width - len(row))) for row in rows])
-
-
-def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
-    """Slots hold the whole context of every layer; a sliding window that matters would be ignored silently."""
-    text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if window is not None and window >= max_model_len:
-        kinds.discard("sliding_attention")
-    if not kinds <= {"full_attention"}:
-        raise ValueError(
-            f"rollout.name=hf: the model {config.model_type!r} has layers of kind {sorted(kinds)}, expected full "
-            f"attention over the context of {max_model_len} tokens (its window is {window}); set rollout.name=vllm"
-        )
-
-
-def check_layers(model: PreTrainedModel) -> None:
-    """Raises ValueError for layers that slots of keys and values, or `slot_attention`, do not compute rightly."""
-    config = model.config.get_text_config()
-    unfit = mixing_layers(model) or sorted(state_layers(model))
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        unfit.append("attention with soft-capping")
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        unfit.append("attention with sinks")
-    latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    if all(isinstance(getattr(config, name, None), int) for name in latent):
-        nope, rope, values = (getattr(config, name) for name in latent)
-        if {nope + rope, values} != {kv_shape(config)[2]}:
-            unfit.append("latent attention with keys and values of other sizes than its head_dim")
-    if unfit:
-        raise ValueError(
-            f"rollout.name=hf: a {type(model).__name__} has layers of kind {', '.join(unfit)}, which its cache of keys "
-            "and values does not compute; set rollout.name=vllm"
-        )
 
 
 def _widen_logits(model: PreTrainedModel) -> None:

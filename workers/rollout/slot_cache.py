@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+
+from workers.policy.token_mixing import mixing_layers, state_layers
 
 SLOT_ATTENTION = "verl_lite_slots"
 
@@ -189,6 +191,40 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, head_dim
+
+
+def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
+    """Slots hold the whole context of every layer; a sliding window that matters would be ignored silently."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if window is not None and window >= max_model_len:
+        kinds.discard("sliding_attention")
+    if not kinds <= {"full_attention"}:
+        raise ValueError(
+            f"rollout.name=hf: the model {config.model_type!r} has layers of kind {sorted(kinds)}, expected full "
+            f"attention over the context of {max_model_len} tokens (its window is {window}); set rollout.name=vllm"
+        )
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raises ValueError for layers that slots of keys and values, or `slot_attention`, do not compute rightly."""
+    config = model.config.get_text_config()
+    unfit = mixing_layers(model) or sorted(state_layers(model))
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        unfit.append("attention with soft-capping")
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        unfit.append("attention with sinks")
+    latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if all(isinstance(getattr(config, name, None), int) for name in latent):
+        nope, rope, values = (getattr(config, name) for name in latent)
+        if {nope + rope, values} != {kv_shape(config)[2]}:
+            unfit.append("latent attention with keys and values of other sizes than its head_dim")
+    if unfit:
+        raise ValueError(
+            f"rollout.name=hf: a {type(model).__name__} has layers of kind {', '.join(unfit)}, which its cache of keys "
+            "and values does not compute; set rollout.name=vllm"
+        )
 
 
 def slot_attention(

@@ -37,7 +37,7 @@ from workers.rollout.base import (
     parameter_names,
     register_rollout_engine,
 )
-from workers.rollout.hf_engine import check_full_attention, check_layers
+from workers.rollout.slot_cache import check_full_attention, check_layers
 
 # vLLM keeps its process groups in module globals, shared by the engines of a process: the last one open ends them
 _open_engines = 0
