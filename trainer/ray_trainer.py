@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from trainer import step_metrics
 from trainer.advantage import Numbers, compute_advantage, compute_token_reward, reward_postprocess
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
@@ -26,13 +27,6 @@ from trainer.rewards.groups import group_shares
 from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.saving import Saver
-from trainer.step_metrics import (
-    compute_data_metrics,
-    compute_mfu,
-    compute_throughput_metrics,
-    compute_timing_metrics,
-    timed,
-)
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig
@@ -355,7 +349,7 @@ class RayPPOTrainer:
 
     def timed(self, name: str, within: str | None = None) -> AbstractContextManager[None]:
         """Adds the block's seconds to timing_s/<name>; see `step_metrics.timed`."""
-        return timed(self.timing, name, self.steps.global_step, within)
+        return step_metrics.timed(self.timing, name, self.steps.global_step, within)
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers and its samples to files."""
@@ -364,8 +358,8 @@ class RayPPOTrainer:
             "training/global_step": float(step),
             **values(self.metrics),
             **self.data_metrics(batch),
-            **compute_timing_metrics(batch, self.timing),
-            **compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
+            **step_metrics.compute_timing_metrics(batch, self.timing),
+            **step_metrics.compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
             **self.mfu(batch),
             **validation,
         }
@@ -374,7 +368,7 @@ class RayPPOTrainer:
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
         """What this step learnt from, in numbers; tells a sampler of it."""
-        shown = compute_data_metrics(batch, use_critic=self.critic is not None)
+        shown = step_metrics.compute_data_metrics(batch, use_critic=self.critic is not None)
         return {"training/epoch": float(self.steps.epoch), **shown, **self.steps.update(batch)}
 
     def mfu(self, batch: DataProto) -> dict[str, float]:
@@ -383,7 +377,7 @@ class RayPPOTrainer:
             return {}
         shape, peak = self.policy_work
         passes = self.config.actor.ppo_epochs * (2 if self.config.model.lora_rank else 3)
-        return compute_mfu(batch, self.timing["update_actor"], self.actor.world_size, shape, peak, passes)
+        return step_metrics.compute_mfu(batch, self.timing["update_actor"], self.actor.world_size, shape, peak, passes)
 
     def keep_samples(self, batch: DataProto) -> None:
         """Writes this step's samples to files."""

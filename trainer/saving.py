@@ -11,20 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import (
-    STATE,
-    DiskFull,
-    expected_size,
-    find_checkpoint,
-    open_draft,
-    prune,
-    publish,
-    read_state,
-    removed_on_failure,
-    require_space,
-    saved_steps,
-    tidy,
-)
+from trainer import checkpoint
 from trainer.requirements import needs_critic
 from trainer.resume import flat_config
 from trainer.steps import StepCounter
@@ -76,7 +63,7 @@ class Saver:
         self._written: Path | None = None  # a draft whose files the workers write
         self._publishing: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        tidy(run_dir)
+        checkpoint.tidy(run_dir)
 
     def is_due(self, steps: StepCounter) -> bool:
         """Whether the step that runs now ends with a checkpoint: it is due, one failed for want of room, or the run is
@@ -94,18 +81,18 @@ class Saver:
         whole = {"config": flat_config(self.config), "steps": steps.state_dict(), "random": get_random_state()}
         try:
             self._collect()
-            draft = open_draft(self.run_dir, step, self.expected_bytes)
-            with removed_on_failure(draft):
+            draft = checkpoint.open_draft(self.run_dir, step, self.expected_bytes)
+            with checkpoint.removed_on_failure(draft):
                 for name, learner in self.learners.items():
                     learner.save(str(draft / name), background=self.trainer.async_save)
-                write_state(draft / STATE, whole | dict(state or {}))
+                write_state(draft / checkpoint.STATE, whole | dict(state or {}))
             self._written = draft
             if is_last:
                 self.finish()
             elif not self.trainer.async_save:
                 self._collect()
             self.is_overdue = False
-        except DiskFull as error:
+        except checkpoint.DiskFull as error:
             if is_last:
                 raise
             self.log(f"no checkpoint at step {step}, the next steps try again. {error}")
@@ -127,7 +114,7 @@ class Saver:
         if self._written is None:
             return
         draft, self._written = self._written, None
-        with removed_on_failure(draft):
+        with checkpoint.removed_on_failure(draft):
             for learner in self.learners.values():
                 learner.finish_save()
         self._publishing = self._thread.submit(self._publish, draft)
@@ -138,18 +125,18 @@ class Saver:
             self.newest = publishing.result()
 
     def _publish(self, draft: Path) -> Path:
-        with removed_on_failure(draft):
-            folder = publish(draft)
-        prune(self.run_dir, self.trainer.max_actor_ckpt_to_keep)
+        with checkpoint.removed_on_failure(draft):
+            folder = checkpoint.publish(draft)
+        checkpoint.prune(self.run_dir, self.trainer.max_actor_ckpt_to_keep)
         return folder
 
     def restore(self, steps: StepCounter) -> dict[str, Any] | None:
         """Continues from the checkpoint that `trainer.resume_mode` names: learners, steps and random states are as they
         were. Returns the driver's state; None where the run begins anew."""
-        folder = find_checkpoint(self.run_dir, self.trainer.resume_mode, self.trainer.resume_from_path)
+        folder = checkpoint.find_checkpoint(self.run_dir, self.trainer.resume_mode, self.trainer.resume_from_path)
         if folder is None:
             return None
-        state = read_state(folder)
+        state = checkpoint.read_state(folder)
         for name, learner in self.learners.items():
             learner.load(str(folder / name))
         steps.load_state_dict(state["steps"])
@@ -176,4 +163,5 @@ def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps:
 
     one: bytes of one checkpoint, about, where there is none yet."""
     if most := most_checkpoints(trainer, total_steps):
-        require_space(run_dir, max(1, most - len(saved_steps(run_dir))) * expected_size(run_dir, one))
+        missing = max(1, most - len(checkpoint.saved_steps(run_dir)))
+        checkpoint.require_space(run_dir, missing * checkpoint.expected_size(run_dir, one))

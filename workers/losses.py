@@ -12,17 +12,9 @@ from typing import Any
 
 import torch
 
+from verl_lite import core_algos
 from verl_lite.algos.policy_losses import call_policy_loss, clip_range, importance_log_ratio
 from verl_lite.config import ActorConfig, CriticConfig, PPOConfig, RolloutCorrectionConfig
-from verl_lite.core_algos import (
-    agg_loss,
-    compute_value_loss,
-    entropy_from_logits,
-    get_policy_loss_fn,
-    kl_penalty,
-    logprobs_from_logits,
-    masked_sum,
-)
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, declared
 from verl_lite.protocol import DataProto
@@ -66,7 +58,8 @@ def actor_loss(
     counts: dict[str, Any] = {"batch_num_tokens": tokens, "global_batch_size": sequences}
 
     def aggregate(values: torch.Tensor) -> torch.Tensor:
-        return agg_loss(values, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor, **counts)
+        options: dict[str, Any] = {"loss_scale_factor": config.loss_scale_factor, **counts}
+        return core_algos.agg_loss(values, mask, config.loss_agg_mode, **options)
 
     loss, metrics = _policy_loss(data, log_probs, old_log_probs, config, counts, correction)
     parts, token_values = {"pg_loss": loss}, {}
@@ -85,7 +78,7 @@ def actor_loss(
     kl = outputs.get("kl")
     if kl is None and (config.use_kl_loss or "ref_log_prob" in batch.keys()):
         check(data, ["ref_log_prob"], "actor.use_kl_loss=true")
-        kl = kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type, mask)
+        kl = core_algos.kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type, mask)
     if kl is not None:
         parts["kl_loss"] = aggregate(kl)
     if config.use_kl_loss:
@@ -124,7 +117,7 @@ def _policy_loss(
         found |= rollout_probs_diff(now, old_log_probs, mask)
         mask, loss_mode = kept, REINFORCE if correction.loss_type == "reinforce" else loss_mode
     loss, metrics = call_policy_loss(
-        get_policy_loss_fn(loss_mode),
+        core_algos.get_policy_loss_fn(loss_mode),
         old_log_probs,
         log_probs,
         batch["advantages"],
@@ -183,13 +176,13 @@ def loss_metrics(
     lengths = is_valid.sum(dim=-1)
     tokens = lengths.sum()
     share = tokens.double() / (tokens.clamp(min=1) if num_tokens is None else max(1, num_tokens))
-    by_sequence = masked_sum(ratio, response_mask, axis=-1) / lengths.clamp(min=1)
+    by_sequence = core_algos.masked_sum(ratio, response_mask, axis=-1) / lengths.clamp(min=1)
     return {
         "ratio_mean": Metric.mean(by_sequence.sum(), (lengths > 0).sum()),
         "ratio_max": Metric.max(torch.where(is_valid, ratio, -torch.inf).amax(), tokens),
         "ratio_min": Metric.min(torch.where(is_valid, ratio, torch.inf).amin(), tokens),
         **{
-            name: Metric.mean(masked_sum(values.to(ratio.dtype), response_mask), tokens)
+            name: Metric.mean(core_algos.masked_sum(values.to(ratio.dtype), response_mask), tokens)
             for name, values in token_values.items()
         },
         **{name: Metric.mean(value, share) for name, value in parts.items()},
@@ -283,9 +276,9 @@ def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: 
             f"{tuple(input_ids.shape)}, the shape of input_ids."
         )
     predicting = logits[:, -width - 1 : -1] / data.meta_info.get("temperature", 1.0)
-    outputs = {"log_probs": logprobs_from_logits(predicting, input_ids[:, -width:])}
+    outputs = {"log_probs": core_algos.logprobs_from_logits(predicting, input_ids[:, -width:])}
     if calculate_entropy:
-        outputs["entropys"] = entropy_from_logits(predicting)
+        outputs["entropys"] = core_algos.entropy_from_logits(predicting)
     return outputs
 
 
@@ -299,7 +292,7 @@ def critic_loss(
     """
     new_values, mask = outputs["values"], data.batch["response_mask"]
     tokens, valid = data.meta_info["num_tokens"], mask.sum().double()
-    loss, clipped_share = compute_value_loss(
+    loss, clipped_share = core_algos.compute_value_loss(
         new_values,
         data.batch["returns"],
         data.batch["values"],
@@ -314,6 +307,6 @@ def critic_loss(
     return loss, {
         "vf_loss": value,
         "vf_clipfrac": Metric.mean(clipped_share * valid, valid),
-        "vpred_mean": Metric.mean(masked_sum(new_values.detach(), mask), valid),
+        "vpred_mean": Metric.mean(core_algos.masked_sum(new_values.detach(), mask), valid),
         "loss": value,
     }

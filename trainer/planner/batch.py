@@ -9,14 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trainer.requirements import (
-    is_on_policy,
-    micro_batching,
-    needs_critic,
-    needs_greedy_baseline,
-    needs_old_log_prob,
-    needs_reference,
-)
+from trainer import requirements
 from verl_lite.config import PPOConfig
 from verl_lite.device import device_type
 from workers.policy.loading import count_parameters, count_trained
@@ -54,16 +47,16 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         corrected = correction.rollout_is is not None or correction.bypass_mode
         how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
         why = f"samples are of earlier weights, {how}"
-    elif is_on_policy(config):
+    elif requirements.is_on_policy(config):
         is_strict = "yes"
     else:
         why = "later optimizer steps learn from samples of older weights"
     rows.append(PlanRow("strictly on-policy", is_strict, why))
     needed = {
         "reward model": config.reward_model.enable,
-        "old log-probs": needs_old_log_prob(config),
-        "reference log-probs": needs_reference(config),
-        "values": needs_critic(config),
+        "old log-probs": requirements.needs_old_log_prob(config),
+        "reference log-probs": requirements.needs_reference(config),
+        "values": requirements.needs_critic(config),
     }
     passes = [name for name, is_needed in needed.items() if is_needed]
     told = [", ".join(passes)] if passes else []
@@ -94,7 +87,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     batch, n, size = data.train_batch_size, config.rollout.n, actor.ppo_mini_batch_size
     own = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
     named = f" for most prompts; data.sources: {', '.join(own)}" if own else ""
-    greedy = "; and one greedy answer, whose score is the baseline" if needs_greedy_baseline(config) else ""
+    greedy = "; and one greedy answer, whose score is the baseline" * requirements.needs_greedy_baseline(config)
     lengths = f"at most {data.max_prompt_length} + {data.max_response_length} tokens each"
     yield PlanRow("prompts per training step", f"{batch}", "data.train_batch_size")
     yield PlanRow("x samples per prompt", f"{n}", f"rollout.n{named}{greedy}")
@@ -106,7 +99,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     count = _mini_batches(size, batch)
     text = f"{count} of actor.ppo_mini_batch_size={size} prompts, actor.ppo_epochs={actor.ppo_epochs}"
     yield PlanRow("optimizer steps per training step", f"{count * actor.ppo_epochs}", text)
-    if needs_critic(config):
+    if requirements.needs_critic(config):
         of_critic, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs or actor.ppo_epochs
         warmup = config.trainer.critic_warmup
         text = f"critic.ppo_mini_batch_size={of_critic}, critic.ppo_epochs={epochs}"
@@ -115,7 +108,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
         yield PlanRow("of the critic", f"{_mini_batches(of_critic, batch) * epochs}", text)
     rows = math.ceil((batch if count == 1 else size) * n / slots)
     yield PlanRow("rows per device and mini-batch", f"{rows}", f"{slots} device{'s' * (slots > 1)}")
-    cut, what = micro_batching(config, "update_actor"), "micro-batches per device and mini-batch"
+    cut, what = requirements.micro_batching(config, "update_actor"), "micro-batches per device and mini-batch"
     if cut.max_token_len is None:
         together = cut.micro_batch_size or 1
         text = f"actor.ppo_micro_batch_size_per_gpu={together} sequences"

@@ -10,17 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainer.planner.memory import (
-    Accelerator,
-    Networks,
-    compute_size,
-    distinct_prompts,
-    memory_plan,
-    mini_batch_prompts,
-    ranks_of_a_copy,
-    rows_per_step,
-    trained_parameters,
-)
+from trainer.planner import memory
+from trainer.planner.memory import Accelerator, Networks
 from trainer.planner.model_shape import ModelShape
 from trainer.requirements import needs_old_log_prob, needs_reference
 from verl_lite.config import PPOConfig
@@ -132,28 +123,28 @@ def step_stages(
     """The stages of a step by name. mean: lengths of prompts and answers; None = as long as allowed."""
     rollout, policy, actor = config.rollout, networks.policy, config.actor
     prompt, answer = mean or longest_lengths(config)
-    rows, fsdp = rows_per_step(config), actor.fsdp_config
+    rows, fsdp = memory.rows_per_step(config), actor.fsdp_config
     engines = max(1, slots // rollout.tensor_model_parallel_size)
-    plan = memory_plan(config, networks, slots, device)
+    plan = memory.memory_plan(config, networks, slots, device)
     generation = Generation(
         sequences=rows / engines,
         prompts=max(1.0, (rows if config.is_agentic else rows / rollout.n) / engines),
         prompt_length=prompt,
         response_length=answer,
         at_once=max(1, plan.sequences),
-        size=compute_size(rollout.dtype, device),
+        size=memory.compute_size(rollout.dtype, device),
         devices=rollout.tensor_model_parallel_size,
     )
     prefill, decode = generation_stages(policy, generation, device)
     # tokens that go through the layers in a pass over a device's rows; answers to one prompt in a micro-batch share its
-    whole, mini = mini_batch_prompts(config, -1), mini_batch_prompts(config, actor.ppo_mini_batch_size)
+    whole, mini = memory.mini_batch_prompts(config, -1), memory.mini_batch_prompts(config, actor.ppo_mini_batch_size)
     together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
-    tokens = rows / slots * (answer + prompt * distinct_prompts(config, together, mini) / together)
+    tokens = rows / slots * (answer + prompt * memory.distinct_prompts(config, together, mini) / together)
 
     def passes(shape: ModelShape, count: int = 1) -> Stage:
         return Stage(pass_seconds(shape, tokens, prompt + answer, device, count))
 
-    trained, adapter = trained_parameters(config, policy)
+    trained, adapter = memory.trained_parameters(config, policy)
     stages = {"generation: prompts": prefill, "generation: answers": decode}
     if networks.reward_model is not None:
         stages["reward model"] = passes(networks.reward_model)
@@ -166,9 +157,9 @@ def step_stages(
         stages["values"] = passes(networks.critic)
         stages["critic update"] = passes(networks.critic, (config.critic.ppo_epochs or actor.ppo_epochs) * (3 + again))
     own = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + config.model.enable_gradient_checkpointing))
-    ranks, steps = ranks_of_a_copy(fsdp, slots), actor.ppo_epochs * math.ceil(whole / mini)
+    ranks, steps = memory.ranks_of_a_copy(fsdp, slots), actor.ppo_epochs * math.ceil(whole / mini)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
-    weights = float(compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
+    weights = float(memory.compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
     reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)
     wire = Stage(reduction_seconds(weights, trained, spread, device, steps * plan.micro_batches, reductions), WIRE)
     return stages | {"update": max(own, wire), "weight sync": Stage(sync_seconds(weights, spread, device), WIRE)}
@@ -181,7 +172,7 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
     yield f"{'time of a step at least, by roofline':<44}{'s':>8}          bounded by"
     for name, (seconds, bound) in stages.items():
         yield f"  {name:<42}{seconds:8.1f}   {seconds / whole:4.0%}   {bound}"
-    tokens = rows_per_step(config) * sum(mean)
+    tokens = memory.rows_per_step(config) * sum(mean)
     yield f"{'a step':<44}{whole:8.1f}   {tokens / whole / slots:,.0f} tokens/s and device"
     yield (
         f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
