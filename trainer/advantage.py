@@ -70,7 +70,7 @@ def reward_postprocess(
     if groups is not None and getattr(pipeline_config, "adv_estimator", None) == "grpo":
         types = ("group", "group")
     elif groups is None and "group" in types:
-        groups = _column(data, "uid", f"{stage}: normalisation by group")
+        groups = column_of(data, "uid", f"{stage}: normalisation by group")
     domains: list[Any] | None = None
     running: MutableMapping[Any, RunningMoments] | None
     running = {"all": running_ctrl} if isinstance(running_ctrl, RunningMoments) else running_ctrl
@@ -81,7 +81,7 @@ def reward_postprocess(
         if running_ctrl is not running or (len(running) == 1 and name not in data):
             domains = [*running] * len(data)
         else:
-            domains = _column(data, name, f"{stage}: running statistics").tolist()
+            domains = column_of(data, name, f"{stage}: running statistics").tolist()
         update_running(running, scores, valid, domains)
     rewards = normalise_scores(scores, valid, *types, groups=groups, domains=domains, running=running)
     rewards, clipped = _clip(rewards, getattr(pipeline_config, "reward_clip", None), valid)
@@ -210,16 +210,17 @@ def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: st
     function = get_adv_estimator_fn(name)
     for argument, column in ESTIMATOR_COLUMNS.items():
         if column in data or (takes(function, argument) and argument != "rollout_is_weights"):
-            given[argument] = _column(data, column, stage)
+            given[argument] = column_of(data, column, stage)
     # what a reward function returned beside its score goes by its own name, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
     given |= {"batch": data.batch, "non_tensor_batch": {**extras, **data.non_tensor_batch}}
     return function(**{key: value for key, value in given.items() if accepts(function, key)})
 
 
-def _column(data: DataProto, name: str, stage: str) -> Any:
+def column_of(data: DataProto, name: str, stage: str) -> Any:
+    """A column, wherever it is kept. Raises ValueError where it is missing."""
     if name not in data:
-        check(data, [name], stage)  # raises
+        check(data, [name], stage)
     return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
 
 
@@ -251,13 +252,13 @@ def response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Te
     valid = (mask != 0).any(dim=-1)
     if "response_level_rewards" in data:
         return torch.where(valid, data.batch["response_level_rewards"].float(), 0), valid
-    return outcome_scores(_column(data, "token_level_scores", stage), mask), valid
+    return outcome_scores(column_of(data, "token_level_scores", stage), mask), valid
 
 
 def _place_rewards(data: DataProto, mask: torch.Tensor) -> torch.Tensor:
     """(B, R): the reward of each answer on its tokens; scores of several tokens stay where their sum is as it was."""
     if "response_level_rewards" not in data:
-        return _column(data, "token_level_scores", "compute_token_reward")
+        return column_of(data, "token_level_scores", "compute_token_reward")
     rewards = data.batch["response_level_rewards"].float()
     placed = at_last_token(rewards, mask)
     if "token_level_scores" not in data:

@@ -102,8 +102,6 @@ class RolloutScheduler:
         self.ready: dict[int, DataProto] = {}
         self._num_rounds = 0
 
-    # -------------------------------------------------------------------------------------------------------- batches
-
     def get_batch(self, data: DataProto, batch_size: int) -> DataProto:
         """The rows of `batch_size` episodes.
 
@@ -155,8 +153,6 @@ class RolloutScheduler:
         """Puts back what `state_dict` gave."""
         self.next_group = state["next_group"]
         self.ready = {step: DataProto.from_dict(*parts) for step, parts in state["ready"].items()}
-
-    # ------------------------------------------------------------------------------------------------------- one batch
 
     def _begin(self, step: int, start_step: int, batch_size: int) -> _Batch:
         size, rest = divmod(batch_size, self.manager.group_size)

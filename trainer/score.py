@@ -105,9 +105,6 @@ def score(target: Path, overrides: list[str]) -> int:
     return int(len(failed) > config.reward.max_error_rate * len(results))
 
 
-# -------------------------------------------------------------------------------------------------------------- options
-
-
 def run_config(target: Path) -> PPOConfig | None:
     """The configuration of a run folder; None of anything else. Raises UserError for a run of agents."""
     file = target / "config.yaml"
@@ -150,9 +147,6 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     if problems:
         raise ConfigError(problems)
     return config
-
-
-# -------------------------------------------------------------------------------------------------------------- reading
 
 
 def read_saved(target: Path, run: PPOConfig | None, config: ScoreConfig) -> list[SavedAnswer]:
@@ -231,9 +225,6 @@ def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> 
     step = step if isinstance(step, int) else None
     score = float(score) if isinstance(score, int | float) else None
     return [SavedAnswer(item, str(row.get("uid", where)), step, score) for item in items]
-
-
-# ------------------------------------------------------------------------------------------------------------ comparing
 
 
 def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.advantage import Numbers, response_scores
+from trainer.advantage import Numbers, column_of, response_scores
 from trainer.step_metrics import summary
 from verl_lite.algos.agentic_rewards import (
     GROUPINGS,
@@ -24,7 +24,6 @@ from verl_lite.algos.agentic_rewards import (
 from verl_lite.algos.masked import Labels
 from verl_lite.config import AgenticConfig, RewardNormalizationConfig
 from verl_lite.protocol import DataProto
-from verl_lite.schema import check
 
 OF_EPISODES = frozenset({"gigpo", "step_reinforce"})
 """Estimators whose rewards are computed over episodes, before they stand on tokens."""
@@ -56,15 +55,15 @@ def compute_response_level_rewards(
     grouping, how = _normalization(options, is_gigpo=chosen == "gigpo")
     groups = _labels(data, grouping, stage)
     if chosen in OF_EPISODES:
-        steps = (_column(data, "traj_id", stage), _column(data, "step", stage))
+        steps = (column_of(data, "traj_id", stage), column_of(data, "step", stage))
         gamma = float(pipeline_config.step_reward_gamma)
     if chosen == "gigpo":
         found = compute_gigpo_rewards(
             scores,
             valid,
-            _column(data, "uid", stage),
+            column_of(data, "uid", stage),
             *steps,
-            _column(data, "state_hash", stage),
+            column_of(data, "state_hash", stage),
             step_reward_gamma=gamma,
             episode_reward_weight=pipeline_config.episode_reward_weight,
             step_reward_weight=pipeline_config.step_reward_weight,
@@ -107,11 +106,6 @@ def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
     if grouping == "batch":
         return None
     if grouping == "tags":
-        return _column(data, "tags", stage)
-    tasks = _column(data, "uid", stage)
-    return tasks if grouping == "traj_group_id" else build_state_groups(tasks, _column(data, "state_hash", stage))
-
-
-def _column(data: DataProto, name: str, stage: str) -> Labels:
-    check(data, [name], stage)
-    return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
+        return column_of(data, "tags", stage)
+    tasks = column_of(data, "uid", stage)
+    return tasks if grouping == "traj_group_id" else build_state_groups(tasks, column_of(data, "state_hash", stage))

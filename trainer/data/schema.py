@@ -99,8 +99,6 @@ class RowSchema:
             f"column has the name that picks the reward (trainer/DATA.md). A correct row:\n{json.dumps(EXAMPLE_ROW)}"
         )
 
-    # -------------------------------------------------------------------------------------------------- of a single row
-
     def _row(self, raw: dict[str, Any], table: RowTable, where: str) -> PromptRow:
         for name in (*_MEDIA_COLUMNS, *table.media):
             if raw.get(name):

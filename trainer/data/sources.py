@@ -87,9 +87,6 @@ def read_rows(path: str, option: str) -> list[dict[str, Any]]:
     return table.rows(range(len(table)), table.columns)
 
 
-# --------------------------------------------------------------------------------------------------------------- files
-
-
 def read_data_file(path: str, option: str) -> RowTable:
     """The rows of a parquet, json (a list of rows) or jsonl (a row per line) file. option: the configuration key that
     the file came from, for messages. Raises UserError for a file that is not there, cannot be read, or is of another
@@ -133,9 +130,6 @@ def parse_json(text: str, where: str, expected: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also of a number with too many digits
         raise UserError(f"{where}: not valid json ({error}); expected {expected}") from error
-
-
-# -------------------------------------------------------------------------------------------------------------- places
 
 
 def open_place(text: str, option: str, split: str) -> list[RowTable]:
@@ -221,9 +215,6 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
             f"as {name}:NAME. Without network, load it once where there is one and copy the cache, or write it as a "
             f"file: datasets.load_dataset({name!r}, split=SPLIT).to_parquet(FILE)"
         ) from error
-
-
-# ----------------------------------------------------------------------------------------------------- the user's class
 
 
 def _rows_of_class(

@@ -116,9 +116,6 @@ def generate_in_chunks(
     return {each: [row.row for row in rows if row.prefix == each.prefix] for each in samplings}
 
 
-# --------------------------------------------------------------------------------------------------- what is kept of it
-
-
 @dataclass(frozen=True)
 class Kept:
     """One answer. prefix: of its sampling. position: of its prompt in the dataset."""

@@ -105,9 +105,6 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:count]), list(argv[count:])
 
 
-# ---------------------------------------------------------------------------------------------- what answers depend on
-
-
 def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, Any]:
     """All that the answers depend on, as json has it: options by key, and what is in the files that they name."""
 
@@ -138,9 +135,6 @@ def _checkpoint_of(config: PPOConfig) -> Path | None:
     if config.trainer.resume_mode != "resume_path":
         return None
     return find_checkpoint(Path(), "resume_path", config.trainer.resume_from_path)
-
-
-# ---------------------------------------------------------------------------------------------------------------- runs
 
 
 class AnsweringTrainer(RayPPOTrainer):

@@ -174,9 +174,6 @@ def _run(run: Run, title: str, notes: list[str]) -> Json:
     }
 
 
-# --------------------------------------------------------------------------------------------------------- charts
-
-
 def _chart(title: str, unit: str, traces: list[Json], wide: bool = False, layout: Json | None = None) -> Json:
     return {"title": title, "unit": unit, "traces": traces, "wide": wide, "layout": layout or {}}
 
@@ -241,9 +238,6 @@ def _effect(trials: Sequence[Trial], name: str, metric: str) -> Json:
     trace["marker"] = {"size": 8, "color": [COLORS[trial.number % len(COLORS)] for trial in own]}
     trace["error_y"] = {"array": [trial.half_width or 0 for trial in own], "thickness": 1}
     return _chart(name, metric, [trace], layout={"hovermode": "closest", "xaxis": {"type": "log"} if is_log else {}})
-
-
-# ----------------------------------------------------------------------------------------------- numbers and texts
 
 
 def _values(known: Mapping[int, float], steps: list[int]) -> list[Any]:

@@ -155,8 +155,6 @@ class Study:
                 f"python -m trainer.sweep --study {shlex.quote(str(self.folder))}; for the new one: --study NAME"
             )
 
-    # ------------------------------------------------------------------------------------------------------ the log
-
     def begin(self, parameters: Mapping[str, Value]) -> Trial:
         """A new trial."""
         self._log(trial=len(self.trials), parameters=dict(parameters))
@@ -203,8 +201,6 @@ class Study:
             run = next(run for run in self.trials[number].runs if run.seed == event["seed"])
             run.state, run.value, run.error = event["state"], event.get("value"), event.get("error", "")
             run.seconds, run.steps = event.get("seconds", 0.0), event.get("steps", 0)
-
-    # ------------------------------------------------------------------------------------------------------ results
 
     def finished(self) -> list[Trial]:
         """Complete trials, the best first."""

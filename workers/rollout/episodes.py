@@ -172,8 +172,6 @@ class EpisodeRunner:
         self._busy_s, self._engine_steps, self._sequences, self._tokens = 0.0, 0, 0, 0
         self._env_seconds: list[float] = []
 
-    # ------------------------------------------------------------------------------------------------- begin and take
-
     def begin(self, episodes: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
         """Queues episodes; members of a group come in one call. sampling: of their turns; its seed and stop tokens are
         not read, its max_tokens holds for each turn."""
@@ -196,8 +194,6 @@ class EpisodeRunner:
     def take(self, batch: int) -> list[Trajectory]:
         """All episodes of a batch that is finished, in the order of `begin`, and forgets them."""
         return [episode.trajectory for episode in self._batches.pop(batch, [])]
-
-    # -------------------------------------------------------------------------------------------------------- advance
 
     def advance(self, wait_s: float = 0.0) -> None:
         """Takes in what environments answered, hands turns to the engine, and makes at most one engine step.
@@ -346,8 +342,6 @@ class EpisodeRunner:
         )
         episode.context.extend(response_ids)
         return self._pool.step(episode.key, action)
-
-    # ------------------------------------------------------------------------------------------------------------ end
 
     def _end(self, episode: _Episode, stop: Stop) -> None:
         """Ends an episode, and the rest of its group if that is full now."""
