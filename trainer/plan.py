@@ -31,7 +31,7 @@ from trainer.planner.memory import (
     read_networks,
 )
 from trainer.planner.model_shape import LIKE, ModelShape, config_like, read_shape
-from trainer.planner.step_time import Lengths, longest_lengths, time_lines
+from trainer.planner.step_time import Lengths, time_lines
 from trainer.saving import checkpoint_bytes, most_checkpoints
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.config import PPOConfig, load_schema
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     given, rest = parser.parse_known_args(argv)
     device = ACCELERATORS[given.device or "h100"]
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
-    longest = longest_lengths(config)
+    longest = Lengths(config.data.max_prompt_length, config.data.max_response_length)
     limits = {"memory_gb": math.inf, "mean_prompt": longest.prompt, "mean_response": longest.response}
     for name, most in limits.items():
         if (value := getattr(given, name)) is not None and not 0 < value <= most:

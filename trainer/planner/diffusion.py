@@ -137,15 +137,13 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor) and _storage(tensor) not in given | self._known:
-                self._add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                size, key = storage.nbytes(), _storage(tensor)
+                self._known.add(key)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._remove, key, size)
         return result
-
-    def _add(self, storage: Any) -> None:
-        size, key = storage.nbytes(), storage._cdata
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, key, size)
 
     def _remove(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -182,12 +180,6 @@ def _fused_kernels() -> Iterator[None]:
         F.scaled_dot_product_attention, F.rms_norm = plain
 
 
-class _Score:
-    """In place of a reward: nothing to hold."""
-
-    def to(self, device: Any) -> None: ...
-
-
 def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype, layers: int) -> RewardFlowPolicy:
     """The network that trains, on the meta device, with so many blocks in a transformer."""
     entry, transformer = ["diffusers", "WanTransformer3DModel"], {**shape.transformer, "num_layers": layers}
@@ -207,7 +199,7 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
         boundary_ratio=config.model.boundary_ratio or shape.boundary_ratio,
         expand_timesteps=shape.expand_timesteps,
     )
-    reward: Any = _Score()
+    reward: Any = SimpleNamespace(to=lambda device: None)  # nothing to hold
     placed = replace(config, model=replace(config.model, offload_frozen=False))  # what is offloaded is counted apart
     return RewardFlowPolicy(parts, reward, placed, torch.device("meta")).train()
 

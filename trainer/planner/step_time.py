@@ -41,39 +41,29 @@ def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
     return tokens * (2.0 * shape.multiplied + 2.0 * shape.layers * shape.query * length)
 
 
-def pass_seconds(shape: ModelShape, tokens: float, length: float, device: Accelerator, passes: int = 1) -> float:
-    """Of `passes` forward passes over a device's tokens; a backward pass is two (one with an adapter, whose base gets
-    no gradient), and with gradient checkpointing the forward again."""
-    return passes * forward_flops(shape, tokens, length) / (device.flops * TRAINING)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What one rollout engine does in a step. sequences, prompts: answers, and different prompts. at_once: answers that
-    decode together. size: bytes of a number. devices: that share the engine."""
-
-    sequences: float
-    prompts: float
-    prompt_length: float
-    response_length: float
-    at_once: int
-    size: int
-    devices: int = 1
-
-
-def generation_stages(shape: ModelShape, run: Generation, device: Accelerator) -> tuple[Stage, Stage]:
-    """(prefill, decode). A decode step reads the weights once and the keys and values of all running answers; they run
-    in waves of `at_once`."""
-    prefill = forward_flops(shape, run.prompts * run.prompt_length, run.prompt_length)
-    steps = math.ceil(run.sequences / run.at_once) * run.response_length
-    together = min(float(run.at_once), run.sequences)
-    context = run.prompt_length + run.response_length / 2
+def generation_stages(
+    shape: ModelShape,
+    device: Accelerator,
+    mean: Lengths,
+    sequences: float,
+    prompts: float,
+    at_once: int,
+    size: int,
+    devices: int = 1,
+) -> tuple[Stage, Stage]:
+    """(prefill, decode) of one rollout engine in a step. A decode step reads the weights once and the keys and values
+    of all running answers; they run in waves of `at_once`. sequences, prompts: answers, and different prompts. size:
+    bytes of a number. devices: that share the engine."""
+    prefill = forward_flops(shape, prompts * mean.prompt, mean.prompt)
+    steps = math.ceil(sequences / at_once) * mean.response
+    together = min(float(at_once), sequences)
+    context = mean.prompt + mean.response / 2
     touched = shape.parameters if not shape.experts or together >= shape.experts else shape.multiplied
-    read = run.size * (touched + together * context * shape.kv_per_token) / run.devices
-    computed = together * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / run.devices
+    read = size * (touched + together * context * shape.kv_per_token) / devices
+    computed = together * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / devices
     of_a_step = Stage(read / (device.bandwidth * BANDWIDTH), READING), Stage(computed / (device.flops * PREFILL))
     seconds, bound = max(of_a_step)
-    return Stage(prefill / (device.flops * run.devices * PREFILL)), Stage(steps * seconds, bound)
+    return Stage(prefill / (device.flops * devices * PREFILL)), Stage(steps * seconds, bound)
 
 
 @dataclass(frozen=True)
@@ -98,11 +88,6 @@ class Spread:
         return device.link if ranks <= self.per_node else device.network
 
 
-def sync_seconds(whole: float, spread: Spread, device: Accelerator) -> float:
-    """`whole` bytes of weights gathered from the ranks that share them, and copied into the rollout engine."""
-    return spread.gather_seconds(whole, device) + 2 * whole / device.bandwidth
-
-
 def reduction_seconds(
     whole: float, trained: int, spread: Spread, device: Accelerator, micro_batches: int, reductions: int
 ) -> float:
@@ -112,37 +97,33 @@ def reduction_seconds(
     return 2.0 * micro_batches * spread.gather_seconds(whole, device) + reductions * summed
 
 
-def longest_lengths(config: PPOConfig) -> Lengths:
-    """As long as allowed."""
-    return Lengths(config.data.max_prompt_length, config.data.max_response_length)
-
-
 def step_stages(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths | None = None
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
 ) -> dict[str, Stage]:
-    """The stages of a step by name. mean: lengths of prompts and answers; None = as long as allowed."""
-    rollout, policy, actor = config.rollout, networks.policy, config.actor
-    prompt, answer = mean or longest_lengths(config)
+    """The stages of a step by name."""
+    rollout, policy, actor, (prompt, answer) = config.rollout, networks.policy, config.actor, mean
     rows, fsdp = memory.rows_per_step(config), actor.fsdp_config
     engines = max(1, slots // rollout.tensor_model_parallel_size)
     plan = memory.memory_plan(config, networks, slots, device)
-    generation = Generation(
+    prefill, decode = generation_stages(
+        policy,
+        device,
+        mean,
         sequences=rows / engines,
         prompts=max(1.0, (rows if config.is_agentic else rows / rollout.n) / engines),
-        prompt_length=prompt,
-        response_length=answer,
         at_once=max(1, plan.sequences),
         size=memory.compute_size(rollout.dtype, device),
         devices=rollout.tensor_model_parallel_size,
     )
-    prefill, decode = generation_stages(policy, generation, device)
     # tokens that go through the layers in a pass over a device's rows; answers to one prompt in a micro-batch share its
     whole, mini = memory.mini_batch_prompts(config, -1), memory.mini_batch_prompts(config, actor.ppo_mini_batch_size)
     together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
     tokens = rows / slots * (answer + prompt * memory.distinct_prompts(config, together, mini) / together)
 
     def passes(shape: ModelShape, count: int = 1) -> Stage:
-        return Stage(pass_seconds(shape, tokens, prompt + answer, device, count))
+        """Of so many forwards; a backward is two (one with an adapter, whose base gets no gradient), and with gradient
+        checkpointing the forward again."""
+        return Stage(count * forward_flops(shape, tokens, prompt + answer) / (device.flops * TRAINING))
 
     trained, adapter = memory.trained_parameters(config, policy)
     stages = {"generation: prompts": prefill, "generation: answers": decode}
@@ -162,7 +143,8 @@ def step_stages(
     weights = float(memory.compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
     reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)
     wire = Stage(reduction_seconds(weights, trained, spread, device, steps * plan.micro_batches, reductions), WIRE)
-    return stages | {"update": max(own, wire), "weight sync": Stage(sync_seconds(weights, spread, device), WIRE)}
+    sync = spread.gather_seconds(weights, device) + 2 * weights / device.bandwidth  # and copied into the rollout engine
+    return stages | {"update": max(own, wire), "weight sync": Stage(sync, WIRE)}
 
 
 def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths) -> Iterator[str]:

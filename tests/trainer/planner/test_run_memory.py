@@ -99,18 +99,18 @@ def test_disk_is_weights_and_moments_of_what_learns(tmp_path: Path) -> None:
 def test_twice_the_devices_halve_the_passes() -> None:
     config, networks = grpo(), Networks(SEVEN)
 
-    def seconds(slots: int, mean: Lengths | None = None) -> dict[str, float]:
-        stages = step_stages(config, networks, slots, H100, mean)
+    def seconds(slots: int, *mean: int) -> dict[str, float]:
+        stages = step_stages(config, networks, slots, H100, Lengths(*mean or (512, 1536)))
         return {name: stage.seconds for name, stage in stages.items()}
 
     one, two = seconds(8), seconds(16)
     assert two["old log-probs"] == pytest.approx(one["old log-probs"] / 2)
     assert two["update"] == pytest.approx(one["update"] / 2)
     assert one["update"] == pytest.approx(4 * one["old log-probs"]), "forward, backward twice, and forward again"
-    short = seconds(8, Lengths(512, 100))
+    short = seconds(8, 512, 100)
     assert short["generation: answers"] < one["generation: answers"] / 15
     # half the prompt is less than half of its arithmetic, as attention falls with the square
-    half = seconds(8, Lengths(256, 1536))
+    half = seconds(8, 256, 1536)
     assert 0.4 < half["generation: prompts"] / one["generation: prompts"] < 0.5
     assert half["update"] < one["update"] and half["generation: answers"] < one["generation: answers"]
     config.model.enable_gradient_checkpointing = False

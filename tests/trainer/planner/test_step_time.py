@@ -7,16 +7,7 @@ import pytest
 from trainer.planner import step_time
 from trainer.planner.memory import Accelerator
 from trainer.planner.model_shape import config_like, shape_of
-from trainer.planner.step_time import (
-    READING,
-    Generation,
-    Spread,
-    forward_flops,
-    generation_stages,
-    pass_seconds,
-    reduction_seconds,
-    sync_seconds,
-)
+from trainer.planner.step_time import READING, Lengths, Spread, forward_flops, generation_stages, reduction_seconds
 
 SEVEN = shape_of(config_like("qwen2.5-7b"))
 DEVICE = Accelerator("round", 100.0, flops=1e15, bandwidth=4e12, link=1e11, network=1e10)
@@ -32,12 +23,11 @@ def test_a_forward_is_two_operations_for_each_number_and_causal_attention() -> N
     # 7,070,285,824 numbers that tokens are multiplied with; attention: 2 x 28 layers x 3584 x 1000 tokens
     assert forward_flops(SEVEN, 1, 0) == 2 * 7_070_285_824
     assert forward_flops(SEVEN, 10, 1000) == 10 * (2 * 7_070_285_824 + 2 * 28 * 3584 * 1000)
-    assert pass_seconds(SEVEN, 1e6, 0, DEVICE) == pytest.approx(14.140571648)  # 1e6 x 14.14e9 / 1e15
 
 
 def test_decoding_reads_weights_once_and_all_keys_and_values() -> None:
-    run = Generation(512, 64, prompt_length=100, response_length=200, at_once=256, size=2)
-    prefill, decode = generation_stages(SEVEN, run, DEVICE)
+    mean = Lengths(prompt=100, response=200)
+    prefill, decode = generation_stages(SEVEN, DEVICE, mean, sequences=512, prompts=64, at_once=256, size=2)
     assert prefill.seconds == pytest.approx(6400 * (2 * 7_070_285_824 + 2 * 28 * 3584 * 100) / 1e15)
     # two waves of 200 steps; a step reads 15.2 GB of weights and 256 contexts of 200 tokens x 57,344 bytes
     assert decode.bound == READING and decode.seconds == pytest.approx(
@@ -48,8 +38,8 @@ def test_decoding_reads_weights_once_and_all_keys_and_values() -> None:
 def test_weights_and_gradients_travel_within_a_copy_and_then_over_copies() -> None:
     trained = 7_615_616_512
     weights, gradients = 2.0 * trained, 4.0 * trained
-    assert sync_seconds(weights, Spread(8), DEVICE) == pytest.approx(weights * 7 / 8 / 1e11 + 2 * weights / 4e12)
-    assert sync_seconds(weights, Spread(16), DEVICE) == pytest.approx(weights * 15 / 16 / 1e10 + 2 * weights / 4e12)
+    assert Spread(8).gather_seconds(weights, DEVICE) == pytest.approx(weights * 7 / 8 / 1e11)
+    assert Spread(16).gather_seconds(weights, DEVICE) == pytest.approx(weights * 15 / 16 / 1e10)
     # 16 ranks of two machines: six gathers of the weights, two sums of the gradients, all over the network
     spreads = (Spread(16), Spread(8, 2), Spread(1))
     found = [reduction_seconds(weights, trained, spread, DEVICE, 3, 2) for spread in spreads]
