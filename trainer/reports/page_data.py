@@ -23,7 +23,7 @@ from trainer.console import format_seconds
 from trainer.final_report import ValidationMean, all_validation_means
 from trainer.metric_docs import find
 from trainer.reports.health import findings_of
-from trainer.reports.run_data import METRICS, Answer, Group, Run, groups, run_titles, stage_seconds
+from trainer.reports.run_data import METRICS, Answer, Run, groups, run_titles, stage_seconds
 from trainer.tracking import read_metrics
 
 if TYPE_CHECKING:
@@ -282,18 +282,15 @@ def _samples(folder: Path, most_bytes: int, most_rows: int) -> tuple[int, list[A
     kept: list[Answer] = []
     for group in found[::every]:
         room = every * most_bytes // len(found)
-        for place, answer in enumerate(group.read(_chosen(group)[: max(2, every * most_rows // len(found))])):
+        # best, worst, one whose reward failed, then prompts in an order that is the same in all steps
+        scores = [math.nan if score is None else score for score in group.scores]
+        ranked = sorted((row for row, score in enumerate(scores) if score == score), key=scores.__getitem__)
+        failed = [row for row, score in enumerate(scores) if score != score]
+        by_prompt = sorted(range(len(scores)), key=lambda row: (zlib.crc32(group.uids[row].encode()), row))
+        chosen = list(dict.fromkeys([*ranked[-1:], *ranked[:1], *failed[:1], *by_prompt]))
+        for place, answer in enumerate(group.read(chosen[: max(2, every * most_rows // len(found))])):
             room -= 120 + sum(len(text[:MAX_TEXT].encode()) for text in (answer.output, answer.prompt[-1][1]))
             if room < 0 and place >= 2:
                 break
             kept.append(answer)
     return sum(len(group.uids) for group in found), kept
-
-
-def _chosen(group: Group) -> list[int]:
-    """Rows of a step: best, worst, one whose reward failed, then prompts in an order that is the same in all steps."""
-    scores = [math.nan if score is None else score for score in group.scores]
-    ranked = sorted((row for row, score in enumerate(scores) if score == score), key=scores.__getitem__)
-    failed = [row for row, score in enumerate(scores) if score != score]
-    by_prompt = sorted(range(len(scores)), key=lambda row: (zlib.crc32(group.uids[row].encode()), row))
-    return list(dict.fromkeys([*ranked[-1:], *ranked[:1], *failed[:1], *by_prompt]))

@@ -120,7 +120,11 @@ class Sweep(Searcher):
         known = [trial.parameters for trial in study.trials]
         self._queue = [values for values in plan or [] if values not in known]
         self._draws = 0 if plan is not None else max(0, (search.trials or 0) - len(known))
-        self._asha = None if search.asha is None else _asha(search.asha, study.question.mode)
+        self._asha: AsyncHyperBandScheduler | None = None
+        if search.asha is not None:
+            own: Any = {name: x if name == "reduction_factor" else int(x) for name, x in search.asha.items()}
+            own |= {"max_t": 10**9, "stop_last_trials": False, "mode": study.question.mode}
+            self._asha = AsyncHyperBandScheduler(time_attr="step", metric="value", **own)
         self._judged: set[int] = set()
         for trial in study.trials:
             for step, mean in trial.means.items():
@@ -130,7 +134,10 @@ class Sweep(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         """For Tune's trial of that name: a run of a trial that was begun, else of a new one."""
-        found = None if (self._study.folder / STOP).exists() else self._begun() or self._new()
+        handed_out = [id(run) for _, run in self._running.values()]
+        runs = ((trial, run) for trial in self._study.trials if not trial.is_over for run in trial.runs)
+        begun = next((one for one in runs if one[1].state != "done" and id(one[1]) not in handed_out), None)
+        found = None if (self._study.folder / STOP).exists() else begun or self._new()
         if found is None:
             return Searcher.FINISHED
         trial, run = self._running[trial_id] = found
@@ -143,11 +150,6 @@ class Sweep(Searcher):
         has_gpus, umask = self._place.gpus is not None, current_umask()
         order = Order(command, run.folder, os.getcwd(), metric, self._place.environment, self._mark, has_gpus, umask)
         return {"order": order}
-
-    def _begun(self) -> tuple[Trial, Run] | None:
-        handed_out = [id(run) for _, run in self._running.values()]
-        runs = [(trial, run) for trial in self._study.trials if not trial.is_over for run in trial.runs]
-        return next((one for one in runs if one[1].state != "done" and id(one[1]) not in handed_out), None)
 
     def _new(self) -> tuple[Trial, Run] | None:
         while self._queue or self._draws:
@@ -247,12 +249,6 @@ def draw(study: Study) -> dict[str, Value]:
         had: dict[str, Any] = {"params": trial.parameters, "distributions": space, "intermediate_values": trial.means}
         known.add_trial(optuna.trial.create_trial(state=state, value=value, **had))
     return dict(known.ask(space).params)
-
-
-def _asha(parameters: dict[str, float], mode: str) -> AsyncHyperBandScheduler:
-    own: Any = {name: value if name == "reduction_factor" else int(value) for name, value in parameters.items()}
-    own |= {"max_t": 10**9, "stop_last_trials": False, "mode": mode}
-    return AsyncHyperBandScheduler(time_attr="step", metric="value", **own)
 
 
 def _name(trial: Trial, run: Run) -> str:

@@ -188,7 +188,10 @@ class RewardFlowPolicy(EngineNetwork):
         }
         if is_scored:
             outputs |= {"loss": self.loss(outputs["face_score"], kl) * outputs["counted"], "kl_loss": kl}
-        return {name: _scattered(value, inputs) for name, value in outputs.items()}
+        whole = {name: value.new_zeros(inputs.rows, *value.shape[1:]) for name, value in outputs.items()}
+        if not inputs.is_counting:  # a stand-in: 0 with its gradient
+            return {name: zeros + 0.0 * outputs[name].sum() for name, zeros in whole.items()}
+        return {name: zeros.index_copy(0, inputs.places, outputs[name]) for name, zeros in whole.items()}
 
     def loss(self, face_score: torch.Tensor, kl_loss: torch.Tensor) -> torch.Tensor:
         """`reward_flow_loss` of each sample, with the configured constants."""
@@ -242,14 +245,6 @@ class RewardFlowPolicy(EngineNetwork):
             )[0]
 
         return velocity
-
-
-def _scattered(values: torch.Tensor, inputs: FlowInputs) -> torch.Tensor:
-    """(n, ...) values at their rows of (b, ...), 0 elsewhere; of a stand-in 0 with its gradient."""
-    whole = values.new_zeros(inputs.rows, *values.shape[1:])
-    if not inputs.is_counting:
-        return whole + 0.0 * values.sum()
-    return whole.index_copy(0, inputs.places, values)
 
 
 def reward_flow_network(config: RewardFlowConfig) -> NetworkBuilder:
