@@ -5,6 +5,7 @@ A filter is a class with ROLL's method `filter`; `@register_group_filter(name)`,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from verl_lite.config import AgenticConfig, EnvManagerConfig
@@ -25,14 +26,7 @@ class GroupFilter(Protocol):
         ...
 
 
-class GroupFilterClass(Protocol):
-    """What makes one."""
-
-    def __call__(self, config: AgenticConfig, env_manager_config: EnvManagerConfig, mode: str) -> GroupFilter: ...
-
-
-GROUP_FILTERS: Registry[GroupFilterClass] = Registry("group filter")
-
+GROUP_FILTERS: Registry[Callable[[AgenticConfig, EnvManagerConfig, str], GroupFilter]] = Registry("group filter")
 register_group_filter = GROUP_FILTERS.register
 
 

@@ -131,6 +131,7 @@ NAIVE_ROW_LOSSES: dict[str, Callable[[list[Token], list[float], Any], list[float
     "geo_mean": geo_mean,
 }
 SEQUENCE_MEANS = ("gspo", "sapo", "geo_mean")
+RATIO_LOSSES = ("vanilla", "cispo", "tis", "topr")  # they read ratio_type
 
 
 def naive_policy_loss(name: str, columns: dict[str, Any], mode: str, config: Any) -> float:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.verl_lite.naive_losses import RATIO_LOSSES
 from verl_lite import core_algos
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
-from verl_lite.algos.policy_losses import RATIO_LOSSES
 from verl_lite.config import ActorConfig, PolicyLossConfig
 from verl_lite.contracts import (
     ROWS,

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from tests.tiny_model import tiny_qwen2
+from tests.verl_lite.naive_losses import RATIO_LOSSES, SEQUENCE_MEANS
 from tests.workers.critic_cases import CLIP, write_critic
 from tests.workers.engine_cases import (
     CPU,
@@ -35,7 +36,6 @@ from tests.workers.engine_cases import (
     ragged_batch,
 )
 from tests.workers.ranks import Ranks
-from verl_lite.algos.policy_losses import RATIO_LOSSES, SEQUENCE_MEANS
 from verl_lite.config import ActorConfig, CriticConfig, ModelConfig, PolicyLossConfig
 from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, get_policy_loss_fn, masked_whiten
 from verl_lite.metrics import Metric

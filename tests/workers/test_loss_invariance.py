@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.verl_lite.naive_losses import SEQUENCE_MEANS
 from tests.workers.engine_cases import PROMPT, RESPONSE, Batch, Case
 from tests.workers.invariance import (
     CUTS,
@@ -31,7 +32,6 @@ from tests.workers.invariance import (
     write_networks,
 )
 from tests.workers.ranks import Ranks
-from verl_lite.algos.policy_losses import SEQUENCE_MEANS
 from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 
 FP64, FP32 = 1e-10, 1e-5

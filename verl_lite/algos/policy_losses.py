@@ -33,12 +33,6 @@ from verl_lite.metrics import Metric, declared
 from verl_lite.registry import accepts, takes
 
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
-SEQUENCE_MEANS = frozenset({"gspo", "sapo", "geo_mean"})
-"""Losses whose mode is always seq-mean-token-mean."""
-
-RATIO_LOSSES = frozenset({"vanilla", "cispo", "tis", "topr"})
-"""Losses that read ratio_type."""
-
 FORMULA_ARGUMENTS = 5  # old_log_prob, log_prob, advantages, response_mask, config
 
 TokenLosses = tuple[Tensor, dict[str, Tensor]]

@@ -1,20 +1,9 @@
 """Every option of every command, with its default, range and meaning; and the way from a command line to them."""
 
 from verl_lite.config.agentic import AgenticConfig, EnvManagerConfig, EnvPoolConfig, RewardNormalizationConfig
-from verl_lite.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PFPPOConfig
+from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.data import HUB_NAME, CustomClassConfig, DataConfig, SamplerConfig
-from verl_lite.config.fields import (
-    FINITE,
-    Options,
-    Range,
-    handed_over,
-    opt,
-    option_reads,
-    record_reads,
-    section,
-    uncounted,
-    unknown_value,
-)
+from verl_lite.config.fields import FINITE, Range, handed_over, option_reads, record_reads, uncounted, unknown_value
 from verl_lite.config.learners import (
     ActorConfig,
     CriticConfig,
@@ -25,24 +14,16 @@ from verl_lite.config.learners import (
     NetworkConfig,
     OptimConfig,
     PolicyLossConfig,
-    RefConfig,
-    RewardModelConfig,
     WrapPolicyConfig,
 )
 from verl_lite.config.loader import LoadedConfig, Verbosity, load_config, load_schema, parse_value, split_choices
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.printing import help_config, help_text, idle_options, print_config, save_config
-from verl_lite.config.reward import (
-    CustomRewardConfig,
-    OverlongBufferConfig,
-    RemoteRewardConfig,
-    RewardConfig,
-    ScoreConfig,
-)
-from verl_lite.config.rollout import RolloutConfig, ValKwargs
+from verl_lite.config.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig, ScoreConfig
+from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
-from verl_lite.config.run import RayInitConfig, RayKwargs, RunConfig, RunOptions, TrainerConfig
-from verl_lite.config.schema import ConfigError, Key, Schema, schema_of, value_of
+from verl_lite.config.run import RayInitConfig, RunConfig, RunOptions, TrainerConfig
+from verl_lite.config.schema import ConfigError, Key, schema_of, value_of
 from verl_lite.config.supervised import (
     PreferenceDataConfig,
     RewardLossConfig,

@@ -15,7 +15,7 @@ from typing import Any
 from verl_lite.config.data import python_file
 from verl_lite.config.fields import Options, Problems, uncounted, unknown_value
 from verl_lite.config.learners import ActorConfig
-from verl_lite.config.ppo import MODEL_METRICS, PPOConfig
+from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.run import RunOptions
 from verl_lite.config.schema import ConfigError, schema_of, value_of
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
@@ -50,7 +50,7 @@ def validate(config: PPOConfig, *, slots: int | None = None, available: int | No
             *section_problems(config),
             *loss_problems(config.actor),
             *estimator_problems(config),
-            *_rewards(config),
+            *reward_problems(config.reward, alone=not config.reward_model.enable),
             *_engine(config, slots),
             *(_agent(config) if config.is_agentic else ()),
             *machine_problems(config, slots, available),
@@ -155,16 +155,9 @@ def _groups(config: PPOConfig, estimator: str | None) -> Problems:
         yield f"{name}=1: {who} compares the members of a group: set at least 2, such as 8"
 
 
-def _rewards(config: PPOConfig) -> Problems:
-    """Parts of the reward, and the file of the user's function, as far as they can be judged without running them."""
-    filters, has_model = config.algorithm.filter_groups, config.reward_model.enable
-    yield from reward_problems(config.reward, alone=not has_model)
-    if filters.enable and filters.metric in MODEL_METRICS and not has_model:
-        yield f"algorithm.filter_groups.metric={filters.metric} needs reward_model.enable=true: name another entry"
-
-
 def reward_problems(reward: Any, alone: bool = True) -> Problems:
-    """Of `reward`, also of `trainer.score`. alone: nothing else scores."""
+    """Parts of `reward`, and the file of the user's function, as far as they can be judged without running them. alone:
+    nothing else scores."""
     yield from python_file("reward.custom_reward_function.path", reward.custom_reward_function.path)
     problems = list(part_problems(reward.functions))
     yield from problems

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_lite.config.checks import TRACKERS, machine_problems, section_problems
-from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig, VideoDataConfig
+from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig
 from verl_lite.config.fields import Problems, uncounted
 from verl_lite.config.schema import ConfigError
 from verl_lite.flow_match import flow_sigmas, high_noise_steps, predicts_velocity
@@ -68,7 +68,14 @@ def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
     if scheduler and not predicts_velocity(scheduler):
         found = f"{scheduler.get('_class_name')} with prediction_type={scheduler.get('prediction_type')}"
         yield f"{name}: its scheduler is {found}: a model of a flow's velocity is expected, such as Wan2.1 or Wan2.2"
-    yield from fits_pipeline(config.data, folder)
+    vae, transformer = (_read_json(folder / part / "config.json") for part in ("vae", "transformer"))
+    factor = vae.get("scale_factor_spatial", _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None)
+    if factor and isinstance(patch := transformer.get("patch_size"), list):  # as far as its files say
+        data, needed = config.data, factor * patch[-1]
+        sides = {"height": data.height, "width": data.width}
+        for side, value in (sides if data.height and data.width else {"side_multiple": data.side_multiple}).items():
+            if value is not None and value % needed:
+                yield f"data.{side}={value}: a multiple of {needed} is expected, as the pipeline {name} takes"
     boundary = config.model.boundary_ratio or index.get("boundary_ratio")
     steps, shift, first = config.sampler.num_inference_steps, config.sampler.shift, config.sampler.mid_timestep
     if (index.get(EXPERTS[1]) or [None])[0] and boundary and steps >= 1 and shift > 0:
@@ -76,19 +83,6 @@ def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
         if 0 <= first < high:
             who = f"the first {high} steps are the high-noise expert's, which does not learn"
             yield f"sampler.mid_timestep={first}: {who}; {high} or more is expected, or another model.boundary_ratio"
-
-
-def fits_pipeline(data: VideoDataConfig, folder: Path) -> Problems:
-    """Sides are multiples of the autoencoder's factor times the transformer's patch, as far as its files say."""
-    vae, transformer = (_read_json(folder / part / "config.json") for part in ("vae", "transformer"))
-    factor = vae.get("scale_factor_spatial", _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None)
-    patch = transformer.get("patch_size")
-    if not factor or not isinstance(patch, list):
-        return
-    needed, sides = factor * patch[-1], {"height": data.height, "width": data.width}
-    for name, value in (sides if data.height and data.width else {"side_multiple": data.side_multiple}).items():
-        if value is not None and value % needed:
-            yield f"data.{name}={value}: a multiple of {needed} is expected, as the pipeline model.path={folder} takes"
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -17,9 +17,6 @@ from verl_lite.config.reward import RewardConfig
 from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.run import RunOptions, TrainerConfig
 
-MODEL_METRICS = ("model", "function")
-"""Entries of a sample's scores that a run with a reward model has besides those of the reward function."""
-
 
 @dataclass
 class PPOConfig(RunOptions):
@@ -54,11 +51,13 @@ class PPOConfig(RunOptions):
 
     def check(self) -> Problems:
         """What concerns more than one section."""
-        trainer, reward, buffer = self.trainer, self.reward, self.reward.overlong_buffer
+        trainer, buffer, filters = self.trainer, self.reward.overlong_buffer, self.algorithm.filter_groups
         if self.model.path is None:
             yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"
-        if not self.reward_model.enable and reward.function_weight == 0:
+        if not self.reward_model.enable and self.reward.function_weight == 0:
             yield "reward.function_weight=0 without a reward model leaves nothing that scores: set 1, or enable one"
+        if not self.reward_model.enable and filters.enable and filters.metric in ("model", "function"):
+            yield f"algorithm.filter_groups.metric={filters.metric} needs reward_model.enable=true: name another entry"
         if buffer.enable and not 1 <= buffer.len <= (longest := self.data.max_response_length):
             yield f"reward.overlong_buffer.len={buffer.len}: 1 to {longest} (data.max_response_length) are expected"
         correction = self.algorithm.rollout_correction

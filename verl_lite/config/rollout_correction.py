@@ -98,22 +98,19 @@ def correction_of(options: Any) -> Correction:
     bypass_mode and loss_type are not part of it: they say where and in which loss it is used.
     Raises ValueError naming the key: an unknown name (with the nearest), a threshold that is missing or malformed.
     """
-    return Correction(_weighting(options), tuple(_rejections(options)))
-
-
-def _weighting(options: Any) -> Weighting | None:
-    if options.rollout_is is None:
-        return None
-    if options.rollout_is not in WEIGHT_LEVELS:
-        raise ValueError(unknown_value(f"{_KEY}.rollout_is", options.rollout_is, WEIGHT_LEVELS))
-    text = str(options.rollout_is_threshold)
-    low, upper = _bounds(text)
-    if not upper > 0 or not (low is None or 0 <= low <= 1 <= upper):
-        raise ValueError(
-            f"{_KEY}.rollout_is_threshold={text}: the largest weight, such as 2.0, is expected, or low_high with low "
-            "<= 1 <= high, such as 0.5_5.0"
-        )
-    return Weighting(WEIGHT_LEVELS[options.rollout_is], upper, low, options.rollout_is_batch_normalize)
+    weighting = None
+    if options.rollout_is is not None:
+        if options.rollout_is not in WEIGHT_LEVELS:
+            raise ValueError(unknown_value(f"{_KEY}.rollout_is", options.rollout_is, WEIGHT_LEVELS))
+        text = str(options.rollout_is_threshold)
+        low, upper = _bounds(text)
+        if not upper > 0 or not (low is None or 0 <= low <= 1 <= upper):
+            raise ValueError(
+                f"{_KEY}.rollout_is_threshold={text}: the largest weight, such as 2.0, is expected, or low_high with "
+                "low <= 1 <= high, such as 0.5_5.0"
+            )
+        weighting = Weighting(WEIGHT_LEVELS[options.rollout_is], upper, low, options.rollout_is_batch_normalize)
+    return Correction(weighting, tuple(_rejections(options)))
 
 
 def _rejections(options: Any) -> Iterator[Rejection]:

@@ -53,11 +53,14 @@ class ActionParser:
                 f"action_pattern={pattern!r} has {self.pattern.groups} groups: expected one, (action), or two, "
                 "(thoughts)(action)"
             )
-        self.names = None if lookup is None else names_of(lookup)
+        pairs = lookup.items() if isinstance(lookup, Mapping) else enumerate(lookup or ())
+        # keys that came as text from a file, "0", are numbers again
+        names = {int(key) if isinstance(key, str) and key.isdecimal() else key: str(name) for key, name in pairs}
+        self.names = None if lookup is None else names
         self.special_tokens = tuple(special_tokens)
-        self._by_name = {name.strip().lower(): action for action, name in (self.names or {}).items()}
-        if self.names is not None and len(self._by_name) < len(self.names):
-            raise UserError(f"action_lookup={dict(self.names)!r}: two actions have one name")
+        self._by_name = {name.strip().lower(): action for action, name in names.items()}
+        if len(self._by_name) < len(names):
+            raise UserError(f"action_lookup={names!r}: two actions have one name")
 
     def __call__(self, text: str) -> ParsedAction:
         for token in self.special_tokens:
@@ -68,10 +71,3 @@ class ActionParser:
             return ParsedAction(None, text)
         content = (match.group(match.lastindex or 1) or "").strip()
         return ParsedAction(content if self.names is None else self._by_name.get(content.lower()), content)
-
-
-def names_of(lookup: Lookup) -> dict[Any, str]:
-    """The lookup as a dictionary; keys that came as text from a file, "0", are numbers again."""
-    if isinstance(lookup, Mapping):
-        return {int(key) if isinstance(key, str) and key.isdecimal() else key: str(lookup[key]) for key in lookup}
-    return dict(enumerate(map(str, lookup)))

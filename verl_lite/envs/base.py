@@ -150,7 +150,16 @@ class EnvTemplate:
         for name, kind in (("use_thread_lock", bool), ("agent_system_template", str | None), ("agent_template", str)):
             if not isinstance(getattr(self, name), kind):
                 self._refuse(name, "true or false" if kind is bool else "text")
-        self._check_template()
+        known = [*TRAJECTORY_FIELDS, *(STEP_FIELDS if self.by_step else ())]
+        try:
+            unknown = sorted(self.fields - set(known))
+        except ValueError as error:
+            self._refuse("agent_template", f"text for str.format ({error})")
+        if unknown:
+            why = f"of which {{{unknown[0]}}} is no field: fields are {', '.join(known)}"
+            more = "; for env_manager_cls: step " + ", ".join(STEP_FIELDS) if not self.by_step else ""
+            hint = did_you_mean(unknown[0], known)
+            self._refuse("agent_template", f"text {why}{more}{hint}; write other braces twice")
         with self._naming_it():
             check_env_config(self.env_type, self.env_config)
 
@@ -177,18 +186,6 @@ class EnvTemplate:
         except UserError as error:
             raise UserError(f"agentic.custom_envs.{self.tag}.{error}") from error
 
-    def _check_template(self) -> None:
-        known = [*TRAJECTORY_FIELDS, *(STEP_FIELDS if self.by_step else ())]
-        try:
-            unknown = sorted(self.fields - set(known))
-        except ValueError as error:
-            self._refuse("agent_template", f"text for str.format ({error})")
-        if unknown:
-            why = f"of which {{{unknown[0]}}} is no field: fields are {', '.join(known)}"
-            more = "; for env_manager_cls: step " + ", ".join(STEP_FIELDS) if not self.by_step else ""
-            hint = did_you_mean(unknown[0], known)
-            self._refuse("agent_template", f"text {why}{more}{hint}; write other braces twice")
-
     def _refuse(self, name: str, expected: str) -> NoReturn:
         raise UserError(f"agentic.custom_envs.{self.tag}.{name} is {getattr(self, name)!r}: expected {expected}")
 
@@ -213,11 +210,6 @@ def _template(tag: str, entry: Any) -> EnvTemplate:
     if not isinstance(given.get("env_type"), str) or not isinstance(given.get("env_config") or {}, Mapping):
         raise UserError(
             f"agentic.custom_envs.{tag} is {entry!r}: expected a mapping with env_type, one of "
-            f"{', '.join(known_envs())}, or pkg.module:Class; and env_config, a mapping"
+            f"{', '.join(sorted(ENVS))}, or pkg.module:Class; and env_config, a mapping"
         )
     return EnvTemplate(tag=tag, **given)
-
-
-def known_envs() -> list[str]:
-    """Names of all environments registered so far."""
-    return sorted(ENVS)

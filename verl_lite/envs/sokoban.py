@@ -66,7 +66,11 @@ class Sokoban(GridEnv):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_dimensions(self.dim_room, self.num_boxes)
+        room, boxes = self.dim_room, self.num_boxes
+        if isinstance(room, str) or len(room) != 2 or min(room) < 4:
+            raise UserError(f"dim_room={room!r}: expected [height, width] of at least 4, walls included")
+        if boxes < 1 or boxes + 2 > (room[0] - 2) * (room[1] - 2):
+            raise UserError(f"num_boxes={boxes!r}: expected at least 1, and fewer than fit dim_room={list(room)}")
         if not 1 <= self.min_depth <= self.search_depth:
             found = f"min_depth={self.min_depth!r}, search_depth={self.search_depth!r}"
             raise UserError(f"{found}: expected 1 <= min <= search")
@@ -224,10 +228,3 @@ def _draw(room: Room, player: Cell, boxes: frozenset[Cell]) -> list[str]:
         return "O" if on_target else "_"
 
     return ["".join(letter((row, column)) for column in range(room.width)) for row in range(room.height)]
-
-
-def _check_dimensions(dim_room: Sequence[int], num_boxes: int) -> None:
-    if isinstance(dim_room, str) or len(dim_room) != 2 or min(dim_room) < 4:
-        raise UserError(f"dim_room={dim_room!r}: expected [height, width] of at least 4, walls included")
-    if num_boxes < 1 or num_boxes + 2 > (dim_room[0] - 2) * (dim_room[1] - 2):
-        raise UserError(f"num_boxes={num_boxes!r}: expected at least 1, and fewer than fit dim_room={list(dim_room)}")

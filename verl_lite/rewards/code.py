@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.rewards.registry import register_reward
-from verl_lite.rewards.rules import fenced_blocks
 from verl_lite.sandbox import Limits, Outcome, Sandbox
 
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _CLOCK_FACTOR = 3.0
 """So many seconds by the clock may a test take for each of processor time."""
@@ -87,9 +88,9 @@ def extract_code(solution_str: str) -> str:
     """The last fenced block of Python after a thought, or the last one without a language, or the whole text. A block
     without an end goes to the end of the text."""
     text = solution_str.rpartition("</think>")[2]
-    blocks = fenced_blocks(text)
+    blocks = _BLOCK.findall(text)
     for languages in (_PYTHON, ("",)):
-        if found := [code for language, code, _ in blocks if language.lower() in languages]:
+        if found := [code for language, code in blocks if language.lower() in languages]:
             return found[-1]
     return "" if blocks else text
 

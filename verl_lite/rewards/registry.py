@@ -6,7 +6,6 @@ shorter one.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -89,11 +88,6 @@ def default_compute_score(
         reward_kwargs = {"prompt": prompt, **reward_kwargs}
     sample = {"data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth}
     return function(**sample, extra_info=extra_info, **reward_kwargs)
-
-
-def awaits(function: RewardFunction) -> bool:
-    """Whether it is an async function, or an object whose call is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def reward_modules() -> list[str]:

@@ -50,14 +50,6 @@ def last_tagged(text: str, tag: str) -> str | None:
     return found
 
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-
-
-def fenced_blocks(text: str) -> list[tuple[str, str, str]]:
-    """Language, content and closing mark of each fenced block; the last one may go to the end of the text, unclosed."""
-    return _BLOCK.findall(text)
-
-
 # --------------------------------------------------------------------------------------------------------- exact match
 
 
@@ -238,8 +230,11 @@ _BOXED = re.compile(r"[ \t({]*+(?:\\text\w*\{)?+[ (]*+([A-J])(?=\Z|[ .):}])")
 
 @register_reward("rule/multiple_choice")
 def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
-    """score and acc: 1.0 if the answer settles on the right letter, else 0.0; pred: the letter, "" if there is none.
+    r"""score and acc: 1.0 if the answer settles on the right letter, else 0.0; pred: the letter, "" if there is none.
 
+    It is the last box's (`\boxed{B}`, `\boxed{B. Paris}`), without a box that of the last "answer" with a letter behind
+    it, and behind that a mark or the line's end (`Answer: B`, `The correct answer is (B).`, but not `Answer: A or B`).
+    Inside <answer>...</answer> nothing else is read.
     ground_truth: the letter (`B`, `(b)`), or the place of the right choice counted from 0 (1, "1"). The letters are A
     to J, or with extra_info["choices"], a list of the choices, as many of them as there are choices.
     Raises ValueError for a ground truth that is none of the letters.
@@ -254,21 +249,12 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extr
             f"ground_truth={ground_truth!r}: one of the letters {', '.join(letters)} is expected, or a place from 0 to "
             f"{len(letters) - 1}"
         )
-    found = find_letter(solution_str)
-    return {"score": float(found == truth), "acc": float(found == truth), "pred": found or ""}
-
-
-def find_letter(text: str) -> str | None:
-    r"""The letter that a text settles on; None if on none. Inside <answer>...</answer> nothing else is read.
-
-    It is the last box's (`\boxed{B}`, `\boxed{B. Paris}`), without a box that of the last "answer" with a letter behind
-    it, and behind that a mark or the line's end (`Answer: B`, `The correct answer is (B).`, but not `Answer: A or B`).
-    """
-    tagged = last_tagged(text, "answer")
-    text = text if tagged is None else f"answer: {tagged.strip()}"
+    tagged = last_tagged(solution_str, "answer")
+    text = solution_str if tagged is None else f"answer: {tagged.strip()}"
     boxed = last_boxed(text)
     found = _CHOICE.findall(text) if boxed is None else _BOXED.match(boxed)
-    return None if not found else found[-1] if boxed is None else found[1]
+    pred = "" if not found else found[-1] if boxed is None else found[1]
+    return {"score": float(pred == truth), "acc": float(pred == truth), "pred": pred}
 
 
 # ------------------------------------------------------------------------------------------------------ form and regex

@@ -23,7 +23,7 @@ from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.registry import accepts, did_you_mean, load_module, object_of, takes
 from verl_lite.rewards.judge import Endpoint
-from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, awaits, default_compute_score, find_named_reward
+from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
 
 OPTION = "reward.functions"
 _EXTRA_CHARACTERS = 10_000
@@ -356,7 +356,7 @@ def _is_async(function: RewardFunction) -> bool:
     which most runs never ask."""
     if function is default_compute_score:
         return any(_is_async(each) for name, each in REWARDS.items() if not name.startswith(NAMED))
-    return awaits(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 # --------------------------------------------------------------------------------------------- from the configuration
