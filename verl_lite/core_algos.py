@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from verl_lite.algos.advantages import (
+    ADV_ESTIMATOR_REGISTRY,
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
@@ -69,6 +70,7 @@ from verl_lite.algos.masked import (
 )
 from verl_lite.algos.policy_losses import (
     LOG_RATIO_BOUND,
+    POLICY_LOSS_REGISTRY,
     PolicyLossFn,
     clip_range,
     clipped_surrogate,
@@ -78,7 +80,6 @@ from verl_lite.algos.policy_losses import (
     compute_policy_loss_sapo,
     compute_policy_loss_vanilla,
     masked_log_ratio,
-    token_means,
 )
 from verl_lite.algos.reinforce_losses import (
     compute_policy_loss_cispo,
@@ -90,15 +91,10 @@ from verl_lite.algos.reinforce_losses import (
     compute_policy_loss_tis,
     compute_policy_loss_topr,
 )
-from verl_lite.registry import Registry
 
 AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 
 # ---------------------------------------------------------------------------------------------------- registries
-
-
-ADV_ESTIMATOR_REGISTRY: Registry[AdvantageEstimatorFn] = Registry("advantage estimator")
-POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
 
 
 def register_adv_est(
@@ -139,46 +135,9 @@ def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
     return POLICY_LOSS_REGISTRY.get_fn(name)
 
 
-# What `algorithm.adv_estimator` knows. Formulas, papers and differences from verl and ROLL stand with each function.
-register_adv_est("gae", rows="trajectory")(compute_gae_advantage_return)
-register_adv_est("grpo", groups=True)(compute_grpo_outcome_advantage)
-compute_grpo_vectorized_outcome_advantage = register_adv_est("grpo_vectorized", groups=True)(
-    compute_grpo_outcome_advantage
-)
-register_adv_est("grpo_passk", groups=True)(compute_grpo_passk_outcome_advantage)
-register_adv_est("gdpo", groups=True, raw_scores=True)(compute_gdpo_outcome_advantage)
-register_adv_est("rloo", groups=True)(compute_rloo_outcome_advantage)
-register_adv_est("rloo_vectorized", groups=True)(compute_rloo_vectorized_outcome_advantage)
-register_adv_est("opo", groups=True)(compute_opo_outcome_advantage)
-register_adv_est("gpg", groups=True)(compute_gpg_outcome_advantage)
-register_adv_est("reinforce_plus_plus")(compute_reinforce_plus_plus_outcome_advantage)
-register_adv_est("reinforce_plus_plus_baseline")(compute_reinforce_plus_plus_baseline_outcome_advantage)
-register_adv_est("remax", raw_scores=True)(compute_remax_outcome_advantage)
-register_adv_est("optimal_token_baseline")(compute_optimal_token_baseline_advantage)
-register_adv_est("tir_optimal_token_baseline")(compute_multi_turn_optimal_token_baseline_advantage)
-register_adv_est("reinforce")(compute_reinforce_advantage)
-register_adv_est("agentic_reinforce", rows="trajectory")(compute_agentic_reinforce_advantage)
-register_adv_est("step_reinforce", rows="step")(compute_step_reinforce_advantage)
-register_adv_est("gigpo", rows="step", groups=True)(compute_gigpo_advantage)
-
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})  # type: ignore[misc]
-"""verl's enum of the names above; each member is its name, and the registry takes either."""
-
-# What `actor.policy_loss.loss_mode` knows.
-register_policy_loss("vanilla")(compute_policy_loss_vanilla)
-register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")(compute_policy_loss_gspo)
-register_policy_loss("sapo", loss_agg_mode="seq-mean-token-mean")(compute_policy_loss_sapo)
-register_policy_loss("geo_mean", loss_agg_mode="seq-mean-token-mean")(compute_policy_loss_geo_mean)
-register_policy_loss("gpg")(compute_policy_loss_gpg)
-register_policy_loss("cispo")(compute_policy_loss_cispo)
-register_policy_loss("tis")(compute_policy_loss_tis)
-register_policy_loss("topr")(compute_policy_loss_topr)
-register_policy_loss("kimi15")(compute_policy_loss_kimi15)
-register_policy_loss("dro", needs=("dro_beta",))(compute_policy_loss_dro)
-register_policy_loss("dppo_tv")(compute_policy_loss_dppo_tv)
-register_policy_loss("dppo_kl")(compute_policy_loss_dppo_kl)
-register_policy_loss("clip_cov")(compute_policy_loss_clip_cov)
-register_policy_loss("kl_cov")(compute_policy_loss_kl_cov)
+"""verl's enum of the estimators' names; each member is its name, and the registry takes either."""
 
 # ---------------------------------------------------------------------------------------------------- value loss
 

@@ -1,7 +1,7 @@
 """Advantage estimators of verl: from token rewards to (advantages, returns), both (B, T) and 0 under mask 0.
 
-Plain functions with verl's names and arguments; `core_algos` registers them. Rows without a valid token (padding, a
-failed reward) take no part in any statistic and get 0. Group statistics are in fp64, by segment sums.
+Plain functions with verl's names and arguments. Rows without a valid token (padding, a failed reward) take no part in
+any statistic and get 0. Group statistics are in fp64, by segment sums.
 
 Estimators of whole answers ("outcome") read one score per row, the sum of its rewards: see `outcome_scores`. All read
 rewards under mask 1 only: put the score of an answer on a token of the policy.
@@ -9,8 +9,9 @@ rewards under mask 1 only: put the score of an answer on a token of the policy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,9 +29,25 @@ from verl_lite.algos.masked import (
     group_top_two,
     whiten_or_keep,
 )
+from verl_lite.registry import Registry
 
 Index = Labels
 Pair = tuple[Tensor, Tensor]
+F = TypeVar("F", bound=Callable[..., Pair])
+
+ADV_ESTIMATOR_REGISTRY: Registry[Callable[..., Pair]] = Registry("advantage estimator")
+
+
+def estimator(*names: str, **facts: Any) -> Callable[[F], F]:
+    """Decorator: one of this project's estimators, which take no gradient. facts: see `core_algos.register_adv_est`."""
+
+    def decorate(function: F) -> F:
+        function = torch.no_grad()(function)
+        for name in names:
+            ADV_ESTIMATOR_REGISTRY.register(name, **facts)(function)
+        return function
+
+    return decorate
 
 
 def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -84,7 +101,7 @@ def option(name: str, given: Any, config: Any, default: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- with a critic
 
 
-@torch.no_grad()
+@estimator("gae", rows="trajectory")
 def compute_gae_advantage_return(
     token_level_rewards: Tensor,
     values: Tensor | None = None,
@@ -128,7 +145,7 @@ def compute_gae_advantage_return(
 # ---------------------------------------------------------------------------------------------------- GRPO and kin
 
 
-@torch.no_grad()
+@estimator("grpo", "grpo_vectorized", groups=True)
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -154,7 +171,7 @@ def compute_grpo_outcome_advantage(
     return rows.advantages(advantages, token_level_rewards)
 
 
-@torch.no_grad()
+@estimator("grpo_passk", groups=True)
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -181,7 +198,7 @@ def compute_grpo_passk_outcome_advantage(
     return rows.advantages(torch.zeros_like(rows.scores).index_copy(0, best, lead), token_level_rewards)
 
 
-@torch.no_grad()
+@estimator("gdpo", groups=True, raw_scores=True)
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -221,7 +238,7 @@ def compute_gdpo_outcome_advantage(
     return advantages, advantages
 
 
-@torch.no_grad()
+@estimator("rloo", groups=True)
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
@@ -233,7 +250,7 @@ def compute_rloo_outcome_advantage(
     return rows.advantages(_leave_one_out(rows), token_level_rewards)
 
 
-@torch.no_grad()
+@estimator("rloo_vectorized", groups=True)
 def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
@@ -249,7 +266,7 @@ def _leave_one_out(rows: Outcomes) -> Tensor:
     return scale[rows.groups] * (rows.scores - rows.means[rows.groups])
 
 
-@torch.no_grad()
+@estimator("opo", groups=True)
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
@@ -264,7 +281,7 @@ def compute_opo_outcome_advantage(
     return rows.advantages(rows.scores - baselines[rows.groups], token_level_rewards)
 
 
-@torch.no_grad()
+@estimator("gpg", groups=True)
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, f_norm: float = 1.0, **_: Any
 ) -> Pair:
@@ -282,7 +299,7 @@ def compute_gpg_outcome_advantage(
 # ---------------------------------------------------------------------------------------------------- REINFORCE and kin
 
 
-@torch.no_grad()
+@estimator("reinforce_plus_plus")
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
 ) -> Pair:
@@ -295,7 +312,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return whiten_or_keep(returns, response_mask), returns
 
 
-@torch.no_grad()
+@estimator("reinforce_plus_plus_baseline")
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
@@ -306,7 +323,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     return advantages, advantages
 
 
-@torch.no_grad()
+@estimator("remax", raw_scores=True)
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor | None = None, response_mask: Tensor | None = None, **_: Any
 ) -> Pair:
@@ -326,7 +343,7 @@ def compute_remax_outcome_advantage(
 # ---------------------------------------------------------------------------------------------------- token baselines
 
 
-@torch.no_grad()
+@estimator("optimal_token_baseline")
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -371,7 +388,7 @@ def compute_optimal_token_baseline_advantage(
     return advantages, returns
 
 
-@torch.no_grad()
+@estimator("tir_optimal_token_baseline")
 def compute_multi_turn_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -1,7 +1,7 @@
 """Advantage estimators of ROLL: REINFORCE with and without turns, and those for episodes of several steps.
 
-Plain functions; `core_algos` registers them. A row is one answer, which is an episode (agentic_reinforce: its runs of
-valid tokens are the turns) or one step of an episode (step_reinforce, gigpo: rows of one `traj_id`, ordered by `step`).
+A row is one answer, which is an episode (agentic_reinforce: its runs of valid tokens are the turns) or one step of an
+episode (step_reinforce, gigpo: rows of one `traj_id`, ordered by `step`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_lite.algos.advantages import Index, Pair, option, outcome_scores
+from verl_lite.algos.advantages import Index, Pair, estimator, option, outcome_scores
 from verl_lite.algos.agentic_rewards import Normalization, compute_gigpo_rewards, compute_step_rewards
 from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns
 
@@ -23,7 +23,7 @@ def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: f
     return returns, returns
 
 
-@torch.no_grad()
+@estimator("reinforce")
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
 ) -> Pair:
@@ -55,6 +55,7 @@ def compute_agentic_reinforce_return(token_level_rewards: Tensor, gamma: float, 
     return returns, returns
 
 
+@estimator("agentic_reinforce", rows="trajectory")
 def compute_agentic_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
 ) -> Pair:
@@ -67,7 +68,7 @@ def compute_agentic_reinforce_advantage(
 # ---------------------------------------------------------------------------------------------------- episodes of steps
 
 
-@torch.no_grad()
+@estimator("step_reinforce", rows="step")
 def compute_step_reinforce_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -97,7 +98,7 @@ def compute_step_reinforce_advantage(
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 
-@torch.no_grad()
+@estimator("gigpo", rows="step", groups=True)
 def compute_gigpo_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

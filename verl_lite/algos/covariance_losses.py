@@ -17,7 +17,7 @@ from verl_lite.algos.masked import masked_mean
 from verl_lite.algos.policy_losses import TokenLosses, bounded_log_ratio, clip_range, masked_log_ratio, policy_loss
 
 
-@policy_loss()
+@policy_loss("clip_cov")
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -40,7 +40,7 @@ def compute_policy_loss_clip_cov(
     return torch.where(selected, 0, losses), {"pg_clipfrac": selected}
 
 
-@policy_loss()
+@policy_loss("kl_cov")
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,

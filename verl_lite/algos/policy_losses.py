@@ -1,9 +1,9 @@
 """Policy losses of verl and ROLL: from log-probs and advantages to a scalar and its metrics.
 
 Each loss is a formula for one token, made a `PolicyLossFn` by `policy_loss`, which sees to the mask, the importance
-weights and the denominators; `core_algos` registers them. Notation: d = log_prob - old_log_prob within +-20,
-r = exp(d), A the advantage, sg = no gradient. Formulas see tensors (B, T) of at least fp32 that are 0 under mask 0, and
-a bool mask. Each loss has the metric ppo_kl, the mean of -d, unless its formula gives another.
+weights and the denominators. Notation: d = log_prob - old_log_prob within +-20, r = exp(d), A the advantage, sg = no
+gradient. Formulas see tensors (B, T) of at least fp32 that are 0 under mask 0, and a bool mask. Each loss has the
+metric ppo_kl, the mean of -d, unless its formula gives another.
 
 Nothing here depends on how the batch was cut: formulas read a token or its row, and rows are never cut. This file has
 the losses whose gradient flows through the ratio; those of REINFORCE's form stand in `reinforce_losses`, those that
@@ -30,7 +30,7 @@ from verl_lite.algos.masked import (
     masked_sum,
 )
 from verl_lite.metrics import Metric, declared
-from verl_lite.registry import accepts, takes
+from verl_lite.registry import Registry, accepts, takes
 
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
 FORMULA_ARGUMENTS = 5  # old_log_prob, log_prob, advantages, response_mask, config
@@ -64,15 +64,20 @@ class PolicyLossFn(Protocol):
     ) -> tuple[Tensor, dict[str, Metric]]: ...
 
 
-def policy_loss(
-    *, always: str | None = None, row_weights: bool = False
-) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
-    """Decorator: makes a formula f(old_log_prob, log_prob, advantages, response_mask, config) a `PolicyLossFn`.
+POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
 
-    always: the aggregation mode of losses that are defined with one; the argument loss_agg_mode is then not read.
-    row_weights: a row is weighed by the geometric mean of its rollout_is_weights. What else the formula names, the loss
-    takes by keyword. Without `selected` (B, T), where it is named, the mini-batch must be given whole (ValueError), so
-    that the choice is everyone's. Raises ValueError naming an argument whose shape does not match.
+
+def policy_loss(
+    name: str, *, needs: tuple[str, ...] = (), always: str | None = None, row_weights: bool = False
+) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
+    """Decorator: makes a formula f(old_log_prob, log_prob, advantages, response_mask, config) a `PolicyLossFn`, and
+    registers it.
+
+    needs: see `core_algos.register_policy_loss`. always: the aggregation mode of losses that are defined with one; the
+    argument loss_agg_mode is then not read. row_weights: a row is weighed by the geometric mean of its
+    rollout_is_weights. What else the formula names, the loss takes by keyword. Without `selected` (B, T), where it is
+    named, the mini-batch must be given whole (ValueError), so that the choice is everyone's. Raises ValueError naming
+    an argument whose shape does not match.
     """
 
     def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:
@@ -96,8 +101,15 @@ def policy_loss(
             checked = given | {name: tensor for name, tensor in optional.items() if tensor is not None}
             check_shapes(formula.__name__, response_mask=response_mask, **checked)
             is_valid = response_mask.bool()
+            tokens = is_valid.sum()
             if takes(formula, "selected") and extras.get("selected") is None:
-                _require_whole(formula.__name__, is_valid, batch_num_tokens)
+                here, whole = int(tokens), None if batch_num_tokens is None else int(batch_num_tokens)
+                if whole is not None and whole != here:
+                    raise ValueError(
+                        f"{formula.__name__}: {here} of the mini-batch's {whole} tokens are here, and the choice of "
+                        "tokens would depend on how it was cut: choose over the whole batch and hand it in as selected "
+                        "(B, T)."
+                    )
             masked = [torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in given.values()]
             old, new, _advantages = (tensor.detach() for tensor in masked)
             losses, averages = formula(*masked, is_valid, config, **extras)
@@ -114,7 +126,9 @@ def policy_loss(
                 global_batch_size=global_batch_size,
                 loss_scale_factor=config.loss_scale_factor,
             )
-            return loss, token_means(is_valid, **{"ppo_kl": bounded_log_ratio(old, new)} | averages)
+            averages = {"ppo_kl": bounded_log_ratio(old, new)} | averages
+            totals = {name: masked_sum(x.detach().float(), is_valid) for name, x in averages.items()}
+            return loss, {name: Metric.mean(total, tokens) for name, total in totals.items()}
 
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(loss_function, attribute, getattr(formula, attribute))
@@ -122,7 +136,7 @@ def policy_loss(
         signature = inspect.signature(loss_function)
         named = [*signature.parameters.values()][:-1] + [each.replace(kind=each.KEYWORD_ONLY) for each in own]
         loss_function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
-        return loss_function
+        return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=always)(loss_function)
 
     return decorate
 
@@ -165,23 +179,6 @@ class _VerlConfig:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
-
-
-def _require_whole(name: str, is_valid: Tensor, batch_num_tokens: Count | None) -> None:
-    here = int(is_valid.sum())
-    if batch_num_tokens is not None and int(batch_num_tokens) != here:
-        raise ValueError(
-            f"{name}: {here} of the mini-batch's {int(batch_num_tokens)} tokens are here, and the choice of tokens "
-            "would depend on how it was cut: choose over the whole batch and hand it in as selected (B, T)."
-        )
-
-
-def token_means(response_mask: Tensor, **values: Tensor) -> dict[str, Metric]:
-    """Metrics that are means over valid tokens. Each value: (B, T)."""
-    tokens = response_mask.bool().sum()
-    return {
-        name: Metric.mean(masked_sum(value.detach().float(), response_mask), tokens) for name, value in values.items()
-    }
 
 
 # ---------------------------------------------------------------------------------------------------- ratios
@@ -256,7 +253,7 @@ def clipped_surrogate(
 # ---------------------------------------------------------------------------------------------------- clipped ratios
 
 
-@policy_loss()
+@policy_loss("vanilla")
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -312,7 +309,7 @@ def compute_policy_loss(
     )
 
 
-@policy_loss(always="seq-mean-token-mean")
+@policy_loss("gspo", always="seq-mean-token-mean")
 def compute_policy_loss_gspo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -329,7 +326,7 @@ def compute_policy_loss_gspo(
     return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain}
 
 
-@policy_loss(always="seq-mean-token-mean")
+@policy_loss("sapo", always="seq-mean-token-mean")
 def compute_policy_loss_sapo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -345,7 +342,7 @@ def compute_policy_loss_sapo(
     return -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)), {}
 
 
-@policy_loss(always="seq-mean-token-mean", row_weights=True)
+@policy_loss("geo_mean", always="seq-mean-token-mean", row_weights=True)
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:

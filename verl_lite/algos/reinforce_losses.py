@@ -1,7 +1,6 @@
 """Policy losses of the form -w A log_prob with a weight w that has no gradient: REINFORCE and its off-policy kin.
 
-kimi15 and dro add the squared log-ratio instead of a weight. Notation and decorator are those of `policy_losses`;
-`core_algos` registers them.
+kimi15 and dro add the squared log-ratio instead of a weight. Notation and decorator are those of `policy_losses`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from verl_lite.algos.policy_losses import TokenLosses, bounded_log_ratio, clip_range, importance_log_ratio, policy_loss
 
 
-@policy_loss()
+@policy_loss("gpg")
 def compute_policy_loss_gpg(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -23,7 +22,7 @@ def compute_policy_loss_gpg(
     return -advantages * log_prob, {}
 
 
-@policy_loss()
+@policy_loss("cispo")
 def compute_policy_loss_cispo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -41,7 +40,7 @@ def compute_policy_loss_cispo(
     return losses, averages
 
 
-@policy_loss()
+@policy_loss("tis")
 def compute_policy_loss_tis(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -69,7 +68,7 @@ def _truncated(
     return -truncated * advantages * log_prob, {"pg_clipfrac": truncated != ratio}
 
 
-@policy_loss()
+@policy_loss("topr")
 def compute_policy_loss_topr(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -92,7 +91,7 @@ def compute_policy_loss_topr(
     return -weights * advantages * log_prob, {"pg_clipfrac": ~is_good & (ratio > 1)}
 
 
-@policy_loss()
+@policy_loss("kimi15")
 def compute_policy_loss_kimi15(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -101,7 +100,7 @@ def compute_policy_loss_kimi15(
     return -advantages * log_prob + 0.5 * config.policy_loss.kimi15_tau * difference.square(), {}
 
 
-@policy_loss()
+@policy_loss("dro", needs=("dro_beta",))
 def compute_policy_loss_dro(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -116,7 +115,7 @@ def compute_policy_loss_dro(
     return -(advantages * log_prob - 0.5 * beta * difference.square()), {}
 
 
-@policy_loss()
+@policy_loss("dppo_tv")
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -132,7 +131,7 @@ def compute_policy_loss_dppo_tv(
     return _divergence_gated(old_log_prob, log_prob, advantages, response_mask, config, is_inside)
 
 
-@policy_loss()
+@policy_loss("dppo_kl")
 def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
