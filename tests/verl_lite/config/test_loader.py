@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from verl_lite import config
 from verl_lite.config import (
     KEYS,
     ConfigError,
     LoadedConfig,
+    PPOConfig,
+    fields,
     help_config,
     load_config,
     load_schema,
@@ -22,7 +23,7 @@ from verl_lite.config import (
 from verl_lite.config.schema import convert
 
 
-def load(*arguments: str) -> LoadedConfig[config.PPOConfig]:
+def load(*arguments: str) -> LoadedConfig[PPOConfig]:
     return load_config(["model.path=m", *arguments])
 
 
@@ -298,16 +299,16 @@ def test_every_field_says_what_it_is_for_and_its_default_fits_its_type() -> None
 
 
 @dataclass
-class Inner(config.Options):
-    rate: float = config.opt(0.5, "a number")
+class Inner(fields.Options):
+    rate: float = fields.opt(0.5, "a number")
 
 
 @dataclass
-class Other(config.Options):
+class Other(fields.Options):
     """Options of some other command."""
 
-    inner: Inner = config.section(Inner, "a group")
-    files: list[str] = config.opt([], "files")
+    inner: Inner = fields.section(Inner, "a group")
+    files: list[str] = fields.opt([], "files")
 
 
 def test_any_dataclass_of_options_can_be_loaded() -> None:
