@@ -7,21 +7,9 @@ The model predicts v = dx / dsigma on the way from noise (sigma = 1) to data (si
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 TRAIN_TIMESTEPS = 1000  # what a model is told for sigma = 1
-
-
-def predicts_velocity(scheduler: Mapping[str, object]) -> bool:
-    """Whether a model with this scheduler_config.json of diffusers says v, and not the noise or the data.
-
-    Those named FlowMatch... take nothing else; the others say so by prediction_type. `use_flow_sigmas` alone does not:
-    it is a grid.
-    """
-    name = str(scheduler.get("_class_name", ""))
-    return name.startswith("FlowMatch") or scheduler.get("prediction_type") == "flow_prediction"
 
 
 def flow_sigmas(num_inference_steps: int, shift: float) -> list[float]:

@@ -25,10 +25,21 @@ SHARES = {source(task): weight for task, weight in WEIGHTS.items()}
 
 
 class Curriculum:
-    """See `trainer.data.order.Sampler`. Sources that have no share in WEIGHTS get that of the smallest."""
+    """See `trainer.data.order.Sampler`. Sources that have no share in WEIGHTS get that of the smallest. Raises
+    UserError for a row without a level, and for a level that cannot fill a batch."""
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
-        self.pools = pools_of(data_source)
+        found: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        batches = [batch.non_tensor_batch for batch in data_source.batches(batch_size=1000)]
+        rows = [row for batch in batches for row in zip(batch["data_source"], batch["extra_info"], strict=True)]
+        for position, (name, info) in enumerate(rows):
+            if not isinstance(level := info.get("level"), int):
+                raise UserError(
+                    f"data.sampler: the curriculum needs extra_info['level'] in every row, a whole number; row "
+                    f"{position} of data.train_files has {level!r}"
+                )
+            found[name, level].append(position)
+        self.pools = {key: np.array(places) for key, places in sorted(found.items())}
         self.sources = sorted({name for name, _ in self.pools})
         self.levels_of = {name: [level for other, level in self.pools if other == name] for name in self.sources}
         shares = np.array([SHARES.get(name, min(SHARES.values())) for name in self.sources])
@@ -96,18 +107,3 @@ class Curriculum:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rng.bit_generator.state = state["random"]
         self.drawn, self.levels, self.recent = state["drawn"], dict(state["levels"]), dict(state["recent"])
-
-
-def pools_of(data: PromptDataset) -> dict[tuple[str, int], np.ndarray]:
-    """Positions by data source and level. Raises UserError for a row without a level."""
-    found: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    batches = [batch.non_tensor_batch for batch in data.batches(batch_size=1000)]
-    rows = [row for batch in batches for row in zip(batch["data_source"], batch["extra_info"], strict=True)]
-    for position, (name, info) in enumerate(rows):
-        if not isinstance(level := info.get("level"), int):
-            raise UserError(
-                f"data.sampler: the curriculum needs extra_info['level'] in every row, a whole number; row {position} "
-                f"of data.train_files has {level!r}"
-            )
-        found[name, level].append(position)
-    return {key: np.array(places) for key, places in sorted(found.items())}

@@ -17,8 +17,8 @@ from verl_lite.algos.agentic_rewards import (
     Normalization,
     agentic_reward_norm,
     build_state_groups,
+    compute_discounted_returns,
     compute_gigpo_rewards,
-    compute_step_rewards,
     normalization,
 )
 from verl_lite.algos.masked import Labels
@@ -58,25 +58,23 @@ def compute_response_level_rewards(
         steps = (column_of(data, "traj_id", stage), column_of(data, "step", stage))
         gamma = float(pipeline_config.step_reward_gamma)
     if chosen == "gigpo":
-        found = compute_gigpo_rewards(
+        by_episode, by_step = compute_gigpo_rewards(
             scores,
             valid,
             column_of(data, "uid", stage),
             *steps,
             column_of(data, "state_hash", stage),
             step_reward_gamma=gamma,
-            episode_reward_weight=pipeline_config.episode_reward_weight,
-            step_reward_weight=pipeline_config.step_reward_weight,
             episode_norm=how,
-            step_norm=how.within_groups(),
+            step_norm=Normalization(how.norm_mean_type and "group", how.norm_std_type and "group", how.bounds),
             episode_groups=groups,
         )
-        rewards = found.rewards
-        metrics |= summary("critic/episode_rewards_norm", found.by_episode[valid])
-        metrics |= summary("critic/step_rewards_norm", found.by_step[valid])
-    elif chosen == "step_reinforce":
-        rewards = compute_step_rewards(scores, valid, *steps, step_reward_gamma=gamma, how=how, groups=groups)
+        rewards = pipeline_config.episode_reward_weight * by_episode + pipeline_config.step_reward_weight * by_step
+        metrics |= summary("critic/episode_rewards_norm", by_episode[valid])
+        metrics |= summary("critic/step_rewards_norm", by_step[valid])
     else:
+        if chosen == "step_reinforce":
+            scores = compute_discounted_returns(scores, *steps, gamma, valid)
         rewards = agentic_reward_norm(scores, how, valid=valid, groups=groups)
     data.batch["response_level_rewards"] = rewards
     return data, metrics

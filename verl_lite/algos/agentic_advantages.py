@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from verl_lite.algos.advantages import Index, Pair, estimator, option, outcome_scores
-from verl_lite.algos.agentic_rewards import Normalization, compute_gigpo_rewards, compute_step_rewards
+from verl_lite.algos.agentic_rewards import (
+    Normalization,
+    agentic_reward_norm,
+    compute_discounted_returns,
+    compute_gigpo_rewards,
+)
 from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns
 
 
@@ -92,9 +97,10 @@ def compute_step_reinforce_advantage(
     check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step)
     valid = response_mask.bool().any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
-    how = Normalization(norm_mean_type, norm_std_type)
     labels: tuple[Any, Any] = (traj_id, step)
-    rewards = compute_step_rewards(scores, valid, *labels, step_reward_gamma=step_reward_gamma, how=how, groups=index)
+    returns = compute_discounted_returns(scores, *labels, step_reward_gamma, valid)
+    how = Normalization(norm_mean_type, norm_std_type)
+    rewards = agentic_reward_norm(returns, how, valid=valid, groups=index)
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 
@@ -121,23 +127,15 @@ def compute_gigpo_advantage(
     normalised over the rows of the task that start from the same state (state_hash). Then REINFORCE along the tokens
     with `gamma`. Raises ValueError if an argument is missing.
     """
-    name = "gigpo"
-    check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
-    check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
+    check_shapes("gigpo", token_level_rewards=token_level_rewards, response_mask=response_mask)
     valid = response_mask.bool().any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
     how = Normalization(norm_mean_type, norm_std_type)
     labels: tuple[Any, ...] = (index, traj_id, step, state_hash)
-    rewards = compute_gigpo_rewards(
-        scores,
-        valid,
-        *labels,
-        step_reward_gamma=step_reward_gamma,
-        episode_reward_weight=episode_reward_weight,
-        step_reward_weight=step_reward_weight,
-        episode_norm=how,
-        step_norm=how,
-    ).rewards
+    by_episode, by_step = compute_gigpo_rewards(
+        scores, valid, *labels, step_reward_gamma=step_reward_gamma, episode_norm=how, step_norm=how
+    )
+    rewards = episode_reward_weight * by_episode + step_reward_weight * by_step
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 

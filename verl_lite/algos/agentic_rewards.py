@@ -1,8 +1,8 @@
 """Rewards of episodes before the estimator: normalised within a group that the user chooses, and those of GiGPO.
 
 Pure functions of scores (B,) and labels, after ROLL's agentic pipeline. `normalization` turns the options (its older
-`method` names too) into types and bounds once; `agentic_reward_norm` applies them; `compute_gigpo_rewards` and
-`compute_step_rewards` are what the estimators `gigpo` and `step_reinforce` put on the last token of a row.
+`method` names too) into types and bounds once; `agentic_reward_norm` applies them; `compute_gigpo_rewards` is what the
+estimator `gigpo` puts, weighed, on the last token of a row.
 """
 
 from __future__ import annotations
@@ -34,14 +34,6 @@ class Normalization:
     norm_mean_type: str | None = None
     norm_std_type: str | None = None
     bounds: tuple[float, float] | None = None
-
-    def within_groups(self) -> Normalization:
-        """The same with all statistics of the group."""
-        mean, std = ("group" if kind else None for kind in (self.norm_mean_type, self.norm_std_type))
-        return Normalization(mean, std, self.bounds)
-
-
-BY_GROUP = Normalization("group", "group")
 
 
 def normalization(
@@ -107,33 +99,6 @@ def compute_discounted_returns(
 
 
 @torch.no_grad()
-def compute_step_rewards(
-    scores: Tensor,
-    valid: Tensor,
-    traj_id: Labels,
-    step: Labels,
-    *,
-    step_reward_gamma: float,
-    how: Normalization,
-    groups: Labels | None,
-) -> Tensor:
-    """Of each step (B,): the discounted return of its episode from there on, normalised. scores: of the steps; valid:
-    (B,) bool, rows that are steps."""
-    returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)
-    return agentic_reward_norm(returns, how, valid=valid, groups=groups)
-
-
-@dataclass(frozen=True)
-class GigpoRewards:
-    """Of each step, (B,): `rewards` = weights times `by_episode`, the episode's score among those of its task, and
-    `by_step`, the step's return among those that start from the same state."""
-
-    rewards: Tensor
-    by_episode: Tensor
-    by_step: Tensor
-
-
-@torch.no_grad()
 def compute_gigpo_rewards(
     scores: Tensor,
     valid: Tensor,
@@ -143,24 +108,26 @@ def compute_gigpo_rewards(
     state_hash: Labels,
     *,
     step_reward_gamma: float,
-    episode_reward_weight: float,
-    step_reward_weight: float,
-    episode_norm: Normalization = BY_GROUP,
-    step_norm: Normalization = BY_GROUP,
+    episode_norm: Normalization,
+    step_norm: Normalization,
     episode_groups: Labels | None = None,
-) -> GigpoRewards:
-    """GiGPO (arXiv:2505.10978). scores: of the steps; valid: (B,) bool, rows that are steps. index: (B,) the task of
-    each row; episode_groups: among which episodes are compared, None = those of the task."""
+) -> tuple[Tensor, Tensor]:
+    """GiGPO (arXiv:2505.10978): of each step, (B,), the score of its episode, normalised among those of its task, and
+    its return, normalised among the task's steps from the same state.
+
+    scores: of the steps; valid: (B,) bool, rows that are steps. index: (B,) the task of each row; episode_groups: among
+    which episodes are compared, None = those of the task."""
     check_rows("gigpo", len(scores), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
     trajectories, number = group_ids(traj_id, scores.device)
     scores = torch.where(valid, scores, 0)
     episodes = group_sum(scores, trajectories, number)[trajectories]
     groups = index if episode_groups is None else episode_groups
-    by_episode = agentic_reward_norm(episodes, episode_norm, valid=valid, groups=groups)
+    returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)
     states = build_state_groups(index, state_hash)
-    gamma = step_reward_gamma
-    by_step = compute_step_rewards(scores, valid, traj_id, step, step_reward_gamma=gamma, how=step_norm, groups=states)
-    return GigpoRewards(episode_reward_weight * by_episode + step_reward_weight * by_step, by_episode, by_step)
+    return (
+        agentic_reward_norm(episodes, episode_norm, valid=valid, groups=groups),
+        agentic_reward_norm(returns, step_norm, valid=valid, groups=states),
+    )
 
 
 def build_state_groups(traj_group_id: Labels, state_hash: Labels) -> list[tuple[Any, Any]]:

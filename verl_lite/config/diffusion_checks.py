@@ -12,7 +12,7 @@ from verl_lite.config.checks import TRACKERS, machine_problems, section_problems
 from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig
 from verl_lite.config.fields import Problems, uncounted
 from verl_lite.config.schema import ConfigError
-from verl_lite.flow_match import flow_sigmas, high_noise_steps, predicts_velocity
+from verl_lite.flow_match import flow_sigmas, high_noise_steps
 from verl_lite.visual_rewards.base import VISUAL_REWARDS
 
 INDEX = "model_index.json"
@@ -65,8 +65,10 @@ def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
         )
         return
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
-    if scheduler and not predicts_velocity(scheduler):
-        found = f"{scheduler.get('_class_name')} with prediction_type={scheduler.get('prediction_type')}"
+    kind, predicted = scheduler.get("_class_name"), scheduler.get("prediction_type")
+    # those named FlowMatch... take nothing else; `use_flow_sigmas` alone says nothing: it is a grid
+    if scheduler and not str(kind).startswith("FlowMatch") and predicted != "flow_prediction":
+        found = f"{kind} with prediction_type={predicted}"
         yield f"{name}: its scheduler is {found}: a model of a flow's velocity is expected, such as Wan2.1 or Wan2.2"
     vae, transformer = (_read_json(folder / part / "config.json") for part in ("vae", "transformer"))
     factor = vae.get("scale_factor_spatial", _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None)
