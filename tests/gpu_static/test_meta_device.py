@@ -64,6 +64,7 @@ def test_forward_and_backward_through_the_kernels_of_cuda(monkeypatch: pytest.Mo
     monkeypatch.setattr(packing, "_sdpa_runs", packing._varlen_attention)  # what CUDA takes
     monkeypatch.setattr(packing, "_flash_attn_varlen", lambda: None)
     monkeypatch.setattr(causal_lm, "has_wide_products", lambda device: True)
+    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", 0)
     monkeypatch.setattr(causal_lm, "logit_transform", lambda model: causal_lm.PLAIN_LOGITS)  # found with real numbers
     packed = pack(ragged_batch(Batch(rows=ROWS, shared_prompts=3)).batch)
     assert packed.sequences is not None and packed.sequences.expand is not None
