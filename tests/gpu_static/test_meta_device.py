@@ -44,7 +44,7 @@ def learn(loss: torch.Tensor, outputs: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("mode", sorted(POLICY_LOSS_REGISTRY))
 def test_policy_losses(mode: str) -> None:
     columns = drawn("advantages", "old_log_probs", "rollout_log_probs", "ref_log_prob")
-    optional = {"selected": torch.ones(ROWS, WIDTH, dtype=torch.bool, device=META), "scores": torch.randn(ROWS).to(META)}
+    optional = {"selected": torch.ones(ROWS, WIDTH).bool().to(META), "scores": torch.randn(ROWS, device=META)}
     columns |= {name: value for name, value in optional.items() if takes(POLICY_LOSS_REGISTRY[mode], name)}
     outputs = drawn("log_probs", "entropys", requires_grad=True)
     outputs["router_aux_loss"] = torch.rand(ROWS, device=META, requires_grad=True)

@@ -55,6 +55,9 @@ class Batch:
     failed_rows: tuple[int, ...] = field(default=())
 
 
+BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
+
+
 def ragged_batch(batch: Batch) -> DataProto:
     """Random prompts (left-padded) and responses (right-padded), with a hole in one response_mask and no-weight
     rows."""
@@ -93,6 +96,19 @@ def loss_fn(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Te
     per_row = (outputs["entropys"] * mask).sum(1) / mask.sum(1).clamp(min=1)
     entropy = per_row.sum() / data.meta_info["num_sequences"]
     return -policy - 0.1 * entropy, {"tokens": Metric.sum(float(mask.sum()))}
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    """Arrays of the same names, each entry within the tolerance."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= tolerance, name
+
+
+def relative_error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """The largest of gradients by parameter, relative to the largest entry of each; NaN where there is one."""
+    assert found.keys() == expected.keys()
+    return float(np.max([np.abs(found[name] - value).max() / np.abs(value).max() for name, value in expected.items()]))
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.tiny_model import tiny_qwen2
 from tests.workers.conftest import OnRanks
 from tests.workers.engine_cases import (
+    BATCH,
     CPU,
     PROMPT,
     RESPONSE,
     TEMPERATURE,
     Batch,
     Case,
+    assert_close,
     build_engine,
     loss_fn,
     planned,
     ragged_batch,
 )
 from tests.workers.invariance import POLICY, plain_outputs
+from tests.workers.rollout.test_engines import vllm_missing
 from verl_lite.config import MixedPrecisionConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -39,11 +41,9 @@ from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
 
-BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.05)  # the gradient is clipped in every step
 CASE = Case()
 ATTENTION = ("q_proj", "v_proj")
-vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 ARGUMENTS: dict[str, Any] = {"temperature": TEMPERATURE, "calculate_entropy": True}
 
 
@@ -83,12 +83,6 @@ def trained_adapter(path: str, case: Case, steps: int, save: str = "") -> dict[s
         "adapter": {name: value.numpy() for name, value in gathered(engine).items()},
         "merged": {name: value.clone().numpy() for name, value in engine.full_params(bucket_bytes=5000)},
     }
-
-
-def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.abs(found[name] - value).max() <= tolerance, name
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -13,14 +13,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.workers.critic_cases import build_critic, critic_batch, write_critic
-from tests.workers.engine_cases import PROMPT, Batch, Case, in_order, planned
+from tests.workers.engine_cases import BATCH, PROMPT, Case, in_order, planned
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from workers.critic import critic_network
 from workers.policy.loading import NetworkSpec, load_model_config
 from workers.policy.value_head import value_head
-
-BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ parameters.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_experts import tiny_experts
-from tests.workers.engine_cases import Batch, Case, build_engine, trained
+from tests.workers.engine_cases import Batch, Case, assert_close, build_engine, trained
 from tests.workers.ranks import Ranks
-from tests.workers.rollout.test_engines import expect_plain, make_engine, run
+from tests.workers.rollout.test_engines import expect_plain, make_engine, run, vllm_missing
 from verl_lite.errors import UserError
 from workers.actor_rollout import sync_weights
 from workers.engine.checkpoint import export
@@ -28,7 +27,6 @@ FAMILIES: dict[str, dict[str, Any]] = {"mixtral": {}, "glm4_moe": {"first_k_dens
 BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
 BATCH = Batch(rows=8, shared_prompts=4)
 CASE = Case(max_token_len=60)
-vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
 
 def write(folder: Path, family: str, seed: int = 0) -> str:
@@ -41,9 +39,8 @@ def test_two_ranks_train_save_and_export_what_one_does(family: str, tmp_path: Pa
     before = AutoModelForCausalLM.from_pretrained(path).state_dict()
     alone = trained(path, BATCH, CASE, 2)["parameters"]
     for found in ranks.run(trained, path, BATCH, CASE, 2, folder, size=2):
-        assert found["parameters"].keys() == alone.keys() == before.keys()
-        for name, value in alone.items():
-            assert np.abs(found["parameters"][name] - value).max() <= 2e-6, name
+        assert_close(found["parameters"], alone, 2e-6)
+    assert alone.keys() == before.keys()
     assert all(
         bool((before[name] != torch.from_numpy(value)).any()) != (BIAS[-10:] in name) for name, value in alone.items()
     )

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.workers.conftest import OnRanks
 from tests.workers.engine_cases import (
+    BATCH,
     CPU,
-    Batch,
     Case,
+    assert_close,
     build_engine,
     in_order,
     log_probs,
@@ -33,8 +34,6 @@ from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import load_model_config, token_network
-
-BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 
 
 def plain_log_probs(path: str) -> dict[str, np.ndarray]:
@@ -57,12 +56,6 @@ def test_infer_equals_transformers(path: str, ranks: Ranks, world: int, case: Ca
         assert np.abs(found - expected).max() < 1e-5
 
 
-def assert_equal_parameters(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.abs(found[name] - value).max() <= tolerance, name
-
-
 def test_training_on_two_ranks_equals_one(path: str, tied_path: str, two_ranks: OnRanks) -> None:
     """Six optimizer steps with lr 1e-3 move parameters by up to 6e-3; ranks agree within 2e-6."""
     for model in (path, tied_path):
@@ -72,16 +65,16 @@ def test_training_on_two_ranks_equals_one(path: str, tied_path: str, two_ranks: 
         assert moved > 1e-3
         for case in (Case(), Case(max_token_len=30, checkpointing=True), Case(fsdp_size=1, min_num_params=10**9)):
             for result in two_ranks(trained, model, BATCH, case, 3):
-                assert_equal_parameters(result["parameters"], alone["parameters"], 2e-6)
+                assert_close(result["parameters"], alone["parameters"], 2e-6)
 
 
 def test_shuffled_epochs_on_two_ranks_equal_one(path: str, two_ranks: OnRanks) -> None:
     case = Case(epochs=3, shuffle_seed=5, max_token_len=20)
     alone = trained(path, BATCH, case, steps=1)["parameters"]
     for result in two_ranks(trained, path, BATCH, case, 1):
-        assert_equal_parameters(result["parameters"], alone, 2e-6)
+        assert_close(result["parameters"], alone, 2e-6)
     with pytest.raises(AssertionError):
-        assert_equal_parameters(trained(path, BATCH, Case(epochs=3), steps=1)["parameters"], alone, 2e-6)
+        assert_close(trained(path, BATCH, Case(epochs=3), steps=1)["parameters"], alone, 2e-6)
 
 
 def test_metrics_of_a_training_call(path: str) -> None:
@@ -107,7 +100,7 @@ def test_full_params_are_those_of_the_folder(path: str, tied_path: str, two_rank
             assert all(torch.equal(found[name], expected[name]) for name in expected)
             assert not any(tensor.requires_grad for tensor in found.values())
         for result in two_ranks(trained, model, BATCH, Case(), 0):  # buckets of 40 kB
-            assert_equal_parameters(result["parameters"], {k: v.numpy() for k, v in expected.items()}, 0.0)
+            assert_close(result["parameters"], {k: v.numpy() for k, v in expected.items()}, 0.0)
 
 
 def test_export_is_a_hugging_face_folder(path: str, tied_path: str, two_ranks: OnRanks, tmp_path: Path) -> None:
