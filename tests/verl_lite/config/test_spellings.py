@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -47,26 +48,79 @@ GSM8K = shlex.split(
 )
 
 
+# The critic's part of a PPO run, and a reward model, in the same manner.
+CRITIC = shlex.split(
+    """
+    algorithm.adv_estimator=gae critic.enable=True critic.strategy=fsdp2 critic.optim.lr=1e-5
+    critic.optim.lr_warmup_steps_ratio=0.05 critic.optim.warmup_style=cosine critic.grad_clip=0.5
+    critic.model.path=~/models/critic critic.model.tokenizer_path=m critic.model.use_remove_padding=True
+    critic.model.enable_gradient_checkpointing=False critic.model.fsdp_config.param_offload=True
+    critic.model.fsdp_config.forward_prefetch=True critic.fsdp.optimizer_offload=True critic.fsdp.dtype=bfloat16
+    critic.ppo_micro_batch_size=64 critic.ppo_micro_batch_size_per_gpu=32 critic.ulysses_sequence_parallel_size=1
+    critic.rollout_n=5 critic.ppo_infer_max_token_len_per_gpu=32768 critic.checkpoint.save_contents=['model']
+    """
+)
+REWARD_MODEL = shlex.split(
+    """
+    reward_model.enable=True reward_model.strategy=fsdp2 reward_model.model.path=~/models/reward
+    reward_model.model.input_tokenizer=~/models/policy reward_model.model.use_remove_padding=True
+    reward_model.model.external_lib=null reward_model.model.use_shm=False
+    reward_model.model.fsdp_config.param_offload=True reward_model.model.fsdp_config.forward_prefetch=False
+    reward_model.model.fsdp_config.wrap_policy.min_num_params=10 reward_model.micro_batch_size=null
+    reward_model.micro_batch_size_per_gpu=32 reward_model.max_length=null
+    reward_model.ulysses_sequence_parallel_size=1 reward_model.forward_max_token_len_per_gpu=98304
+    reward_model.reward_manager=naive reward_model.launch_reward_fn_async=False
+    """
+)
+PASTED: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "grpo": (GSM8K, {
+        "data.val_files": ["/root/data/gsm8k/test.parquet"], "data.train_batch_size": 1024, "rollout.n": 5,
+        "actor.ppo_mini_batch_size": 256, "actor.use_dynamic_bsz": False, "actor.ppo_micro_batch_size_per_gpu": 32,
+        "ref.fsdp_config.param_offload": True, "actor.clip_ratio_low": 0.2, "actor.clip_ratio_high": 0.28,
+        "actor.optim.clip_grad": 0.5, "actor.optim.lr_scheduler_type": "constant",
+        "reward.custom_reward_function.path": "pkg://my.reward", "ray_kwargs.ray_init.num_cpus": 32,
+        "trainer.logger": ["console", "jsonl"],
+    }),
+    "critic": (["model.path=m", *CRITIC], {
+        "critic.model.path": "/home/me/models/critic", "critic.model.enable_gradient_checkpointing": False,
+        "critic.optim.clip_grad": 0.5, "critic.optim.lr_scheduler_type": "cosine", "critic.optim.lr": 1e-5,
+        "critic.optim.lr_warmup_steps_ratio": 0.05, "critic.fsdp_config.param_offload": True,
+        "critic.fsdp_config.optimizer_offload": True, "critic.fsdp_config.mixed_precision.param_dtype": "bf16",
+        "critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 32,
+        "critic.forward_max_token_len_per_gpu": 32768,
+    }),
+    "reward model": (["model.path=m", *REWARD_MODEL], {
+        "reward_model.enable": True, "reward_model.retokenize": True, "reward_model.use_dynamic_bsz": False,
+        "reward_model.model.path": "/home/me/models/reward", "reward_model.fsdp_config.param_offload": True,
+        "reward_model.fsdp_config.wrap_policy.min_num_params": 10, "reward_model.micro_batch_size_per_gpu": 32,
+        "reward_model.forward_max_token_len_per_gpu": 98304,
+    }),
+}  # fmt: skip
+
+
 def names(arguments: list[str]) -> set[str]:
     return {one.lstrip("+").partition("=")[0].removeprefix("actor_rollout_ref.") for one in arguments}
 
 
-def test_a_pasted_grpo_command_line_loads() -> None:
+@pytest.mark.parametrize("kind", PASTED)
+def test_a_pasted_command_line_loads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key is set, or named in one note with what it becomes."""
+    monkeypatch.setenv("HOME", "/home/me")
+    arguments, expected = PASTED[kind]
+    loaded = load_config(arguments)
+    assert {key: value_of(loaded.config, key) for key in expected} == expected
+    for name in names([argument for argument in arguments if not argument.endswith("=null")]) - set(KEYS):
+        assert len([note for note in loaded.notes if note.startswith((f"{name}=", f"{name} ", f"{name}:"))]) == 1, name
+
+
+def test_what_a_pasted_line_implies_is_said() -> None:
     loaded = load_config(GSM8K)
-    config, notes = loaded.config, loaded.notes
-    assert config.data.val_files == ["/root/data/gsm8k/test.parquet"]
-    assert (config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size) == (1024, 5, 256)
-    assert (config.actor.use_dynamic_bsz, config.actor.ppo_micro_batch_size_per_gpu) == (False, 32)
-    assert config.ref.fsdp_config.param_offload is True
-    assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.2, 0.28)
-    assert (config.actor.optim.clip_grad, config.actor.optim.lr_scheduler_type) == (0.5, "constant")
-    assert config.reward.custom_reward_function.path == "pkg://my.reward"
-    assert config.ray_kwargs.ray_init.num_cpus == 32
-    assert config.trainer.logger == ["console", "jsonl"]
     assert loaded.provenance["actor.optim.clip_grad"] == "command line, as actor.grad_clip"
-    implied = {f"{role}use_dynamic_bsz" for role in ("actor.", "rollout.log_prob_", "ref.log_prob_")}
-    for name in names(GSM8K) - set(KEYS) | {"trainer.logger", "trainer.save_freq"} | implied:
-        assert len([note for note in notes if note.startswith((f"{name}=", f"{name} ", f"{name}:"))]) == 1, name
+    implied = [f"{role}use_dynamic_bsz=" for role in ("actor.", "rollout.log_prob_", "ref.log_prob_")]
+    for start in ("trainer.logger", "trainer.save_freq", *implied):
+        assert len([note for note in loaded.notes if note.startswith(start)]) == 1, start
+    notes = load_config(["model.path=m", *REWARD_MODEL]).notes
+    assert any("reward.function_weight=0" in note for note in notes), "verl takes the model's score alone"
 
 
 @pytest.mark.parametrize(
@@ -109,62 +163,6 @@ def test_what_is_said_of_several_keys_is_said_once_and_of_verls_files_too() -> N
     megatron, file = caught.value.problems
     assert all(key in megatron for key in keys) and megatron.count("Megatron is not here") == 1
     assert "--config-name=ppo_megatron_trainer is not known" in file and "its keys are: paste them" in file
-
-
-# The critic's part of a PPO run in the manner of verl's examples.
-CRITIC = shlex.split(
-    """
-    algorithm.adv_estimator=gae critic.enable=True critic.strategy=fsdp2 critic.optim.lr=1e-5
-    critic.optim.lr_warmup_steps_ratio=0.05 critic.optim.warmup_style=cosine critic.grad_clip=0.5
-    critic.model.path=~/models/critic critic.model.tokenizer_path=m critic.model.use_remove_padding=True
-    critic.model.enable_gradient_checkpointing=False critic.model.fsdp_config.param_offload=True
-    critic.model.fsdp_config.forward_prefetch=True critic.fsdp.optimizer_offload=True critic.fsdp.dtype=bfloat16
-    critic.ppo_micro_batch_size=64 critic.ppo_micro_batch_size_per_gpu=32 critic.ulysses_sequence_parallel_size=1
-    critic.rollout_n=5 critic.ppo_infer_max_token_len_per_gpu=32768 critic.checkpoint.save_contents=['model']
-    """
-)
-
-
-def test_a_pasted_critic_loads() -> None:
-    loaded = load_config(["model.path=m", *CRITIC])
-    critic = loaded.config.critic
-    assert critic.model.path is not None and critic.model.path.endswith("/models/critic")
-    assert not critic.model.path.startswith("~") and not critic.model.enable_gradient_checkpointing
-    assert (critic.optim.clip_grad, critic.optim.lr_scheduler_type) == (0.5, "cosine")
-    assert (critic.optim.lr, critic.optim.lr_warmup_steps_ratio) == (1e-5, 0.05)
-    assert critic.fsdp_config.param_offload and critic.fsdp_config.optimizer_offload
-    assert critic.fsdp_config.mixed_precision.param_dtype == "bf16"
-    assert (critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu) == (False, 32)
-    assert critic.forward_max_token_len_per_gpu == 32768
-    assert all(any(note.startswith(name) for note in loaded.notes) for name in names(CRITIC) - set(KEYS))
-
-
-REWARD_MODEL = shlex.split(
-    """
-    reward_model.enable=True reward_model.strategy=fsdp2 reward_model.model.path=~/models/reward
-    reward_model.model.input_tokenizer=~/models/policy reward_model.model.use_remove_padding=True
-    reward_model.model.external_lib=null reward_model.model.use_shm=False
-    reward_model.model.fsdp_config.param_offload=True reward_model.model.fsdp_config.forward_prefetch=False
-    reward_model.model.fsdp_config.wrap_policy.min_num_params=10 reward_model.micro_batch_size=null
-    reward_model.micro_batch_size_per_gpu=32 reward_model.max_length=null
-    reward_model.ulysses_sequence_parallel_size=1 reward_model.forward_max_token_len_per_gpu=98304
-    reward_model.reward_manager=naive reward_model.launch_reward_fn_async=False
-    """
-)
-
-
-def test_a_pasted_reward_model_loads() -> None:
-    loaded = load_config(["model.path=m", *REWARD_MODEL])
-    model = loaded.config.reward_model
-    assert model.enable and model.retokenize
-    assert model.model.path is not None and model.model.path.endswith("/models/reward")
-    assert not model.model.path.startswith("~")
-    assert model.fsdp_config.param_offload and model.fsdp_config.wrap_policy.min_num_params == 10
-    assert (model.use_dynamic_bsz, model.micro_batch_size_per_gpu) == (False, 32)
-    assert model.forward_max_token_len_per_gpu == 98304
-    given = names([argument for argument in REWARD_MODEL if not argument.endswith("=null")])
-    assert all(any(note.startswith(name) for note in loaded.notes) for name in given - set(KEYS))
-    assert any("reward.function_weight=0" in note for note in loaded.notes), "verl takes the model's score alone"
 
 
 def test_the_new_spelling_of_a_reward_model_and_one_without_another_tokenizer() -> None:

@@ -14,7 +14,7 @@ from tests.workers.diffusion.tiny_wan import clips, flow_config, planned
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from workers.diffusion.actor import ActorWorker
-from workers.diffusion.reward_policy import reward_flow_network
+from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
 from workers.engine.network import BuildArguments
 
 Arrays = dict[str, np.ndarray]
@@ -26,6 +26,15 @@ def worker_of(path: str, **options: Any) -> ActorWorker:
     worker = ActorWorker(flow_config(path, **options), total_training_steps=10)
     worker.init_model()
     return worker
+
+
+def policy_of(path: str, **options: Any) -> RewardFlowPolicy:
+    """The policy alone, without an engine."""
+    torch.manual_seed(5)
+    arguments = BuildArguments(torch.float32, torch.float32, trains=True, with_weights=True, device=CPU)
+    policy = reward_flow_network(flow_config(path, **options))(arguments)
+    assert isinstance(policy, RewardFlowPolicy)
+    return policy.train()
 
 
 def part(rows: int, micro_batch_size: int, without_face: tuple[int, ...] = ()) -> DataProto:
@@ -76,8 +85,7 @@ def plain_gradient(
 
     noise: the seed of all samples'; None = that of the clip.
     """
-    arguments = BuildArguments(torch.float32, torch.float32, trains=True, with_weights=True, device=CPU)
-    policy: Any = reward_flow_network(flow_config(path))(arguments)
+    policy: Any = policy_of(path)
     data, divergence = planned(clips(rows, without_face), 1, rows)[0], 0.0
     if noise is not None:
         data.batch["noise_seed"].fill_(noise)

@@ -13,6 +13,7 @@ from torch import nn
 from tests.workers.engine_cases import CPU, rank_and_world
 from verl_lite.config import WrapPolicyConfig
 from verl_lite.config.flow_grpo import FlowGRPOConfig
+from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from workers.diffusion.sde_policy import REFERENCE, sde_policy
@@ -150,6 +151,12 @@ def paths_of(path: str, rows: int) -> DataProto:
     )
 
 
+def train(engine: FSDPEngine, config: FlowGRPOConfig, data: DataProto) -> dict[str, Metric]:
+    """One call with the actor's loss."""
+    arguments: dict[str, Any] = {"steps": STEPS, "noise_level": LEVEL, "with_kl": config.actor.use_kl_loss}
+    return engine.train(data, lambda part, outputs: actor_loss(part, outputs, config.actor), **arguments)
+
+
 def update(path: str, rows: int, micro_batch_size: int | None, steps: int = 2, **options: Any) -> dict[str, Any]:
     """Weights and metrics after `steps` calls of train with two mini-batches each. options: of actor, by name."""
     model = {name: options.pop(name) for name in ("lora_rank",) if name in options}
@@ -158,15 +165,7 @@ def update(path: str, rows: int, micro_batch_size: int | None, steps: int = 2, *
         setattr(config.actor, name, value)
     data = paths_of(path, rows)
     engine = engine_of(config)
-    metrics: dict[str, float] = {}
     for _ in range(steps):
-        found = engine.train(
-            planned(data, micro_batch_size, mini_batch_size=rows // 2),
-            lambda part, outputs: actor_loss(part, outputs, config.actor),
-            steps=STEPS,
-            noise_level=LEVEL,
-            with_kl=config.actor.use_kl_loss,
-        )
-        metrics = {name: metric.value for name, metric in found.items()}
+        found = train(engine, config, planned(data, micro_batch_size, mini_batch_size=rows // 2))
     weights = {name: value.numpy() for name, value in network_weights(engine).items()}
-    return {"weights": weights, "metrics": metrics}
+    return {"weights": weights, "metrics": {name: metric.value for name, metric in found.items()}}

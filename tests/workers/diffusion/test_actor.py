@@ -1,4 +1,8 @@
-"""The worker of reward flow: one gradient however the batch is cut, resuming, and what leaves it."""
+"""The worker of reward flow: one gradient however the batch is cut, and what leaves it.
+
+That a run goes on exactly is in tests/e2e/test_reward_flow_resume.py, what an adapter's checkpoint holds in
+test_adapter.py.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.conftest import OnRanks
 from tests.workers.diffusion.actor_cases import gradient, move, part, plain_gradient, trained, worker_of
 from tests.workers.diffusion.tiny_wan import ALL_CHECKPOINTS, tiny_pipeline
-from tests.workers.ranks import Ranks
-from verl_lite.errors import UserError
 
 diffusers = pytest.importorskip("diffusers")
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-7}
 """Of gradients that are sums of the same fp32 terms in another order."""
 IN_ROOT = {"min_num_params": 1 << 40}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_pipeline(tmp_path_factory.mktemp("pipeline"))
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +60,7 @@ def test_the_engine_has_the_plain_modules_gradient(path: str, micro_batch_size: 
 
 def test_in_half_precision_the_adapter_and_its_gradient_stay_fp32(path: str) -> None:
     worker = worker_of(path, param_dtype="bf16")
+    assert not any("high" in name or ".lora_" not in name for name in worker.engine.trained)
     kinds = {value.dtype for name, value in worker.engine.parameters.items() if ".lora_" in name}
     frozen = {name: value.dtype for name, value in worker.engine.parameters.items() if ".lora_" not in name}
     assert kinds == {torch.float32} and frozen["patch_embedding.weight"] == torch.bfloat16
@@ -100,27 +99,6 @@ def test_frames_of_the_last_step_are_those_it_was_trained_on(path: str) -> None:
         place = [int(r) for r in data.batch["row"]].index(row)
         torch.testing.assert_close(frames, expected[place], rtol=1e-5, atol=1e-6)
     assert 0 <= float(last.batch["frames"].min()) <= float(last.batch["frames"].max()) <= 1
-
-
-def test_resuming_is_exact(path: str, tmp_path: Path) -> None:
-    folder = str(tmp_path / "actor")
-    expected = trained(path, 2)
-    trained(path, 1, save=folder)
-    found = trained(path, 1, load=folder)
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], value) for name, value in expected.items())
-    with pytest.raises(UserError, match=r"is of other parameters: .*\(model.lora_rank=4\)"):
-        trained(path, 0, load=folder, lora_rank=2)
-
-
-def test_a_checkpoint_holds_the_adapter_alone(path: str, tmp_path: Path) -> None:
-    worker = worker_of(path)
-    worker.save_checkpoint(str(tmp_path), background=False)
-    adapter = sum(value.numel() for value in worker.engine.trained.values())
-    size = sum(file.stat().st_size for file in tmp_path.rglob("*.distcp"))
-    # 4 bytes for each number of the adapter and of its two moments, and what the format adds
-    assert 12 * adapter < size < 12 * adapter + 400_000
-    assert not any("high" in name or "lora" not in name for name in worker.engine.trained)
 
 
 @pytest.mark.parametrize("layout", ["i2v", "ti2v"])
@@ -167,20 +145,18 @@ CUTS: list[tuple[int, int, tuple[int, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_gradient_of_one(path: str, tmp_path: Path) -> None:
-    one_step = trained(path, 3)
-    with Ranks(2) as ranks:
-        for rows, micro_batch_size, without_face, options in CUTS:
-            expected, _ = plain_gradient(path, rows, without_face)
-            for found, _ in ranks.run(gradient, path, rows, micro_batch_size, without_face, options):
-                assert_same(found, expected)
-        for found, _ in ranks.run(gradient, path, 2, 1, (), {"param_dtype": "bf16"}):
-            assert_near(found, plain_gradient(path, 2)[0])
-        folder = str(tmp_path / "actor")
-        two = ranks.run(trained, path, 3, folder)
-        for found in two:
-            assert found.keys() == one_step.keys()
-            for name, value in one_step.items():
-                np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
-        loaded = trained(path, 0, load=folder)  # on another number of ranks
-        assert all(np.array_equal(loaded[name], value) for name, value in two[0].items())
+def test_two_ranks_have_the_gradient_of_one(path: str, two_ranks: OnRanks, tmp_path: Path) -> None:
+    for rows, micro_batch_size, without_face, options in CUTS:
+        expected, _ = plain_gradient(path, rows, without_face)
+        for found, _ in two_ranks(gradient, path, rows, micro_batch_size, without_face, options):
+            assert_same(found, expected)
+    for found, _ in two_ranks(gradient, path, 2, 1, (), {"param_dtype": "bf16"}):
+        assert_near(found, plain_gradient(path, 2)[0])
+    one_step, folder = trained(path, 3), str(tmp_path / "actor")
+    two = two_ranks(trained, path, 3, folder)
+    for found in two:
+        assert found.keys() == one_step.keys()
+        for name, value in one_step.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+    loaded = trained(path, 0, load=folder)  # on another number of ranks
+    assert all(np.array_equal(loaded[name], value) for name, value in two[0].items())

@@ -10,31 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.diffusion.actor_cases import CPU, policy_of
 from tests.workers.diffusion.tiny_wan import FRAMES, SIDE, clips, flow_config, planned, tiny_pipeline
 from verl_lite.errors import UserError
 from workers.diffusion.pipeline import load_pipeline
-from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
-from workers.engine.network import BuildArguments
 
 diffusers = pytest.importorskip("diffusers")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folders(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("pipelines")
     return {
-        "i2v": tiny_pipeline(root / "i2v"),
+        "i2v": path,
         "i2v wan": tiny_pipeline(root / "i2v_wan", vae="wan"),
         "ti2v wan": tiny_pipeline(root / "ti2v_wan", layout="ti2v", vae="wan"),
     }
-
-
-def build(path: str, **options: Any) -> RewardFlowPolicy:
-    arguments = BuildArguments(torch.float32, torch.float32, trains=True, with_weights=True, device=CPU)
-    policy = reward_flow_network(flow_config(path, **options))(arguments)
-    assert isinstance(policy, RewardFlowPolicy)
-    return policy
 
 
 class RollGrid(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc, name-defined]
@@ -51,7 +42,7 @@ def test_frames_are_those_of_diffusers_own_pipeline(
 ) -> None:
     # its cleaning of prompts needs a package more; these have nothing to clean
     monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan_i2v.prompt_clean", str)
-    policy = build(folders[layout])
+    policy = policy_of(folders[layout])
     data = planned(clips(2), world=1, micro_batch_size=2)[0]
     inputs, _ = policy.arrange(data, CPU)
     with torch.no_grad():
@@ -88,7 +79,7 @@ def test_fused_adapters_are_in_the_weights_before_training_begins(folders: dict[
 
 
 def test_prompts_are_encoded_once_and_alone(folders: dict[str, str]) -> None:
-    policy = build(folders["i2v"])
+    policy = policy_of(folders["i2v"])
     calls: list[int] = []
     policy.encode_prompts.text_encoder.register_forward_hook(lambda *_: calls.append(1))
     both = policy.encode_prompts(["a red face", "a blue face smiles"], CPU)
@@ -113,44 +104,34 @@ def test_prompts_are_encoded_once_and_alone(folders: dict[str, str]) -> None:
 def test_settings_that_cannot_work(folders: dict[str, str], options: dict[str, Any], message: str) -> None:
     chosen = dict(options)
     with pytest.raises(UserError, match=message):
-        build(folders[chosen.pop("layout", "i2v")], **chosen)
-
-
-def changed(source: str, target: Path, file: str, **entries: Any) -> str:
-    """A copy of a pipeline with other entries in one of its json files."""
-    shutil.copytree(source, target)
-    content = json.loads((target / file).read_text())
-    (target / file).write_text(json.dumps(content | entries))
-    return str(target)
+        policy_of(folders[chosen.pop("layout", "i2v")], **chosen)
 
 
 @pytest.mark.parametrize(
-    ("file", "entries", "message"),
+    ("entry", "value", "message"),
     [
-        ("model_index.json", {"boundary_ratio": None}, "boundary_ratio=None: expected a number with two experts"),
-        ("model_index.json", {"text_encoder": [None, None]}, "names no text_encoder"),
-        ("model_index.json", {"vae": ["no.such.module", "Codec"]}, "vae is no.such.module.Codec, which cannot be imp"),
-        ("model_index.json", {"expand_timesteps": True}, "12 input channels; expected 4 in Wan2.2's layout, TI2V"),
+        ("boundary_ratio", None, "boundary_ratio=None: expected a number with two experts"),
+        ("text_encoder", [None, None], "names no text_encoder"),
+        ("vae", ["no.such.module", "Codec"], "vae is no.such.module.Codec, which cannot be imp"),
+        ("expand_timesteps", True, "12 input channels; expected 4 in Wan2.2's layout, TI2V"),
+        ("transformer_2", "without weights", "component transformer_2 .* cannot be loaded"),
     ],
 )
-def test_a_folder_that_is_no_such_pipeline(
-    folders: dict[str, str], tmp_path: Path, file: str, entries: dict[str, Any], message: str
-) -> None:
-    path = changed(folders["i2v"], tmp_path / "changed", file, **entries)
+def test_a_folder_that_is_no_such_pipeline(path: str, tmp_path: Path, entry: str, value: Any, message: str) -> None:
+    """With another entry in its index, or without an expert's weights."""
+    folder = shutil.copytree(path, tmp_path / "changed")
+    index = json.loads((folder / "model_index.json").read_text())
+    if value == "without weights":
+        for file in (folder / entry).glob("*.safetensors"):
+            file.unlink()
+    else:
+        (folder / "model_index.json").write_text(json.dumps(index | {entry: value}))
     with pytest.raises(UserError, match=message):
-        load_pipeline(flow_config(path).model, torch.float32)
-
-
-def test_weights_that_are_not_there(folders: dict[str, str], tmp_path: Path) -> None:
-    shutil.copytree(folders["i2v"], tmp_path / "broken")
-    for file in (tmp_path / "broken" / "transformer_2").glob("*.safetensors"):
-        file.unlink()
-    with pytest.raises(UserError, match="component transformer_2 .* cannot be loaded"):
-        load_pipeline(flow_config(str(tmp_path / "broken")).model, torch.float32)
+        load_pipeline(flow_config(str(folder)).model, torch.float32)
 
 
 def test_clips_of_another_size_than_the_decoder_gives(folders: dict[str, str]) -> None:
-    policy, data = build(folders["i2v"]), planned(clips(1), 1, 1)[0]
+    policy, data = policy_of(folders["i2v"]), planned(clips(1), 1, 1)[0]
     for video, message in ((data.batch["video"][:, :4], "num_frames=4"), (data.batch["video"][..., :12], "width=12")):
         wrong = data.select()
         wrong.batch["video"] = video
@@ -159,7 +140,7 @@ def test_clips_of_another_size_than_the_decoder_gives(folders: dict[str, str]) -
 
 
 def test_a_clip_that_the_reward_cannot_use_is_named(folders: dict[str, str]) -> None:
-    policy, data = build(folders["i2v"]), planned(clips(2), 1, 2)[0]
+    policy, data = policy_of(folders["i2v"]), planned(clips(2), 1, 2)[0]
     data.batch["video"][1] = 1.0
     with pytest.raises(UserError, match="row 1, .*MeanColourReward: all of it is white"):
         policy.arrange(data, CPU)

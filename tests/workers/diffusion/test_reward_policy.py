@@ -7,27 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.diffusion.tiny_wan import clips, flow_config, planned, tiny_pipeline
+from tests.workers.diffusion.actor_cases import CPU, policy_of
+from tests.workers.diffusion.tiny_wan import clips, planned
 from verl_lite.flow_match import flow_sigmas
 from verl_lite.protocol import DataProto
-from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
-from workers.engine.network import BuildArguments
+from workers.diffusion.reward_policy import RewardFlowPolicy
 
 pytest.importorskip("diffusers")
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_pipeline(tmp_path_factory.mktemp("pipeline"))
-
-
-def build(path: str, **options: Any) -> RewardFlowPolicy:
-    torch.manual_seed(5)
-    arguments = BuildArguments(torch.float32, torch.float32, trains=True, with_weights=True, device=CPU)
-    policy = reward_flow_network(flow_config(path, **options))(arguments)
-    assert isinstance(policy, RewardFlowPolicy)
-    return policy.train()
 
 
 def moved(policy: RewardFlowPolicy, scale: float = 0.2) -> RewardFlowPolicy:
@@ -56,17 +42,17 @@ def batch(rows: int = 2, without_face: tuple[int, ...] = ()) -> DataProto:
 
 
 def test_the_divergence_is_exactly_zero_at_the_start_and_positive_after(path: str) -> None:
-    policy = build(path)
+    policy = policy_of(path)
     assert outputs_of(policy, batch())["kl_loss"].tolist() == [0.0, 0.0]
     assert (outputs_of(moved(policy), batch())["kl_loss"] > 0).all()
 
 
 def test_loss_divergence_and_frames_by_a_naive_loop(path: str) -> None:
     """Step by step with two plain experts: one with the adapter in its weights, one without."""
-    policy, data = moved(build(path)), batch(2)
+    policy, data = moved(policy_of(path)), batch(2)
     found = outputs_of(policy, data)
     inputs, _ = policy.arrange(data, CPU)
-    base = build(path).model
+    base = policy_of(path).model
     base.disable_adapters()
     high, sigmas, kl = policy._high_noise[0], flow_sigmas(4, 5.0), torch.zeros(2)
     x = inputs.noise
@@ -93,7 +79,7 @@ def test_loss_divergence_and_frames_by_a_naive_loop(path: str) -> None:
 def test_the_gradient_is_the_slope_of_the_loss(path: str) -> None:
     """By central differences along the gradient itself, where every step of the expert that learns has one. Without the
     divergence, whose base velocity has no gradient towards the latents that it is asked about."""
-    policy, data = moved(build(path, kl_loss_coef=0.0)), batch()
+    policy, data = moved(policy_of(path, kl_loss_coef=0.0)), batch()
     found = gradients(policy, data)
     norm = sum(float(value.square().sum()) for value in found.values()) ** 0.5
 
@@ -112,12 +98,12 @@ def test_the_gradient_is_the_slope_of_the_loss(path: str) -> None:
 
 def test_frozen_parts_on_the_host_change_nothing(path: str) -> None:
     data = batch()
-    expected, found = (gradients(moved(build(path, offload_frozen=o)), data) for o in (False, True))
+    expected, found = (gradients(moved(policy_of(path, offload_frozen=o)), data) for o in (False, True))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_sample_without_a_face_has_no_part_in_the_gradient(path: str) -> None:
-    policy = moved(build(path))
+    policy = moved(policy_of(path))
     outputs = outputs_of(policy, batch(3, without_face=(1,)))
     assert outputs["counted"].tolist() == [1, 0, 1] and outputs["loss"][1] == 0 and outputs["face_score"][1] == 0
     found = gradients(policy, batch(3, without_face=(1,)))
@@ -126,12 +112,12 @@ def test_a_sample_without_a_face_has_no_part_in_the_gradient(path: str) -> None:
         outputs_of(policy, batch(3)[[row]])["loss"].sum().backward()
     for name, value in found.items():
         torch.testing.assert_close(value, policy.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
-    nothing = gradients(moved(build(path)), batch(1, without_face=(0,)))
+    nothing = gradients(moved(policy_of(path)), batch(1, without_face=(0,)))
     assert nothing and all(value.abs().max() == 0 for value in nothing.values())
 
 
 def test_padding_is_not_sampled_and_a_micro_batch_of_padding_gives_zero_gradients(path: str) -> None:
-    policy, data = moved(build(path)), batch(3)
+    policy, data = moved(policy_of(path)), batch(3)
     expected = outputs_of(policy, data)
     data.batch["is_padding"] = torch.tensor([False, True, False])
     found = outputs_of(policy, data)

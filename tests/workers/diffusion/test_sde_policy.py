@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.workers.diffusion.sde_cases import (
     paths_of,
     planned,
     seeds_of,
+    train,
     update,
     write_field,
 )
@@ -31,7 +32,6 @@ from verl_lite.flow_match import flow_sigmas
 from verl_lite.flow_sde import step_kl, step_mean, step_std
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.sde_policy import load_network
-from workers.losses import actor_loss
 
 ROWS = 6
 
@@ -39,12 +39,6 @@ ROWS = 6
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_field(tmp_path_factory.mktemp("field"))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_a_path_by_hand(path: str) -> None:
@@ -86,9 +80,7 @@ def test_without_noise_it_is_the_ode_and_has_no_probability(path: str) -> None:
 def test_on_policy_every_ratio_is_exactly_one(path: str) -> None:
     config, data = config_of(path), paths_of(path, ROWS)
     data.batch.pop("old_log_probs")
-    metrics = engine_of(config).train(
-        planned(data), lambda part, outputs: actor_loss(part, outputs, config.actor), steps=STEPS, noise_level=LEVEL
-    )
+    metrics = train(engine_of(config), config, planned(data))
     assert metrics["ratio_max"].value == metrics["ratio_min"].value == 1.0
     assert metrics["ppo_kl"].value == 0.0
 
@@ -116,8 +108,7 @@ def test_the_gradient_is_that_of_advantage_times_log_prob(path: str) -> None:
 
     assert engine.optimizer is not None
     engine.optimizer.step = capture  # type: ignore[method-assign]
-    loss = lambda part, outputs: actor_loss(part, outputs, config.actor)  # noqa: E731
-    engine.train(planned(data, micro_batch_size=2), loss, steps=STEPS, noise_level=LEVEL)
+    train(engine, config, planned(data, micro_batch_size=2))
     for name, parameter in network.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
@@ -131,8 +122,7 @@ def test_kl_to_where_training_began(path: str, lora_rank: int) -> None:
     config.actor.use_kl_loss = True
     engine = engine_of(config)
     assert not inferred(engine, data, steps=STEPS, noise_level=LEVEL, with_kl=True)["kl"].any()
-    loss = lambda part, outputs: actor_loss(part, outputs, config.actor)  # noqa: E731
-    engine.train(planned(data), loss, steps=STEPS, noise_level=LEVEL, with_kl=True)
+    train(engine, config, planned(data))
     found = inferred(engine, data, steps=STEPS, noise_level=LEVEL, with_kl=True)["kl"]
     before, after = TinyField.from_pretrained(path), TinyField()
     after.load_state_dict(network_weights(engine))
@@ -152,8 +142,7 @@ def test_with_an_adapter_only_it_learns(path: str) -> None:
     engine = engine_of(config)
     assert all("lora" in name for name in engine.trained) and len(engine.trained) == 4
     before = network_weights(engine)
-    loss = lambda part, outputs: actor_loss(part, outputs, config.actor)  # noqa: E731
-    engine.train(planned(paths_of(path, ROWS)), loss, steps=STEPS, noise_level=LEVEL)
+    train(engine, config, planned(paths_of(path, ROWS)))
     changed = {name for name, value in network_weights(engine).items() if not torch.equal(value, before[name])}
     assert changed == {"inner.weight", "block.linear.weight"}
 
@@ -169,13 +158,10 @@ def test_the_update_does_not_depend_on_the_cut(path: str, options: dict[str, Any
 
 @pytest.mark.slow
 def test_one_rank_equals_two(path: str, ranks: Ranks) -> None:
-    whole = update(path, ROWS, None, use_kl_loss=True, kl_loss_coef=0.1)
-    for found in ranks.run(two_ranks, path):
+    with_kl = functools.partial(update, use_kl_loss=True, kl_loss_coef=0.1)
+    whole = with_kl(path, ROWS, None)
+    for found in ranks.run(with_kl, path, ROWS, 1, size=2):
         same(found, whole)
-
-
-def two_ranks(path: str) -> dict[str, Any]:
-    return update(path, ROWS, 1, use_kl_loss=True, kl_loss_coef=0.1)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
