@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.verl_lite.naive_losses import naive_policy_loss
 from verl_lite.core_algos import compute_policy_loss, compute_policy_loss_vanilla
 from verl_lite.metrics import values
 
@@ -35,31 +36,18 @@ def batch(seed: int = 0) -> Batch:
 
 def by_hand(given: Batch, low: float, high: float, c: float, mode: str) -> list[float]:
     """(loss, clip fraction, KL, lower clip fraction), token by token in Python's floats."""
-    columns = [given[name].tolist() for name in ("old_log_prob", "log_prob", "advantages", "response_mask")]
-    rows: list[list[float]] = []
+    config = SimpleNamespace(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c)
     clipped, lower, kl = [], [], []
-    for row in zip(*columns, strict=True):
-        losses = []
-        for old, new, advantage, valid in zip(*row, strict=True):
-            if not valid:
-                continue
+    for old, new, advantage, valid in zip(*(given[name].flatten().tolist() for name in given), strict=True):
+        if valid:
             ratio = math.exp(new - old)
             plain, bounded = -advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high)
-            worse = max(plain, bounded)
-            losses.append(min(worse, -advantage * c) if advantage < 0 else worse)
             clipped.append(bounded > plain)
-            lower.append(advantage < 0 and worse > -advantage * c)
+            lower.append(advantage < 0 and max(plain, bounded) > -advantage * c)
             kl.append(old - new)
-        rows.append(losses)
-    full = [losses for losses in rows if losses]
-    sums = [sum(losses) for losses in full]
-    loss = {
-        "token-mean": sum(sums) / len(kl),
-        "seq-mean-token-sum": sum(sums) / len(full),
-        "seq-mean-token-mean": sum(total / len(losses) for total, losses in zip(sums, full, strict=True)) / len(full),
-    }[mode]
     assert any(clipped) and any(lower)
-    return [loss, *(sum(numbers) / len(numbers) for numbers in (clipped, kl, lower))]
+    shares = (sum(numbers) / len(numbers) for numbers in (clipped, kl, lower))
+    return [naive_policy_loss("vanilla", given, mode, config), *shares]
 
 
 def test_the_example_of_the_seed_runs_as_it_stands() -> None:

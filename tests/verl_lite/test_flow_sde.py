@@ -78,13 +78,9 @@ def test_log_prob_is_torchs_mean_over_dimensions_and_has_its_gradient() -> None:
     torch.testing.assert_close(gradient, expected_gradient)
 
 
-def test_kl_by_formula_and_by_samples() -> None:
+def test_kl_is_torchs() -> None:
     torch.manual_seed(0)
     mean, other, std = torch.randn(2, 6), torch.randn(2, 6), 0.8
     normal, reference = torch.distributions.Normal(mean, std), torch.distributions.Normal(other, std)
     torch.testing.assert_close(step_kl(mean, other, std), torch.distributions.kl_divergence(normal, reference).mean(1))
-    for row in range(2):
-        x, own, others = normal.sample((20_000,))[:, row], mean[row].expand(20_000, -1), other[row].expand(20_000, -1)
-        ratio = step_log_prob(x, own, std) - step_log_prob(x, others, std)
-        assert float(ratio.mean()) == pytest.approx(float(step_kl(mean, other, std)[row]), rel=0.02)
     assert not step_kl(mean, mean, std).any()

@@ -8,7 +8,6 @@ import torch
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     AdvantageEstimator,
-    compute_agentic_reinforce_return,
     compute_approx_kl,
     compute_clip_fraction,
     compute_gae_advantage_return,
@@ -50,12 +49,9 @@ def test_verls_enum_names_every_estimator() -> None:
     assert get_adv_estimator_fn(AdvantageEstimator.GRPO) is get_adv_estimator_fn("grpo")
 
 
-def test_rolls_estimators_by_hand() -> None:
-    """GAE with gamma = lambd = 1: V + A is the sum of rewards to come. Discounted: 2; 4 + 1/2 * 2; 1 + 1/2 * 5."""
+def test_rolls_names_take_rolls_arguments() -> None:
+    """What they compute is in test_core_algos_advantages.py."""
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
     _, returns = compute_gae_advantage_return(token_level_rewards=rewards, values=values, gamma=1.0, lambd=1.0)
     assert returns.tolist() == [[1.0, 1.0]]
     assert compute_reinforce_return(torch.tensor([[1.0, 4.0, 2.0]]), 0.5, 1.0)[0].tolist() == [[3.5, 5.0, 2.0]]
-    # by turns (1 2) and (4 5), last rewards 1 and 2: 2, and 1 + 1/2 * 2; rewards 9 are not read
-    rewards, mask = torch.tensor([[9.0, 1, 5, 9, 2, 9]]), torch.tensor([[1, 1, 0, 1, 1, 0]])
-    assert compute_agentic_reinforce_return(rewards, 0.5, 1.0, mask)[0].tolist() == [[2, 2, 0, 2, 2, 0]]

@@ -217,7 +217,7 @@ def test_keys_of_older_files_are_named(tmp_path: Path) -> None:
         "use_additional_prompts": True,
         "actor_train": {"offload_nccl": True},
     }
-    notes = " ".join(loaded(tmp_path, harmless).notes)
+    notes = " ".join(load(tmp_path, harmless).notes)
     assert all(name in notes for name in (*list(harmless)[:4], "actor_train.offload_nccl"))
     others = {
         "force_disable_old_logprobs_recompute": (True, "bypass_mode"),
@@ -229,10 +229,4 @@ def test_keys_of_older_files_are_named(tmp_path: Path) -> None:
     }
     for name, (value, remedy) in others.items():
         with pytest.raises(ConfigError, match=remedy):
-            loaded(tmp_path, {name: value})
-
-
-def loaded(folder: Path, settings: Mapping[str, Any]) -> LoadedConfig[Any]:
-    """A file with these settings, read."""
-    (folder / "roll.yaml").write_text(yaml.safe_dump(dict(settings)))
-    return load_config(["--config", str(folder / "roll.yaml")])
+            load(tmp_path, {name: value})
