@@ -1,5 +1,7 @@
 """For all tests: a run that a test makes logs nothing that trainer/METRICS.md does not explain.
 
+`nothing_stays` is for those that import or register something of their own.
+
 After each test the run folders among its fixtures are looked at: a path, or an object with `run_dir`. With
 RECORD_METRICS=FILE the names that were logged are appended to it, for `python -m tests.unlogged_metrics FILE`.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,25 @@ from trainer.metric_docs import undocumented
 FOLDERS = ("", "*/", "*/*/", "*/*/*/")
 OF_USERS = "my_recipe/"  # what the guide's example logs
 _read: dict[Path, int] = {}
+
+
+@pytest.fixture
+def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of a test's folder, paths, and what it registers are gone after it."""
+    from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl_lite.envs import ENVS
+    from verl_lite.group_filters import GROUP_FILTERS
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    registries: list[Any] = [ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, GROUP_FILTERS, ENVS]
+    modules, before = set(sys.modules), [dict(registry) for registry in registries]
+    yield
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__path__", getattr(sys.modules[name], "__file__", ""))):
+            del sys.modules[name]
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
 
 
 @pytest.hookimpl(wrapper=True)

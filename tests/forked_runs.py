@@ -8,7 +8,6 @@ run leaves is compared by `differences` of `models_of` (weights, moments, counte
 from __future__ import annotations
 
 import importlib
-import json
 import multiprocessing
 import os
 import signal
@@ -23,6 +22,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.tiny_model import tiny_qwen2
+from tests.tiny_run import good_row, write_rows
 from trainer.checkpoint import MARKER
 from trainer.tracking import read_metrics
 
@@ -108,20 +108,11 @@ class Runs(Forked):
     """Of `trainer.main_ppo`, inline, on a tiny model."""
 
     def __init__(self, folder: Path, rows: int, batch: int, options: list[str]) -> None:
-        prompts = [
-            {
-                "prompt": [{"role": "user", "content": f"{row}+{row}"}],
-                "data_source": ("odd", "even")[row % 2],
-                "reward_model": {"ground_truth": str(2 * row)},
-            }
-            for row in range(rows)
-        ]
-        data = folder / "train.jsonl"
-        data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+        prompts = (good_row(row, ("odd", "even")[row % 2]) for row in range(rows))
         own = [
             *COMMON,
             f"model.path={tiny_qwen2(folder / 'model')}",
-            f"data.train_files={data}",
+            f"data.train_files={write_rows(folder / 'train.jsonl', prompts)}",
             f"data.train_batch_size={batch}",
             f"reward.custom_reward_function.path={__file__}",
             "reward.custom_reward_function.name=reward_by_length",
@@ -140,6 +131,18 @@ def models_of(checkpoint: Path, parts: tuple[str, ...]) -> dict[str, Any]:
         for random in sorted((checkpoint / part).glob("random_*.pt")):  # of each rank
             result[f"{part}.{random.stem}"] = torch.load(random, weights_only=False)
     return result
+
+
+def assert_same_end(expected: Path, found: Path, step: int, parts: tuple[str, ...] = ACTOR) -> dict[str, Any]:
+    """The checkpoints of a step of both runs are equal to the bit, and not the first step's. Gives the models."""
+    ends = [run_dir / f"global_step_{step}" for run_dir in (expected, found)]
+    models = [models_of(end, parts) for end in ends]
+    assert len(models[0]) > 20 and differences(*models) == []
+    states = [driver_state(end) for end in ends]
+    assert {"steps", "random", "config"} <= set(states[0]) and differences(*states) == []
+    if (first := expected / "global_step_1").exists():
+        assert differences(models_of(first, parts), models[0]), "training changes nothing: equality shows nothing"
+    return models[0]
 
 
 def driver_state(checkpoint: Path) -> dict[str, Any]:

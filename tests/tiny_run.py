@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.tiny_model import tiny_qwen2
 from verl_lite.single_controller.watcher import marked_processes, shared_memory_of
@@ -35,6 +36,22 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 7 / 7
 """
+
+
+def good_row(number: int, source: str = "sums") -> dict[str, Any]:
+    """A row as it should be: a sum and its result."""
+    return {
+        "prompt": [{"role": "user", "content": f"{number}+{number}"}],
+        "data_source": source,
+        "reward_model": {"style": "rule", "ground_truth": str(2 * number)},
+        "extra_info": {"index": number},
+    }
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """As lines of JSON."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 class TinyRun:
@@ -121,20 +138,11 @@ class TinyTask:
     def __init__(self, folder: Path, reward: str = REWARD, rows: int = 8) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        prompts = [
-            {
-                "prompt": [{"role": "user", "content": f"{row}+{row}"}],
-                "data_source": "sums",
-                "reward_model": {"ground_truth": str(2 * row)},
-            }
-            for row in range(rows)
-        ]
-        (folder / "train.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
         (folder / "reward.py").write_text(reward)
         self.options = [
             *OPTIONS,
             f"model.path={tiny_qwen2(folder / 'model')}",
-            f"data.train_files={folder / 'train.jsonl'}",
+            f"data.train_files={write_rows(folder / 'train.jsonl', map(good_row, range(rows)))}",
             f"reward.custom_reward_function.path={folder / 'reward.py'}",
         ]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.e2e.test_exact_resume import GAE, KL
-from tests.e2e.test_replay import LOSS
-from tests.forked_runs import ACTOR, CRITIC, Forked, differences, driver_state, history, models_of
+from tests.e2e.test_replay import dump_of
+from tests.forked_runs import ACTOR, CRITIC, Forked, assert_same_end, history
 from tests.tiny_model import tiny_qwen2
 from trainer.crash_dump import read_dump
 from trainer.replay import main as replay
@@ -71,13 +71,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_run(
     whole = runs.finish("whole")
     start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_2"]
     resumed = runs.finish("resumed", *start)
-    ends = [folder / "global_step_4" for folder in (whole, resumed)]
-    models = [models_of(end, parts) for end in ends]
-    assert len(models[0]) > 20 and differences(models[0], models[1]) == []
-    states = [driver_state(end) for end in ends]
-    assert differences(states[0], states[1]) == []
+    assert_same_end(whole, resumed, 4, parts)
     assert_same_history({step: history(whole)[step] for step in (3, 4)}, history(resumed))
-    assert differences(models_of(whole / "global_step_1", parts), models[0]), "training changes nothing"
     written = read_metrics(whole / "metrics.jsonl")
     assert all("rollout/score/mean" in metrics and "env/guess/success" in metrics for metrics in written.values())
 
@@ -100,20 +95,12 @@ def assert_same_history(left: dict[int, dict[str, float]], right: dict[int, dict
 def test_a_step_that_fails_is_run_again_from_its_capsule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "wrong_loss.py").write_text(LOSS.format(good=1))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    options = ["actor.policy_loss.loss_mode=wrong_loss:loss", "actor.ppo_mini_batch_size=-1"]
-    runs = Episodes(tmp_path, *options, "trainer.total_training_steps=3", "actor.ppo_max_token_len_per_gpu=8192")
-    process, run_dir, log = runs.start("run")
-    process.join(120)
-    assert process.exitcode == 1 and "python -m trainer.replay" in log.read_text(), log.read_text()[-3000:]
-    folder = run_dir / "crash" / "step_2"
+    folder = dump_of(Episodes(tmp_path, "actor.ppo_mini_batch_size=-1"), monkeypatch)
     dump = read_dump(folder)
     assert dump.phase == "update_actor" and dump.batch is not None and "env_metrics" in dump.batch
-    import wrong_loss
+    import broken_loss
 
-    wrong_loss.STEP[0] = 1
+    broken_loss.STEP[0] = 1
     with pytest.raises(ArithmeticError, match="step 2"):
         replay([str(folder)])
     assert "answers from the dump" in capsys.readouterr().out

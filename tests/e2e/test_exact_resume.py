@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked_runs import ACTOR, CRITIC, Runs, differences, driver_state, history, models_of
+from tests.forked_runs import ACTOR, CRITIC, Runs, assert_same_end, differences, history
 from trainer.checkpoint import MARKER
 
 pytestmark = pytest.mark.slow
@@ -97,18 +97,12 @@ def test_train_kill_resume_is_train(
     whole = runs.kill_after(total, "whole", f"trainer.total_training_steps={FOREVER}")
     start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_{resumed_from}"]
     resumed = runs.finish("resumed", f"trainer.total_training_steps={total}", *start)
-    ends = [folder / f"global_step_{total}" for folder in (whole, resumed)]
-    models = [models_of(end, parts) for end in ends]
-    assert len(models[0]) > 20 and differences(*models) == []
-    states = [driver_state(end) for end in ends]
-    assert {"steps", "kl_coef", "running_moments", "random", "config"} <= set(states[0]) and differences(*states) == []
+    assert_same_end(whole, resumed, total, parts)
     expected = {step: row for step, row in history(whole).items() if resumed_from < step <= total}
     assert differences(expected, history(resumed)) == [] and len(expected) == total - resumed_from
     if options is LORA:
         starts = [row["sampler/start"] for row in history(whole).values()]
         assert len(set(starts)) == len(starts), "the sampler hears of every step"
-    first = models_of(whole / "global_step_1", parts)
-    assert differences(first, models[0]), "training changes nothing: equality shows nothing"
 
 
 def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
@@ -123,8 +117,7 @@ def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing
     done = next(step for step, number in enumerate(asked) if number > budget)
     assert int((ended / MARKER).read_text()) == done == len(history(ended))
     runs.finish("ended", "trainer.resume_mode=auto")
-    assert differences(*(models_of(folder / "global_step_4", ACTOR) for folder in (whole, ended))) == []
-    assert differences(*(driver_state(folder / "global_step_4") for folder in (whole, ended))) == []
+    assert_same_end(whole, ended, 4)
     assert differences(history(whole), history(ended)) == []
 
 
@@ -145,17 +138,8 @@ def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(number: signal.Sign
     assert f"{number.name}: stopping after this step" in text and "trainer.resume_mode=auto" in text
     assert 1 <= int((stopped / MARKER).read_text()) < steps
     runs.finish("stopped", "trainer.resume_mode=auto")
-    assert differences(*(models_of(folder / f"global_step_{steps}", ACTOR) for folder in (whole, stopped))) == []
+    assert_same_end(whole, stopped, steps)
     assert differences(history(whole), history(stopped)) == []
-
-
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, 4, 4, [])
-    run_dir = runs.finish("run", "trainer.total_training_steps=2")
-    before = (run_dir / "metrics.jsonl").read_text()
-    again = runs.refused("run", "trainer.total_training_steps=2", "trainer.resume_mode=auto")
-    assert "nothing is left to do" in again
-    assert (run_dir / "metrics.jsonl").read_text() == before
 
 
 def test_other_data_and_other_settings_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_runs import Runs
+from tests.forked_runs import Forked, Runs
 from trainer.crash_dump import read_dump
 from trainer.replay import main as replay
 from verl_lite.errors import UserError
@@ -33,19 +33,23 @@ def loss(*args, **kwargs):
 """
 
 
-@pytest.fixture
-def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The dump of a run whose loss fails in its second step."""
-    (tmp_path / "broken_loss.py").write_text(LOSS.format(good=1))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    options = ["actor.policy_loss.loss_mode=broken_loss:loss", "actor.ppo_mini_batch_size=4"]
-    runs = Runs(tmp_path, 8, 4, [*options, "actor.ppo_max_token_len_per_gpu=4096", "trainer.total_training_steps=3"])
-    process, run_dir, log = runs.start("run")
+def dump_of(runs: Forked, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The dump of a run whose loss, in broken_loss.py, fails in its second step."""
+    (runs.folder / "broken_loss.py").write_text(LOSS.format(good=1))
+    monkeypatch.setenv("PYTHONPATH", str(runs.folder))
+    monkeypatch.syspath_prepend(str(runs.folder))
+    monkeypatch.delitem(sys.modules, "broken_loss", raising=False)  # another test's
+    options = ["actor.policy_loss.loss_mode=broken_loss:loss", "actor.ppo_max_token_len_per_gpu=8192"]
+    process, run_dir, log = runs.start("run", *options, "trainer.total_training_steps=3")
     process.join(120)
     text = log.read_text()
     assert process.exitcode == 1 and "python -m trainer.replay" in text, text[-3000:]
     return run_dir / "crash" / "step_2"
+
+
+@pytest.fixture
+def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return dump_of(Runs(tmp_path, 8, 4, ["actor.ppo_mini_batch_size=4"]), monkeypatch)
 
 
 def test_the_replay_fails_alike_and_passes_when_mended(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:

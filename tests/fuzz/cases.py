@@ -3,13 +3,12 @@ files (model, data, reward) that the base configuration names."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.tiny_model import CHAT_TEMPLATE, tiny_qwen2, tiny_reward_model, tiny_tokenizer
-from tests.tiny_run import REWARD
+from tests.tiny_run import REWARD, good_row, write_rows
 
 TEMPLATES = {
     "strict": "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -63,14 +62,4 @@ def make_good_files(root: Path) -> None:
     (root / "reward.py").write_text(REWARD)
     (root / "base.yaml").write_text(BASE.format(root=root))
     for name, count in (("train", 8), ("val", 4)):
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(good_row(row)) + "\n" for row in range(count)))
-
-
-def good_row(number: int) -> dict[str, object]:
-    """A row as it should be."""
-    return {
-        "prompt": [{"role": "user", "content": f"{number}+{number}"}],
-        "data_source": "sums",
-        "reward_model": {"style": "rule", "ground_truth": str(2 * number)},
-        "extra_info": {"index": number},
-    }
+        write_rows(root / f"{name}.jsonl", map(good_row, range(count)))

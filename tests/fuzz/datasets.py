@@ -20,7 +20,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from tests.fuzz.cases import Case, good_row
+from tests.fuzz.cases import Case
+from tests.tiny_run import good_row
 
 ODD_VALUES: list[Any] = [
     None, "", " ", 0, -1, 1.5, float("nan"), float("inf"), True, [], {}, [None], [[]], {"a": None}, b"\xff\xfe",

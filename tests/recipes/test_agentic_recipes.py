@@ -10,8 +10,7 @@ from types import ModuleType
 
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from recipes.agentic_frozen_lake.data import (
     WORDS,
@@ -50,7 +49,7 @@ def settings(recipe: str, *arguments: str) -> PPOConfig:
 def test_a_turn_has_few_tokens_and_no_text_is_lost(tmp_path: Path) -> None:
     write_model(tmp_path, seed=1, layers=1, hidden=32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("P_O_\n_O√G", "Grüße, 世界!\n\t", "Leftover <answer", *WORDS):
+    for text in ("P_O_\n_O√G", "Grüße, 世界!\n\t", "Leftover <answer", "".join(map(chr, range(128))), *WORDS):
         tokens = tokenizer(text)["input_ids"]
         assert tokenizer.decode(tokens) == text
         assert tokens == byte_tokenizer(WORDS)(text)["input_ids"]
@@ -60,16 +59,6 @@ def test_a_turn_has_few_tokens_and_no_text_is_lost(tmp_path: Path) -> None:
     assert len(tokenizer(text)["input_ids"]) == 1 + 5 + 1 + 4
     said = tokenizer("<answer>Right</answer><|im_end|>")["input_ids"]
     assert tokenizer.decode(said, skip_special_tokens=True) == "<answer>Right</answer>"  # words are not special tokens
-
-
-def test_the_model_is_small_and_the_same_each_time(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        write_model(tmp_path / name, seed=1)
-    for file in (tmp_path / "one").iterdir():
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
-    network = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    assert sum(parameter.numel() for parameter in network.parameters()) < 1_000_000
-    assert network.dtype == torch.float32
 
 
 # ----------------------------------------------------------------------------------------------------- demonstrations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.embedded import Start, byte_tokenizer, cache_folder, make_once, make_where_wanted
+from recipes.embedded import Start, cache_folder, make_once, make_where_wanted
 from recipes.quickstart import data
 from verl_lite.config import PPOConfig, load_config
 
@@ -69,13 +69,6 @@ def test_it_is_made_where_the_run_takes_model_or_data_from_it(
     )
     make_where_wanted(config, cache / "it", "name", lambda folder: None)
     assert (cache / "it").is_dir() is wants
-
-
-def test_words_are_one_token_and_nothing_is_lost() -> None:
-    tokenizer = byte_tokenizer(("Left",))
-    assert len(tokenizer("Left")["input_ids"]) == 1 and len(tokenizer("Lef")["input_ids"]) == 3
-    for text in ("Left, Grüße, 世界!", "sort 1\n\x00", "".join(map(chr, range(32, 127)))):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_a_start_has_a_folder_for_each_version_and_makes_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

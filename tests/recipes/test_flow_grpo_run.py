@@ -23,6 +23,12 @@ LIKE_LANGUAGE = (
     "actor/ppo_kl", "actor/grad_norm", "actor/lr", "timing_s/gen", "timing_s/update_actor",
     "training/global_step", "frac_reward_zero_std",
 )  # fmt: skip
+USUAL = [
+    "data.train_batch_size=2", f"model.network={NETWORK}", f"reward.name={__name__}:bright_pixels", "rollout.n=16",
+    "rollout.val_kwargs.n=8", "sampler.num_train_steps=4", "sampler.num_inference_steps=8", "trainer.device=cpu",
+    "actor.ppo_mini_batch_size=1", "actor.clip_ratio=0.02", "actor.optim.lr=1e-2", "trainer.backend=inline",
+    "trainer.logger=[jsonl]", "trainer.save_freq=0", "trainer.test_freq=-1",
+]  # fmt: skip
 
 
 def bright_pixels(frames: torch.Tensor, prompts: Sequence[str]) -> list[float]:
@@ -34,48 +40,22 @@ def arguments(tmp_path: Path, run: str, **options: object) -> list[str]:
     if not (tmp_path / "field").exists():
         write_field(tmp_path / "field")
         (tmp_path / "prompts.txt").write_text("one\nthree\n")
-    values: dict[str, object] = {
-        "data.train_files": f"[{tmp_path / 'prompts.txt'}]",
-        "data.train_batch_size": 2,
-        "model.path": tmp_path / "field",
-        "model.network": NETWORK,
-        "reward.name": "tests.recipes.test_flow_grpo_run:bright_pixels",
-        "rollout.n": 16,
-        "rollout.val_kwargs.n": 8,
-        "sampler.num_train_steps": 4,
-        "sampler.num_inference_steps": 8,
-        "actor.ppo_mini_batch_size": 1,
-        "actor.clip_ratio": 0.02,
-        "actor.optim.lr": 1e-2,
-        "trainer.device": "cpu",
-        "trainer.backend": "inline",
-        "trainer.logger": "[jsonl]",
-        "trainer.save_freq": 0,
-        "trainer.test_freq": -1,
-        "trainer.default_local_dir": tmp_path / run,
-    }
-    values |= {name.replace("__", "."): value for name, value in options.items()}
-    return [f"{name}={value}" for name, value in values.items()]
+    places = [f"data.train_files=[{tmp_path}/prompts.txt]", f"model.path={tmp_path}/field"]
+    given = [f"{name.replace('__', '.')}={value}" for name, value in options.items()]
+    return [*places, *USUAL, f"trainer.default_local_dir={tmp_path / run}", *given]
 
 
 def logged(run: Path) -> list[Mapping[str, float]]:
     return [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {
-            "algorithm__adv_estimator": "rloo",
-            "actor__policy_loss__loss_mode": "gspo",
-            "actor__loss_agg_mode": "seq-mean-token-mean",
-            "model__lora_rank": 4,
-            "actor__use_kl_loss": "true",
-            "sampler__share_first_noise": "true",
-        },
-    ],
-)
+OTHER = {
+    "algorithm__adv_estimator": "rloo", "actor__policy_loss__loss_mode": "gspo", "model__lora_rank": 4,
+    "actor__loss_agg_mode": "seq-mean-token-mean", "actor__use_kl_loss": "true", "sampler__share_first_noise": "true",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, OTHER])
 def test_it_learns_from_a_count(tmp_path: Path, options: dict[str, object]) -> None:
     total = 12
     assert run(FlowGRPOJob, arguments(tmp_path, "run", trainer__total_training_steps=total, **options)) == 0

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,8 +20,8 @@ from trainer.recipe import load_recipe, recipe_overrides, trainer_of, worker_mod
 from verl_lite.config import load_config
 from verl_lite.contracts import check_adv_estimator, check_policy_loss
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-from verl_lite.envs import ENVS, env_templates
-from verl_lite.group_filters import GROUP_FILTERS, make_group_filter
+from verl_lite.envs import env_templates
+from verl_lite.group_filters import make_group_filter
 from verl_lite.protocol import DataProto
 from workers.envs.pool import EnvPool
 
@@ -31,21 +30,13 @@ EXAMPLES = dict(re.findall(r"`my_recipe/(\w+\.py)`:\n\n```python\n(.*?)```", GUI
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """my_recipe/, as the guide has it; what it registers is gone afterwards."""
+def folder(tmp_path: Path, nothing_stays: None) -> Path:
+    """my_recipe/, as the guide has it."""
     folder = tmp_path / "my_recipe"
     folder.mkdir()
     for file, code in EXAMPLES.items():
         (folder / file).write_text(code)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    registries: list[dict[str, object]] = [ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, GROUP_FILTERS, ENVS]  # type: ignore[list-item]
-    before = [dict(registry) for registry in registries]
-    yield folder
-    for registry, entries in zip(registries, before, strict=True):
-        registry.clear()
-        registry.update(entries)
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_recipe"]:
-        del sys.modules[name]
+    return folder
 
 
 def module(folder: Path, name: str) -> ModuleType:

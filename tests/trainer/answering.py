@@ -6,7 +6,6 @@ pool and metrics are those of a run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
+from tests.tiny_run import good_row, write_rows
 from trainer.data.prompts import PromptDataset
 from trainer.evaluate.sample import Sample
 from trainer.final_report import FitResult
@@ -83,19 +83,16 @@ class CountingPool(RewardPool):
 def task(folder: Path, prompts: int = 11) -> PPOConfig:
     """The options of a validation of so many prompts of two sources with a random model, both in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {
-            "data_source": "sums" if row % 3 else "lists",
-            "prompt": [{"role": "user", "content": f"{row}+{row * row}" + "+1" * (row % 4)}],
-            "reward_model": {"ground_truth": str(row)},
-        }
-        for row in range(prompts)
-    ]
-    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = (f"{row}+{row * row}" + "+1" * (row % 4) for row in range(prompts))
+    rows = (
+        good_row(row, "sums" if row % 3 else "lists")
+        | {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": str(row)}}
+        for row, text in enumerate(asked)
+    )
     (folder / "reward.py").write_text(REWARD)
     config = PPOConfig()
     config.model.path = tiny_qwen2(folder / "model")
-    config.data.val_files = [str(folder / "val.jsonl")]
+    config.data.val_files = [str(write_rows(folder / "val.jsonl", rows))]
     config.data.max_prompt_length, config.data.max_response_length = 40, 8
     config.rollout.name, config.rollout.kv_cache_memory_mb, config.rollout.max_num_seqs = "hf", 32, 64
     config.reward.custom_reward_function.path, config.reward.num_workers = str(folder / "reward.py"), 0

@@ -144,24 +144,6 @@ def test_the_penalty_of_a_step_uses_the_coefficient_of_before() -> None:
     assert controller.value == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))
 
 
-@pytest.mark.parametrize("norm_std", [True, False])
-def test_rolls_grpo_is_ours(norm_std: bool) -> None:
-    """Normalised by group and then REINFORCE, against the estimator that normalises by itself; no KL, gamma 1."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(0, 5, (24,), generator=generator).tolist()
-    scores = torch.rand(24, generator=generator).tolist()
-    uids = [f"p{row % 4}" for row in range(24)]
-    data = scored(scores, lengths, uids)
-    roll = options(norm_mean_type="group", norm_std_type="group" if norm_std else None)
-    normalised = compute_token_reward(reward_postprocess(data, roll)[0], roll)[0]
-    verl = AlgorithmConfig(norm_adv_by_std_in_grpo=norm_std)
-    plain = compute_token_reward(reward_postprocess(data, verl)[0], verl)[0]
-    torch.testing.assert_close(
-        advantages_of(normalised, "reinforce"), advantages_of(plain, "grpo", verl), atol=1e-5, rtol=0
-    )
-    assert 0 in lengths and advantages_of(plain, "grpo", verl).abs().sum() > 1
-
-
 @pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
 def test_a_missing_column_is_named_with_who_needs_and_who_writes_it(name: str) -> None:
     """Every column that an estimator names, taken away by itself."""

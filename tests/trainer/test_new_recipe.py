@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,9 @@ from verl_lite.errors import UserError
 from verl_lite.registry import load_object
 from verl_lite.rewards import load_scorer
 
+pytestmark = pytest.mark.usefixtures("nothing_stays")
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules, paths and estimators of a test are gone after it."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    modules, estimators = set(sys.modules), dict(ADV_ESTIMATOR_REGISTRY)
-    yield
-    for name in set(sys.modules) - modules:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__path__", getattr(sys.modules[name], "__file__", ""))):
-            del sys.modules[name]
-    ADV_ESTIMATOR_REGISTRY.clear()
-    ADV_ESTIMATOR_REGISTRY.update(estimators)
 
 
 def test_what_it_writes_is_a_sound_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,23 +11,11 @@ from trainer.agentic.agentic_pipeline import AgenticPipeline
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import built_in_recipes, load_recipe, prepare_recipe, recipe_overrides, trainer_of, worker_modules
 from verl_lite.config import ConfigError, PPOConfig, load_config
-from verl_lite.core_algos import POLICY_LOSS_REGISTRY
 from verl_lite.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("nothing_stays")
+
 SETTINGS = "def overrides():\n    return {'actor.optim.lr': 0.25}\n"
-
-
-@pytest.fixture(autouse=True)
-def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules, paths and losses of a test are gone after it."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    modules, losses = set(sys.modules), dict(POLICY_LOSS_REGISTRY)
-    yield
-    for name in set(sys.modules) - modules:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__path__", getattr(sys.modules[name], "__file__", ""))):
-            del sys.modules[name]
-    POLICY_LOSS_REGISTRY.clear()
-    POLICY_LOSS_REGISTRY.update(losses)
 
 
 def written(folder: Path, code: str = SETTINGS, file: str = "recipe.py") -> Path:

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.fuzz.cases import good_row
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
+from tests.tiny_run import good_row
 from trainer import build, run
 from trainer.build import check_context, check_engine, check_vocabulary, request_of
 from trainer.cli import failure_text, file_mask

@@ -8,28 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny_model import tiny_qwen2
+from tests.tiny_run import REWARD, good_row, write_rows
 from trainer.build import run_ppo
 from trainer.ray_trainer import RayPPOTrainer
-
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7 / 7
-"""
 
 
 def write_files(folder: Path, texts: Sequence[str], reward: str = REWARD, **model: int) -> Path:
     """policy/, reward.py and prompts.jsonl of these questions."""
     tiny_qwen2(folder / "policy", **model)
-    rows = [
-        {
-            "data_source": "talk",
-            "prompt": [{"role": "user", "content": text}],
-            "reward_model": {"ground_truth": "truth"},
-            "extra_info": {"index": index},
-        }
-        for index, text in enumerate(texts)
-    ]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prompts = [[{"role": "user", "content": text}] for text in texts]
+    changes = ({"prompt": prompt, "reward_model": {"ground_truth": "truth"}} for prompt in prompts)
+    write_rows(folder / "prompts.jsonl", (good_row(row, "talk") | change for row, change in enumerate(changes)))
     (folder / "reward.py").write_text(reward)
     return folder
 

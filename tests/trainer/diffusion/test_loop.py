@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,37 +99,17 @@ class FakeGroup:
         (Path(folder) / "pytorch_lora_weights.safetensors").touch()
 
 
-class FakeTracking:
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.notes: list[str] = []
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.logged.append((step, dict(metrics)))
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-class FakeVideos:
-    def __init__(self) -> None:
-        self.written: dict[int, dict[int, float]] = {}
-
-    def write(self, step: int, rows: list[int], videos: torch.Tensor) -> None:
-        assert videos.shape == (len(rows), FRAMES, 3, SIDE, SIDE)
-        self.written[step] = dict(zip(rows, videos.mean((1, 2, 3, 4)).tolist(), strict=True))
-
-
 class Run:
-    """A trainer of fake parts, and these."""
+    """A trainer of fake parts, and what they noted: metrics by step, and means of videos by step and row."""
 
     def __init__(self, run_dir: Path, group: FakeGroup | None = None, total: int = 3, **settings: Any) -> None:
         config = RewardFlowConfig()
         usual = {"save_freq": 0, "video_freq": 0, "test_freq": 0, "total_training_steps": total, "seed": 1}
         set_keys(config.trainer, **usual | settings)
-        self.group, self.tracking, self.videos = group or FakeGroup(), FakeTracking(), FakeVideos()
+        self.group, self.logged = group or FakeGroup(), list[tuple[int, dict[str, float]]]()
+        self.videos: dict[int, dict[int, float]] = {}
         fake: Any = self.group
-        tracking: Any = self.tracking
+        tracking: Any = SimpleNamespace(log=lambda metrics, step: self.logged.append((step, dict(metrics))))
         actor = FlowActorRole(fake, 1)
         self.trainer = RewardFlowTrainer(
             config,
@@ -136,10 +117,14 @@ class Run:
             steps=EpochSteps(2 * CLIPS, CLIPS, config.trainer, shuffle=True, dataset="same"),
             read_batch=lambda step: clips(step, list(range(CLIPS))),
             validation=clips(0, [0, 1]),
-            save_clips=self.videos.write,
+            save_clips=self.write,
             tracking=tracking,
-            saver=Saver(run_dir, config, {"actor": actor}, 0, self.tracking.notes.append),
+            saver=Saver(run_dir, config, {"actor": actor}, 0, pytest.fail),
         )
+
+    def write(self, step: int, rows: list[int], videos: torch.Tensor) -> None:
+        assert videos.shape == (len(rows), FRAMES, 3, SIDE, SIDE)
+        self.videos[step] = dict(zip(rows, videos.mean((1, 2, 3, 4)).tolist(), strict=True))
 
 
 def test_a_step_is_one_call_of_the_workers(tmp_path: Path) -> None:
@@ -147,11 +132,11 @@ def test_a_step_is_one_call_of_the_workers(tmp_path: Path) -> None:
     result = run.trainer.fit()
     assert run.group.calls == ["train 1", "train 2", "train 3"]
     assert (result.before, result.after, result.checkpoint, result.stopped) == ({}, {}, None, False)
-    steps = [step for step, _ in run.tracking.logged]
-    first = run.tracking.logged[0][1]
+    steps = [step for step, _ in run.logged]
+    first = run.logged[0][1]
     assert steps == [1, 2, 3] and first["actor/face_score"] == 0.5  # (1 + 3) / (4 + 4)
     assert {"timing_s/step", "timing_s/data", "timing_s/train", "perf/samples_per_second"} <= set(first)
-    assert [metrics["training/epoch"] for _, metrics in run.tracking.logged] == [0, 0, 1]
+    assert [metrics["training/epoch"] for _, metrics in run.logged] == [0, 0, 1]
     rows, padding, samples = run.group.trained[0]  # three rows on two ranks; padding does not count
     assert samples == CLIPS and len(rows) == 4 and sum(padding) == 1
     assert sorted(row for row, is_padding in zip(rows, padding, strict=True) if not is_padding) == [0, 1, 2]
@@ -161,7 +146,7 @@ def test_videos_are_the_steps_own_samples(tmp_path: Path) -> None:
     run = Run(tmp_path, video_freq=2)
     run.trainer.fit()
     assert run.group.calls == ["train 1", "train 2", "last_frames", "train 3", "last_frames"]  # the last step counts
-    assert run.videos.written == {step: {row: float(row) for row in range(CLIPS)} for step in (2, 3)}
+    assert run.videos == {step: {row: float(row) for row in range(CLIPS)} for step in (2, 3)}
 
 
 def test_the_same_clips_are_sampled_before_and_after(tmp_path: Path) -> None:
@@ -173,7 +158,7 @@ def test_the_same_clips_are_sampled_before_and_after(tmp_path: Path) -> None:
     assert result.first is not None and result.last is not None
     assert result.first.batch["frames"].mean((1, 2, 3, 4)).tolist() == [0, 1]  # in the order of the rows
     assert result.last.batch["frames"].mean((1, 2, 3, 4)).tolist() == [3, 4]
-    assert run.tracking.logged[0] == (0, result.before) and name in run.tracking.logged[-1][1]
+    assert run.logged[0] == (0, result.before) and name in run.logged[-1][1]
 
 
 def test_samples_without_a_face_are_counted_and_not_averaged(tmp_path: Path) -> None:
@@ -192,7 +177,7 @@ def test_a_resumed_run_goes_on_and_has_its_before_from_the_untrained_model(tmp_p
     assert again.group.calls == calls and again.group.weight == 4
     name = "val-core/cosine_identity/reward/mean@1"
     assert result.before[name] == 0 and result.after[name] == pytest.approx(0.4)
-    assert [step for step, _ in again.tracking.logged] == [3, 4, 4]  # the untrained model's was logged at step 0 before
+    assert [step for step, _ in again.logged] == [3, 4, 4]  # the untrained model's was logged at step 0 before
     assert result.checkpoint == tmp_path / "global_step_4"
     assert (tmp_path / "global_step_4" / "lora" / "pytorch_lora_weights.safetensors").is_file()
 

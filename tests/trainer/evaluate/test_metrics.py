@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,50 +64,37 @@ def test_missing_values_are_left_out_and_names_keep_the_number_of_answers():
     assert "mean@3" not in results["s"]["acc"]
 
 
-def scored(rows: list[dict]) -> list[Sample]:
-    return [
-        Sample(
-            step=0, uid=row["uid"], data_source=row["data_source"], input="", output="", gts="",
-            score=None if row["reward_failed"] else row["score"], response_length=1, finish_reason="stop",
-            policy_version=0, extra={name: row[name] for name in ("acc", "pred") if name in row},
-            timed_out=row.get("late", False),
-        )
-        for row in rows
-    ]  # fmt: skip
+SAMPLE = Sample(
+    step=0, uid="a", data_source="s", input="", output="", gts="", score=1.0, response_length=1, finish_reason="stop",
+    policy_version=0, extra={"acc": 1.0},
+)  # fmt: skip
 
 
-def rows(prompts: int = 6, answers: int = 4) -> list[dict]:
-    source = random.Random(1)
-    return [
-        {
-            "uid": f"p{p}",
-            "data_source": f"source/{p % 2}",
-            "score": source.random(),
-            "acc": source.random() < 0.5,
-            "pred": source.choice("xyz"),
-            "reward_failed": source.random() < 0.1,
-        }
-        for p in range(prompts)
-        for _ in range(answers)
-    ]
+def samples(prompts: int = 6, answers: int = 4) -> list[Sample]:
+    """Of two sources; the rewards of some have failed."""
+    source, found = random.Random(1), []
+    for p in (p for p in range(prompts) for _ in range(answers)):
+        score, extra = source.random(), {"acc": source.random() < 0.5, "pred": source.choice("xyz")}
+        score = None if source.random() < 0.1 else score
+        found.append(replace(SAMPLE, uid=f"p{p}", data_source=f"source/{p % 2}", score=score, extra=extra))
+    return found
 
 
 def test_sections_and_prefix():
-    metrics = validation_metrics(scored(rows()))
+    metrics = validation_metrics(samples())
     core = {name.removeprefix("val-core/source/0/") for name in metrics if name.startswith("val-core/source/0/")}
     assert core == {"acc/mean@4", "acc/best@4/mean", "acc/best@4/std", "acc/maj@4/mean", "acc/maj@4/std"}
     for name in ("acc/best@2/mean", "acc/worst@4/mean", "acc/std@4", "reward/mean@4", "reward/best@4/mean"):
         assert f"val-aux/source/1/{name}" in metrics
-    prefixed = validation_metrics(scored(rows()), prefix="greedy/")
+    prefixed = validation_metrics(samples(), prefix="greedy/")
     starts = tuple(f"val-aux/{source}/greedy/" for source in ("source/0", "source/1"))
     assert all(name.startswith(starts) for name in prefixed)
     assert prefixed["val-aux/source/0/greedy/acc/mean@4"] == metrics["val-core/source/0/acc/mean@4"]
 
 
 def test_failed_rewards_are_not_zeros():
-    one = {"uid": "a", "data_source": "s", "score": 1.0, "acc": 1.0, "reward_failed": False}
-    failed = one | {"score": 0.0, "acc": 0.0, "reward_failed": True}
-    metrics = validation_metrics(scored([one, failed, one, failed | {"late": True}]))
+    failed = replace(SAMPLE, score=None, extra={"acc": 0.0})
+    metrics = validation_metrics([SAMPLE, failed, SAMPLE, replace(failed, timed_out=True)])
     assert metrics["val-core/s/acc/mean@4"] == 1.0 and metrics["val-aux/s/reward/mean@4"] == 1.0
     assert metrics["val-aux/s/reward/error_rate"] == 0.5 and metrics["val-aux/s/reward/timeout_rate"] == 0.25
     assert metrics["val-aux/s/acc/pass@2"] == 1.0
@@ -114,26 +102,24 @@ def test_failed_rewards_are_not_zeros():
 
 
 def test_pass_at_k_is_only_of_outcomes_and_never_core():
-    given = rows(prompts=6, answers=5)
-    metrics = validation_metrics(scored(given))
+    given = samples(prompts=6, answers=5)
+    metrics = validation_metrics(given)
     names = [name for name in metrics if "pass@" in name]
     assert {name.split("/")[0] for name in names} == {"val-aux"}
     assert {name.split("/")[-1] for name in names} - {"ci95"} == {"pass@1", "pass@2", "pass@4", "pass@5"}
     assert all("/acc/" in name for name in names), "the score of these rows is no outcome"
-    acc = [x["acc"] for x in given if x["data_source"] == "source/0" and not x["reward_failed"]]
-    assert 0 < sum(acc) < len(acc)
-    by_uid = {}
+    by_uid: dict[str, list[float]] = {}
     for row in given:
-        if row["data_source"] == "source/0" and not row["reward_failed"]:
-            by_uid.setdefault(row["uid"], []).append(row["acc"])
+        if row.data_source == "source/0" and row.score is not None:
+            by_uid.setdefault(row.uid, []).append(row.extra["acc"])
     drawn = [[any(pair) for pair in itertools.combinations(acc, 2)] for acc in by_uid.values()]
     assert metrics["val-aux/source/0/acc/pass@2"] == pytest.approx(np.mean([np.mean(pairs) for pairs in drawn]))
 
 
 def test_the_order_of_rows_does_not_matter():
-    given = rows(prompts=9, answers=5)
-    straight = validation_metrics(scored(given))
+    given = samples(prompts=9, answers=5)
+    straight = validation_metrics(given)
     for seed in range(3):
         shuffled = given.copy()
         random.Random(seed).shuffle(shuffled)
-        assert validation_metrics(scored(shuffled)) == straight
+        assert validation_metrics(shuffled) == straight

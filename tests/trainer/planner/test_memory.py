@@ -73,21 +73,15 @@ def test_a_config_without_sizes_is_a_sentence() -> None:
 
 
 def test_seven_billion_parameters_on_eight_ranks() -> None:
-    """fp32 masters and moments, bf16 compute: 4 P / 8, 8 P / 8 and 4 P / 8 bytes on each rank."""
+    """fp32 masters and moments, bf16 compute; what a rank holds of them is in the phases of test_run_memory."""
     network = HeldNetwork(SEVEN, ranks=8, compute=2, trained=SEVEN.parameters)
-    assert network.weights == 3_807_808_256
-    assert network.moments == 7_615_616_512
-    assert network.gradients(1)[1] == 3_807_808_256
     # embedding and output layer of 152064 x 3584 each, the last norm, and two layers of 233,057,792, in bf16
     assert network.gathered == 2 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
     # several micro-batches: whole gradients on every rank, in fp32, whatever the number of ranks
     assert network.gradients(2) == (4 * 7_615_616_512, 0), "the shard takes the place of the whole ones"
     one = HeldNetwork(SEVEN, ranks=1, compute=2, reduce=2, trained=SEVEN.parameters)
     assert one.gradients(2)[1] == (4 - 2) * 7_615_616_512, "fp32 in place of bf16"
-    assert network.gradients(1)[0] == 6 * (2 * 152064 * 3584 + 3584 + 2 * 233_057_792)
     assert replace(network, reduce=2).gradients(2)[0] == 2 * 7_615_616_512
-    frozen = replace(network, trained=0)
-    assert (frozen.weights, frozen.moments) == (2 * 7_615_616_512 / 8, 0)
 
 
 def test_an_adapter_costs_moments_for_itself_alone() -> None:

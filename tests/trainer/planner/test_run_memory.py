@@ -17,7 +17,6 @@ from trainer.tracking import Record
 from verl_lite.config import PPOConfig
 
 SEVEN = shape_of(config_like("qwen2.5-7b"))
-SEVENTY = shape_of(config_like("llama-3.1-70b"))
 PARAMETERS = 7_615_616_512
 H100, CPU = ACCELERATORS["h100"], ACCELERATORS["cpu"]
 
