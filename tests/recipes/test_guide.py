@@ -16,7 +16,7 @@ import torch
 from recipes.quickstart.data import write_data
 from recipes.quickstart.recipe import START
 from tests.e2e.test_main_job import metrics
-from trainer.recipe import load_recipe, recipe_overrides, trainer_of, worker_modules
+from trainer.recipe import load_recipe
 from verl_lite.config import load_config
 from verl_lite.contracts import check_adv_estimator, check_policy_loss
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
@@ -77,13 +77,6 @@ def test_the_estimator_and_the_loss_keep_their_promises(folder: Path) -> None:
     )
     loss.backward()
     assert new.grad is not None and new.grad.tolist() == [[-0.5, -1.0]]
-
-
-def test_the_recipe_puts_them_together(folder: Path) -> None:
-    config = load_config([f"recipe={folder}"], recipe_loader=recipe_overrides).config
-    assert (config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode) == ("good_news", "truncated")
-    assert trainer_of(config).__name__ == "Trainer"
-    assert worker_modules(config) == ["my_recipe.recipe", "my_recipe.loss"]
 
 
 def test_the_filter_drops_groups_without_success(folder: Path) -> None:

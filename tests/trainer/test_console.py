@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ from rich.console import RenderableType
 from trainer.console import Console, following, format_seconds
 from trainer.evaluate.sample import Sample
 from trainer.final_report import final_report, printable, validation_line, validation_table
-from trainer.run import how_to_continue
 from verl_lite.config import ConfigError, SFTConfig, Verbosity, load_config, load_schema
 
 METRICS = {
@@ -138,12 +136,6 @@ def test_the_report_has_before_and_after_samples_places_and_commands(tmp_path: P
     reports = [final_report(Result(BEFORE, AFTER, [sample]), tmp_path, {}, {}) for sample in (SAMPLE, many)]
     few, lines = (len(shown(report).splitlines()) for report in reports)
     assert lines <= few + 3, "newlines of an answer are no lines of the table"
-
-
-def test_the_command_that_goes_on_is_quoted_for_a_shell() -> None:
-    line = how_to_continue(["python", "-m", "trainer.main_ppo", "data.train_files=[a b]"], Path("/tmp/ray é 数"))
-    words = shlex.split(line.splitlines()[-1])
-    assert words[3:5] == ["data.train_files=[a b]", "trainer.default_local_dir=/tmp/ray é 数"]
 
 
 def test_intervals_stand_beside_the_means() -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -133,10 +134,10 @@ def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, mo
             assert "cannot be locked (No locks available)" in told[0]
 
 
-def test_the_command_that_goes_on_says_nothing_twice(tmp_path: Path) -> None:
-    given = ["python", "-m", "trainer.main_ppo", "trainer.default_local_dir=x", *FROM, "~trainer.resume_from_path"]
-    said = run.how_to_continue(given, tmp_path).splitlines()[-1].split()
-    assert said == [*given[:3], f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"]
+def test_the_command_that_goes_on_says_nothing_twice_and_is_quoted_for_a_shell() -> None:
+    given = ["python", "-m", "trainer.main_ppo", "data.train_files=[a b]", "trainer.default_local_dir=x", *FROM]
+    said = shlex.split(run.how_to_continue([*given, "~trainer.resume_from_path"], Path("/ray é 数")).splitlines()[-1])
+    assert said == [*given[:4], "trainer.default_local_dir=/ray é 数", "trainer.resume_mode=auto"]
 
 
 GIB = 1 << 30
@@ -218,10 +219,8 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
 
 def test_a_lost_worker_and_a_stall_start_again_from_the_last_checkpoint(tries: Tries) -> None:
     assert tries(WorkerDiedError("one"), StalledError("two"), None, retries=2) == ["disable", "auto", "auto"]
-
-
-def test_before_its_first_checkpoint_a_run_starts_again_where_it_began(tries: Tries) -> None:
-    assert tries(WorkerDiedError("one"), None, retries=1, options=FROM) == ["resume_path"] * 2
+    began = tries(WorkerDiedError("one"), None, retries=1, options=FROM)
+    assert began == ["resume_path"] * 2, "before its first checkpoint where it began"
 
 
 @pytest.mark.parametrize(

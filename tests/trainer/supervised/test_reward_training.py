@@ -19,7 +19,7 @@ from tests.workers.ranks import Ranks
 from trainer import main_rm
 from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair
 from trainer.supervised.loop import train_within
-from trainer.supervised.reward_training import RewardTrainingJob, RewardTrainingWorker
+from trainer.supervised.reward_training import RewardTrainingJob, RewardTrainingWorker, pair_loss
 from verl_lite.config import (
     NetworkConfig,
     OptimConfig,
@@ -30,6 +30,7 @@ from verl_lite.config import (
 )
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values
+from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 
 QUESTION = {"role": "user", "content": "1+1="}
@@ -49,6 +50,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def two_ranks() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks
+
+
+def test_a_micro_batch_divides_by_the_pairs_of_the_whole_step_and_padding_counts_for_nothing() -> None:
+    # two pairs and a padding pair; the score of a text stands in one column
+    scores = torch.tensor([[0.0, 2.0], [1.0, 0.0], [0.0, 0.0], [0.0, 3.0], [0.0, 9.0], [9.0, 0.0]])
+    mask = (scores != 0).long()
+    mask[2, 0] = 1  # a score may be 0
+    mask[4:] = 0
+    data = DataProto.from_dict({"response_mask": mask}, meta_info={"num_tokens": 5})
+    loss, metrics = pair_loss(data, {"scores": scores}, center_coefficient=0.0)
+    losses = [math.log(1 + math.exp(-1)), math.log(1 + math.exp(3))]
+    assert loss.item() == pytest.approx(sum(losses) / 5)  # three more pairs are elsewhere
+    assert values(metrics) == pytest.approx({"loss": sum(losses) / 2, "accuracy": 0.5, "margin": (1 - 3) / 2})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import permitting
 from tests.trainer.prompt_rows import write
 from trainer import main_sft
-from trainer.data.sft import Example, encode_chat, load_examples
+from trainer.data.sft import Example, collate, encode_chat, load_examples
 from trainer.supervised.loop import train_within
 from trainer.supervised.sft import SFTJob, sft_loss
 from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
@@ -75,6 +75,15 @@ def test_a_template_without_an_end_of_turn_gets_one_and_without_a_template_text_
     if template is None:
         with pytest.raises(UserError, match="chats of several messages need.*data.chat_template"):
             encode_chat([user("12="), assistant("34"), user("5")] * 2, tokenizer, "row 0")
+
+
+def test_collate_pads_questions_left_and_answers_right() -> None:
+    batch = collate([Example([5, 6], [7], [1]), Example([8], [9, 10, 11], [1, 0, 1])], pad_token_id=0)
+    assert batch.batch["input_ids"].tolist() == [[5, 6, 7, 0, 0], [0, 8, 9, 10, 11]]
+    assert batch.batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]]
+    assert batch.batch["position_ids"].tolist() == [[0, 1, 2, 2, 2], [0, 0, 1, 2, 3]]
+    assert batch.batch["responses"].tolist() == [[7, 0, 0], [9, 10, 11]]
+    assert batch.batch["response_mask"].tolist() == [[1, 0, 0], [1, 0, 1]]
 
 
 def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
