@@ -49,11 +49,10 @@ from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
 from workers.device_holder import DeviceHolder
+from workers.frozen import ReferenceWorker, RewardModelWorker
 from workers.policy.loading import empty_network, load_model_config, longest_context, packing_note
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
-from workers.reference import ReferenceWorker
-from workers.reward_model import RewardModelWorker
 from workers.rewards.pool import RewardPool
 from workers.rollout.base import resolve_engine_name
 from workers.rollout.slot_cache import check_layers

@@ -17,11 +17,11 @@ from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.engine.fsdp import FSDPEngine
+from workers.frozen import ref_log_prob
 from workers.losses import actor_loss, check_parts, loss_of_batch, own_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
-from workers.reference import ref_log_prob
 from workers.rewards.pool import RewardItem
 from workers.rollout.base import Completion, RolloutEngine, SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
