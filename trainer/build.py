@@ -28,7 +28,7 @@ from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
-from trainer.resources import join_ray, start_workers
+from trainer.resources import DeviceHolder, join_ray, start_workers
 from trainer.rewards.failures import FailureLog
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
 from trainer.rewards.scores import Rewards
@@ -48,7 +48,6 @@ from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_
 from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
-from workers.device_holder import DeviceHolder
 from workers.frozen import ReferenceWorker, RewardModelWorker
 from workers.policy.loading import empty_network, load_model_config, longest_context, packing_note
 from workers.policy.router import check_routers

@@ -13,6 +13,8 @@ from verl_lite.device import cpu_count, device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
+from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.worker import Worker
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.rollout.base import resolve_engine_name
 
@@ -45,6 +47,22 @@ def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable
             yield
     else:
         yield
+
+
+class DeviceHolder(Worker):
+    """In a cluster that somebody else started: its constructor raises UserError if the device that Ray gave to the
+    process is taken. A role of its own, before all others, so that nothing is loaded onto such a device.
+
+    request: for one device.
+    """
+
+    def __init__(self, request: ResourceRequest) -> None:
+        self._held = ExitStack()
+        self._held.enter_context(reserve_gpus(request, print))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Nothing: there is no model."""
 
 
 def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: ExitStack) -> None:
