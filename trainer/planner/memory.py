@@ -273,10 +273,11 @@ def mini_batch_prompts(config: PPOConfig, size: int) -> int:
     return whole if size == -1 else min(whole, size)
 
 
-def distinct_prompts(config: PPOConfig, rows: int, prompts: int) -> int:
+def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: int) -> int:
     """Prompts, at most, of which `rows` answers to a batch of `prompts` consist in a packed row; one for each row where
     nothing is shared (`workers.engine.packing`)."""
-    return min(rows, prompts) if config.model.use_remove_padding and not config.is_agentic else rows
+    is_shared = config.model.use_remove_padding and shape.is_packed and not config.is_agentic
+    return min(rows, prompts) if is_shared else rows
 
 
 def _train_phases(
@@ -291,7 +292,8 @@ def _train_phases(
         cut = requirements.micro_batching(config, stage)
         together = cut.micro_batch_size or 1 if cut.max_token_len is None else max(1, cut.max_token_len // longest)
         together = max(1, min(together, rows))
-        shared = data.max_prompt_length * (together - distinct_prompts(config, together, prompts))
+        distinct = distinct_prompts(config, networks[role].shape, together, prompts)
+        shared = data.max_prompt_length * (together - distinct)
         tokens, predicted = together * longest - shared, together * data.max_response_length
         run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared)
         return networks[role], run, math.ceil(max(1, rows) / together)

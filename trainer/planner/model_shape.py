@@ -25,7 +25,8 @@ class ModelShape:
     """A decoder-only transformer; sizes as in its config.
 
     experts: of a mixture, of which experts_per_token answer for a token; 0 = one MLP. uncounted: parameters that the
-    formulas do not know. has_head: an output layer over the vocabulary, or one number.
+    formulas do not know. has_head: an output layer over the vocabulary, or one number. is_packed: rows may share a
+    prompt; else each has a row of its own (`workers.policy.token_mixing`).
     """
 
     hidden: int
@@ -42,6 +43,7 @@ class ModelShape:
     experts_per_token: int = 0
     uncounted: int = 0
     has_head: bool = True
+    is_packed: bool = True
 
     @property
     def query(self) -> int:
@@ -162,7 +164,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
     """The shape of a network from its config.json (of a folder, or of a model in the hub's cache), with the entries of
     override_config. name: the key of its path. UserError where there is none."""
-    from workers.policy.loading import count_parameters, load_model_config
+    from workers.policy.loading import empty_network, load_model_config
+    from workers.policy.token_mixing import mixing_layers
 
     if network.path is None:
         raise UserError(f"{name}=null: expected a folder with config.json, or --like {' | '.join(LIKE)}")
@@ -174,4 +177,6 @@ def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
     found = shape_of(config)
     if config.get("model_type") in KNOWN:
         return found
-    return replace(found, uncounted=count_parameters(network) - found.parameters)
+    empty = empty_network(network)
+    parameters = sum(parameter.numel() for parameter in empty.parameters())
+    return replace(found, uncounted=parameters - found.parameters, is_packed=not mixing_layers(empty))

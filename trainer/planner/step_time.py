@@ -118,11 +118,11 @@ def step_stages(
     # tokens that go through the layers in a pass over a device's rows; answers to one prompt in a micro-batch share its
     whole, mini = memory.mini_batch_prompts(config, -1), memory.mini_batch_prompts(config, actor.ppo_mini_batch_size)
     together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
-    tokens = rows / slots * (answer + prompt * memory.distinct_prompts(config, together, mini) / together)
 
     def passes(shape: ModelShape, count: int = 1) -> Stage:
         """Of so many forwards; a backward is two (one with an adapter, whose base gets no gradient), and with gradient
         checkpointing the forward again."""
+        tokens = rows / slots * (answer + prompt * memory.distinct_prompts(config, shape, together, mini) / together)
         return Stage(count * forward_flops(shape, tokens, prompt + answer) / (device.flops * TRAINING))
 
     trained, adapter = memory.trained_parameters(config, policy)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.workers.model_families import tiny_config
 from trainer.console import Console
 from trainer.plan import device_memory_gib, expected_rows, main, measured_line
 from trainer.planner.memory import ACCELERATORS, GIB, Networks, distinct_prompts, memory_plan, read_networks
-from trainer.planner.model_shape import ModelShape, config_like, shape_of
+from trainer.planner.model_shape import ModelShape, config_like, read_shape, shape_of
 from trainer.planner.step_time import Lengths, step_stages
 from trainer.tracking import Record
-from verl_lite.config import PPOConfig
+from verl_lite.config import NetworkConfig, PPOConfig
 
 SEVEN = shape_of(config_like("qwen2.5-7b"))
 PARAMETERS = 7_615_616_512
@@ -197,11 +199,16 @@ def test_answers_to_one_prompt_share_its_tokens_but_not_in_attention() -> None:
     config.model.enable_gradient_checkpointing = False
     kept = "kept activations"
 
-    def update(config: PPOConfig) -> dict[str, float]:
-        return memory_plan(config, Networks(SEVEN), 1, H100).phases["update"]
+    def update(config: PPOConfig, shape: ModelShape = SEVEN) -> dict[str, float]:
+        return memory_plan(config, Networks(shape), 1, H100).phases["update"]
 
-    assert distinct_prompts(config, 16, 2) == 2 and distinct_prompts(config, 1, 2) == 1
-    shared = update(config)
+    assert distinct_prompts(config, SEVEN, 16, 2) == 2 and distinct_prompts(config, SEVEN, 1, 2) == 1
+    shared, apart = update(config), replace(SEVEN, is_packed=False)
+    times = [
+        step_stages(config, Networks(shape), 1, H100, Lengths(512, 1536))["update"].seconds for shape in (SEVEN, apart)
+    ]
+    assert times[1] > times[0]
+    in_rows = update(config, apart)
     config.model.use_remove_padding = False
     # 16 rows of 512 + 1536 tokens, of 2 prompts. Of each prompt token that is not repeated a layer spares its norms
     # (2 x 8 bytes), gate, activation, up and product (4 x 2 x 18944); of queries, keys, values and outputs attention
@@ -209,6 +216,13 @@ def test_answers_to_one_prompt_share_its_tokens_but_not_in_attention() -> None:
     spared, left = 14 * 512, 2 * 512 + 16 * 1536
     per_layer = spared * (16 * 3584 + 2 * 4 * 18944 + 2 * 3584) - left * 2 * 3584
     assert update(config)[kept] - shared[kept] == pytest.approx(28 * per_layer + spared * 8 * 3584)
+    assert in_rows == update(config), "as of a network whose rows are of their own"
+
+
+@pytest.mark.parametrize(("family", "is_packed"), [("stablelm", False), ("falcon_h1", True)])
+def test_the_plan_knows_which_networks_share_prompts(family: str, is_packed: bool, tmp_path: Path) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    assert read_shape(NetworkConfig(path=str(tmp_path))).is_packed is is_packed
 
 
 def test_a_free_part_of_this_machine_is_what_a_cpu_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
