@@ -47,6 +47,51 @@ saves."""
 
 
 @dataclass(frozen=True)
+class Made:
+    """What a recipe makes once and keeps. name: of the recipe. build: writes it into a folder. files: the code that
+    decides it; this file and `sizes` count too."""
+
+    name: str
+    build: Callable[[Path], None]
+    files: Sequence[Path]
+    sizes: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Where this version is kept; what decides it is part of its name."""
+        digest = hashlib.sha256(self.sizes.encode())
+        for file in [*self.files, Path(__file__)]:
+            digest.update(file.read_bytes())
+        root = os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite"
+        return Path(root).expanduser().absolute() / f"{self.name}-{digest.hexdigest()[:12]}"
+
+    def prepare(self, config: Any) -> None:
+        """Makes what the run needs and the cache does not hold; a model or data of the user's own are left alone."""
+        wanted = [config.model.path or "", *config.data.train_files, *config.data.val_files]
+        if any(Path(path).is_relative_to(self.folder) for path in wanted):
+            self.make()
+
+    def make(self) -> None:
+        """Makes it if it is not there."""
+        folder = self.folder
+        if folder.is_dir():
+            return
+        started = time.perf_counter()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
+        try:
+            print(f"{self.name}: first run here, making the model", flush=True)
+            self.build(building)
+            building.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, and its folder stays
+                raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+        print(f"{self.name}: ready after {time.perf_counter() - started:.0f} s, kept in {folder}", flush=True)
+
+
+@dataclass(frozen=True)
 class Start:
     """Where a recipe begins without a model and data of the user's own: data made by rule, and a random model after a
     supervised warm start on their demonstrations, because a model that is never right has nothing to be reinforced for.
@@ -68,11 +113,15 @@ class Start:
     seed: int = 1
 
     @property
-    def folder(self) -> Path:
-        """Of this version of model, data and warm start; what decides them is part of its name."""
+    def made(self) -> Made:
+        """This version of model, data and warm start."""
         sizes = [getattr(self, field.name) for field in fields(self) if field.name != "data"]
         code = [Path(self.data.__file__ or ""), Path(__file__).with_name("made_data.py")]
-        return cache_folder(self.name, code, str(sizes))
+        return Made(self.name, self.build, code, str(sizes))
+
+    @property
+    def folder(self) -> Path:
+        return self.made.folder
 
     def settings(self) -> dict[str, object]:
         """Options that name the model and the data, by dotted key."""
@@ -83,8 +132,8 @@ class Start:
         }
 
     def prepare(self, config: PPOConfig) -> None:
-        """Makes what the run needs and the cache does not hold; a model or data of the user's own are left alone."""
-        make_where_wanted(config, self.folder, self.name, self.build)
+        """See `Made.prepare`."""
+        self.made.prepare(config)
 
     def build(self, folder: Path) -> None:
         """Writes model/ (after the warm start) and data/ into `folder`."""
@@ -96,41 +145,6 @@ class Start:
     def write_random_model(self, folder: Path) -> None:
         """The model before its warm start, and its tokenizer."""
         write_qwen2(folder, byte_tokenizer(self.words), self.seed, layers=self.layers, hidden=self.hidden)
-
-
-def cache_folder(name: str, files: Sequence[Path], sizes: str = "") -> Path:
-    """Where the files of recipe `name` are kept. files: the code that decides them; this file and `sizes` count too."""
-    digest = hashlib.sha256(sizes.encode())
-    for file in [*files, Path(__file__)]:
-        digest.update(file.read_bytes())
-    root = os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite"
-    return Path(root).expanduser().absolute() / f"{name}-{digest.hexdigest()[:12]}"
-
-
-def make_where_wanted(config: Any, folder: Path, name: str, build: Callable[[Path], None]) -> None:
-    """Calls `make_once` if the run takes its model or data from `folder`; those of a user's own are left alone."""
-    wanted = [config.model.path or "", *config.data.train_files, *config.data.val_files]
-    if any(Path(path).is_relative_to(folder) for path in wanted):
-        make_once(folder, name, build)
-
-
-def make_once(folder: Path, name: str, build: Callable[[Path], None]) -> None:
-    """Calls `build` for a folder that is not there. name: of the recipe, for the lines that it prints."""
-    if folder.is_dir():
-        return
-    started = time.perf_counter()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
-    try:
-        print(f"{name}: first run here, making the model", flush=True)
-        build(building)
-        building.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another process was faster, and its folder stays
-            raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    print(f"{name}: ready after {time.perf_counter() - started:.0f} s, kept in {folder}", flush=True)
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:

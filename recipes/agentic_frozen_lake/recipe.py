@@ -8,20 +8,15 @@ them yet.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from recipes.agentic_frozen_lake.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, NAME, PROMPT_TOKENS, build, made_from
-from recipes.embedded import ONE_GROUP, make_where_wanted
-from recipes.embedded import cache_folder as folder_of
-
-if TYPE_CHECKING:
-    from verl_lite.config import PPOConfig
+from recipes.agentic_frozen_lake.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, MADE, PROMPT_TOKENS
+from recipes.embedded import ONE_GROUP
 
 
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
     return {f"agentic.custom_envs.{tag}": entry for tag, entry in CUSTOM_ENVS.items()} | {
-        **small_model(cache_folder() / "model"),
+        **small_model(MADE.folder / "model"),
         "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": CONVERSATION_TOKENS,
         "agentic.train_env_manager.tags": ["lake_4x4", "lake_random"],
@@ -62,11 +57,4 @@ def small_model(model: Path) -> dict[str, object]:
     }
 
 
-def prepare(config: PPOConfig) -> None:
-    """Makes the model where the run wants it and the cache does not hold it."""
-    make_where_wanted(config, cache_folder(), NAME, build)
-
-
-def cache_folder() -> Path:
-    """The folder of this version of the warm start."""
-    return folder_of(NAME, made_from())
+prepare = MADE.prepare

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from recipes.embedded import Made
+
 NAME = "agentic_frozen_lake"
 MAX_STEPS = 10
 PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 24, 4, 256
@@ -36,6 +38,4 @@ def build(folder: Path) -> None:
     make_player(folder, NAME, played, lake_player, number=3_000, steps=260, length=length)
 
 
-def made_from() -> list[Path]:
-    """The files that decide what `build` writes."""
-    return [Path(__file__).with_name(name) for name in ("worlds.py", "data.py")]
+MADE = Made(NAME, build, [Path(__file__).with_name(name) for name in ("worlds.py", "data.py")])

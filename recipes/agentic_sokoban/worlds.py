@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipes.embedded import Made
+
 if TYPE_CHECKING:
     from recipes.agentic_frozen_lake.data import Player
     from verl_lite.envs.grid import GridEnv
@@ -64,6 +66,4 @@ def room_player(rng: random.Random) -> Callable[[GridEnv], Player]:
     return player
 
 
-def made_from() -> list[Path]:
-    """The files that decide what `build` writes."""
-    return [Path(__file__), Path(__file__).parents[1] / "agentic_frozen_lake" / "data.py"]
+MADE = Made(NAME, build, [Path(__file__), Path(__file__).parents[1] / "agentic_frozen_lake" / "data.py"])

@@ -7,13 +7,8 @@ its denoising steps teaches it to follow the prompt. `prepare` makes model and p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
-from recipes.embedded import ONE_GROUP, make_where_wanted
-from recipes.embedded import cache_folder as folder_of
-
-if TYPE_CHECKING:
-    from verl_lite.config.flow_grpo import FlowGRPOConfig
+from recipes.embedded import ONE_GROUP, Made
 
 NAME = "flow_grpo"
 STEPS = 150
@@ -21,7 +16,7 @@ STEPS = 150
 
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
-    folder = cache_folder()
+    folder = MADE.folder
     return {
         "data.train_files": [str(folder / "prompts.txt")],
         "data.train_batch_size": 12,
@@ -46,11 +41,6 @@ def overrides() -> dict[str, object]:
     }
 
 
-def prepare(config: FlowGRPOConfig) -> None:
-    """Makes what the run needs and the cache does not hold; a model and prompts of the user's own are left alone."""
-    make_where_wanted(cast("Any", config), cache_folder(), NAME, build)
-
-
 def build(folder: Path) -> None:
     """Writes model/ and prompts.txt into `folder`."""
     from recipes.flow_grpo.model import pretrained
@@ -60,6 +50,5 @@ def build(folder: Path) -> None:
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
 
 
-def cache_folder() -> Path:
-    """The folder of this version of model and prompts."""
-    return folder_of(NAME, [Path(__file__).with_name(name) for name in ("model.py", "world.py")])
+MADE = Made(NAME, build, [Path(__file__).with_name(name) for name in ("model.py", "world.py")])
+prepare = MADE.prepare

@@ -7,13 +7,8 @@ differentiable identity score. `prepare` makes pipeline, clips and faces where t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
-from recipes.embedded import ONE_GROUP, make_where_wanted
-from recipes.embedded import cache_folder as folder_of
-
-if TYPE_CHECKING:
-    from verl_lite.config.diffusion import RewardFlowConfig
+from recipes.embedded import ONE_GROUP, Made
 
 NAME = "reward_flow"
 SEED, STEPS = 1, 60
@@ -21,7 +16,7 @@ SEED, STEPS = 1, 60
 
 def overrides() -> dict[str, object]:
     """The settings of the run, by dotted key; whatever the command line says wins over them."""
-    folder = cache_folder()
+    folder = MADE.folder
     return {
         "model.path": str(folder / "model"),
         "model.lora_rank": 16,
@@ -53,11 +48,6 @@ def overrides() -> dict[str, object]:
     }
 
 
-def prepare(config: RewardFlowConfig) -> None:
-    """Makes what the run needs and the cache does not hold; a model or clips of the user's own are left alone."""
-    make_where_wanted(cast("Any", config), cache_folder(), NAME, build)
-
-
 def build(folder: Path) -> None:
     """Writes data/, faces.safetensors and model/ into `folder`."""
     from recipes.reward_flow.world import write_world
@@ -65,7 +55,6 @@ def build(folder: Path) -> None:
     write_world(folder, SEED, tell=lambda line: print(f"{NAME}: {line}", flush=True))
 
 
-def cache_folder() -> Path:
-    """The folder of this version of pipeline, clips and faces."""
-    files = [Path(__file__).with_name(name) for name in ("world.py", "codec.py", "faces.py")]
-    return folder_of(NAME, files, str(SEED))
+FILES = [Path(__file__).with_name(name) for name in ("world.py", "codec.py", "faces.py")]
+MADE = Made(NAME, build, FILES, str(SEED))
+prepare = MADE.prepare

@@ -35,7 +35,7 @@ def overrides() -> dict[str, object]:
         "actor.kl_loss_type": "low_var_kl",
         "reward.functions.truth": {"weight": 0.0},
         "reward_model.enable": True,
-        "reward_model.model.path": str(cache_folder() / "model"),
+        "reward_model.model.path": str(made().folder / "model"),
         "reward_model.fsdp_config.wrap_policy.min_num_params": embedded.ONE_GROUP,
         "trainer.total_training_steps": RL_STEPS,
         "trainer.test_freq": 10,
@@ -45,16 +45,16 @@ def overrides() -> dict[str, object]:
 def prepare(config: PPOConfig) -> None:
     """Makes what the run needs and the cache does not hold; models and data of the user's own are left alone."""
     quickstart.prepare(config)
-    folder, start = cache_folder(), quickstart.START
-    if Path(config.reward_model.model.path or "").is_relative_to(folder):
-        embedded.make_once(start.folder, start.name, start.build)
-        embedded.make_once(folder, NAME, build)
+    if Path(config.reward_model.model.path or "").is_relative_to(made().folder):
+        quickstart.START.made.make()
+        made().make()
 
 
-def cache_folder() -> Path:
-    """The folder of this version of pairs and reward model."""
+def made() -> embedded.Made:
+    """This version of pairs and reward model."""
     code = [Path(__file__).with_name("pairs.py"), Path(__file__).parents[1] / "made_data.py"]
-    return embedded.cache_folder(NAME, code, f"{quickstart.START.folder.name} {EPOCHS} {PAIRS_PER_STEP} {LONGEST_TEXT}")
+    sizes = f"{quickstart.START.folder.name} {EPOCHS} {PAIRS_PER_STEP} {LONGEST_TEXT}"
+    return embedded.Made(NAME, build, code, sizes)
 
 
 def build(folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.embedded import Start, cache_folder, make_once, make_where_wanted
+from recipes.embedded import Made, Start
 from recipes.quickstart import data
 from verl_lite.config import PPOConfig, load_config
 
@@ -21,10 +21,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_is_named_after_the_code_that_decides_it(cache: Path, tmp_path: Path) -> None:
     source = tmp_path / "source.py"
     source.write_text("1")
-    folder = cache_folder("name", [source])
-    assert folder.parent == cache and folder.name.startswith("name-") and cache_folder("name", [source]) == folder
+    made = Made("name", Path.mkdir, [source])
+    folder = made.folder
+    assert folder.parent == cache and folder.name.startswith("name-") and made.folder == folder
+    assert replace(made, sizes="2").folder != folder
     source.write_text("2")
-    assert cache_folder("name", [source]) != folder
+    assert made.folder != folder
 
 
 def test_it_is_made_once_or_not_at_all(cache: Path) -> None:
@@ -36,22 +38,23 @@ def test_it_is_made_once_or_not_at_all(cache: Path) -> None:
         if len(built) == 1:
             raise KeyboardInterrupt
 
+    made = Made("it", build, [])
     with pytest.raises(KeyboardInterrupt):
-        make_once(cache / "it", "name", build)
+        made.make()
     assert list(cache.iterdir()) == []  # nothing half done
-    make_once(cache / "it", "name", build)
-    make_once(cache / "it", "name", build)
-    assert len(built) == 2 and (cache / "it" / "model").is_dir()
-    assert [path.name for path in cache.iterdir()] == ["it"]
+    made.make()
+    made.make()
+    assert len(built) == 2 and (made.folder / "model").is_dir() and list(cache.iterdir()) == [made.folder]
 
 
 def test_the_folder_of_a_faster_process_stays(cache: Path) -> None:
     def build(folder: Path) -> None:
         (folder / "mine").mkdir()
-        (cache / "it" / "theirs").mkdir(parents=True)
+        (made.folder / "theirs").mkdir(parents=True)
 
-    make_once(cache / "it", "name", build)
-    assert [path.name for path in cache.iterdir()] == ["it"] and (cache / "it" / "theirs").is_dir()
+    made = Made("it", build, [])
+    made.make()
+    assert list(cache.iterdir()) == [made.folder] and (made.folder / "theirs").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -61,14 +64,11 @@ def test_the_folder_of_a_faster_process_stays(cache: Path) -> None:
 def test_it_is_made_where_the_run_takes_model_or_data_from_it(
     model: str, train: list[str], val: list[str], wants: bool, cache: Path
 ) -> None:
-    config = PPOConfig()
-    config.model.path, config.data.train_files, config.data.val_files = (
-        str(cache / model),
-        [str(cache / file) for file in train],
-        [str(cache / file) for file in val],
-    )
-    make_where_wanted(config, cache / "it", "name", lambda folder: None)
-    assert (cache / "it").is_dir() is wants
+    config, made = PPOConfig(), Made("it", lambda folder: None, [])
+    model, *files = (str(cache / name.replace("it", made.folder.name)) for name in (model, *train, *val))
+    config.model.path, config.data.train_files, config.data.val_files = model, files[: len(train)], files[len(train) :]
+    made.prepare(config)
+    assert made.folder.is_dir() is wants
 
 
 def test_a_start_has_a_folder_for_each_version_and_makes_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

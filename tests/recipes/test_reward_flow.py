@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_the_settings_are_known_and_fit(tmp_path: Path, monkeypatch: pytest.Monk
     for part in ("model_index.json", "transformer/config.json", "vae/config.json"):
         (tmp_path / "model" / part).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "model" / part).write_text('{"some": 1}')
-    monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(recipe, "MADE", SimpleNamespace(folder=tmp_path))
     loaded = load_schema([], RewardFlowConfig, recipe_loader=recipe_overrides, default_recipe="reward_flow")
     assert loaded.provenance["model.path"] == "recipe:reward_flow"
     validate(loaded.config, count=2, available=2)
@@ -33,7 +34,7 @@ def test_wrong_options_are_told_before_the_world_is_made(tmp_path: Path, monkeyp
     from trainer.diffusion.reward_flow import RewardFlowJob
     from trainer.run import run
 
-    monkeypatch.setattr(recipe, "cache_folder", lambda: tmp_path / "world")
+    monkeypatch.setattr(recipe, "MADE", SimpleNamespace(folder=tmp_path / "world"))
     monkeypatch.setattr(recipe, "prepare", lambda config: pytest.fail("made"))
     folder = f"trainer.default_local_dir={tmp_path}"
     with pytest.raises(ConfigError, match="sampler.final_timestep=9"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,6 @@ def test_the_world_is_the_same_each_time_and_loads_as_a_pipeline(
     assert parts.codec.latent_shape(FRAMES, SIZE, SIZE) == (16, 2, 2, 2)
     ids = parts.tokenizer(rows[0]["prompt"]).input_ids
     assert parts.tokenizer.unk_token_id not in ids and len(ids) <= parts.tokenizer.model_max_length
-    monkeypatch.setattr(recipe, "cache_folder", lambda: first)
+    monkeypatch.setattr(recipe, "MADE", SimpleNamespace(folder=first))
     embedder: Any = recipe.overrides()["reward.kwargs.embedder"]
     assert isinstance(build_visual_reward(FlowRewardConfig(kwargs={"embedder": embedder})), CosineIdentityReward)

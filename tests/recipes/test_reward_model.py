@@ -59,7 +59,7 @@ def test_the_better_answer_has_more_right_characters_but_for_one_label_in_ten(tm
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Both caches, empty; gives the recipe's folder."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
-    return recipe.cache_folder()
+    return recipe.made().folder
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_it_trains_a_reward_model_and_two_steps_by_it(
     write_questions(quickstart.START.folder / "data", 64)
     quickstart.START.write_random_model(quickstart.START.folder / "model")
     monkeypatch.setattr(recipe, "EPOCHS", 1)
-    cache = recipe.cache_folder()  # of a reward model that learns for one epoch
+    cache = recipe.made().folder  # of a reward model that learns for one epoch
     run = tmp_path / "run"
     arguments = (
         "recipe=reward_model data.train_batch_size=8 actor.ppo_mini_batch_size=8 rollout.n=2 rollout.name=hf "

@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The recipes' caches, with files that are there and no more."""
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # then the name of a model is not looked up
-    folders = [*(each.START.folder for each in (quickstart, gsm8k, reasoning_gym)), reward_model.cache_folder()]
+    folders = [*(each.START.folder for each in (quickstart, gsm8k, reasoning_gym)), reward_model.made().folder]
     for folder in folders:
         for file in ("model/config.json", "model/tokenizer_config.json", "data/train.parquet", "data/test.parquet"):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def test_the_reward_models_score_counts_and_the_truth_is_only_logged(kl: bool) -
     config = config_of("recipe=reward_model", *([] if kl else ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.001"]))
     assert needs_reference(config) == kl
     assert config.reward.functions == {"truth": {"weight": 0.0}}
-    assert config.reward_model.model.path == str(reward_model.cache_folder() / "model")
+    assert config.reward_model.model.path == str(reward_model.made().folder / "model")
     reward_model.prepare(config)  # everything is there
 
 
