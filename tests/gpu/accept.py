@@ -28,6 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS_S = {
     "machine": 60,
+    "states": 120,
     "static": 240,
     "inline": 240,
     "tests": 300,

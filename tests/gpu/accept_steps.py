@@ -4,12 +4,14 @@ something is wrong."""
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import TinyTask
+from tests.workers.engine_cases import Batch, ragged_batch
+from tests.workers.model_families import FAMILIES, tiny_network
 from trainer.cli import prepare_driver
 from trainer.tracking import read_metrics
-from verl_lite.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
+from verl_lite.config import ActorConfig, FSDPConfig, ModelConfig, NetworkConfig, OptimConfig, RolloutConfig
 from verl_lite.device import compute_dtype, get_device
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
@@ -30,6 +34,7 @@ from workers.engine.packing import PackedSequences, Scores, _sdpa_runs, _varlen_
 from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
+from workers.policy.token_mixing import arrangement_of
 from workers.rollout.base import Request, SamplingParams, build_rollout_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +91,25 @@ def machine(folder: Path, size: Size) -> dict[str, Any]:
     assert gap < 0.05, f"attention differs by {gap}"
     memory = round(properties.total_memory / GIB, 1)
     return versions | {"device": properties.name, "devices": torch.cuda.device_count(), "gib": memory, "gap": gap}
+
+
+def states(folder: Path, size: Size) -> dict[str, Any]:
+    """Which layers with a state have kernels here that keep to the borders of packed sequences."""
+    device, figures = get_device(), {}
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_head_dim": 64}
+    mamba = {"num_heads": 8, "head_dim": 64, "state_size": 64}
+    batch = ragged_batch(Batch(rows=9, shared_prompts=3)).batch
+    for family in ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2", "mamba2"):
+        sizes = mamba if family == "mamba2" else {name: heads[name] for name in heads if name in FAMILIES[family]}
+        network = tiny_network(family, hidden_size=256, **sizes).to(device, compute_dtype("auto", device))
+        inputs = arrangement_of(network, NetworkConfig())(batch).to(device)
+        with redirect_stdout(io.StringIO()) as said:
+            network.train().get_decoder()(
+                inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, packed_sequences=inputs.sequences
+            )
+        print(said.getvalue())
+        figures[family] = "borders" if "is called once" in said.getvalue() else "by sequence"
+    return figures
 
 
 def static(folder: Path, size: Size) -> dict[str, Any]:
@@ -246,7 +270,7 @@ def _device_name() -> str:
 
 
 STEPS: dict[str, Callable[[Path, Size], dict[str, Any]]] = {
-    step.__name__: step for step in (machine, static, inline, tests, ray, update, rollout, sleep)
+    step.__name__: step for step in (machine, states, static, inline, tests, ray, update, rollout, sleep)
 }
 
 if __name__ == "__main__":

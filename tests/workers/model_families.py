@@ -6,8 +6,11 @@ see changes its log-probs by far more than rounding.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -177,3 +180,46 @@ def tiny_network(family: str, **more: Any) -> PreTrainedModel:
             if parameter.dim() < 2:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return network.eval()
+
+
+Kernels = dict[str, tuple[str, int]]
+CONVOLUTION: Kernels = {"causal_conv1d_fn": ("seq_idx", 2)}
+DELTA_RULE = CONVOLUTION | {"torch_chunk_gated_delta_rule": ("cu_seqlens", 1)}
+KERNELS = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), DELTA_RULE),
+    "kimi_linear": CONVOLUTION | {"chunk_kimi_delta_attention": ("cu_seqlens", 1)},
+    "lfm2": CONVOLUTION,
+    **dict.fromkeys(
+        ("mamba2", "falcon_h1", "nemotron_h", "bamba", "granitemoehybrid", "zamba2"),
+        CONVOLUTION | {"mamba2_chunk_scan": ("seq_idx", 1)},
+    ),
+}
+"""Families all of whose CUDA kernels take borders: the functions in whose place they come, by what name, and the axis
+of the tokens."""
+
+
+def give_kernels(family: str, names: Kernels, monkeypatch: pytest.MonkeyPatch, late: int = 0) -> None:
+    """Has functions of a family's module keep to the borders that they are told, or to that many tokens after them."""
+    home = sys.modules[type(tiny_network(family)).__module__]
+    for name, (keyword, axis) in names.items():
+        monkeypatch.setattr(home, name, _kept_apart(getattr(home, name), keyword, axis, late))
+
+
+def _kept_apart(kernel: Callable[..., Any], keyword: str, axis: int, late: int) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        total, told = args[0].shape[axis], kwargs.pop(keyword, None)
+        if told is None:
+            return kernel(*args, **kwargs)
+        cuts = (told[0].diff().nonzero()[:, 0] + 1 if keyword == "seq_idx" else told[1:-1].long()) + late
+
+        def parts(value: Any) -> Sequence[Any]:
+            has_tokens = isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == total
+            return value.tensor_split(cuts, dim=axis) if has_tokens else [value] * (len(cuts) + 1)
+
+        calls = zip(*map(parts, (*args, *kwargs.values())), strict=True)
+        results = [kernel(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True))) for given in calls]
+        if isinstance(results[0], tuple):
+            return torch.cat([result[0] for result in results], axis), None
+        return torch.cat(results, axis)
+
+    return called

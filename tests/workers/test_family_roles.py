@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,9 +26,19 @@ from transformers import (
 
 from tests.tiny_model import tiny_tokenizer
 from tests.workers.critic_cases import critic_batch, value_loss
-from tests.workers.engine_cases import TEMPERATURE, Batch, Case, build_engine, in_order, loss_fn, planned, ragged_batch
+from tests.workers.engine_cases import (
+    TEMPERATURE,
+    Batch,
+    Case,
+    build_engine,
+    gradient_of,
+    in_order,
+    loss_fn,
+    planned,
+    ragged_batch,
+)
 from tests.workers.invariance import CRITIC, POLICY, Network, single_rows
-from tests.workers.model_families import FAMILIES, VOCAB, tiny_config, tiny_network
+from tests.workers.model_families import DELTA_RULE, FAMILIES, VOCAB, give_kernels, tiny_config, tiny_network
 from trainer.supervised.reward_training import pair_loss
 from verl_lite.config import OptimConfig
 from verl_lite.errors import UserError
@@ -215,3 +226,26 @@ def test_a_block_that_holds_or_shares_another_is_not_cut() -> None:
     shared, alone = nn.Linear(2, 2), Block(nn.Linear(2, 2))
     network = nn.ModuleList([Block(shared), alone, Block(shared)])
     assert blocks_named(network, {"Block"}) == [alone]
+
+
+def test_kernels_that_keep_to_borders_give_the_same_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under FSDP and activation checkpointing, in micro-batches of several sequences and of one; and where training has
+    other kernels than inference, which do not."""
+    path, case = saved("qwen3_next", tmp_path), Case(checkpointing=True, micro_batch_size=3)
+    data = ragged_batch(Batch(rows=7, shared_prompts=2))
+    expected = gradient_of(build_engine(path, case), data, case, loss_fn, **ARGUMENTS)
+    capsys.readouterr()
+    for late in (0, 1):
+        give_kernels("qwen3_next", DELTA_RULE, monkeypatch)
+        engine = build_engine(path, case)
+        engine.infer(planned(ragged_batch(Batch(rows=1)), case)[0], **ARGUMENTS)
+        assert "is called" not in capsys.readouterr().out, "one sequence shows nothing"
+        engine.infer(planned(data, case)[0], **ARGUMENTS)
+        assert "is called once" in capsys.readouterr().out
+        give_kernels("qwen3_next", DELTA_RULE, monkeypatch, late)
+        found = gradient_of(engine, data, case, loss_fn, **ARGUMENTS)
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(found[name], gradient, atol=1e-6, err_msg=name)
+        monkeypatch.undo()

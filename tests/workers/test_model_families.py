@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,20 @@ from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
 from tests.workers.engine_cases import TEMPERATURE, Batch, ragged_batch
 from tests.workers.family_table import family_table
 from tests.workers.invariance import POLICY, single_rows
-from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
+from tests.workers.model_families import (
+    CONVOLUTION,
+    DELTA_RULE,
+    FAMILIES,
+    KERNELS,
+    Kernels,
+    give_kernels,
+    tiny_config,
+    tiny_network,
+)
 from tests.workers.rollout.test_engines import ask, expect_plain, make_engine, run
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packing import PACKED_ATTENTION, pack
+from workers.engine.packing import PACKED_ATTENTION, by_sequences, pack
 from workers.policy import token_mixing
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
@@ -34,8 +44,29 @@ def gradients(network: PreTrainedModel, statistics: tuple[torch.Tensor, torch.Te
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_form_equals_one_row_at_a_time(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kernels", "late", "keeps"),
+    [
+        *[pytest.param(family, {}, 0, False, id=family) for family in FAMILIES],
+        *[pytest.param(family, kernels, 0, True, id=f"{family}, kernels") for family, kernels in KERNELS.items()],
+        pytest.param("qwen3_next", DELTA_RULE, 1, False, id="qwen3_next, borders too late"),
+        pytest.param("lfm2", CONVOLUTION, -1, False, id="lfm2, borders too early"),
+        pytest.param("qwen3_next", CONVOLUTION, 0, False, id="qwen3_next, one of two kernels"),
+        pytest.param("jamba", CONVOLUTION, 0, False, id="jamba, one of two kernels"),
+    ],
+)
+def test_every_form_equals_one_row_at_a_time(
+    family: str, kernels: Kernels, late: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """keeps: what the layers with a state are found to do; then each is told of the borders, but for the trial."""
+    give_kernels(family, kernels, monkeypatch, late)
+    told: list[bool] = []
+
+    def watched(*given: Any) -> Any:
+        told.append(bool(given[4]))
+        return by_sequences(*given)
+
+    monkeypatch.setattr(token_mixing, "by_sequences", watched)
     network = tiny_network(family)
     data = ragged_batch(Batch(rows=6, shared_prompts=3))
     columns, expected = dict(data.batch), tuple(single_rows(network, POLICY, data).values())
@@ -59,6 +90,8 @@ def test_every_form_equals_one_row_at_a_time(family: str) -> None:
             torch.testing.assert_close(
                 gradient, expected_gradients[name], rtol=0, atol=2e-5 * max(scale, 1.0), msg=f"gradient of {name}"
             )
+    states = sum(token_mixing.STATE_LAYERS.fullmatch(type(each).__name__) is not None for each in network.modules())
+    assert told.count(not keeps) == states * (2 if keeps else 1)
 
 
 def test_attention_that_sees_the_future_is_refused() -> None:
@@ -119,3 +152,28 @@ def test_a_layer_with_a_state_that_is_not_told_of_borders_is_no_silent_leak() ->
     arrangement_of(network, NetworkConfig())
     with pytest.raises(ValueError, match="Lfm2ShortConv is not told"):
         network(torch.tensor([[5, 6, 7]]))
+
+
+def test_borders_are_believed_where_output_and_gradient_say_so() -> None:
+    """Of a layer with a state, for two sequences of two tokens."""
+
+    def apart(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.cumsum(1) for part in hidden.split(2, dim=1)], dim=1)
+
+    def leaks(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.cumsum(1)
+
+    def forward_of(one: Any, backward: Any) -> Any:
+        return lambda hidden: one(hidden).detach() + backward(hidden) - backward(hidden).detach()
+
+    hidden = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
+    cases = [
+        (apart, leaks, True),
+        (forward_of(apart, backward=leaks), leaks, False),
+        (forward_of(leaks, backward=apart), leaks, False),
+        (torch.inverse, leaks, False),
+        (apart, apart, False),
+    ]
+    for told, untold, keeps in cases:
+        layer = iter((apart, told, untold))
+        assert token_mixing._try_borders(lambda hidden, borders: next(layer)(hidden), hidden, {})[0] == keeps  # noqa: B023

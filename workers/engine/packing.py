@@ -8,8 +8,8 @@ it is tested against. `align` is the form for networks with other layers than at
 after everything that counts and no causal layer, of whatever kind, can see it.
 
 The attention function registered here with transformers keeps the sequences of a packed row apart: SDPA by runs of
-equal length, on CUDA variable-length flash attention. `by_sequences` does so for a layer with a state. Only these see a
-shared prompt once per sample; all other layers see it once.
+equal length, on CUDA variable-length flash attention. `by_sequences` does so for a layer with a state, or hands it the
+borders. Only these see a shared prompt once per sample; all other layers see it once.
 """
 
 from __future__ import annotations
@@ -69,6 +69,20 @@ class PackedSequences:
             groups.append((index if self.expand is None else self.expand[index], real))
             start = end
         return groups
+
+    @cached_property
+    def row(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """All sequences, one after the other, as the only one of `groups`: (1, U) and (U,)."""
+        places = torch.arange(sum(count * length for count, length in self.runs), device=self.cu_seqlens.device)
+        return [((places if self.expand is None else self.expand).unsqueeze(0), places)]
+
+    @cached_property
+    def borders(self) -> dict[str, torch.Tensor]:
+        """Those in `row`, as transformers' `DataCollatorWithFlattening` tells kernels: seq_idx (1, U) int32, the
+        sequence of each token, and cu_seq_lens_q, which flash-linear-attention calls cu_seqlens."""
+        places, bounds = self.row[0][1].int(), self.cu_seqlens
+        seq_idx = torch.bucketize(places, bounds[1:], right=True, out_int32=True).unsqueeze(0)
+        return {"seq_idx": seq_idx, "cu_seq_lens_q": bounds, "cu_seqlens": bounds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,17 +310,20 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def by_sequences(
-    forward: Callable[..., Any], sequences: PackedSequences, args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: Callable[..., Any],
+    sequences: PackedSequences,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    borders: dict[str, torch.Tensor] | None = None,
 ) -> Any:
     """What a causal layer of any kind gives for a packed row, each sequence for itself.
 
     Tensors (1, T, ...) among the arguments, also in tuples, are those of the row's tokens. The layer is called for
-    groups of sequences of about the same length, each in a row of its own; padding repeats the last token. Returns what
-    the layer returns, of a tuple its first entry, the others None.
+    groups of sequences of about the same length, each in a row of its own; padding repeats the last token. borders: for
+    a layer that keeps to them, which is called once for all sequences in one row, with these arguments besides. Returns
+    what the layer returns, of a tuple its first entry, the others None.
     """
-    whole = sum(count * length for count, length in sequences.runs)
-    total = whole if sequences.collapse is None else len(sequences.collapse)
-    outputs = []
+    total, outputs = len(sequences.row[0][1] if sequences.collapse is None else sequences.collapse), []
 
     def rows(value: Any, index: torch.Tensor) -> Any:
         if isinstance(value, tuple):
@@ -315,8 +332,9 @@ def by_sequences(
             return value[0].index_select(0, index.flatten()).unflatten(0, index.shape)
         return value
 
-    for index, real in sequences.groups:
-        result = forward(*rows(args, index), **{name: rows(value, index) for name, value in kwargs.items()})
+    for index, real in sequences.groups if borders is None else sequences.row:
+        keywords = {name: rows(value, index) for name, value in kwargs.items()}
+        result = forward(*rows(args, index), **(keywords | (borders or {})))
         output = result[0] if isinstance(result, tuple) else result
         outputs.append(output.flatten(0, 1).index_select(0, real))
     expanded = torch.cat(outputs)

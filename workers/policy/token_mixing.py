@@ -4,8 +4,9 @@ A packed row is right only where nothing but attention looks at other tokens, an
 of `workers.engine.packing`, which knows where each sequence begins. Linear attention, convolutions, state-space layers
 and attention that chooses its tokens by itself know no borders: one sequence would leak into the next, and nothing
 would say so. So a network is packed only if every one of its modules is known: attention by transformers' interface, a
-layer with a state that is called for each sequence apart, or a kind of module that looks at one token at a time. A
-network with anything else gets the aligned form, which is exact for every causal network.
+layer with a state that is called for each sequence apart (or with the borders, where it is seen to keep to them), or a
+kind of module that looks at one token at a time. A network with anything else gets the aligned form, which is exact for
+every causal network.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from verl_lite.config import NetworkConfig
@@ -119,10 +122,11 @@ def arrangement_of(model: PreTrainedModel, network: NetworkConfig) -> Arrangemen
     mixing = mixing_layers(model)
     if network.use_remove_padding and not mixing:
         model.set_attn_implementation(PACKED_ATTENTION)
+        said: set[str] = set()
         for owner in model.get_decoder().modules():
             for layer in owner.children():
                 if STATE_LAYERS.fullmatch(type(layer).__name__):
-                    _pack_layer(owner, layer)
+                    _pack_layer(owner, layer, said)
         return pack
     # transformers' own call of SDPA leaves soft-capping out without a word
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -130,19 +134,78 @@ def arrangement_of(model: PreTrainedModel, network: NetworkConfig) -> Arrangemen
     return align if mixing else pad
 
 
-def _pack_layer(owner: nn.Module, layer: nn.Module) -> None:
-    """Makes a layer with a state keep to the borders of packed sequences, of which its owner is told."""
-    forward = layer.forward
+def _pack_layer(owner: nn.Module, layer: nn.Module, said: set[str]) -> None:
+    """Makes a layer with a state keep to the borders of packed sequences, of which its owner is told. said: how layers
+    of this network are called, as the user has read it."""
+    forward, names = layer.forward, _border_names(layer)
     told: list[PackedSequences | None] = [None]
+    keeps: dict[bool, bool] = {}  # to borders; by layer.training, on which the choice of a kernel depends
 
     def listen(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         told[0] = kwargs.get("packed_sequences")
 
     def packed_forward(*args: Any, **kwargs: Any) -> Any:
-        if told[0] is None:
-            name = type(layer).__name__
+        name, sequences = type(layer).__name__, told[0]
+        if sequences is None:
             raise ValueError(f"{name} is not told of packed sequences; set model.use_remove_padding=false for it")
-        return by_sequences(forward, told[0], args, kwargs)
+        hidden, *rest = args or (kwargs.pop("hidden_states"),)
+
+        def call(hidden: torch.Tensor, borders: dict[str, torch.Tensor] | None) -> Any:
+            return by_sequences(forward, sequences, (hidden, *rest), kwargs, borders)
+
+        if len(sequences.cu_seqlens) == 2:
+            return call(hidden, None)
+        borders = {each: sequences.borders[each] for each in names}
+        if layer.training not in keeps:  # decided before the call: activation checkpointing repeats it the same way
+            keeps[layer.training], found = _try_borders(call, hidden, borders)
+            way = f"{name} is called {'once for a packed row' if keeps[layer.training] else 'by sequence'}"
+            if way not in said and (not dist.is_initialized() or dist.get_rank() == 0):
+                print(f"{way}: told of the borders, it {found}", flush=True)
+            said.add(way)
+        return call(hidden, borders if keeps[layer.training] else None)
 
     owner.register_forward_pre_hook(listen, with_kwargs=True)
     vars(layer)["forward"] = packed_forward
+
+
+def _border_names(layer: nn.Module) -> list[str]:
+    """Those of `PackedSequences.borders` that the layer's forward takes."""
+    forward = inspect.unwrap(type(layer).forward)
+    if not _takes_keywords(layer):
+        return [name for name in ("seq_idx", "cu_seq_lens_q") if name in inspect.signature(forward).parameters]
+    # where transformers' name is not looked for, keywords go on as they are, and kernels take their own
+    return ["seq_idx", "cu_seq_lens_q" if "cu_seq_lens_q" in forward.__code__.co_consts else "cu_seqlens"]
+
+
+def _try_borders(call: Callable[..., Any], hidden: torch.Tensor, borders: dict[str, torch.Tensor]) -> tuple[bool, str]:
+    """Whether a layer that is told of the borders keeps to them, and what was found, for the user.
+
+    CUDA kernels may, the plain torch in their place never does, and nothing says which runs: so output and gradient of
+    each token are compared with those of each sequence for itself. They have to agree to half the digits of their type:
+    rounding changes far less, a leak far more at the first tokens of a sequence, as the layer untold has to show.
+    """
+    hidden = hidden.detach().requires_grad_()
+
+    def outcome(told: dict[str, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        result = call(hidden, told)
+        output = result[0] if isinstance(result, tuple) else result
+        return output.detach(), torch.autograd.grad(output, hidden, hidden.detach().to(output.dtype))[0]
+
+    # hooks, so that activation checkpointing does not count what is saved here
+    with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        expected = outcome(None)
+        try:
+            pairs = zip((*outcome(borders), outcome({})[0]), (*expected, expected[0]), strict=True)
+            output, gradient, leak = torch.stack([_gap(*pair) for pair in pairs]).tolist()
+        except Exception as error:  # kernels have exceptions of all kinds; the layer is called without borders
+            return False, f"raises {type(error).__name__}: {error}"
+    limit = torch.finfo(hidden.dtype).eps ** 0.5
+    found = f"is off by {output:.1g} (gradient {gradient:.1g}), untold by {leak:.1g}; allowed {limit:.1g}"
+    return output <= limit and gradient <= limit < leak, found
+
+
+def _gap(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The largest distance of a token's vector (1, T, H) from the expected, relative to its length and the median."""
+    found, expected = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (found, expected))
+    length = expected.norm(dim=-1)
+    return ((found - expected).norm(dim=-1) / (length + length.median())).max()
