@@ -59,6 +59,8 @@ def test_a_shared_prompt_is_kept_once() -> None:
     expanded = inputs.input_ids[0][inputs.sequences.expand]
     assert expanded.tolist() == [1, 2, 3, 2, 4, 1, 2, 7, 1, 2, 4, 5]
     assert inputs.sequences.runs == ((1, 2), (2, 3), (1, 4))
+    seq_idx = inputs.sequences.borders["seq_idx"]
+    assert seq_idx.dtype == torch.int32 and seq_idx.tolist() == [[0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3]]
     assert expanded[inputs.sequences.collapse].tolist() == inputs.input_ids[0].tolist()
     assert dict(
         zip(zip(inputs.rows.tolist(), inputs.columns.tolist(), strict=True), inputs.predict_index.tolist(), strict=True)
