@@ -6,7 +6,6 @@ line there.
 
 import itertools
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -65,8 +64,3 @@ def find(name: str) -> Metric | None:
     """The line of a logged name; one without placeholders before a pattern, the longer pattern first."""
     fitting = [metric for metric in metrics() if metric.matches(name)]
     return min(fitting, key=lambda metric: (bool(_PLACEHOLDER.search(metric.name)), -len(metric.name)), default=None)
-
-
-def undocumented(names: Iterable[str]) -> list[str]:
-    """Those of these names that no line explains, sorted."""
-    return sorted(name for name in set(names) if find(name) is None)

@@ -183,8 +183,6 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
 class SupervisedJob(Job[Options]):
     """A subclass reads the rows."""
 
-    config: Options
-
     def read_task(self) -> Task[Any]:
         """The rows, tokenised and checked. Raises UserError for input that cannot be used."""
         raise NotImplementedError

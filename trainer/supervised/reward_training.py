@@ -64,7 +64,6 @@ class RewardTrainingWorker(SupervisedWorker):
 class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     """`python -m trainer.main_rm`."""
 
-    config: RewardTrainingConfig
     module, options = "trainer.main_rm", RewardTrainingConfig
 
     def read_task(self) -> Task[Pair]:

@@ -33,7 +33,6 @@ class SFTWorker(SupervisedWorker):
 class SFTJob(SupervisedJob[SFTConfig]):
     """`python -m trainer.main_sft`."""
 
-    config: SFTConfig
     module, options = "trainer.main_sft", SFTConfig
 
     def read_task(self) -> Task[Example]:

@@ -1,4 +1,5 @@
-"""Conversations as token ids, joined as the chat template joins them, without ever re-encoding what was sampled.
+"""What a turn adds to a conversation: as messages, in the words of the environment's template; and as token ids, joined
+as the chat template joins them, without ever re-encoding what was sampled.
 
 A first prompt is the chat template's text of the first messages. What stands between a sampled turn and the next one
 (the end of the turn, where the policy did not write it itself; the environment's message; the generation prompt) is

@@ -1,4 +1,5 @@
-"""A static KV cache of slots, and the attention that reads it, as transformers' `Cache` and attention interfaces.
+"""A static KV cache of slots, which of them are kept, and the attention that reads it, as transformers' `Cache` and
+attention interfaces.
 
 Each running sequence owns a slot; the first n slots are the batch of a decode step. Nothing is concatenated while
 decoding: a step writes one key and one value per sequence at that sequence's own position, and attends to a view of the
