@@ -5,7 +5,6 @@ Exit status: 0 it fits, 1 it does not, 2 wrong options.
 """
 
 import argparse
-import sys
 
 from trainer.cli import command
 
@@ -41,4 +40,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

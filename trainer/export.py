@@ -10,7 +10,6 @@ model of a family that transformers has no such class of is loaded here alone, a
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from trainer.cli import command
@@ -44,4 +43,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

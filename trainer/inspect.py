@@ -7,7 +7,6 @@ as they were written, --count of them. --follow draws the first again as the run
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -132,4 +131,4 @@ def _panel(answer: Answer) -> Panel:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

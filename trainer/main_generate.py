@@ -7,7 +7,6 @@ each answer, with the columns of `trainer.evaluate.sample_files`. Beside it the 
 answered so far: the same command goes on where a killed one was. --help-config lists the options.
 """
 
-import sys
 from pathlib import Path
 
 from trainer.cli import command
@@ -77,4 +76,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -4,8 +4,6 @@ With no arguments it runs the embedded default, `recipes/quickstart`. Nothing he
 has been understood. Exit status: see `trainer.cli`.
 """
 
-import sys
-
 from trainer.cli import command
 
 
@@ -18,4 +16,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -5,8 +5,6 @@ With neither model nor data it runs the embedded default, `recipes/reward_flow`.
 `--print-config` shows them resolved. Exit status: see `trainer.cli`.
 """
 
-import sys
-
 from trainer.cli import command
 
 
@@ -20,4 +18,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -5,8 +5,6 @@ model that reward_model.model.path takes to RUN/hf. model.path: a causal languag
 reward model to go on with. `--help-config` lists the options. Exit status: see `trainer.cli`.
 """
 
-import sys
-
 from trainer.cli import command
 
 
@@ -20,4 +18,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

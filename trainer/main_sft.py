@@ -5,8 +5,6 @@ Hugging Face format to RUN/hf. RUN is a run folder like any other: checkpoints, 
 lists the options. Exit status: see `trainer.cli`.
 """
 
-import sys
-
 from trainer.cli import command
 
 
@@ -20,4 +18,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,7 +8,6 @@ import argparse
 import importlib.util
 import keyword
 import re
-import sys
 from pathlib import Path
 
 from trainer.cli import command
@@ -64,4 +63,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

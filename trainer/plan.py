@@ -12,7 +12,6 @@ import contextlib
 import copy
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -234,4 +233,4 @@ def _highest(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

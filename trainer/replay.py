@@ -7,7 +7,6 @@ dump; else answers are sampled again with the same seeds.
 """
 
 import pdb
-import sys
 from pathlib import Path
 
 from trainer.cli import command
@@ -73,4 +72,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -16,7 +16,6 @@ import gzip
 import hashlib
 import html
 import json
-import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -95,4 +94,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import shlex
-import sys
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -88,4 +87,4 @@ def tell(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,7 +8,6 @@ wrong input.
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
 import yaml
@@ -54,4 +53,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
