@@ -116,7 +116,10 @@ class MixtureBatches(BatchOrder):
         self.positions = sources
         self.behind = dict.fromkeys(self.shares, Fraction(0))  # its share of all batches, less what it gave
         self.drawn = dict.fromkeys(self.shares, 0)
-        self._order = functools.lru_cache(maxsize=len(self.shares))(self._order_of)
+        # the positions of a source after it has ended so many times
+        self._order = functools.lru_cache(maxsize=len(self.shares))(
+            lambda name, times: self._shuffled(self.positions[name], zlib.crc32(name.encode()), times)
+        )
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         while self.served < self.rows:
@@ -131,10 +134,6 @@ class MixtureBatches(BatchOrder):
         self.behind[name] -= 1
         self.drawn[name] += 1
         return int(self._order(name, times)[place])
-
-    def _order_of(self, name: str, times: int) -> np.ndarray:
-        """The positions of a source after it has ended so many times."""
-        return self._shuffled(self.positions[name], zlib.crc32(name.encode()), times)
 
     def state_dict(self) -> dict[str, Any]:
         sources = {name: {"behind": str(self.behind[name]), "drawn": self.drawn[name]} for name in self.shares}
