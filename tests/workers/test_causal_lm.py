@@ -205,10 +205,12 @@ def test_peak_memory_does_not_grow_with_tokens() -> None:
     assert 20 < many < 150 and many < 1.2 * few + 10, output
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("family", "options", "expected"),
     [
         ("llama", {}, (1.0, None)),
+        ("mamba2", {}, (1.0, None)),
         ("gemma2", {"final_logit_softcapping": 30.0}, (1.0, 30.0)),
         ("cohere2", {"logit_scale": 0.0625}, (0.0625, None)),
         ("granite", {"logits_scaling": 8.0}, (0.125, None)),
@@ -217,9 +219,9 @@ def test_peak_memory_does_not_grow_with_tokens() -> None:
     ],
 )
 def test_what_a_model_does_to_its_logits_is_found(
-    family: str, options: dict[str, float], expected: tuple[float, float | None]
+    family: str, options: dict[str, float], expected: tuple[float, float | None], dtype: torch.dtype
 ) -> None:
-    network = tiny_network(family, **options)
+    network = tiny_network(family, **options).to(dtype)
     scale, cap = logit_transform(network)
     assert (scale, cap or 0.0) == pytest.approx((expected[0], expected[1] or 0.0), rel=1e-6)
     assert "forward" not in vars(network.base_model), "the backbone computes again"
