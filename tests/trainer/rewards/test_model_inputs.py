@@ -82,29 +82,6 @@ def test_another_vocabulary_asks_for_retokenize(policy: PreTrainedTokenizerBase,
     assert callable(reward_inputs(config(other, retokenize=True), policy))
 
 
-def test_answers_are_rendered_by_the_other_template(policy: PreTrainedTokenizerBase, other: str) -> None:
-    retokenize = reward_inputs(config(other, retokenize=True), policy)
-    assert isinstance(retokenize, Retokenizer)
-    batch = answered(policy)
-    end = "<|endoftext|>"
-    texts = [
-        f"[user] 1+2={end}[assistant] 3{end}",
-        f"[user] sort 31{end}[assistant] 13{end}",  # the end-of-turn token is the policy's, not the text's
-        f"[user] what is 4*4?{end}[assistant] 16, i think{end}",
-        f"[user] 1+2={end}[assistant] {end}",
-    ]
-    assert retokenize.texts(batch) == texts
-    rows, errors = retokenize(batch)
-    theirs = AutoTokenizer.from_pretrained(other)
-    for row, text in enumerate(texts):
-        ids = theirs(text, add_special_tokens=False)["input_ids"]
-        assert rows.batch["input_ids"][row].tolist()[: len(ids)] == ids
-        assert rows.batch["attention_mask"][row].sum() == len(ids)
-        assert rows.batch["position_ids"][row].tolist()[: len(ids)] == list(range(len(ids)))
-    assert errors == [None] * 4
-    assert rows.batch["response_mask"].any(1).tolist() == [True, True, True, False], "an empty answer is not scored"
-
-
 class WorkerGroup:
     """The reward model's worker of this process, in the place of a group."""
 
@@ -125,21 +102,26 @@ def role(made: PPOConfig, policy: PreTrainedTokenizerBase) -> RewardModelRole:
     return RewardModelRole(group, made, reward_inputs(made, policy))  # type: ignore[arg-type]
 
 
-def test_scores_under_another_tokenizer_equal_transformers_on_the_texts(
+def test_answers_are_rendered_by_the_other_template_and_scored_as_transformers_scores_them(
     policy: PreTrainedTokenizerBase, other: str
 ) -> None:
-    made = config(other, retokenize=True, forward_max_token_len_per_gpu=60)
-    batch = answered(policy)
-    found = [result.score for result in role(made, policy).score(batch)]
+    made, end = config(other, retokenize=True, forward_max_token_len_per_gpu=60), "<|endoftext|>"
+    texts = [
+        f"[user] 1+2={end}[assistant] 3{end}",
+        f"[user] sort 31{end}[assistant] 13{end}",  # the end-of-turn token is the policy's, not the text's
+        f"[user] what is 4*4?{end}[assistant] 16, i think{end}",
+        f"[user] 1+2={end}[assistant] {end}",
+    ]
+    retokenize = reward_inputs(made, policy)
+    assert isinstance(retokenize, Retokenizer) and retokenize.texts(answered(policy)) == texts
+    found = [result.score for result in role(made, policy).score(answered(policy))]
     model = AutoModelForSequenceClassification.from_pretrained(other, dtype=torch.float64).eval()
     theirs = AutoTokenizer.from_pretrained(other)
-    retokenize = reward_inputs(made, policy)
-    assert isinstance(retokenize, Retokenizer)
-    for row, text in enumerate(retokenize.texts(batch)[:3]):
+    for score, text in zip(found[:3], texts, strict=False):
         with torch.no_grad():
             expected = model(**theirs(text, add_special_tokens=False, return_tensors="pt")).logits.item()
-        assert found[row] == pytest.approx(expected, abs=1e-5)
-    assert found[3] == 0.0
+        assert score == pytest.approx(expected, abs=1e-5)
+    assert found[3] == 0.0, "an empty answer is not scored"
 
 
 def test_a_text_that_is_too_long_has_no_score_and_says_why(policy: PreTrainedTokenizerBase, other: str) -> None:
