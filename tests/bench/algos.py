@@ -1,4 +1,4 @@
-"""Time and error of the mathematics: every estimator, policy loss, aggregation, the value loss and KL.
+"""Time and error of the mathematics: every estimator, every policy loss, the value loss.
 
 `python -m tests.bench algos [--rows 8192] [--width 1024] [--repeat 3] [--only NAME ...]`, one thread, CPU time, best of
 `--repeat`; the contestants of a line take turns, so that noise on the machine hits all.
@@ -27,7 +27,6 @@ from tests.verl_lite.naive_estimators import NAIVE_ESTIMATORS, naive_estimate
 from tests.verl_lite.naive_losses import (
     NAIVE_ROW_LOSSES,
     NAIVE_TOKEN_LOSSES,
-    naive_aggregate,
     naive_policy_loss,
     naive_value_loss,
 )
@@ -43,12 +42,6 @@ CONFIG = ActorConfig(clip_ratio_high=0.28, policy_loss=PolicyLossConfig(dro_beta
 MODE = "seq-mean-token-mean"
 CLIPRANGE_VALUE = 0.5
 REWARD_KEYS = ("correct", "short")
-NAIVE_KL: dict[str, Callable[[float], float]] = {
-    "k1": lambda d: d,
-    "abs": abs,
-    "k2": lambda d: d * d / 2,
-    "k3": lambda d: float(np.exp(-d)) + d - 1,
-}
 
 
 @dataclass(frozen=True)
@@ -142,35 +135,10 @@ def value_loss() -> Case:
     )
 
 
-def aggregation(mode: str) -> Case:
-    def naive(columns: Columns) -> Numbers:
-        rows = zip(columns["advantages"].tolist(), columns["response_mask"].tolist(), strict=True)
-        losses = [[x for x, m in zip(values, mask, strict=True) if m] for values, mask in rows]
-        return [naive_aggregate(losses, mode, columns["advantages"].shape[1])]
-
-    return Case("agg_loss", mode, lambda a, _, c: [a.agg_loss(c["advantages"], c["response_mask"], mode)], naive)
-
-
-def kl(name: str) -> Case:
-    def run(algos: Any, config: Any, columns: Columns) -> Numbers:
-        leaf = columns["log_prob"].detach().requires_grad_()
-        values = algos.kl_penalty(leaf, columns["old_log_probs"], name)
-        algos.agg_loss(values, columns["response_mask"], MODE).backward()
-        return [values]
-
-    def naive(columns: Columns) -> Numbers:
-        differences = (columns["log_prob"].double() - columns["old_log_probs"].double()).tolist()
-        return [[[NAIVE_KL[name.removesuffix("+")](d) for d in row] for row in differences]]
-
-    return Case("kl_penalty", name, run, naive)
-
-
 CASES: list[Case] = [
     *(estimator(name) for name in core_algos.ADV_ESTIMATOR_REGISTRY if name in NAIVE_ESTIMATORS),
     *(policy_loss(n) for n in core_algos.POLICY_LOSS_REGISTRY if n in NAIVE_TOKEN_LOSSES or n in NAIVE_ROW_LOSSES),
     value_loss(),
-    *(aggregation(mode) for mode in core_algos.LOSS_AGG_MODES),
-    *(kl(name) for name in (*NAIVE_KL, "k3+")),
 ]
 
 

@@ -138,23 +138,20 @@ def test_the_command_plans_a_cluster_from_a_config_alone(tmp_path: Path, capsys:
     assert "prompts of 100 tokens (--mean_prompt), answers of 300 (--mean_response)" in capsys.readouterr().out
 
 
+LIKE = ["--like", "qwen2.5-7b"]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--like", "qwen2.5-7b", "--device", "b200"], "--device: invalid choice: .b200. .*h100"),
+        ([*LIKE, "--device", "b200"], "--device: invalid choice: .b200. .*h100"),
         (["--like", "qwen-7b"], "--like: invalid choice: .qwen-7b. .*qwen2.5-7b"),
-        (["--like", "qwen2.5-7b", "model.path=somewhere"], "contradict each other"),
-        (
-            ["--like", "qwen2.5-7b", "rollout.n=8", "--mean_response", "9999"],
-            "--mean_response 9999: expected a number above 0 and at most",
-        ),
-        (
-            ["--like", "qwen2.5-7b", "--mean_prompt", "9999"],
-            "--mean_prompt 9999: expected a number above 0 and at most",
-        ),
-        (["--like", "qwen2.5-7b", "--memory_gb", "-1"], "--memory_gb -1: expected a number above 0"),
-        (["--like", "qwen2.5-7b", "actor.ppo_mini_batch_size=2000"], "is larger than data.train_batch_size"),
-        (["--like", "qwen2.5-7b", "trainer.nodes=2"], "nnodes"),
+        ([*LIKE, "model.path=somewhere"], "contradict each other"),
+        ([*LIKE, "rollout.n=8", "--mean_response", "9999"], "--mean_response 9999: .* above 0 and at most"),
+        ([*LIKE, "--mean_prompt", "9999"], "--mean_prompt 9999: expected a number above 0 and at most"),
+        ([*LIKE, "--memory_gb", "-1"], "--memory_gb -1: expected a number above 0"),
+        ([*LIKE, "actor.ppo_mini_batch_size=2000"], "is larger than data.train_batch_size"),
+        ([*LIKE, "trainer.nodes=2"], "nnodes"),
         (["recipe=quickstart", "model.path=/not/made"], "recipe=quickstart makes it at its first run.*dry_run=true"),
         (["model.path=/nowhere"], "model.path=./nowhere.*cannot be read.*--like"),
         ([], "model.path=null: expected a folder with config.json, or --like"),
