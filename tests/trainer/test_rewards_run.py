@@ -1,4 +1,4 @@
-"""Whole runs in this process whose reward function breaks: nobody learns from the samples that it lost."""
+"""Whole runs in this process by their rewards: a function that breaks, a model alone, several parts, scored again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.tiny_model import tiny_reward_model
+from tests.tiny_run import write_rows
 from tests.trainer import tiny_run
 from tests.trainer.tiny_run import samples
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import RewardFailure
+from trainer.score import score
 from verl_lite.protocol import DataProto
 
 QUESTIONS = ["1+2=", "3+4=", "5+1=", "sort 31", "2*2=", "9-3=", "7+7=", "sort 20"]
@@ -35,6 +41,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_files(tmp_path_factory.mktemp("run"), QUESTIONS, REWARD, hidden=32, layers=1)
+
+
+# --------------------------------------------------------------------------------------------- a function that breaks
 
 
 class Watched(RayPPOTrainer):
@@ -119,3 +128,83 @@ def test_past_the_limit_the_run_stops_and_shows_answer_and_error(folder: Path) -
     )
     with pytest.raises(RewardFailure, match=r"(?s)max_error_rate=0\.1 allows 3.*reward_failures\.jsonl.*KeyError"):
         run(folder, "stopped", f"reward.custom_reward_function.path={folder}/lose_all.py", "reward.max_error_rate=0.1")
+
+
+# ------------------------------------------------------------------------------------ a model alone, several parts
+
+
+def test_a_reward_model_alone_scores_as_transformers_and_needs_neither_function_nor_ground_truth(folder: Path) -> None:
+    """Two steps of four prompts and three answers each, their texts rendered by the reward model's template."""
+    asked = [{"data_source": "talk", "prompt": [{"role": "user", "content": text}]} for text in QUESTIONS[:4]]
+    path = write_rows(folder / "asked.jsonl", asked)
+    rows = tiny_run.run(
+        folder, "alone", f"data.train_files={path}", f"data.val_files={path}", "actor.optim.lr=1e-2", "rollout.n=3",
+        "reward_model.enable=true", f"reward_model.model.path={tiny_reward_model(folder / 'reward')}",
+        "reward.function_weight=0", "reward_model.weight=0.5", "reward_model.retokenize=true", "trainer.total_epochs=2",
+    )  # fmt: skip
+    steps = [row for row in rows if "actor/pg_loss" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["reward/error_rate"] == 0
+        assert row["critic/score/mean"] == pytest.approx(0.5 * row["reward/model/mean"])
+        assert row["reward/model/min"] < row["reward/model/max"] and row["actor/grad_norm"] > 0
+    validation = rows[0]
+    assert validation["val-core/talk/reward/mean@1"] == pytest.approx(0.5 * validation["val-aux/talk/model/mean@1"])
+    assert not list((folder / "alone" / "logs").glob("reward-*")), "no reward process was started"
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "reward")
+    assert len(kept := samples(folder, "alone", 2)) == 12
+    for row in kept:
+        chat = [{"role": "user", "content": row["input"]}, {"role": "assistant", "content": row["output"]}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        with torch.no_grad():
+            expected = model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits.item()
+        assert row["extra"]["model"] == pytest.approx(expected, abs=1e-5)
+        assert row["score"] == pytest.approx(0.5 * row["extra"]["model"])
+
+
+JUDGE = """
+import asyncio
+
+async def judge(data_source, solution_str, ground_truth, extra_info, prompt=None, scale=1):
+    await asyncio.sleep(0.001)
+    return {"score": scale * (sum(map(ord, solution_str)) % 7) / 7, "asked": len(prompt[0]["content"]), "note": "text"}
+"""
+
+
+@pytest.mark.slow
+def test_parts_are_logged_saved_and_scored_again(folder: Path) -> None:
+    (folder / "judge.py").write_text(JUDGE)
+    rows = [
+        {"data_source": "exact_match", "prompt": [{"role": "user", "content": text}],
+         "reward_model": {"ground_truth": {"text": text}}}
+        for text in QUESTIONS[:4]
+    ]  # fmt: skip
+    path = write_rows(folder / "exact.jsonl", rows)
+    functions = (
+        f"{{right: {{weight: 2}}, judge: {{path: {folder}/judge.py, name: judge, kwargs: {{scale: 3}}}}, "
+        "letters: {reward: regex, weight: 0.5, kwargs: {pattern: '[a-z]'}}}"
+    )
+    lines = tiny_run.run(
+        folder, "parts", "~reward.custom_reward_function", f"reward.functions={functions}", "~reward.num_workers",
+        f"data.train_files={path}", f"data.val_files={path}", "trainer.total_training_steps=1",
+        "trainer.val_before_train=false", "trainer.test_freq=1",
+    )  # fmt: skip
+    metrics = {name: value for line in lines for name, value in line.items()}
+    assert len(kept := samples(folder, "parts", 1)) == 8
+    for name in ("right", "judge", "letters", "acc", "judge.asked"):
+        values = [sample["extra"][name] for sample in kept]
+        assert metrics[f"reward/{name}/mean"] == pytest.approx(sum(values) / 8), name
+    for sample in kept:
+        parts = sample["extra"]
+        assert sample["score"] == pytest.approx(2 * parts["right"] + parts["judge"] + 0.5 * parts["letters"])
+        assert parts["judge"] == pytest.approx(3 * (sum(map(ord, sample["output"])) % 7) / 7)
+        assert parts["judge.asked"] == len(sample["prompt"][0]["content"]) and parts["judge.note"] == "text"
+        assert sample["ground_truth"] == {"text": sample["prompt"][0]["content"]}
+    assert "reward/judge.note/mean" not in metrics
+    assert "val-core/exact_match/acc/mean@1" in metrics and "val-aux/exact_match/letters/mean@1" in metrics
+
+    assert score(folder / "parts", [f"out={folder}/again.parquet"]) == 0
+    again = pyarrow.parquet.read_table(folder / "again.parquet").to_pylist()
+    assert [row["score"] for row in again] == pytest.approx([sample["score"] for sample in kept])
+    assert [row["reward/judge"] for row in again] == [sample["extra"]["judge"] for sample in kept]

@@ -1,4 +1,5 @@
-"""Runs that train an adapter, in this process: no reference model, a KL from 0, resumed, exported both ways."""
+"""Runs in this process of an adapter, with no reference model and a KL from 0, resumed and exported both ways, and of
+experts, balanced, with those of the rollout in the update, resumed."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_experts import tiny_experts
 from tests.tiny_model import tiny_qwen2
 from tests.trainer import tiny_run
 from trainer import main_sft
-from trainer.build import run_ppo, worker_classes
+from trainer.build import check_experts, run_ppo, worker_classes
 from trainer.export import main as export
 from trainer.planner.batch import launch_table
 from trainer.saving import checkpoint_bytes
 from trainer.tracking import read_metrics
-from verl_lite.config import PPOConfig
+from verl_lite.config import AgenticConfig, EnvManagerConfig, ModelConfig, PPOConfig, RolloutConfig
 from verl_lite.errors import UserError
 
 OPTIONS = [
@@ -31,7 +33,7 @@ TOKENS = torch.tensor([[3, 9, 30, 11]])
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
     tiny_run.write_files(tmp_path, [f"{number}+{number}" for number in range(8)])
-    return [*tiny_run.options_of(tmp_path), *OPTIONS]
+    return tiny_run.options_of(tmp_path)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -42,6 +44,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_a_run_with_an_adapter_is_its_own_reference_and_exports_both_ways(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    options += OPTIONS
     run_ppo([*options, "trainer.total_training_steps=2"])
     assert "parameters that learn" in capsys.readouterr().out
     run_dir = tmp_path / "run"
@@ -101,5 +104,38 @@ def test_what_an_adapter_spares_is_counted(tmp_path: Path) -> None:
 
 def test_an_unknown_layer_is_refused_before_anything_starts(options: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="q_projj fits no linear layer .* there are down_proj, gate_proj, k_proj"):
-        run_ppo([*options, "model.target_modules=[q_projj]"])
+        run_ppo([*options, *OPTIONS, "model.target_modules=[q_projj]"])
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- experts
+
+def test_a_run_balances_its_experts_and_replays_those_of_the_rollout(options: list[str], tmp_path: Path) -> None:
+    options += [
+        f"model.path={tiny_experts(tmp_path / 'experts')}", "rollout.router_replay=true", "actor.ppo_epochs=2",
+        "actor.router_aux_loss_coef=0.01", "actor.optim.lr=1e-2", "trainer.save_freq=1",
+    ]  # fmt: skip
+    for steps in (1, 2):
+        run_ppo([*options, f"trainer.total_training_steps={steps}", "trainer.resume_mode=auto"])
+    first, second = read_metrics(tmp_path / "run" / "metrics.jsonl").values()
+    for step in (first, second):
+        assert 1 <= step["actor/router_aux_loss"] <= 4 and step["actor/grad_norm"] > 0
+        assert 0 < step["actor/router_replay_changed"] < 1, "the second epoch's router has moved"
+        assert step["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_replay_is_refused_where_no_experts_are_kept(tmp_path: Path) -> None:
+    experts, dense = tiny_experts(tmp_path / "experts"), tiny_qwen2(tmp_path / "dense")
+    agents = AgenticConfig(train_env_manager=EnvManagerConfig(tags=["FrozenLake"]))
+    replay, model = RolloutConfig(name="hf", router_replay=True), ModelConfig(path=experts)
+    check_experts(PPOConfig(model=model, rollout=replay))
+    cases = {
+        "rollout.name=vllm: .* say rollout.name=hf": PPOConfig(
+            model=model, rollout=RolloutConfig(name="vllm", router_replay=True)
+        ),
+        "turns of episodes": PPOConfig(model=model, rollout=replay, agentic=agents),
+        "Qwen2ForCausalLM has no experts": PPOConfig(model=ModelConfig(path=dense), rollout=replay),
+    }
+    for told, config in cases.items():
+        with pytest.raises(UserError, match=f"rollout.router_replay=true.*{told}"):
+            check_experts(config)
