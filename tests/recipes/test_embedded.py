@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.embedded import Made, Start
+from recipes.embedded import Made, Start, byte_tokenizer
 from recipes.quickstart import data
+from recipes.quickstart.recipe import START
 from verl_lite.config import PPOConfig, load_config
 
 
@@ -80,3 +82,16 @@ def test_a_start_has_a_folder_for_each_version_and_makes_it_once(cache: Path, mo
     for _ in range(2):
         start.prepare(load_config([], recipe_loader=lambda name: start.settings()).config)
     assert len(built) == 1 and start.folder.is_dir()
+
+
+def test_the_random_model_is_a_hugging_face_folder_with_the_same_bytes_each_time(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        START.write_random_model(tmp_path / name)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert 1e6 < sum(parameter.numel() for parameter in network.parameters()) < 2e6
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
+    assert tokenizer("reverse crane")["input_ids"] == byte_tokenizer()("reverse crane")["input_ids"]
+    chat = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|user|>1+2=<|assistant|>3<|im_end|>"

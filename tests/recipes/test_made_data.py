@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from recipes.embedded import byte_tokenizer
 from recipes.gsm8k import recipe as gsm8k
+from recipes.quickstart import data
 from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym import recipe as reasoning_gym
 from trainer.recipe import recipe_overrides
@@ -23,12 +26,12 @@ SMALL = {"TEST_ROWS": 30, "TRAIN_ROWS": 60, "DEMONSTRATIONS": 90, "POOL": 60}
 @pytest.fixture(scope="module", params=STARTS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A recipe, and the folder of its data, smaller and made twice."""
-    folder, data = tmp_path_factory.mktemp("data"), STARTS[request.param].data
+    folder, module = tmp_path_factory.mktemp("data"), STARTS[request.param].data
     with pytest.MonkeyPatch.context() as patch:
-        for name in SMALL.keys() & vars(data).keys():
-            patch.setattr(data, name, SMALL[name])
+        for name in SMALL.keys() & vars(module).keys():
+            patch.setattr(module, name, SMALL[name])
         for time in ("first", "again"):
-            data.write_data(folder / time, seed=3)
+            module.write_data(folder / time, seed=3)
     return request.param, folder
 
 
@@ -59,16 +62,33 @@ def test_what_is_tested_is_asked_nowhere_else(made: tuple[str, Path]) -> None:
 def test_answers_are_right_and_all_fits_the_settings(made: tuple[str, Path]) -> None:
     name, folder = made
     tokenizer: Any = byte_tokenizer(STARTS[name].words)
-    data = load_config([f"recipe={name}"], recipe_loader=recipe_overrides).config.data
+    limits = load_config([f"recipe={name}"], recipe_loader=recipe_overrides).config.data
     for row in rows(folder, "test") + rows(folder, "train"):
         truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
         answer = extra.get("answer") or truth  # a whole solution, or what is right alone
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
         tokens = tokenizer(answer)["input_ids"]
-        assert len(prompt) <= data.max_prompt_length and len(tokens) + 1 <= data.max_response_length
+        assert len(prompt) <= limits.max_prompt_length and len(tokens) + 1 <= limits.max_response_length
         assert tokenizer.decode(tokens) == answer
         scored = [default_compute_score(row["data_source"], x, truth, extra) for x in (answer, answer[:-1] + "?", "")]
         right, wrong, nothing = (score["score"] if isinstance(score, dict) else score for score in scored)
         assert right == 1 > wrong and nothing == 0, (row["prompt"], scored)
     for row in rows(folder, "demonstrations"):
-        assert len(tokenizer(row["messages"][1]["content"])["input_ids"]) + 1 <= data.max_response_length
+        assert len(tokenizer(row["messages"][1]["content"])["input_ids"]) + 1 <= limits.max_response_length
+
+
+def test_the_quickstarts_questions_are_what_their_names_say_and_as_many_of_each() -> None:
+    rng = random.Random(1)
+    sources = [generate(rng) for generate in (data.sort_questions, data.add_questions, data.word_questions)]
+    drawn = data.draw(sources, 300, rng, data.EQUAL_PARTS)
+    for question in drawn:
+        asked, answer = question.prompt, question.answer
+        if question.data_source == "verl_lite/sort":
+            assert answer == "".join(sorted(asked.removeprefix("sort ")))
+        elif question.data_source == "verl_lite/add":
+            left, right = asked.removesuffix("=").split("+")
+            assert answer == str(int(left) + int(right))
+            assert all(int(a) + int(b) <= 9 for a, b in zip(left, right, strict=True))
+        else:
+            assert answer == asked.removeprefix("reverse ")[::-1]
+    assert list(Counter(question.data_source for question in drawn).values()) == [100] * 3

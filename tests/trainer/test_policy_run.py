@@ -110,6 +110,7 @@ def test_an_unknown_layer_is_refused_before_anything_starts(options: list[str], 
 
 # -------------------------------------------------------------------------------------------------------------- experts
 
+
 def test_a_run_balances_its_experts_and_replays_those_of_the_rollout(options: list[str], tmp_path: Path) -> None:
     options += [
         f"model.path={tiny_experts(tmp_path / 'experts')}", "rollout.router_replay=true", "actor.ppo_epochs=2",
