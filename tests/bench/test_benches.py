@@ -1,4 +1,4 @@
-"""Benches in small: every estimator and loss has its line, and only rounding differs; rewards find the right answers."""
+"""Benches in small: every estimator and loss has its line, and only rounding differs; rewards find right answers."""
 
 from __future__ import annotations
 
