@@ -94,8 +94,6 @@ from verl_lite.algos.reinforce_losses import (
 
 AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 
-# ---------------------------------------------------------------------------------------------------- registries
-
 
 def register_adv_est(
     name_or_enum: str | Enum, *, groups: bool = False, rows: str | None = None, raw_scores: bool = False
@@ -138,8 +136,6 @@ def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})  # type: ignore[misc]
 """verl's enum of the estimators' names; each member is its name, and the registry takes either."""
-
-# ---------------------------------------------------------------------------------------------------- value loss
 
 
 def compute_value_loss(

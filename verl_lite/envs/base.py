@@ -196,20 +196,18 @@ def env_templates(custom_envs: Mapping[str, Any]) -> dict[str, EnvTemplate]:
     Raises UserError that names agentic.custom_envs.TAG.key: an unknown key (with the nearest), a wrong value, an
     unknown environment, an option that the environment does not have.
     """
-    return {str(tag): _template(str(tag), entry) for tag, entry in custom_envs.items()}
-
-
-def _template(tag: str, entry: Any) -> EnvTemplate:
-    given = {str(key): value for key, value in entry.items()} if isinstance(entry, Mapping) else {}
-    known = [option.name for option in fields(EnvTemplate) if option.name != "tag"]
-    for key in list(given):
-        if key in known or (key in _NOT_HERE and given.pop(key) is None):
-            continue
-        why = _NOT_HERE.get(key) or f"no such key; keys are {', '.join(known)}{did_you_mean(key, known)}"
-        raise UserError(f"agentic.custom_envs.{tag}.{key}: {why}")
-    if not isinstance(given.get("env_type"), str) or not isinstance(given.get("env_config") or {}, Mapping):
-        raise UserError(
-            f"agentic.custom_envs.{tag} is {entry!r}: expected a mapping with env_type, one of "
-            f"{', '.join(sorted(ENVS))}, or pkg.module:Class; and env_config, a mapping"
-        )
-    return EnvTemplate(tag=tag, **given)
+    known, templates = [option.name for option in fields(EnvTemplate) if option.name != "tag"], {}
+    for tag, entry in custom_envs.items():
+        given = {str(key): value for key, value in entry.items()} if isinstance(entry, Mapping) else {}
+        for key in list(given):
+            if key in known or (key in _NOT_HERE and given.pop(key) is None):
+                continue
+            why = _NOT_HERE.get(key) or f"no such key; keys are {', '.join(known)}{did_you_mean(key, known)}"
+            raise UserError(f"agentic.custom_envs.{tag}.{key}: {why}")
+        if not isinstance(given.get("env_type"), str) or not isinstance(given.get("env_config") or {}, Mapping):
+            raise UserError(
+                f"agentic.custom_envs.{tag} is {entry!r}: expected a mapping with env_type, one of "
+                f"{', '.join(sorted(ENVS))}, or pkg.module:Class; and env_config, a mapping"
+            )
+        templates[str(tag)] = EnvTemplate(tag=str(tag), **given)
+    return templates

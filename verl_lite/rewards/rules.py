@@ -18,8 +18,6 @@ from verl_lite.rewards.registry import register_reward
 Info = dict[str, Any] | None
 Report = dict[str, float | str]
 
-# ------------------------------------------------------------------------------------------- where the final answer is
-
 _BOX = "\\boxed{"
 _BRACE = re.compile(r"[{}]")
 
@@ -50,17 +48,12 @@ def last_tagged(text: str, tag: str) -> str | None:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------- exact match
-
-
 @register_reward("verl_lite/sort", "verl_lite/add", "exact_match", "exact_match/*", "rule/exact_match")
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
     """1.0 if the stripped answer is the stripped ground truth, else 0.0. A ground truth that is a number is compared as
     text."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
-
-# --------------------------------------------------------------------------------------------------------------- gsm8k
 
 SEARCHED_CHARACTERS = 300
 """The answer is looked for in so many last characters: a long text cannot list candidates, and the search is fast."""
@@ -77,8 +70,6 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: In
     found = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
     return float(bool(found) and found[-1].replace(",", "") == str(ground_truth).replace(",", ""))
 
-
-# ---------------------------------------------------------------------------------------------------------- math_dapo
 
 SEARCHED_FOR_BOX = 100
 NO_ANSWER = "[INVALID]"
@@ -144,9 +135,6 @@ def normalize_answer(answer: str) -> str:
     return answer.replace(",", "").strip() if answer.replace(",", "").isdigit() else answer.strip()
 
 
-# -------------------------------------------------------------------------------------------------------- math_verify
-
-
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math*", "numina_*")
 
 
@@ -185,8 +173,6 @@ def _math_verify() -> tuple[Any, Any]:
     return parse, verify
 
 
-# ------------------------------------------------------------------------------------------------------- short answers
-
 MOST_TAGS = 10
 """An answer with more opening or closing tags than this is worth a quarter: it tries answers out."""
 
@@ -218,8 +204,6 @@ def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
 def _short_form(text: str) -> str:
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
-
-# ----------------------------------------------------------------------------------------------------- multiple choice
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -255,9 +239,6 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extr
     found = _CHOICE.findall(text) if boxed is None else _BOXED.match(boxed)
     pred = "" if not found else found[-1] if boxed is None else found[1]
     return {"score": float(pred == truth), "acc": float(pred == truth), "pred": pred}
-
-
-# ------------------------------------------------------------------------------------------------------ form and regex
 
 
 @register_reward("rule/format")
@@ -317,9 +298,6 @@ def regex(
     pred = ((found[group] or "") if found is not None else "").strip()
     right = found is not None and pred == str(ground_truth).strip()
     return {"score": float(right), "acc": float(right), "pred": pred}
-
-
-# ------------------------------------------------------------------------------------------------------- reasoning-gym
 
 
 @register_reward("reasoning_gym/*")

@@ -15,7 +15,7 @@ import math
 import re
 import traceback
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ class RewardPart:
 
     reward: a registered one; path, name, style: a function of your own, as in reward.custom_reward_function; neither
     reward nor path: by data_source. weight: its score is multiplied by it. outcome: its `acc` and `pred` are those of
-    the sample; exactly one part says so.
+    the sample; exactly one part says so. function: what all that stands for, once it is loaded.
     """
 
     label: str = ""
@@ -120,11 +120,61 @@ class RewardPart:
     weight: float = 1.0
     kwargs: dict[str, Any] = field(default_factory=dict)
     outcome: bool = True
+    function: RewardFunction = default_compute_score
 
     @property
     def option(self) -> str:
         """Its key in the configuration."""
         return f"{OPTION}.{self.label}" if self.label else "reward.custom_reward_function"
+
+    @property
+    def takes_lists(self) -> bool:
+        return self.style in _LISTS
+
+    @functools.cached_property
+    def is_async(self) -> bool:
+        """Whether its calls are awaited."""
+        return not self.takes_lists and _is_async(self.function)
+
+    def call(self, item: RewardItem) -> Any:
+        """Calls the function with one sample; an async one gives an awaitable."""
+        names = (*_ARGUMENTS, "prompt") if takes(self.function, "prompt") else _ARGUMENTS
+        return self.function(**{**{name: getattr(item, name) for name in names}, **self.kwargs})
+
+    async def score_async(self, item: RewardItem) -> RewardResult:
+        """Scores one sample, awaiting what the function returns if that is to be awaited."""
+        try:
+            returned = self.call(item)
+            return RewardResult(*read_score(await returned if inspect.isawaitable(returned) else returned))
+        except Exception:  # the one door to untrusted code: what it raises is this sample's outcome, not the run's
+            return RewardResult.failure(traceback.format_exc())
+
+    def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Scores samples in one call of a function that takes lists. A bad entry fails its own sample only.
+
+        Raises whatever the function raises, and ValueError if it does not return one result for each sample: then
+        nobody knows which of them is to blame.
+        """
+        returned = _awaited(self.function(**{**_LISTS[self.style](items), **self.kwargs}))
+        count = len(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
+        if count != len(items):
+            what = f"{returned!r:.200}" if count is None else f"{count} results"
+            raise ValueError(f"The reward function returned {what} for {len(items)} samples; expected a list of them")
+        return [_guarded(lambda result=result: result) for result in returned]
+
+    def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Scores samples here and now: awaits all at once, or one after the other; those of a list that fails as a
+        whole each alone. Nothing is raised."""
+        if self.is_async:
+            return asyncio.run(_all_of(map(self.score_async, items)))
+        if not self.takes_lists:
+            return [_guarded(self.call, item) for item in items]
+        try:
+            return self.score_list(items)
+        except Exception:  # the door to untrusted code, as above
+            if len(items) == 1:
+                return [RewardResult.failure(traceback.format_exc())]
+            return [result for item in items for result in self.score_all([item])]
 
 
 _ENTRIES: dict[str, tuple[Any, str]] = {
@@ -230,67 +280,10 @@ _LISTS = {"batch": lists_of_verl, "trl": lists_of_trl}
 
 
 @dataclass(frozen=True)
-class Caller:
-    """A part with its function."""
-
-    function: RewardFunction
-    part: RewardPart = RewardPart()
-
-    @property
-    def takes_lists(self) -> bool:
-        return self.part.style in _LISTS
-
-    @functools.cached_property
-    def is_async(self) -> bool:
-        """Whether its calls are awaited."""
-        return not self.takes_lists and _is_async(self.function)
-
-    def call(self, item: RewardItem) -> Any:
-        """Calls the function with one sample; an async one gives an awaitable."""
-        names = (*_ARGUMENTS, "prompt") if takes(self.function, "prompt") else _ARGUMENTS
-        return self.function(**{**{name: getattr(item, name) for name in names}, **self.part.kwargs})
-
-    async def score_async(self, item: RewardItem) -> RewardResult:
-        """Scores one sample, awaiting what the function returns if that is to be awaited."""
-        try:
-            returned = self.call(item)
-            return RewardResult(*read_score(await returned if inspect.isawaitable(returned) else returned))
-        except Exception:  # the one door to untrusted code: what it raises is this sample's outcome, not the run's
-            return RewardResult.failure(traceback.format_exc())
-
-    def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores samples in one call of a function that takes lists. A bad entry fails its own sample only.
-
-        Raises whatever the function raises, and ValueError if it does not return one result for each sample: then
-        nobody knows which of them is to blame.
-        """
-        returned = _awaited(self.function(**{**_LISTS[self.part.style](items), **self.part.kwargs}))
-        count = len(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
-        if count != len(items):
-            what = f"{returned!r:.200}" if count is None else f"{count} results"
-            raise ValueError(f"The reward function returned {what} for {len(items)} samples; expected a list of them")
-        return [_guarded(lambda result=result: result) for result in returned]
-
-    def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores samples here and now: awaits all at once, or one after the other; those of a list that fails as a
-        whole each alone. Nothing is raised."""
-        if self.is_async:
-            return asyncio.run(_all_of(map(self.score_async, items)))
-        if not self.takes_lists:
-            return [_guarded(self.call, item) for item in items]
-        try:
-            return self.score_list(items)
-        except Exception:  # the door to untrusted code, as above
-            if len(items) == 1:
-                return [RewardResult.failure(traceback.format_exc())]
-            return [result for item in items for result in self.score_all([item])]
-
-
-@dataclass(frozen=True)
 class Scorer:
     """parts: one without a name, or several whose weighted sum is the score."""
 
-    parts: tuple[Caller, ...]
+    parts: tuple[RewardPart, ...]
 
     @property
     def style(self) -> Literal["sample", "async", "batch"]:
@@ -307,7 +300,7 @@ class Scorer:
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """As `score_all`, but raises what a single function of lists raises."""
-        return self.score_all(items) if self.parts[0].part.label else self.parts[0].score_list(items)
+        return self.score_all(items) if self.parts[0].label else self.parts[0].score_list(items)
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Scores one sample, all parts of it at once."""
@@ -320,7 +313,7 @@ class Scorer:
         outcome keep their names; those of another part, and one that has the name of a part, are called part.entry.
         `acc` is that of the outcome, or its score where it returned none.
         """
-        pairs = [(caller.part, result) for caller, result in zip(self.parts, results, strict=True)]
+        pairs = list(zip(self.parts, results, strict=True))
         names, extra = {part.label for part, _ in pairs}, dict[str, float | str]()
         if names == {""}:
             return results[0]
@@ -370,9 +363,9 @@ def load_scorer(config: RewardConfig) -> Scorer:
     Raises UserError for a part of reward.functions that does not exist or does not take its kwargs.
     """
     if config.remote.url is not None:
-        return Scorer((Caller(_remote(config), RewardPart(kwargs=config.reward_kwargs)),))
+        return Scorer((RewardPart(kwargs=config.reward_kwargs, function=_remote(config)),))
     modules: dict[str, ModuleType] = {}  # a file that has several parts is run once
-    return Scorer(tuple(Caller(_function(part, modules), part) for part in _parts(config)))
+    return Scorer(tuple(replace(part, function=_function(part, modules)) for part in _parts(config)))
 
 
 def asks_by_source(config: RewardConfig) -> bool:

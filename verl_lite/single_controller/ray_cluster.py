@@ -150,7 +150,8 @@ def ray_running(
     """Inside, Ray is up: the run's private cluster, or the one at `ray_init.address`. Where it was up before, it stays.
 
     run_id: namespace of the run. num_gpus: devices of a private cluster, the first of those that CUDA_VISIBLE_DEVICES
-    names; None = those that Ray finds. tell: takes what is waited for in a joined cluster.
+    names; None = those that Ray finds. tell: takes what is waited for in a joined cluster. Raises NoRoomError if nobody
+    answers there within `ray_init.wait_for_nodes_s`, UserError if Ray refuses.
     """
     global _cluster
     if ray.is_initialized():
@@ -160,7 +161,15 @@ def ray_running(
     try:
         with _signal_handlers_kept():
             if cluster.address is not None:
-                _join(cluster, cluster.address, run_id)
+                require_answer(cluster.address, cluster.wait_s, cluster.log)
+                try:  # below CRITICAL are Ray's own words about machines that leave, with the end of their logs
+                    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+                    ray.init(address=cluster.address, namespace=run_id, **quiet)
+                except (ConnectionError, RuntimeError, ValueError) as error:
+                    raise UserError(
+                        f"{_KEY}{cluster.address}: {error}\nThis machine must be one of the cluster's: `ray start "
+                        f"--address={cluster.address} --num-cpus=0` makes it one without giving it work"
+                    ) from error
             _cluster = cluster
             if cluster.address is None:
                 _start_private(cluster, ray_init, run_id, num_gpus)
@@ -333,18 +342,6 @@ def begin_process(umask: int, log_file: str | None) -> None:
     os.close(target)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-
-
-def _join(cluster: Cluster, address: str, run_id: str) -> None:
-    """Join the cluster at HOST:PORT. Raises NoRoomError if nobody answers for `wait_s`, UserError if Ray refuses."""
-    require_answer(address, cluster.wait_s, cluster.log)
-    try:  # below CRITICAL are Ray's own words about machines that leave, with the end of their logs
-        ray.init(address=address, namespace=run_id, log_to_driver=False, logging_level=logging.CRITICAL)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"{_KEY}{address}: {error}\nThis machine must be one of the cluster's: "
-            f"`ray start --address={address} --num-cpus=0` makes it one without giving it work"
-        ) from error
 
 
 def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> None:

@@ -24,7 +24,7 @@ from verl_lite.rewards import (
     read_score,
     register_reward,
 )
-from verl_lite.rewards.scoring import Caller, RewardPart
+from verl_lite.rewards.scoring import RewardPart
 from workers.rewards.pool import RewardPool
 
 QUESTION = [{"role": "user", "content": "What is 70 + 2?"}]
@@ -142,7 +142,7 @@ def test_numbers_are_scores(returned: Any) -> None:
 def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
     with pytest.raises(ValueError):
         read_score(returned)
-    [result] = Scorer((Caller(lambda **call: returned),)).score_all(items("a"))
+    [result] = Scorer((RewardPart(function=lambda **call: returned),)).score_all(items("a"))
     assert result.failed and math.isnan(result.score) and "The reward function returned" in (result.error or "")
 
 
@@ -156,7 +156,7 @@ def test_an_exception_is_the_samples_outcome_with_a_traceback_of_bounded_length(
     def shout(**call: Any) -> float:
         raise ValueError("x" * 10_000_000)
 
-    error = Scorer((Caller(shout),)).score_all(items("a"))[0].error or ""
+    error = Scorer((RewardPart(function=shout),)).score_all(items("a"))[0].error or ""
     assert len(error) < 21_000 and "Traceback" in error and "in shout" in error and "characters left out" in error
 
 
@@ -192,7 +192,7 @@ def test_trls_lists_have_prompts_completions_and_the_columns_of_the_data(mine: s
 
 @pytest.mark.parametrize("returned", [[1.0, 1.0], [1.0] * 4, 1.0, "abc", {"score": 1}, None, iter([1.0] * 3)])
 def test_a_wrong_number_of_results_is_told_with_both_numbers(returned: Any) -> None:
-    loaded = Scorer((Caller(lambda **lists: returned, RewardPart(style="batch")),))
+    loaded = Scorer((RewardPart(style="batch", function=lambda **lists: returned),))
     with pytest.raises(ValueError, match="The reward function returned .* for 3 samples; expected a list of them"):
         loaded.score_list(items("a", "b", "c"))
 
@@ -223,7 +223,7 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(m
 def test_the_outcome_gives_acc_and_pred_and_names_never_clash() -> None:
     def sums_with(outcome: int) -> RewardResult:
         parts = (RewardPart(name, weight=10.0**n, outcome=n == outcome) for n, name in enumerate("abc"))
-        return Scorer(tuple(Caller(len, part) for part in parts)).combined(returned)
+        return Scorer(tuple(parts)).combined(returned)
 
     extras: list[dict[str, float | str]] = [
         {"acc": 0.25, "pred": "x", "b": 7.0}, {"acc": 0.75, "pred": "y"}, {"other": 3.0},
