@@ -29,7 +29,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(argv)
     for split in ("train", "test"):
-        rows = [row for table in load_split(options.source, split) for row in prepared(table, split)]
+        rows = []
+        for table in load_split(options.source, split):
+            for index, row in enumerate(table.rows(range(len(table)), table.columns)):
+                where = f"--from: {split} row {index} of {table.path}"
+                if not isinstance(row.get("question"), str) or not isinstance(row.get("answer"), str):
+                    raise UserError(f"{where}: no text in the columns 'question' and 'answer'; found {row!r:.200}")
+                rows.append(as_question(row["question"], row["answer"], where).row(split, index))
         options.to.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.to / f"{split}.parquet")
         print(f"wrote {options.to / split}.parquet: {len(rows)} questions")
@@ -47,17 +53,6 @@ def load_split(source: str, split: str) -> list[RowTable]:
     if not files:
         raise UserError(f"--from {source}: no file with {split!r} in its name that ends in {', '.join(SUFFIXES)}")
     return [read_data_file(str(file), "--from") for file in sorted(files)]
-
-
-def prepared(table: RowTable, split: str) -> list[dict[str, object]]:
-    """The rows in verl's schema. Raises UserError for a row without question and answer."""
-    found = []
-    for index, row in enumerate(table.rows(range(len(table)), table.columns)):
-        where = f"--from: {split} row {index} of {table.path}"
-        if not isinstance(row.get("question"), str) or not isinstance(row.get("answer"), str):
-            raise UserError(f"{where}: no text in the columns 'question' and 'answer'; found {row!r:.200}")
-        found.append(as_question(row["question"], row["answer"], where).row(split, index))
-    return found
 
 
 if __name__ == "__main__":
