@@ -4,8 +4,6 @@ The demonstrations, from which a model learns before it is reinforced, come from
 often as the recipe says. No question stands in two files: what is tested and reinforced is new to the model.
 """
 
-from __future__ import annotations
-
 import random
 import string
 import warnings

@@ -9,8 +9,6 @@ batch with ragged rows, holes, rows without a valid token and a group of one, an
 AssertionError), which says what does not hold, why, and what to write instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

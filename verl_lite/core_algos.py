@@ -16,8 +16,6 @@ depend on micro-batches, ranks or packing; the sum of the losses over all parts 
 Two registries are the extension points: `@register_adv_est(name)` and `@register_policy_loss(name)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum, StrEnum
 from typing import Any

@@ -1,8 +1,6 @@
 """CPU and CUDA behind one face: the only file that knows which of the two a run uses. Everything else in the project
 takes a `torch.device` and works on both."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 and method of the worker that raised it, and what the driver was doing, so that the end of a run can name its cause.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

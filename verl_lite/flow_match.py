@@ -5,8 +5,6 @@ The model predicts v = dx / dsigma on the way from noise (sigma = 1) to data (si
 1000 sigma. Pure functions; tensors are (b, ...). `flow_sde` beside this file has the sampler with noise.
 """
 
-from __future__ import annotations
-
 import torch
 
 TRAIN_TIMESTEPS = 1000  # what a model is told for sigma = 1

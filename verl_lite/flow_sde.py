@@ -18,8 +18,6 @@ of T tokens. The noise is infinite at t = 1; there the first step takes 1 - t of
 Pure functions; tensors are (b, ...) with the latent dimensions behind the first.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

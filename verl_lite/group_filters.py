@@ -3,8 +3,6 @@
 A filter is a class with ROLL's method `filter`; `@register_group_filter(name)`, or name it as pkg.module:Class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 For the step after the advantages: rows of a clear score are learnt from several times, others not at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The states of a process's random number generators: Python's, numpy's, torch's; taken, kept and put back. Users'
 code may draw from them; our own draws have seeds of their own, derived from trainer.seed."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ Code of the user's own may also be a path `pkg.module:object`, a Python file, or
 Imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

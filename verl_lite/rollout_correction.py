@@ -11,8 +11,6 @@ rejection read a token, its run of tokens or its row, so they do not depend on h
 batch_normalize reads the whole batch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

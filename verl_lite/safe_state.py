@@ -4,8 +4,6 @@ A pickle runs whatever functions it names. These files are read with an allow li
 it is refused. A module whose own types belong into a state adds them: `torch.serialization.add_safe_globals`.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

@@ -4,8 +4,6 @@ Dimensions: B rows, P = data.max_prompt_length (left-padded), R = data.max_respo
 of clips F frames, 3 colours, H x W pixels. Names are verl's, because users' own code reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ split: the gradient does not depend on how the batch was cut. Which rows share a
 driver's row order and the shuffle seed, never from the number of ranks.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ The player knows a shortest way, but every other of its moves is a random one; i
 Same seed, same bytes.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable

@@ -5,8 +5,6 @@ each other. `overrides` gives the settings; `prepare` makes the model and its wa
 them yet.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from recipes.agentic_frozen_lake.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, MADE, PROMPT_TOKENS

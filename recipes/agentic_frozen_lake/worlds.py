@@ -1,7 +1,5 @@
 """The lakes of the recipe, and what its model is made from: entries of agentic.custom_envs, model, warm start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Model, warm start and settings are those of agentic_frozen_lake; only the world differs.
 """
 
-from __future__ import annotations
-
 from recipes.agentic_frozen_lake.recipe import small_model
 from recipes.agentic_sokoban.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, MADE, PROMPT_TOKENS
 

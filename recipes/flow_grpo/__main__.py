@@ -4,8 +4,6 @@ With neither model nor data it runs the embedded default. `--help-config` lists 
 resolved. Exit status: see `trainer.cli`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.cli import command

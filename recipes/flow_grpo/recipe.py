@@ -4,8 +4,6 @@ The model learnt from images whose captions were careless (`world.py`): it draws
 its denoising steps teaches it to follow the prompt. `prepare` makes model and prompts where the cache has none yet.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from recipes.embedded import ONE_GROUP, Made

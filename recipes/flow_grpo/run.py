@@ -1,7 +1,5 @@
 """`python -m recipes.flow_grpo` for the frame of all commands (`trainer.run`): its checks, data, trainer and report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter

@@ -6,8 +6,6 @@ squares, and only sometimes the one that was asked for. The judge thresholds, fi
 nothing in it has a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

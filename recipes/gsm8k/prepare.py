@@ -6,8 +6,6 @@ in OpenAI's repository or a copy of the hub's), a folder written by `datasets`, 
 openai/gsm8k. Rows need `question` and `answer`, and answers a last line `#### N`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

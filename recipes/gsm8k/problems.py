@@ -8,8 +8,6 @@ The teacher of the demonstrations miscalculates, takes the wrong sign and forget
 own. Same seed, same bytes.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 import re

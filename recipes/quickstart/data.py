@@ -7,8 +7,6 @@
 Same seed, same bytes.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ open level, the others of all open ones alike. A level opens when in the last ST
 to the highest open one were right.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any

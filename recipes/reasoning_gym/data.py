@@ -5,8 +5,6 @@ DEMONSTRATED_TASKS; TOKENS only makes the sentences around the questions short f
 bytes.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import islice

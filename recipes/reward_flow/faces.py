@@ -5,8 +5,6 @@ which the head sways and the mouth moves. `FisherEmbedder` is Fisherfaces (Belhu
 middle of a frame in which people differ most against how one person's frames differ.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A small image-to-video pipeline that draws people, but seldom the one it is show
 differentiable identity score. `prepare` makes pipeline, clips and faces where the cache does not hold them yet.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from recipes.embedded import ONE_GROUP, Made

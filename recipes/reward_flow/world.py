@@ -11,8 +11,6 @@ frame that is given shows somebody else: so the pipeline draws a person, but sel
 identity score begins near 0. To look at the first frame is what reward flow has to teach.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

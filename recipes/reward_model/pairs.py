@@ -5,8 +5,6 @@ answer with more right characters, and is wrong about one pair in ten. Pairs to 
 training questions, pairs to measure on about its test questions, without wrong labels. Same seed, same bytes.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

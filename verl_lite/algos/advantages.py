@@ -7,8 +7,6 @@ Estimators of whole answers ("outcome") read one score per row, the sum of its r
 rewards under mask 1 only: put the score of an answer on a token of the policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar

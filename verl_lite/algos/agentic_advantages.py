@@ -4,8 +4,6 @@ A row is one answer, which is an episode (agentic_reinforce: its runs of valid t
 episode (step_reinforce, gigpo: rows of one `traj_id`, ordered by `step`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

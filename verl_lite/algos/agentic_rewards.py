@@ -5,8 +5,6 @@ Pure functions of scores (B,) and labels, after ROLL's agentic pipeline. `normal
 estimator `gigpo` puts, weighed, on the last token of a row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

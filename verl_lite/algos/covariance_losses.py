@@ -5,8 +5,6 @@ A choice made within a micro-batch would depend on how the batch was cut. So the
 update; they choose by themselves only in a mini-batch given whole, and refuse to within a part of one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ Groups are dense numbers (B,) from `group_ids`; statistics of groups are in fp64
 valid token can be left out.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

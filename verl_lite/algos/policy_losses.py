@@ -10,8 +10,6 @@ the losses whose gradient flows through the ratio; those of REINFORCE's form sta
 compare a token with all others in `covariance_losses`.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 kimi15 and dro add the squared log-ratio instead of a weight. Notation and decorator are those of `policy_losses`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

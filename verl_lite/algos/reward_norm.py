@@ -5,8 +5,6 @@ keeps, updates with `update_running` and saves. Rows that do not count (padding,
 and get 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Names are ROLL's. `agentic.train_env_manager.tags` turns the whole on: training 
 environments that `agentic.custom_envs` describes, and there is no dataset of prompts.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

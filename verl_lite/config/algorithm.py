@@ -1,7 +1,5 @@
 """The options that make advantages of rewards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl_lite.config.fields import POSITIVE, SHARE, Options, Problems, at_least, opt, section

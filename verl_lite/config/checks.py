@@ -5,8 +5,6 @@ Refused is what cannot work, or would give other results than asked for. That an
 `reads`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path

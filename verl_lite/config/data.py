@@ -1,7 +1,5 @@
 """The options of the data: which files, what their columns are called, how prompts are made of them, in which order."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Names are those of diffusers for the model and of ROLL's reward flow for the sam
 `mid_timestep`, `final_timestep`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

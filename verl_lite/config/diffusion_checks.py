@@ -1,7 +1,5 @@
 """Whether the options of reward flow fit the pipeline in its folder, the machine and the registered rewards."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Collection

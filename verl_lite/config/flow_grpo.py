@@ -4,8 +4,6 @@ Fields are written as in `verl_lite.config`; `algorithm`, `actor` and `trainer` 
 denoising step takes the place of a token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

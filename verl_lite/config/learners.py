@@ -1,8 +1,6 @@
 """The options of every network that is loaded and trained: where it lies, its adapter, its optimizer, its sharding; and
 of the policy's loss and update, the reference, the critic, the reward model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

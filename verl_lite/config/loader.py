@@ -5,8 +5,6 @@ Takes the arguments after `python -m trainer.main_ppo` (`key=value`, `+key=value
 exist or a value of the wrong type is an error wherever it stands, and all errors are shown together.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

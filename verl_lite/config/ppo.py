@@ -4,8 +4,6 @@ Names are verl's. A key on the command line is the path through these classes (`
 stands in a file of its own with its checks; here is what concerns more than one section.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl_lite.config.agentic import AgenticConfig

@@ -1,7 +1,5 @@
 """A configuration as text: all values with their sources, the reference of all keys, and the file saved with a run."""
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """The options of the reward function: who scores an answer, in how many processes, within which limits."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The options of generation, in training and in validation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ attributes), and read by `correction_of` into a `Correction`, which `rollout_cor
 Throughout, x = log pi_trainer - log pi_rollout of a sampled token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The options of every run with a driver, workers and a run folder; each command's `trainer` section builds on them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options as a flat table: every dotted key with its type, default and sentence; values in the type of a key."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -6,8 +6,6 @@ that would change them is refused at any value but null and those that are liste
 added here, its line goes. `together` judges the keys of ROLL that mean something only with others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

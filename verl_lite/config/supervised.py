@@ -1,8 +1,6 @@
 """The options of training without a rollout: `python -m trainer.main_sft`, and `trainer.main_rm`, which trains a reward
 model from pairs of answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl_lite.config.data import CHAT_TEMPLATE

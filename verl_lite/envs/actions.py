@@ -4,8 +4,6 @@
 default parser: pattern, lookup, thoughts and action as two groups). Calls of tools: `tool_calls.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

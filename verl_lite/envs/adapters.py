@@ -5,8 +5,6 @@ gem             any object with GEM's reset(seed=) and step(action): by pkg.modu
 reasoning_gym   a generator of reasoning-gym: one question, one answer, its own scorer
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

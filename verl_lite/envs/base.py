@@ -4,8 +4,6 @@ An environment talks in text and rewards in plain floats; it does not know of to
 in 30 lines, and what the keys of `info` mean: trainer/AGENTIC.md. Nothing in this package imports torch.
 """
 
-from __future__ import annotations
-
 import inspect
 import string
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ tool       756
 assistant  <answer>756</answer>            reward 1
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import operator

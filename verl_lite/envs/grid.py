@@ -4,8 +4,6 @@ Cells are letters, as in ROLL: P player, _ floor, O hole (lake) or target (Sokob
 (Sokoban), √ arrived, # wall, S player on a target.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Guess a number: after each guess the agent hears whether the secret is higher or lower."""
 
-from __future__ import annotations
-
 import random
 
 from verl_lite.envs.actions import ANSWER_PATTERN, ActionParser

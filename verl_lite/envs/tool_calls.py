@@ -4,8 +4,6 @@ Hermes and Qwen:   <tool_call>{"name": "calculator", "arguments": {"expression":
 Qwen3-Coder:       <tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ NVIDIA's management library (package nvidia-ml-py, module `pynvml`) says what th
 its spellings, says which of that is ours. A part of a device that is divided (MIG) counts as a device.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

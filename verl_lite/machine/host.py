@@ -4,8 +4,6 @@ Batch systems and containers set limits by control groups (version 2; of version
 group, which lies in others; the smallest limit on the way to the root holds.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Names are patterns of `fnmatch` (`math*`, `reasoning_gym/*`). The full name wins
 shorter one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any

@@ -2,8 +2,6 @@ r"""Rewards by rule: what an answer has to be, end with, look like or match. Tho
 (math-verify, reasoning-gym) import them at first use. Each search takes one pass over the text, whatever is in it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -1,7 +1,5 @@
 """`python -m verl_lite.sandbox`: prints what untrusted code can and cannot do on this machine."""
 
-from __future__ import annotations
-
 import sys
 
 from verl_lite.sandbox.client import READ, Sandbox

@@ -4,8 +4,6 @@ That is bounded plain JSON and text: nothing of an answer is evaluated here. Whe
 something outside, nothing runs (`UserError`) unless that is allowed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

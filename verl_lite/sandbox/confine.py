@@ -3,8 +3,6 @@
 Every layer that this machine has is applied. Imports the standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

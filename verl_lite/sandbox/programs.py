@@ -4,8 +4,6 @@ Each function takes over a process that the fork server has made; it has given u
 byte of code. Between functions and tests go plain values only. Imports the standard library only.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import contextlib

@@ -5,8 +5,6 @@ anyone's code: the parent hands it files, which only a copy reads, after it has 
 parent, and its copies end with it. Imports the standard library only.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import fcntl

@@ -5,8 +5,6 @@ other processes, ptrace, io_uring, mounts, namespaces, modules, keys, changes of
 Linux on x86-64 and 64-bit ARM. Imports the standard library only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -4,8 +4,6 @@ Numbers, text, bytes, lists, tuples, sets, dicts, deques, fractions, decimals, d
 subclass becomes its plain base, an iterator what it gives. Imports the standard library only.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib
 import json

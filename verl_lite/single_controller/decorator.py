@@ -4,8 +4,6 @@ Batches (`DataProto`) are what modes cut into parts, padded with rows of weight 
 other argument goes to all ranks as it is, lists included, unless it is a `PerRank`: nothing is guessed from a length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum

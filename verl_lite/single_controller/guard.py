@@ -4,8 +4,6 @@
 the driver's end. At a normal end the driver cleans up itself.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

@@ -4,8 +4,6 @@ Ray's own messages are long, full of guesses and of its internal names; what is 
 its notes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A service in a Ray actor beside the driver. Its process imports no torch unless the service does."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

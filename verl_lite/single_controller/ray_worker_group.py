@@ -5,8 +5,6 @@ ranks that do not come back, since they wait for the failed one, are ended. The 
 group, all or nothing: each machine of the pool is one bundle, and no two share a machine of the cluster.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is to run, and where: slots for workers, and services: one object that the driver and its workers call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ Its processes are known by an environment variable with the run's token, which a
 watcher.py PID TOKEN FOLDER...`, started with each run in a session of its own, waits for the driver's death.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

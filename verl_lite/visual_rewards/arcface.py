@@ -8,8 +8,6 @@ measured with, is licensed by its authors for non-commercial research only; whoe
 licence of the weights. `onnx2torch` makes torch modules of the files, so that the gradient passes through the embedder.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 `reward.name=my_pkg.module:MyReward` needs no registration. `reward.kwargs` are its arguments.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

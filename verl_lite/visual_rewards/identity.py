@@ -5,8 +5,6 @@ on the template of ArcFace, and an embedder makes a vector of the crop, both wit
 between the vectors of generated and reference frames. Real detectors and embedders come from ONNX files (`arcface`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
