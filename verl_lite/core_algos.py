@@ -173,8 +173,6 @@ def compute_value_loss(
     return loss, masked_mean((clipped > plain).to(loss.dtype), response_mask)
 
 
-# ---------------------------------------------------------------------------------------------------- KL and entropy
-
 KL_ALIASES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 

@@ -68,9 +68,6 @@ def compute_agentic_reinforce_advantage(
     )
 
 
-# ---------------------------------------------------------------------------------------------------- episodes of steps
-
-
 @estimator("step_reinforce", rows="step")
 def compute_step_reinforce_advantage(
     token_level_rewards: Tensor,

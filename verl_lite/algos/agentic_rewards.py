@@ -64,9 +64,6 @@ def agentic_reward_norm(
     return result if how.bounds is None else torch.where(valid, result.clamp(*how.bounds), 0)
 
 
-# ---------------------------------------------------------------------------------------------------- episodes of steps
-
-
 @torch.no_grad()
 def compute_discounted_returns(
     scores: Tensor, traj_id: Labels, step: Labels, gamma: float, valid: Tensor | None = None

@@ -122,8 +122,6 @@ def _info(*, valid: bool = True, calls: int = 0, errors: int = 0, success: bool 
     return {"metrics": metrics, "metrics_agg_mode": AGG_MODES}
 
 
-# ----------------------------------------------------------------------------------------------------------- arithmetic
-
 MAX_CHARACTERS = 400
 """Of an expression: without powers, no such text takes long or has a large value."""
 

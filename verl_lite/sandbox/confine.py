@@ -88,8 +88,6 @@ def _is_open_to_all(path: str) -> bool:
     return not os.path.exists(path) or all(part.stat().st_mode & bits == bits for part, bits in needed.items())
 
 
-# ------------------------------------------------------------ Landlock: Linux 5.13 and later, without any privilege
-
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
@@ -98,7 +96,7 @@ _TCP, _SIGNALS_AND_SOCKETS = 0b11, 0b11
 
 
 def landlock_version(libc: ctypes.CDLL) -> int:
-    """The kernel's version of Landlock, 0 if it has none or it is switched off."""
+    """The kernel's version of Landlock (5.13 and later have it), 0 if it has none or it is switched off."""
     return max(0, libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
 
 
