@@ -23,26 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl_lite.errors import ClusterLostError, NoRoomError, WorkerDiedError
 from verl_lite.protocol import tensor_dict
 from verl_lite.registry import import_modules
-from verl_lite.single_controller.ray_cluster import (
-    OF_BATCH_SYSTEMS,
-    Machine,
-    begin_process,
-    cluster_answers,
-    current_umask,
-    joined_cluster,
-    machines,
-    require_head,
-    silence_of,
-    worker_env,
-)
-from verl_lite.single_controller.ray_errors import (
-    cause_of_death,
-    death,
-    is_consequence,
-    original_error,
-    portable_errors,
-    stalled,
-)
+from verl_lite.single_controller import ray_cluster, ray_errors
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 
@@ -62,18 +43,18 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
     gpus = {"GPU": 1.0} if pool.use_gpu else {}
     slot = {"CPU": pool.cpus_per_process} | gpus
     bundles = [{kind: amount * count for kind, amount in slot.items()} for count in pool.process_on_nodes]
-    joined = joined_cluster()
+    joined = ray_cluster.joined_cluster()
     patience_s = _PRIVATE_PATIENCE_S if joined is None else joined.wait_s
-    if joined is None and not any(machine.has(bundles[0]) for machine in machines()):
+    if joined is None and not any(machine.has(bundles[0]) for machine in ray_cluster.machines()):
         patience_s = 0.0  # it grows no more
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
     begun, said = time.monotonic(), joined is None
     while not group.wait(timeout_seconds=1.0):
         waited_s = time.monotonic() - begun
-        require_head()
+        ray_cluster.require_head()
         if waited_s < (patience_s if said else min(patience_s, _SILENT_PATIENCE_S)):
             continue
-        missing = shortage(bundles, pool.world_size, machines(), ray.available_resources())
+        missing = shortage(bundles, pool.world_size, ray_cluster.machines(), ray.available_resources())
         if waited_s >= patience_s:
             remove_placement_group(group)
             limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)" if joined else ""
@@ -84,7 +65,7 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
     return group
 
 
-def shortage(bundles: list[Bundle], slots: int, present: list[Machine], free: Bundle) -> str:
+def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machine], free: Bundle) -> str:
     """What is asked for, what there is, and what to change. present: machines; free: in all of them together."""
     asked = max(bundles, key=lambda bundle: bundle["CPU"])
     fitting, wanted = sum(machine.has(asked) for machine in present), len(bundles)
@@ -109,10 +90,10 @@ class SlotProcess:
 
     def __init__(self, umask: int, log_file: str | None, stall_timeout_s: float | None) -> None:
         self._stall_timeout_s = stall_timeout_s
-        for number in OF_BATCH_SYSTEMS:  # passed over here, and heard by what user code starts from here
+        for number in ray_cluster.OF_BATCH_SYSTEMS:  # passed over here, and heard by what user code starts from here
             signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_BATCH_SYSTEMS)
-        begin_process(umask, log_file)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ray_cluster.OF_BATCH_SYSTEMS)
+        ray_cluster.begin_process(umask, log_file)
         if log_file is not None:
             faulthandler.enable()  # a crash in native code leaves its stack there
         tensor_dict({}, 0)  # imports what the first batch would otherwise wait for
@@ -138,7 +119,7 @@ class SlotProcess:
         if interface is not None:
             for library in ("GLOO", "NCCL"):  # else by the host's name, or any interface that is up
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
-        with portable_errors():
+        with ray_errors.portable_errors():
             import_modules(modules)
             for role, recipe in roles.items():
                 construct(slot, role, recipe)
@@ -150,7 +131,7 @@ class SlotProcess:
         if self._stall_timeout_s is not None:  # stacks of all threads go to the log before the driver ends the process
             faulthandler.dump_traceback_later(0.9 * self._stall_timeout_s)
         try:
-            with portable_errors():
+            with ray_errors.portable_errors():
                 return invoke(self._slot, role, method, positional, keywords)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -190,17 +171,19 @@ class RayTransport:
         options: dict[str, Any] = {
             "num_cpus": pool.cpus_per_process,
             "num_gpus": 1 if pool.use_gpu else 0,
-            "runtime_env": {"env_vars": worker_env(env)},
+            "runtime_env": {"env_vars": ray_cluster.worker_env(env)},
         }
         places = [PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=n) for n in pool.nodes]
+        umask = ray_cluster.current_umask()
         self._actors: list[Any] = [
-            actor.options(scheduling_strategy=place, **options).remote(current_umask(), log, stall_timeout_s)
+            actor.options(scheduling_strategy=place, **options).remote(umask, log, stall_timeout_s)
             for place, log in zip(places, self._logs, strict=True)
         ]
-        self._machines: dict[int, Machine] = {}  # by rank, in a joined cluster
+        self._machines: dict[int, ray_cluster.Machine] = {}  # by rank, in a joined cluster
         begun = [_Handle(one.begin.remote(rank == 0), rank, name, "start") for rank, one in enumerate(self._actors)]
         (_, store), *_ = found = self.wait(begun)
-        known = {} if joined_cluster() is None else {machine.node_id: machine for machine in machines()}
+        joined = () if ray_cluster.joined_cluster() is None else ray_cluster.machines()
+        known = {machine.node_id: machine for machine in joined}
         self._machines = {rank: known[node_id] for rank, (node_id, _) in enumerate(found) if node_id in known}
         shared, constructing = ray.put(roles), []
         for rank, node in enumerate(pool.nodes):
@@ -229,7 +212,7 @@ class RayTransport:
             if errors:
                 raise self._handle_crash(errors, pending, fatal)
             try:
-                require_head()
+                ray_cluster.require_head()
             except ClusterLostError as error:
                 self._ended = str(error)
                 raise
@@ -237,7 +220,7 @@ class RayTransport:
                 first, ranks = pending[0], sorted(handle.rank for handle in pending)
                 who = f"{first.role}.{first.method}: ranks {ranks} of {self.world_size} have"
                 log = self._logs[first.rank]
-                silent = stalled(who, self._stall_timeout_s, first.role, first.method, log, first.rank)
+                silent = ray_errors.stalled(who, self._stall_timeout_s, first.role, first.method, log, first.rank)
                 self._end("stalled")
                 raise silent
         return [answers[handle.ref] for handle in handles]
@@ -252,35 +235,35 @@ class RayTransport:
             try:
                 answers[handle.ref] = ray.get(handle.ref)
             except RayTaskError as error:
-                errors.append(original_error(error))
+                errors.append(ray_errors.original_error(error))
             except RayError as error:
                 ended = "" if self._ended is None else f"the workers had been ended: {self._ended}"
                 note = str(error) if isinstance(error, OutOfMemoryError) else ended
-                errors.append(self._lost_machine(handle) or self._death(handle, cause_of_death(error), note))
+                errors.append(self._lost_machine(handle) or self._death(handle, ray_errors.cause_of_death(error), note))
         return [one for one in pending if one.ref not in ready], errors
 
     def _lost_machine(self, handle: _Handle) -> WorkerDiedError | None:
         """The error of a rank whose machine does not answer; None if it does."""
         machine = self._machines.get(handle.rank)
-        reason = None if machine is None else silence_of(machine.address)
+        reason = None if machine is None else ray_cluster.silence_of(machine.address)
         return None if reason is None else self._death(handle, f"its machine has left the cluster: {reason}")
 
     def _death(self, handle: _Handle, cause: str, note: str = "") -> WorkerDiedError:
         node = self._machines[handle.rank].name if handle.rank in self._machines else None
-        return death(cause, handle.role, handle.rank, handle.method, self._logs[handle.rank], node, note)
+        return ray_errors.death(cause, handle.role, handle.rank, handle.method, self._logs[handle.rank], node, note)
 
     def _handle_crash(self, errors: list[Exception], pending: list[_Handle], fatal: bool) -> Exception:
         """The error to raise: the earliest that is not a mere consequence of another. Ends slots that do not answer."""
         begun = time.monotonic()
         while pending:
-            patience = _CAUSE_PATIENCE_S if all(map(is_consequence, errors)) else _GRACE_S
+            patience = _CAUSE_PATIENCE_S if all(map(ray_errors.is_consequence, errors)) else _GRACE_S
             if time.monotonic() >= begun + patience:
                 break
             pending, more = self._collect(pending, {}, 0.1)
             errors += more
-        if all(map(is_consequence, errors)):
+        if all(map(ray_errors.is_consequence, errors)):
             errors += filter(None, map(self._lost_machine, pending))
-        first = min(errors, key=is_consequence)  # min keeps the earliest of equals
+        first = min(errors, key=ray_errors.is_consequence)  # min keeps the earliest of equals
         if pending:
             ranks = [handle.rank for handle in pending]
             first.add_note(f"ranks {ranks} had not answered seconds later: the pool's workers were ended")
@@ -294,7 +277,7 @@ class RayTransport:
 
     def _end(self, reason: str) -> None:
         self._ended = reason
-        if cluster_answers():
+        if ray_cluster.cluster_answers():
             for actor in self._actors:
                 ray.kill(actor)
             remove_placement_group(self._group)
