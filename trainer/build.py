@@ -55,6 +55,7 @@ from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.pool import RewardPool
 from workers.rollout.base import resolve_engine_name
 from workers.rollout.slot_cache import check_layers
+from workers.rollout.vllm_engine import check_replay
 
 GIB = 1 << 30
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
@@ -214,17 +215,17 @@ def check_engine(config: PPOConfig) -> None:
 
 
 def check_experts(config: PPOConfig) -> None:
-    """Raises UserError where something is asked of a mixture of experts that the model, the engine or episodes do not
-    give."""
+    """Raises UserError where something is asked of a mixture of experts that the model or the engine does not give."""
     coefficient, engine, options = config.actor.router_aux_loss_coef, config.rollout.name, []
     if coefficient:
         options.append(f"actor.router_aux_loss_coef={coefficient}")
     if config.rollout.router_replay:
         options.append(key := "rollout.router_replay=true")
-        if config.is_agentic:
-            raise UserError(f"{key}: the turns of episodes do not keep their experts; leave it out")
-        if resolve_engine_name(engine) != "hf":
-            raise UserError(f"{key} with rollout.name={engine}: only the hf engine keeps experts; say rollout.name=hf")
+        name = resolve_engine_name(engine)
+        if name == "vllm":
+            check_replay(config.rollout, device_type(config.trainer.device))
+        elif name != "hf":
+            raise UserError(f"{key} with rollout.name={engine}: the engines hf and vllm keep experts; say one of them")
     check_routers(config.model, options)
 
 

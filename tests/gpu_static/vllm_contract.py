@@ -230,7 +230,8 @@ def wheels(folder: Path | None) -> Iterator[tuple[str, Source]]:
             at = folder or Path(place)
             if folder is None:
                 command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, f"vllm=={version}"]
-                subprocess.run([*command, "--platform=manylinux_2_31_x86_64", "--python-version=3.12"], check=True)
+                command += [f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (31, 28)]
+                subprocess.run([*command, "--python-version=3.12"], check=True)
             [wheel] = at.glob(f"vllm-{version}-*.whl")
             yield version, Source(zipfile.Path(wheel))
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("recipes", "trainer", "verl_lite", "workers")
 
 ENGINE, CLIENT = "vllm:LLMEngine", "vllm.v1.engine.core_client:InprocClient"
-CORE = "vllm.v1.engine.core:EngineCore"
+CORE, SCHEDULER = "vllm.v1.engine.core:EngineCore", "vllm.v1.core.sched.scheduler:Scheduler"
 EXECUTOR = "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher"
 OUTPUT, COMPLETION = "vllm:RequestOutput", "vllm:CompletionOutput"
 PROCESSOR = "vllm.v1.engine.output_processor:OutputProcessor"
@@ -42,10 +42,12 @@ RESULTS: dict[str, str | None] = {
     f"{STATE}.make_request_output": OUTPUT,
     f"{OUTPUT}.outputs": COMPLETION,
     f"{COMPLETION}.logprobs": "vllm.logprobs:FlatLogprobs",
+    f"{COMPLETION}.routed_experts": None,
     f"{CLIENT}.engine_core": CORE,
     f"{CLIENT}._finalizer": None,
     f"{CORE}.model_executor": EXECUTOR,
-    f"{CORE}.scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+    f"{CORE}.scheduler": SCHEDULER,
+    f"{SCHEDULER}.aux_output_connector": None,
     f"{REGISTRY}.models": MODEL,
     f"{EXECUTOR}.vllm_config": "vllm.config:VllmConfig",
     "vllm.config:VllmConfig.device_config": "vllm.config:DeviceConfig",
@@ -65,6 +67,8 @@ RESULTS: dict[str, str | None] = {
 
 VARIABLES = {
     "_completion": {"output": OUTPUT},
+    "_routes_of": {"output": OUTPUT},
+    "_record_nothing": {"core": CLIENT},
     "_facts": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},
     "_repack_tied_head": {"worker": WORKER, "head": HEAD},
     "_unpack_experts": {"worker": WORKER, "module.quant_method": EXPERTS},

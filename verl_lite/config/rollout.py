@@ -54,7 +54,7 @@ class RolloutConfig(Options):
     free_cache_engine: bool = opt(True, "put the engine to sleep while training (CUDA)")
     update_weights_bucket_megabytes: int = opt(512, "tensors gathered at once in a weight update, MiB", at_least(1))
     calculate_log_probs: bool = opt(True, "log how far the engine's log-probs are from the trainer's")
-    router_replay: bool = opt(False, "mixtures of experts (hf engine): train each token by the experts that sampled it")
+    router_replay: bool = opt(False, "mixtures of experts: train tokens by the experts that sampled them (vLLM: GPU)")
     log_prob_use_dynamic_bsz: bool | None = opt(None, "null = actor.use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: int | None = opt(None, "null = actor.ppo_max_token_len_per_gpu", at_least(1))
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "null = actor.ppo_micro_batch_size_per_gpu", at_least(1))

@@ -48,6 +48,7 @@ class Routers:
         self._seen: list[Routes] | None = None
         self._given: torch.Tensor | None = None
         self.count = 0
+        self.layers = router_layers(network)
         for layer, router in enumerate(find_routers(network)):
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
             top_k: Any = router.top_k
@@ -126,6 +127,13 @@ def find_routers(network: nn.Module) -> list[nn.Module]:
     if len(routers) != mixtures:
         raise UserError(f"{family}: its routers do not choose by torch.topk over all experts, as is needed here")
     return routers
+
+
+def router_layers(network: nn.Module) -> list[int]:
+    """The number of the decoder layer that each of `find_routers` stands in; others have no experts."""
+    names = {module: name for name, module in network.named_modules()}
+    found = [names[router].split(".") for router in find_routers(network)]
+    return [next(int(part) for part in parts if part.isdigit()) for parts in found]
 
 
 def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -189,6 +190,7 @@ class Turn:
     response_ids, log_probs, finish_reason, policy_version: see `Completion`. action: the response as text, without its
     stop token. observation, state_hash: what the agent acted upon. reward: of the step, a format penalty included.
     is_valid: as far as the environment said. info: that the step gave.
+    routed_experts: of the whole context, see `Completion`; in a trajectory those of the last turn alone are kept.
     """
 
     messages: list[Message]
@@ -203,6 +205,7 @@ class Turn:
     reward: float = 0.0
     is_valid: bool = True
     info: dict[str, Any] = field(default_factory=dict)
+    routed_experts: torch.Tensor | None = None
 
 
 def turn_messages(

@@ -327,6 +327,8 @@ class EpisodeRunner:
         state_hash = episode.info.get("state_hash")
         if state_hash is None:
             state_hash = hashlib.sha256(episode.observation.encode()).hexdigest()
+        if trajectory.turns and not trajectory.by_step:
+            trajectory.turns[-1].routed_experts = None  # this turn's context has them
         trajectory.turns.append(
             Turn(
                 messages=episode.messages,
@@ -338,6 +340,7 @@ class EpisodeRunner:
                 action=action,
                 observation=episode.observation,
                 state_hash=str(state_hash),
+                routed_experts=completion.routed_experts,
             )
         )
         episode.context.extend(response_ids)

@@ -59,13 +59,21 @@ def generate(
             on_finished(finished)
     result = lay_out(ids, mask, completions, response_length=response_length, pad_token_id=pad_token_id)
     if (shape := getattr(engine, "routes_shape", None)) is not None:
-        width = mask.shape[1]
-        routes = torch.full((len(mask), width + response_length, *shape), -1, dtype=torch.int16)
-        for row, done in enumerate(completions):
-            if done is not None and done.routed_experts is not None:
-                start = width - int(mask[row].sum())
-                routes[row, start : start + len(done.routed_experts)] = done.routed_experts
-        result.batch["routed_experts"] = routes
+        routes = [None if done is None else done.routed_experts for done in completions]
+        result.batch["routed_experts"] = expert_column(mask, routes, response_length, shape)
+    return result
+
+
+def expert_column(
+    prompt_mask: torch.Tensor, routes: Sequence[torch.Tensor | None], response_length: int, shape: tuple[int, int]
+) -> torch.Tensor:
+    """(B, P+R, layers, k) int16, from each row's `Completion.routed_experts`; -1 on padding and a row's last token."""
+    rows, width = prompt_mask.shape
+    result = torch.full((rows, width + response_length, *shape), -1, dtype=torch.int16)
+    for row, known in enumerate(routes):
+        if known is not None:
+            start = width - int(prompt_mask[row].sum())
+            result[row, start : start + len(known)] = known
     return result
 
 

@@ -15,7 +15,7 @@ import torch
 from verl_lite.protocol import DataProto, as_column
 from workers.rollout.conversation import Message, Turn
 from workers.rollout.episodes import Trajectory, messages_of
-from workers.rollout.single_turn import Response, right_padded, token_columns
+from workers.rollout.single_turn import Response, expert_column, right_padded, token_columns
 
 
 @dataclass
@@ -31,6 +31,7 @@ class _Row:
     step_scores: Any
     finish_reason: str
     policy_version: int
+    routed_experts: torch.Tensor | None
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -38,12 +39,18 @@ class _Row:
 
 
 def trajectory_rows(
-    trajectories: Sequence[Trajectory], *, pad_token_id: int, prompt_length: int, response_length: int
+    trajectories: Sequence[Trajectory],
+    *,
+    pad_token_id: int,
+    prompt_length: int,
+    response_length: int,
+    routes_shape: tuple[int, int] | None = None,
 ) -> DataProto:
     """The rows of the trajectories that are kept, in their order; the columns that verl_lite/schema.py gives to this
     file.
 
     prompt_length, response_length: P and R, the widths of the columns; the runner's limits keep within them.
+    routes_shape: layers and experts of each, where the engine keeps them for routed_experts.
     A trajectory that failed, or that has no turn, is one row without a sampled token, marked reward_failed.
     policy_version is the oldest that any of the row's tokens came from, -1 without a token.
     """
@@ -54,9 +61,11 @@ def trajectory_rows(
         elif one.is_kept:
             parts = [[turn] for turn in one.turns] if one.by_step else [one.turns]
             rows += [_row(one, part, step) for step, part in enumerate(parts)]
-    return DataProto.from_dict(
-        tensors=_tensors(rows, pad_token_id, prompt_length, response_length), non_tensors=_names(rows)
-    )
+    tensors = _tensors(rows, pad_token_id, prompt_length, response_length)
+    if routes_shape is not None:
+        routes = [row.routed_experts for row in rows]
+        tensors["routed_experts"] = expert_column(tensors["prompt_mask"], routes, response_length, routes_shape)
+    return DataProto.from_dict(tensors=tensors, non_tensors=_names(rows))
 
 
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
@@ -78,6 +87,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
         finish_reason=finish_reason,
         policy_version=min((turn.policy_version for turn in told), default=-1),
+        routed_experts=turns[-1].routed_experts if turns else None,
     )
     for number, turn in enumerate(turns):
         joined = turn.prompt_ids if number else ()

@@ -11,6 +11,7 @@ torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
+from workers.policy.router import Routers
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
     Completion,
@@ -64,12 +66,16 @@ class VLLMEngine:
         trust_remote_code: bool,
     ) -> None:
         global _open_engines
+        if config.router_replay:
+            check_replay(config, device.type)
         self._config, self._max_model_len, self._device = config, max_model_len, device
         self._has_answered = False
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
         self._names = parameter_names(self._model)
+        self._routers = Routers(self._model) if config.router_replay else None
+        self.routes_shape = None if self._routers is None else (self._routers.count, self._routers.top_k)
         self._owns_process_group = not torch.distributed.is_initialized()
         _prepare_process(device)
         from vllm import EngineArgs, LLMEngine, ModelRegistry
@@ -96,6 +102,9 @@ class VLLMEngine:
                 self._engine = LLMEngine.from_engine_args(engine_args)
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 print(self._engine.collective_rpc(_facts)[0], flush=True)  # vLLM would, at a level that says much more
+            elif self._routers is not None and torch.distributed.get_rank() % config.tensor_model_parallel_size:
+                _record_nothing(self._engine.engine_core)
+                self._routers = None  # the first rank of the engine has them
         _open_engines += 1
         self._version: int | None = None
         self._running: dict[str, tuple[str, int]] = {}  # a request's id inside vLLM, its policy version
@@ -133,6 +142,26 @@ class VLLMEngine:
             list(result.logprobs.logprobs),
             result.finish_reason,
             self._running.pop(output.request_id)[1],
+            self._routes_of(output),
+        )
+
+    def _routes_of(self, output: Any) -> torch.Tensor | None:
+        """As `Completion.routed_experts`. vLLM gives them of all layers, zeros where there are no experts."""
+        if self._routers is None:
+            return None
+        result = output.outputs[0]
+        layers = self._model.config.get_text_config().num_hidden_layers
+        expected = len(output.prompt_token_ids) + len(result.token_ids) - 1, layers, self._routers.top_k
+        routes, found = result.routed_experts, "none"
+        if routes is not None and (found := routes.shape) == expected:
+            routes = torch.from_numpy(routes[:, self._routers.layers].astype("int16"))
+            if self._routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
+                return routes
+            found = "an expert twice for one token, as where a layer was not recorded"
+        raise UserError(
+            f"rollout.router_replay=true with rollout.name=vllm: experts of shape {expected} (tokens but the last, "
+            f"layers, chosen) are expected of a {type(self._model).__name__}, and vLLM gave {found}: say "
+            "rollout.name=hf, or leave the replay out"
         )
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -230,6 +259,27 @@ class VLLMEngine:
                 f"{type(error).__name__}: {error}\nIf that names nothing to set, {remedy}: workers/policy/README.md "
                 "says which engine runs which family"
             ) from error
+
+
+def check_replay(config: RolloutConfig, device_type: str) -> None:
+    """Raises UserError where vLLM does not return the experts of each token. Those before 0.32 do it in other ways, and
+    0.31 then refuses `reset_prefix_cache` of an engine in this process."""
+    version = next((found.version for found in importlib.metadata.distributions(name="vllm")), "0")
+    problems = {
+        f"trainer.device={device_type}: it records experts on a GPU alone; say rollout.name=hf": device_type == "cpu",
+        f"vLLM {version}: 0.32 or later is expected; install that": Version(version) < Version("0.32"),
+        "rollout.enable_prefix_caching=false: it keeps experts with the prefixes; set true": (
+            not config.enable_prefix_caching
+        ),
+    }
+    if found := next((problem for problem, is_so in problems.items() if is_so), None):
+        raise UserError(f"rollout.router_replay=true with rollout.name=vllm: {found}")
+
+
+def _record_nothing(core: Any) -> None:
+    """On ranks of an engine but the first, where vLLM does not record experts: their scheduler asks for them too."""
+    if (connector := getattr(core.engine_core.scheduler, "aux_output_connector", None)) is not None:  # since vLLM 0.31
+        connector.take_output = lambda request, output: None
 
 
 def _facts(worker: Any) -> str:
@@ -340,6 +390,10 @@ def _engine_arguments(
             "max_num_batched_tokens": max(config.max_num_batched_tokens, max_model_len),
             "enforce_eager": True,
         }
+    if config.router_replay:
+        device_arguments["enable_return_routed_experts"] = True
+        # else a step may be under way when the last request has ended, and vLLM stops at it when the next weights come
+        device_arguments["async_scheduling"] = False
     return device_arguments | {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
