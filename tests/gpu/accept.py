@@ -31,6 +31,7 @@ LIMITS_S = {
     "states": 120,
     "static": 240,
     "inline": 240,
+    "experts": 240,
     "tests": 300,
     "ray": 400,
     "update": 240,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_experts import tiny_experts
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import TinyTask
 from tests.workers.engine_cases import Batch, ragged_batch
@@ -138,6 +139,22 @@ def inline(folder: Path, size: Size) -> dict[str, Any]:
     figures = {name: round(rows[-1][name], 3) for name in names}
     memory = {name: round(value, 2) for name, value in rows[-1].items() if "max_memory" in name}
     return {"probs_diff_mean": round(gap, 6)} | figures | memory
+
+
+def experts(folder: Path, size: Size) -> dict[str, Any]:
+    """A mixture of experts trained by the experts that vLLM chose (a rehearsal's: the hf engine), over weight updates:
+    so the update's routers, with the same weights, would choose almost the same. The first layer has no experts."""
+    task, is_cpu = TinyTask(folder / "experts"), get_device().type == "cpu"
+    shape = {"hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 128, "num_hidden_layers": 4}
+    model = tiny_experts(folder / "experts" / "model", mlp_only_layers=[0], **({} if is_cpu else shape))
+    given = ("rollout.name", "model.path", "trainer.device")
+    shared = [option for option in task.options if not option.startswith(given)]
+    argv = [*shared, f"model.path={model}", f"rollout.name={'hf' if is_cpu else 'vllm'}", "rollout.router_replay=true"]
+    argv += ["rollout.gpu_memory_utilization=0.4", "trainer.backend=inline", "trainer.total_training_steps=3"]
+    rows = _main_ppo(folder / "experts" / "run", *argv)
+    changed = max(row["actor/router_replay_changed"] for row in rows)
+    assert changed < 0.2, f"the update's routers choose others than the rollout's experts for a share of {changed}"
+    return {"router_replay_changed": round(changed, 4)}
 
 
 def ray(folder: Path, size: Size) -> dict[str, Any]:
@@ -270,7 +287,7 @@ def _device_name() -> str:
 
 
 STEPS: dict[str, Callable[[Path, Size], dict[str, Any]]] = {
-    step.__name__: step for step in (machine, states, static, inline, tests, ray, update, rollout, sleep)
+    step.__name__: step for step in (machine, states, static, inline, experts, tests, ray, update, rollout, sleep)
 }
 
 if __name__ == "__main__":

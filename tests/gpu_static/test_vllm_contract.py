@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.gpu_static.vllm_contract import DATA, ROOT, VERSIONS, Source, broken
-from tests.gpu_static.vllm_touches import touches, touches_of_project
+from tests.gpu_static.vllm_touches import SCHEDULER, touches, touches_of_project
 
 CONTRACT: dict[str, Any] = json.loads(DATA.read_text())
 ENGINE = "workers/rollout/vllm_engine.py"
@@ -28,6 +28,11 @@ def told(version: str, text: str | None = None) -> list[str]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_version_has_all_that_is_touched(version: str) -> None:
     assert told(version) == []
+
+
+@pytest.mark.parametrize("version", [each for each in VERSIONS if Version(each) >= Version("0.32")])
+def test_what_is_guarded_for_the_replay_of_experts_is_there_where_it_is_allowed(version: str) -> None:
+    assert "aux_output_connector" in CONTRACT[version]["has"][SCHEDULER]
 
 
 def test_the_versions_are_those_that_setup_py_allows() -> None:

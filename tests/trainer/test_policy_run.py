@@ -20,7 +20,7 @@ from trainer.export import main as export
 from trainer.planner.batch import launch_table
 from trainer.saving import checkpoint_bytes
 from trainer.tracking import read_metrics
-from verl_lite.config import AgenticConfig, EnvManagerConfig, ModelConfig, PPOConfig, RolloutConfig
+from verl_lite.config import ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
 from verl_lite.errors import UserError
 
 OPTIONS = [
@@ -125,16 +125,38 @@ def test_a_run_balances_its_experts_and_replays_those_of_the_rollout(options: li
         assert step["training/rollout_probs_diff_max"] < 1e-4
 
 
+def test_episodes_replay_their_experts_also_where_they_began_a_step_before(tmp_path: Path) -> None:
+    guess = {
+        "env_type": "guess_number", "max_steps": 3, "max_tokens_per_step": 4, "agent_template": "{observation}",
+        "env_config": {"low": 1, "high": 4, "answer_pattern": r"(\d)", "env_instruction": "1-4? "},
+    }  # fmt: skip
+    config = {"agentic": {"custom_envs": {"guess": guess}}}
+    (tmp_path / "envs.yaml").write_text(json.dumps(config))
+    options = [
+        "trainer.backend=inline", "trainer.device=cpu", "rollout.name=hf", "rollout.router_replay=true",
+        f"model.path={tiny_experts(tmp_path / 'experts')}", "data.max_prompt_length=48", "data.max_response_length=96",
+        "actor.optim.lr=1e-2", "actor.entropy_coeff=1", "actor.ppo_epochs=2", "actor.ppo_mini_batch_size=2",
+        "trainer.logger=[jsonl]", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false",
+        "trainer.total_training_steps=2", "agentic.train_env_manager.tags=[guess]", "agentic.rollout_batch_size=4",
+        "agentic.train_env_manager.num_env_groups=2", "agentic.train_env_manager.group_size=2",
+        "agentic.env_pool.num_workers=0", "agentic.async_generation_ratio=1",
+    ]  # fmt: skip
+    run_ppo(["--config", str(tmp_path / "envs.yaml"), *options, f"trainer.default_local_dir={tmp_path / 'run'}"])
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl").values()
+    assert len(steps) == 2 and all(0 < step["actor/router_replay_changed"] < 1 for step in steps)
+
+
 def test_replay_is_refused_where_no_experts_are_kept(tmp_path: Path) -> None:
     experts, dense = tiny_experts(tmp_path / "experts"), tiny_qwen2(tmp_path / "dense")
-    agents = AgenticConfig(train_env_manager=EnvManagerConfig(tags=["FrozenLake"]))
     replay, model = RolloutConfig(name="hf", router_replay=True), ModelConfig(path=experts)
     check_experts(PPOConfig(model=model, rollout=replay))
     cases = {
-        "rollout.name=vllm: .* say rollout.name=hf": PPOConfig(
-            model=model, rollout=RolloutConfig(name="vllm", router_replay=True)
+        "rollout.name=vllm: trainer.device=cpu: .* say rollout.name=hf": PPOConfig(
+            model=model, rollout=RolloutConfig(name="vllm", router_replay=True), trainer=TrainerConfig(device="cpu")
         ),
-        "turns of episodes": PPOConfig(model=model, rollout=replay, agentic=agents),
+        "rollout.name=my.engine:Engine: the engines hf and vllm": PPOConfig(
+            model=model, rollout=RolloutConfig(name="my.engine:Engine", router_replay=True)
+        ),
         "Qwen2ForCausalLM has no experts": PPOConfig(model=ModelConfig(path=dense), rollout=replay),
     }
     for told, config in cases.items():

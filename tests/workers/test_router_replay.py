@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_experts import tiny_experts
 from tests.workers.engine_cases import Case, build_engine, gradient_of
-from tests.workers.rollout.test_engines import ask, make_engine, run
+from tests.workers.rollout.test_engines import ask, episodes, make_engine, run
 from tests.workers.test_router import FAMILIES, watch_experts
 from verl_lite.config import ActorConfig
 from verl_lite.protocol import DataProto
@@ -23,6 +23,7 @@ from workers.policy.causal_lm import causal_lm
 from workers.policy.router import Routers, find_routers
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.single_turn import generate
+from workers.rollout.trajectories import trajectory_rows
 
 CASES = [
     Case(),
@@ -50,9 +51,9 @@ def noisy_path(path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def engine_of(path: str) -> RolloutEngine:
+def engine_of(path: str, max_model_len: int = 64) -> RolloutEngine:
     """With few slots, so that sequences wait, move and leave."""
-    engine = make_engine("hf", path, 64, max_num_seqs=4, router_replay=True)
+    engine = make_engine("hf", path, max_model_len, max_num_seqs=4, router_replay=True)
     engine.load_weights(AutoModelForCausalLM.from_pretrained(path).state_dict().items(), 0)
     return engine
 
@@ -83,6 +84,24 @@ def test_the_engine_keeps_the_experts_of_each_token(path: str) -> None:
             expected = plain_experts(AutoModelForCausalLM.from_pretrained(path), whole[:-1])
             assert torch.equal(found.sort(-1).values.long(), expected)
             prompts[number] = (*whole, 7, 8)
+
+
+@pytest.mark.parametrize("by", ["trajectory", "step"])
+def test_the_turns_of_an_episode_keep_their_experts(path: str, by: str) -> None:
+    """Also of what the environment said between them; not of a trajectory that failed."""
+    engine, model = engine_of(path, 230), AutoModelForCausalLM.from_pretrained(path)
+    found = episodes(engine, max_live=5, latency=(0, 4), by=by)
+    failed = replace(found.pop(), stop="failed")
+    batch = trajectory_rows(
+        [*found, failed], pad_token_id=0, prompt_length=80, response_length=150, routes_shape=(2, 2)
+    ).batch
+    assert max(len(one.turns) for one in found) > 2
+    for ids, mask, routed in zip(batch["input_ids"], batch["attention_mask"], batch["routed_experts"], strict=True):
+        [places] = mask.nonzero(as_tuple=True)
+        expected = torch.full_like(routed, -1)
+        if mask[80:].any():
+            expected[places[:-1]] = plain_experts(model, tuple(ids[places].tolist()))[:-1].to(torch.int16)
+        assert torch.equal(routed.sort(-1).values, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
