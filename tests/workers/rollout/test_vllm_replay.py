@@ -32,7 +32,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "all layers": ("mixtral", {}, [0, 1, 2]),
     "mlp_only_layers": ("qwen3_moe", {"mlp_only_layers": [1]}, [0, 2]),
     "decoder_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}, [1]),
-    "first_k_dense_replace": ("deepseek_v3", {"first_k_dense_replace": 1, "head_dim": 64}, [1, 2]),
+    "first_k_dense_replace": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 1, "head_dim": 64, "n_group": 4, "topk_group": 2},
+        [1, 2],
+    ),
 }
 ANSWER = [7, 9, 11, 2]
 
