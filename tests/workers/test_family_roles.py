@@ -16,11 +16,11 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
 )
 
 from tests.tiny_model import tiny_tokenizer
@@ -187,20 +187,31 @@ def test_a_reward_model_s_scores_are_those_of_transformers(family: str, tmp_path
     torch.testing.assert_close(judge.infer(data)["scores"].sum(1), expected, rtol=0, atol=5e-5)
 
 
-def test_of_a_model_with_images_that_has_a_causal_network_the_text_alone_is_trained(tmp_path: Path) -> None:
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-    text = tiny_config("qwen3_5_moe_text").to_dict()
-    whole = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision))
-    whole.save_pretrained(tmp_path)
+@pytest.mark.parametrize(("kind", "keeps_images"), [("qwen3_5_moe", False), ("gemma4", True)])
+def test_of_a_model_with_images_the_text_is_trained(kind: str, keeps_images: bool, tmp_path: Path) -> None:
+    """Where transformers has a causal network of its text, that alone; else beside the others, which stay."""
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1}
+    text = tiny_config(f"{kind}_text")
+    whole = CONFIG_MAPPING[kind](text_config=text.to_dict(), vision_config=vision | {"num_attention_heads": 2})
+    whole.vision_config.out_hidden_size = text.hidden_size
+    AutoModelForImageTextToText.from_config(whole).save_pretrained(tmp_path)
+    tiny_tokenizer(VOCAB).save_pretrained(tmp_path)
+    data = critic_batch(BATCH)
+    policy = build_engine(str(tmp_path), Case(), OPTIM)
+    before = {name: value.clone() for name, value in policy.full_params()}
+    policy.train(planned(data, Case())[0], loss_fn, **ARGUMENTS)
+    kept = [name for name, value in policy.full_params() if torch.equal(value, before[name])]
+    assert any("vision" in name for name in kept) is keeps_images
+    assert not any("self_attn" in name or "experts" in name for name in kept if "vision" not in name)
+    folder = exported(policy, tmp_path / "policy")
+    found = by_engine(policy, data, "log_probs", **ARGUMENTS)
+    torch.testing.assert_close(found, by_transformers(AutoModelForCausalLM, folder, POLICY, data), rtol=0, atol=5e-5)
     critic = build_engine(str(tmp_path), Case(), OPTIM, value_head)
-    assert not any("visual" in name for name in critic.parameters)
-    expected = whole.model.language_model.embed_tokens.weight
-    torch.testing.assert_close(dict(critic.full_params())["model.embed_tokens.weight"], expected.detach())
     for _ in range(2):
-        critic.train(planned(critic_batch(BATCH), Case())[0], value_loss)
-    values = by_engine(critic, critic_batch(BATCH), "values")
+        critic.train(planned(data, Case())[0], value_loss)
+    values = by_engine(critic, data, "values")
     again = build_engine(str(exported(critic, tmp_path / "critic")), Case(), None, value_head)
-    assert values.any() and torch.equal(by_engine(again, critic_batch(BATCH), "values"), values)
+    assert values.any() and torch.equal(by_engine(again, data, "values"), values)
 
 
 class Block(nn.Module):

@@ -140,7 +140,7 @@ class FSDPEngine:
     @property
     def _state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint has of the network; an adapter's base model stays where it is."""
-        return dict(self.trained) if self.policy.adapter is not None else {**self.trained, **self.buffers}
+        return dict(self.trained) if self.policy.adapter is not None else {**self.parameters, **self.buffers}
 
     def _reshard(self) -> None:
         for module in self._fsdp_modules(self.policy):

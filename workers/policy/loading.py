@@ -106,12 +106,20 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
         policy = build_policy(spec)
         policy.spec, policy.arrangement = spec, arrangement_of(policy.model, model)
         if arguments.trains:
+            _freeze_beside_text(policy.model)
             refuse_to_train_choosers(policy.model)
         if arguments.trains and model.enable_gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         return policy
 
     return build
+
+
+def _freeze_beside_text(network: PreTrainedModel) -> None:
+    """Layers that text does not pass, as those of images, get no gradient and stay as they are."""
+    passed = set(network.get_decoder().parameters())
+    for parameter in network.base_model.parameters():
+        parameter.requires_grad_(parameter.requires_grad and parameter in passed)
 
 
 def load_model_config(model: NetworkConfig) -> PretrainedConfig:
