@@ -42,15 +42,14 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     """
     trainer, model, rollout = config.trainer, config.model, config.rollout
     rows = list(_episode_rows(config) if config.is_agentic else _prompt_rows(config, slots))
-    correction, is_strict, why = config.algorithm.rollout_correction, "no", "one optimizer step per batch"
+    correction = config.algorithm.rollout_correction
+    is_strict, why = "no", "later optimizer steps learn from samples of older weights"
     if config.is_agentic and config.agentic.async_generation_ratio:
         corrected = correction.rollout_is is not None or correction.bypass_mode
         how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
         why = f"samples are of earlier weights, {how}"
     elif requirements.is_on_policy(config):
-        is_strict = "yes"
-    else:
-        why = "later optimizer steps learn from samples of older weights"
+        is_strict, why = "yes", "one optimizer step per batch"
     rows.append(PlanRow("strictly on-policy", is_strict, why))
     needed = {
         "reward model": config.reward_model.enable,
