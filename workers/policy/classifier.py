@@ -5,8 +5,6 @@ decoder and a linear layer `score` behind it, and is known to the Auto class in 
 that transformers would give it, and is loaded here; `AutoModelFor...` elsewhere does not know it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers

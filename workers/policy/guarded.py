@@ -1,7 +1,5 @@
 """The one door to what a model's folder makes libraries do: broken files and odd entries raise anything there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -8,8 +8,6 @@ Routing replay gives that call another result: the experts that the rollout chos
 Router and experts learn as ever, and a token is trained by the experts that it was sampled with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ the model's pad token. The engine gives outputs at positions that predict a resp
 position predict one: rows get room for one more token, and response_mask is 1 on the token after that position alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

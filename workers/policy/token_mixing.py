@@ -9,8 +9,6 @@ kind of module that looks at one token at a time. A network with anything else g
 every causal network.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping

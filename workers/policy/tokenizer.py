@@ -1,7 +1,5 @@
 """The tokenizer of a model, and the tokens that end a response."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -38,8 +36,16 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
                 "set pad_token or eos_token in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
-    if chat_template is not None:
-        tokenizer.chat_template = _template(chat_template, tokenizer)
+    if chat_template == "none":
+        tokenizer.chat_template = plain_template(tokenizer)
+    elif chat_template is not None and ("{{" in chat_template or "{%" in chat_template):
+        tokenizer.chat_template = chat_template
+    elif chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            asked = f"data.chat_template={chat_template}"
+            raise UserError(f"{asked}: a file, Jinja text, or none is expected ({error})") from error
     return tokenizer
 
 
@@ -48,17 +54,6 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
     this tokenizer, if there is one."""
     begins = tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     return "{{ bos_token }}" * begins + "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-def _template(asked: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    if asked == "none":
-        return plain_template(tokenizer)
-    if "{{" in asked or "{%" in asked:
-        return asked
-    try:
-        return Path(asked).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template={asked}: a file, Jinja text, or none is expected ({error})") from error
 
 
 def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

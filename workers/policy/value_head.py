@@ -7,8 +7,6 @@ The head's gradient is that of a linear regression on the hidden states, so it l
 backbone follows with the second.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
