@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig, WrapPolicyConfig
 from verl_lite.metrics import Metric
@@ -214,6 +215,16 @@ def gradient_of(
     engine.optimizer.step = capture
     engine.train(data, loss, **forward_arguments)
     return captured
+
+
+def whole_state(engine: FSDPEngine) -> dict[str, np.ndarray]:
+    """What learns, its moments and the counters, by name."""
+    assert engine.optimizer is not None
+    tensors: dict[str, Any] = {**engine.trained, **engine.optimizer.moments()}
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}
+    state = {name: value.detach().clone().numpy() for name, value in whole.items()}
+    counters = {"steps_taken": engine.optimizer.steps_taken, "scheduler_step": engine.scheduler_step}
+    return state | {name: np.array(count) for name, count in counters.items()}
 
 
 def log_probs(path: str, batch: Batch, case: Case) -> dict[str, np.ndarray]:

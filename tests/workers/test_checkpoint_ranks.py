@@ -9,15 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed.tensor import DTensor
 
 from tests.tiny_model import tiny_qwen2
 from tests.workers.critic_cases import build_critic, critic_batch, value_loss, write_critic
-from tests.workers.engine_cases import Batch, Case, build_engine, loss_fn, planned, ragged_batch
+from tests.workers.engine_cases import Batch, Case, build_engine, loss_fn, planned, ragged_batch, whole_state
 from tests.workers.ranks import Ranks
 from verl_lite.config import OptimConfig
 from workers.engine.fsdp import FSDPEngine
@@ -46,16 +44,6 @@ def train(engine: FSDPEngine, kind: str) -> None:
         return
     data, _ = planned(ragged_batch(BATCH), Case(), mini_batch_size=4)
     engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True)
-
-
-def whole_state(engine: FSDPEngine) -> State:
-    """What learns, its moments and the counters, by name."""
-    assert engine.optimizer is not None
-    tensors: dict[str, Any] = {**engine.trained, **engine.optimizer.moments()}
-    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}
-    state = {name: value.detach().clone().numpy() for name, value in whole.items()}
-    counters = {"steps_taken": engine.optimizer.steps_taken, "scheduler_step": engine.scheduler_step}
-    return state | {name: np.array(count) for name, count in counters.items()}
 
 
 def save(kind: str, path: str, folder: str) -> tuple[State, State, State]:

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.workers.processes import gone
 from verl_lite.single_controller.guard import current_guard, guarded, start_guard
 from verl_lite.single_controller.watcher import RUN_MARK, marked_processes
 
@@ -57,26 +58,12 @@ def driver() -> dict[str, Any]:
     return {"pid": pid, **facts}
 
 
-def lives(pid: int) -> bool:
-    try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def soon(is_true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SOON_S
-    while not is_true() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return is_true()
-
-
 def test_kill_9_of_a_driver_ends_what_it_started_and_its_forks(own_temp: Path) -> None:
     run = driver()
-    assert all(map(lives, run["started"])) and Path(run["folder"]).exists()
+    assert not any(gone(pid, 0) for pid in run["started"]) and Path(run["folder"]).exists()
     os.kill(run["pid"], signal.SIGKILL)
     os.waitpid(run["pid"], 0)
-    assert soon(lambda: not any(map(lives, [*run["started"], run["watcher"]])))
+    assert all(gone(pid, SOON_S) for pid in (*run["started"], run["watcher"]))
     assert not list(own_temp.iterdir())
 
 

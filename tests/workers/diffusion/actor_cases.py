@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.workers.diffusion.tiny_wan import clips, flow_config, planned
+from tests.workers.engine_cases import CPU, rank_and_world, whole_state
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from workers.diffusion.actor import ActorWorker
@@ -18,7 +18,6 @@ from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_networ
 from workers.engine.network import BuildArguments
 
 Arrays = dict[str, np.ndarray]
-CPU = torch.device("cpu")
 
 
 def worker_of(path: str, **options: Any) -> ActorWorker:
@@ -39,7 +38,7 @@ def policy_of(path: str, **options: Any) -> RewardFlowPolicy:
 
 def part(rows: int, micro_batch_size: int, without_face: tuple[int, ...] = ()) -> DataProto:
     """This rank's part of the planned batch."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = rank_and_world()
     return planned(clips(rows, without_face), world, micro_batch_size)[rank]
 
 
@@ -101,16 +100,6 @@ def plain_gradient(
     return found, divergence
 
 
-def whole_state(worker: ActorWorker) -> Arrays:
-    """The adapter, its moments and the counters."""
-    engine = worker.engine
-    assert engine.optimizer is not None
-    tensors = {**engine.trained, **engine.optimizer.moments()}
-    state = {name: value.full_tensor().detach().clone().numpy() for name, value in tensors.items()}
-    counters = {"steps_taken": engine.optimizer.steps_taken, "scheduler_step": engine.scheduler_step}
-    return state | {name: np.array(count) for name, count in counters.items()}
-
-
 def trained(path: str, steps: int, save: str = "", load: str = "", **options: Any) -> Arrays:
     """State after some train steps; loads first and saves last where asked to."""
     worker = worker_of(path, **options)
@@ -121,4 +110,4 @@ def trained(path: str, steps: int, save: str = "", load: str = "", **options: An
     if save:
         worker.save_checkpoint(save, background=True)
         worker.finish_save()
-    return whole_state(worker)
+    return whole_state(worker.engine)

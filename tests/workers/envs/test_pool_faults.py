@@ -1,4 +1,7 @@
-"""Environments in processes: what one of them can do to the others, and to the machine."""
+"""Environments in processes: what one of them can do to the others, and to the machine.
+
+Forks, and what a hang of each kind says, are told of rewards, whose processes are the same: rewards/test_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ def test_only_the_culprit_fails_and_the_others_go_on_as_if_nothing_had_been(
     found = step(pool, env0="sleep|0.4", env1="sleep|0.4", env2=f"{action}")
     assert found["env2"].error is not None and reason in found["env2"].error and not found["env2"].is_timeout
     assert [found[key].observation for key in ("env0", "env1")] == [f"seed 4: go {k} sleep|0.4" for k in keys[:2]]
+    assert not found["env0"].info["has_torch"], "a start takes a second"
     after = step(pool, env0="a", env1="b", env3="c", env4="d", env5="e")
     assert {key: reply.observation for key, reply in after.items()} == {
         "env0": "seed 4: go env0 sleep|0.4 a",
@@ -48,19 +52,6 @@ def test_only_the_culprit_fails_and_the_others_go_on_as_if_nothing_had_been(
         assert pool.processes_replaced == 1
     pool.discard("env0")
     assert begin(pool, "new")["new"].error is None
-
-
-def test_a_fork_harms_nobody_and_no_process_of_an_environment_imports_torch(make_pool: MakePool) -> None:
-    pool = make_pool(1, threads=4)
-    begin(pool, "a", "b")
-    found = step(pool, a="fork", b="sleep|0.2")
-    assert [found[key].observation for key in "ab"] == ["seed 1: fork", "seed 1: sleep|0.2"]
-    found = step(pool, a="up", b="fork|1000")
-    assert found["a"].observation == "seed 1: fork up" and pool.processes_replaced == 0
-    assert not found["a"].info["has_torch"], "a start takes a second"
-    forked = psutil.Process(found["a"].info["pid"]).children()
-    pool.close()
-    assert forked and all(gone(process.pid) for process in forked)
 
 
 def test_one_that_hangs_fails_at_its_deadline_and_nobody_else_notices(make_pool: MakePool) -> None:

@@ -1,4 +1,4 @@
-"""Rows of scripted episodes, every number written by hand: tokens, masks, rewards, segments, returns.
+"""Rows of scripted episodes, every number written by hand: tokens, masks, rewards.
 
 One character is one token ("0" is 3, "a" is 28); a message stands between two 1 (<|im_start|>), an answer ends in 2.
 """
@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from tests.workers.rollout.scripted import LIMITS, ids_of, log_prob, play, rows, spec
-from verl_lite.algos.agentic_advantages import compute_agentic_reinforce_return
-from verl_lite.algos.agentic_rewards import compute_discounted_returns
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check, column
 from workers.rollout.base import Request
@@ -72,24 +70,12 @@ def rewards(data: DataProto, row: int) -> dict[int, float]:
     return {place: scores[place].item() for place in scores.nonzero()[:, 0].tolist()}
 
 
-def segments(mask: torch.Tensor) -> list[tuple[int, int]]:
-    """First and last place of each run of ones."""
-    ones = [place for place, value in enumerate(mask.tolist()) if value]
-    starts = [place for place in ones if place - 1 not in ones]
-    return [(start, next(end for end in range(start, len(mask)) if end + 1 not in ones)) for start in starts]
-
-
 def test_several_turns() -> None:
     episodes, _, _ = play(world(("d", 0.5), ("e", -1.0), ("x", 2.0)), worded("b!", "cc!", "b!"))
     data = rows(episodes)
     response = [B, 2, 1, D, 1, C, C, 2, 1, E, 1, B, 2]
     expect(data, 0, [1, A, 1], response, [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1])
     assert rewards(data, 0) == {1: 0.5, 7: -1.0, 12: 2.0}
-    mask, scores = data.batch["response_mask"], data.batch["token_level_scores"]
-    assert segments(mask[0]) == [(0, 1), (5, 7), (11, 12)]
-    # by turns, discount 0.5: 2; -1 + 0.5 * 2 = 0; 0.5 + 0.5 * 0 = 0.5
-    returns, _ = compute_agentic_reinforce_return(scores, 0.5, 1.0, mask)
-    assert returns[0].tolist() == [0.5, 0.5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0]
     assert data.batch["episode_scores"].tolist() == [1.5]
     assert data.batch["num_turns"].tolist() == [3]
     assert list(data.non_tensor_batch["step_scores"]) == [[0.5, -1.0, 2.0]]
@@ -158,10 +144,6 @@ def test_each_step_a_row() -> None:
     assert list(columns["sample_id"]) == ["g_0/0", "g_0/1", "g_0/2"]
     assert list(columns["finish_reason"]) == ["stop", "stop", "length"]
     assert len(set(columns["state_hash"])) == 3
-    # discount 0.5: 2; -1 + 1 = 0; 0.5 + 0 = 0.5
-    scores = data.batch["token_level_scores"].sum(-1)
-    returns = compute_discounted_returns(scores, columns["traj_id"], data.batch["step"], 0.5)
-    assert returns.tolist() == [0.5, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("by_step", ["trajectory", "step"])
