@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.workers.engine_cases import token_columns
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack
 
 ROWS, PROMPT, RESPONSE, HIDDEN = 6, 16, 16, 64
@@ -18,17 +19,9 @@ def inputs(length: int, shared: bool) -> ModelInputs:
     ids = torch.randint(3, 500, (ROWS, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(length))
     if shared:
         ids[:, :PROMPT] = ids[0, :PROMPT]
-    attention, mask = torch.ones_like(ids), torch.ones(ROWS, RESPONSE, dtype=torch.long)
-    attention[1:, PROMPT + length :], mask[1:, length:] = 0, 0
-    return pack(
-        {
-            "input_ids": ids,
-            "attention_mask": attention,
-            "position_ids": attention.cumsum(1) - 1,
-            "responses": ids[:, PROMPT:],
-            "response_mask": mask,
-        }
-    )
+    attention = torch.ones_like(ids)
+    attention[1:, PROMPT + length :] = 0
+    return pack(token_columns(ids, attention, PROMPT))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompt"])

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.workers.engine_cases import token_columns
 from workers.engine import packing
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack
 from workers.policy import causal_lm
@@ -61,15 +62,7 @@ def inputs() -> ModelInputs:
     ids = torch.randint(0, 1000, (ROWS, PROMPT + RESPONSE))
     for row in range(ROWS):
         ids[row, :PROMPT] = ids[row // GROUP * GROUP, :PROMPT]
-    return pack(
-        {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(PROMPT + RESPONSE).expand(ROWS, -1),
-            "responses": ids[:, PROMPT:],
-            "response_mask": torch.ones(ROWS, RESPONSE, dtype=torch.long),
-        }
-    )
+    return pack(token_columns(ids, torch.ones_like(ids), PROMPT))
 
 
 def not_there(value: Any, mode: FakeTensorMode) -> Any:

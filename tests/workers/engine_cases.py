@@ -56,6 +56,18 @@ class Batch:
     failed_rows: tuple[int, ...] = field(default=())
 
 
+def token_columns(ids: torch.Tensor, attention: torch.Tensor, prompt: int = PROMPT) -> dict[str, torch.Tensor]:
+    """Of prompts (left-padded) and responses (right-padded), whose tokens all count."""
+    return {
+        "prompts": ids[:, :prompt],
+        "responses": ids[:, prompt:],
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": attention[:, prompt:].clone(),
+    }
+
+
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))
 
 
@@ -72,22 +84,11 @@ def ragged_batch(batch: Batch) -> DataProto:
         start, end = PROMPT - len(prompt), PROMPT + len(response)
         ids[row, start:end] = torch.from_numpy(np.concatenate([prompt, response]))
         attention[row, start:end] = 1
-    response_mask = attention[:, PROMPT:].clone()
-    response_mask[0, 0] = 0
-    for row in batch.failed_rows:
-        response_mask[row] = 0
+    columns = token_columns(ids, attention)
+    columns["response_mask"][0, 0] = 0
+    columns["response_mask"][list(batch.failed_rows)] = 0
     advantages = torch.from_numpy(generator.standard_normal((batch.rows, RESPONSE)).astype(np.float32))
-    return DataProto.from_dict(
-        {
-            "prompts": ids[:, :PROMPT],
-            "responses": ids[:, PROMPT:],
-            "input_ids": ids,
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-            "response_mask": response_mask,
-            "advantages": advantages,
-        }
-    )
+    return DataProto.from_dict(columns | {"advantages": advantages})
 
 
 def loss_fn(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:

@@ -14,17 +14,6 @@ from verl_lite.core_algos import RunningMoments
 TYPES = (*NORM_TYPES, None)
 
 
-def rows_of(kind: str, row: int, groups: list[str], domains: list[str], valid: list[bool]) -> list[int]:
-    """The rows that a row is compared with, by looking at each."""
-    match kind:
-        case "batch":
-            return [other for other in range(len(groups)) if valid[other]]
-        case "group":
-            return [other for other in range(len(groups)) if valid[other] and groups[other] == groups[row]]
-        case _:
-            return [other for other in range(len(groups)) if valid[other] and domains[other] == domains[row]]
-
-
 @pytest.mark.parametrize(("mean_type", "std_type"), list(itertools.product(TYPES, TYPES)))
 def test_every_pair_of_types_equals_a_loop(mean_type: str | None, std_type: str | None) -> None:
     random = np.random.default_rng(7)
@@ -36,12 +25,17 @@ def test_every_pair_of_types_equals_a_loop(mean_type: str | None, std_type: str 
     tensor, counted = torch.tensor(scores), torch.tensor(valid)
     update_running(running, tensor, counted, domains)
     got = normalise_scores(tensor, counted, mean_type, std_type, groups=groups, domains=domains, running=running)
+    labels = {"batch": ["all"] * 24, "group": groups, "running": domains}
+
+    def compared(kind: str, row: int) -> list[float]:
+        return [scores[other] for other in range(24) if valid[other] and labels[kind][other] == labels[kind][row]]
+
     for row in range(24):
         expected = scores[row]
         if mean_type is not None:
-            expected -= float(np.mean([scores[other] for other in rows_of(mean_type, row, groups, domains, valid)]))
+            expected -= float(np.mean(compared(mean_type, row)))
         if std_type is not None:
-            set_of_row = [scores[other] for other in rows_of(std_type, row, groups, domains, valid)]
+            set_of_row = compared(std_type, row)
             expected = expected / (float(np.std(set_of_row, ddof=1)) + 1e-6) if len(set_of_row) > 1 else 0.0
         assert got[row].item() == pytest.approx(expected if valid[row] else 0.0, rel=1e-5, abs=1e-6), row
 

@@ -202,7 +202,9 @@ def test_the_largest_face_of_each_frame(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_detector_from_onnx_sees_a_bright_square(tmp_path: Path) -> None:
     """Nine convolutions whose kernels are as large as their strides; the score is the mean brightness of the cell."""
     make = pytest.importorskip("onnx").helper
-    nodes, weights, names = [], {"shape": np.array([-1, 1], np.int64)}, []
+    nodes: list[Any] = []
+    weights: dict[str, np.ndarray] = {}
+    names: list[str] = []
     for kind, width in (("score", 1), ("box", 4), ("points", 10)):
         weights[f"{kind}_shape"] = np.array([-1, width], np.int64)
         for stride in (8, 16, 32):
@@ -219,7 +221,6 @@ def test_a_detector_from_onnx_sees_a_bright_square(tmp_path: Path) -> None:
                 make.make_node("Reshape", [f"{name}_last", f"{kind}_shape"], [name]),
             ]
             names.append(name)
-    weights.pop("shape")
     path = write_onnx(tmp_path / "scrfd.onnx", nodes, weights, names, 64)
     frames = torch.zeros(2, 3, 64, 64)
     frames[1, :, 32:48, 16:32] = 1.0
