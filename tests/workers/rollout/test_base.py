@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import pytest
 import torch
@@ -28,21 +27,9 @@ def test_auto_takes_vllm_only_where_it_is_installed(monkeypatch: pytest.MonkeyPa
     assert resolve_engine_name("mine") == "mine"
 
 
-def _build(name: str) -> Any:
-    return build_rollout_engine(
-        name, "somewhere", RolloutConfig(), max_model_len=8, device=torch.device("cpu"), dtype=torch.float32, seed=0
-    )
-
-
 def test_registered_engine_gets_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(base.ROLLOUT_ENGINES, "recorder", lambda *args, **kwargs: (args, kwargs))
-    (path, config), kwargs = _build("recorder")
+    how = {"max_model_len": 8, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0}
+    (path, config), kwargs = build_rollout_engine("recorder", "somewhere", RolloutConfig(), **how)
     assert path == "somewhere" and isinstance(config, RolloutConfig)
     assert set(kwargs) == {"max_model_len", "device", "dtype", "seed", "override_config", "trust_remote_code"}
-
-
-def test_unknown_engine_lists_the_known_ones() -> None:
-    import workers.rollout.hf_engine  # noqa: F401
-
-    with pytest.raises(ValueError, match="rollout engine: hff; did you mean hf"):
-        _build("hff")
