@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import ray_constants, services
+from ray._private import utils as ray_utils
+from ray._private.node import Node
 
 from verl_lite.errors import ClusterLostError, NoRoomError, UserError
 from verl_lite.machine.host import cpu_count
@@ -192,8 +194,8 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
             "RAY_ADDRESS": None,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "RAY_prestart_worker_first_driver": "0",  # a process per CPU; ours have variables of their own
             "RAY_task_events_report_interval_ms": "0",  # a history of calls for the dashboard: 3 MiB in 100 small steps
-            "AUTOSCALER_METRIC_PORT": "0",  # else 44217, which only one cluster of a machine can have
         }
     )
     with (
@@ -201,6 +203,11 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
         _blocked_signals(),
         # else Ray takes the machine's address for a local one, and its daemons listen on all interfaces
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        # daemons that nobody would ask: the autoscaler, the reader of logs, the dashboard, its agent's web server
+        _replaced(Node, "start_monitor", _not_started),
+        _replaced(Node, "start_log_monitor", _not_started),
+        _replaced(Node, "start_api_server", _not_started),
+        _replaced(ray_utils, "get_dashboard_dependency_error", lambda: ImportError("not wanted")),
     ):
         _init_patiently(
             guard,
@@ -208,7 +215,6 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
             num_cpus=ray_init.num_cpus or cpu_count(),
             num_gpus=num_gpus,
             object_store_memory=object_store_bytes(ray_init.object_store_memory_mb << 20),
-            include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,  # below are remarks about the way we start it
             namespace=run_id,
@@ -243,13 +249,17 @@ def object_store_bytes(asked: int, shared_memory: Path = Path("/dev/shm")) -> in
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
+def _replaced(holder: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+    before = getattr(holder, name)
+    setattr(holder, name, value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(holder, name, before)
+
+
+def _not_started(node: Node, **options: Any) -> None:
+    """In the place of a method that starts one of Ray's daemons."""
 
 
 class _Daemon(services.ConsolePopen):
