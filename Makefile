@@ -1,6 +1,7 @@
 # The two commands of the README, and their parts. Everything is installed into .venv.
 PYTHON ?= python3
-RUN = OMP_NUM_THREADS=1 .venv/bin/python
+# our own files are compiled once too, where PYTHONDONTWRITEBYTECODE is set: a run starts many processes
+RUN = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= .venv/bin/python
 TESTS_AT_ONCE ?= 2
 PYTEST = $(RUN) -m pytest -q -n $(TESTS_AT_ONCE) --dist worksteal
 

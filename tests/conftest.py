@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from trainer.metric_docs import find
+from verl_lite.registry import importing
 
 FOLDERS = ("", "*/", "*/*/", "*/*/*/")
 OF_USERS = "my_recipe/"  # what the guide's example logs
@@ -41,6 +42,12 @@ def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     for registry, entries in zip(registries, before, strict=True):
         registry.clear()
         registry.update(entries)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    with importing():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

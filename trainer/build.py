@@ -26,7 +26,7 @@ from trainer.plan import device_memory_gib, expected_rows, launch_device, measur
 from trainer.planner.batch import launch_table
 from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.recipe import trainer_of, worker_modules
+from trainer.recipe import recipe_overrides, trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.resources import DeviceHolder, join_ray, start_workers
 from trainer.rewards.failures import FailureLog
@@ -37,9 +37,8 @@ from trainer.run import Job, Report, ResourceRequest, Trainer, run
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
-from verl_lite.config import PPOConfig, handed_over
+from verl_lite.config import PPOConfig, handed_over, load_config
 from verl_lite.config.checks import validate
-from verl_lite.config.loader import DEFAULT_RECIPE
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
@@ -114,7 +113,7 @@ class PPOJob(Job[PPOConfig]):
     trainer_class: one that replaces a stage of the trainer; None = the recipe's, or the one that the options ask for.
     """
 
-    module, options, default_recipe = "trainer.main_ppo", PPOConfig, DEFAULT_RECIPE
+    module = "trainer.main_ppo"
     to_look = "trainer.val_only=true or `python -m trainer.main_eval`"
 
     def __init__(
@@ -179,7 +178,7 @@ class PPOJob(Job[PPOConfig]):
 
 def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
     """Runs a whole training from its command line; returns the exit status. trainer_class: see `PPOJob`."""
-    return run(PPOJob, argv, trainer_class=trainer_class)
+    return run(PPOJob, load_config(argv, recipe_loader=recipe_overrides), argv, trainer_class=trainer_class)
 
 
 def check_context(config: PPOConfig) -> None:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli import command
+from trainer.cli import command, leave
 from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
@@ -111,4 +111,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

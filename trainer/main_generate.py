@@ -9,7 +9,7 @@ answered so far: the same command goes on where a killed one was. --help-config 
 
 from pathlib import Path
 
-from trainer.cli import command
+from trainer.cli import command, leave
 from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
@@ -76,4 +76,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

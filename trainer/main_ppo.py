@@ -4,16 +4,17 @@ With no arguments it runs the embedded default, `recipes/quickstart`. Nothing he
 has been understood. Exit status: see `trainer.cli`.
 """
 
-from trainer.cli import command
+from trainer.cli import command, leave
+from trainer.start import start
+from verl_lite.config import PPOConfig
+from verl_lite.config.loader import DEFAULT_RECIPE
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.build import run_ppo
-
-    return run_ppo(argv)
+    return start("trainer.build:PPOJob", PPOConfig, argv, DEFAULT_RECIPE)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

@@ -5,17 +5,16 @@ With neither model nor data it runs the embedded default, `recipes/reward_flow`.
 `--print-config` shows them resolved. Exit status: see `trainer.cli`.
 """
 
-from trainer.cli import command
+from trainer.cli import command, leave
+from trainer.start import start
+from verl_lite.config.diffusion import RewardFlowConfig
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.diffusion.reward_flow import RewardFlowJob
-    from trainer.run import run
-
-    return run(RewardFlowJob, argv)
+    return start("trainer.diffusion.reward_flow:RewardFlowJob", RewardFlowConfig, argv, "reward_flow")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

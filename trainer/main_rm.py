@@ -5,17 +5,16 @@ model that reward_model.model.path takes to RUN/hf. model.path: a causal languag
 reward model to go on with. `--help-config` lists the options. Exit status: see `trainer.cli`.
 """
 
-from trainer.cli import command
+from trainer.cli import command, leave
+from trainer.start import start
+from verl_lite.config import RewardTrainingConfig
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.run import run
-    from trainer.supervised.reward_training import RewardTrainingJob
-
-    return run(RewardTrainingJob, argv)
+    return start("trainer.supervised.reward_training:RewardTrainingJob", RewardTrainingConfig, argv)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

@@ -5,17 +5,16 @@ Hugging Face format to RUN/hf. RUN is a run folder like any other: checkpoints, 
 lists the options. Exit status: see `trainer.cli`.
 """
 
-from trainer.cli import command
+from trainer.cli import command, leave
+from trainer.start import start
+from verl_lite.config import SFTConfig
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.run import run
-    from trainer.supervised.sft import SFTJob
-
-    return run(SFTJob, argv)
+    return start("trainer.supervised.sft:SFTJob", SFTConfig, argv)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

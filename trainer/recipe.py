@@ -24,11 +24,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl_lite.config import PPOConfig, RunOptions
 from verl_lite.config.loader import RECIPE_FILE, is_recipe_path
-from verl_lite.core_algos import POLICY_LOSS_REGISTRY
 from verl_lite.errors import UserError
-from verl_lite.group_filters import GROUP_FILTERS
 from verl_lite.registry import foreign_modules
-from workers.rollout.base import ROLLOUT_ENGINES
 
 if TYPE_CHECKING:
     from trainer.ray_trainer import RayPPOTrainer
@@ -86,6 +83,10 @@ def prepare_recipe(config: RunOptions) -> None:
 def worker_modules(config: PPOConfig) -> list[str]:
     """What a worker process imports before it begins: the recipe, and where the loss, the rollout engine and the group
     filters are registered that the configuration names."""
+    from verl_lite.core_algos import POLICY_LOSS_REGISTRY  # torch: the options are read without
+    from verl_lite.group_filters import GROUP_FILTERS
+    from workers.rollout.base import ROLLOUT_ENGINES
+
     managers = (config.agentic.train_env_manager, config.agentic.val_env_manager)
     named = [
         POLICY_LOSS_REGISTRY.get(config.actor.policy_loss.loss_mode),

@@ -24,7 +24,7 @@ from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, file_mask, stopp
 from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
 from trainer.inspect import closing_findings
-from trainer.recipe import prepare_recipe, recipe_overrides
+from trainer.recipe import prepare_recipe
 from trainer.resources import reserved_devices, resolve_slots, worker_reads
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
@@ -35,7 +35,6 @@ from verl_lite.config import (
     RunOptions,
     help_text,
     idle_options,
-    load_schema,
     print_config,
     record_reads,
     save_config,
@@ -73,14 +72,11 @@ class Report:
 class Job(Generic[Options]):
     """What a command trains. Made anew for each try; the frame calls its methods in the order in which they stand.
 
-    module: the command is `python -m module`. options: class of its options. default_recipe: taken where the command
-    line names neither recipe, model nor data; None = recipes are not for this command. to_look: how a user looks at a
-    run that has no step left, with {run_dir} in it. continues: whether it starts from checkpoints of its run folder.
+    module: the command is `python -m module`. to_look: how a user looks at a run that has no step left, with {run_dir}
+    in it. continues: whether it starts from checkpoints of its run folder.
     """
 
     module: ClassVar[str]
-    options: ClassVar[type[Any]]
-    default_recipe: ClassVar[str | None] = None
     to_look: ClassVar[str] = "python -m trainer.report {run_dir}"
     continues: bool = True
 
@@ -128,17 +124,15 @@ class Job(Generic[Options]):
         return Report()
 
 
-def run(job_class: type[Job[Options]], argv: list[str], **parts: Any) -> int:
-    """Does what a command line asks for: the help, the configuration, or the run. Returns the exit status.
+def run(job_class: type[Job[Options]], loaded: LoadedConfig[Options], argv: list[str], **parts: Any) -> int:
+    """Does what a command line, read into `loaded`, asks for: the help, the configuration, or the run. Returns the exit
+    status.
 
     Where a worker was lost it tries again from the last checkpoint, as often as trainer.max_retries says.
 
     Args:
         parts: more arguments of the job.
     """
-    recipes = job_class.default_recipe
-    loader = recipe_overrides if recipes is not None else None
-    loaded = load_schema(argv, job_class.options, recipe_loader=loader, default_recipe=recipes or "")
     config: Options = loaded.config
     if loaded.action == "help":
         print(help_text(loaded))

@@ -4,14 +4,17 @@ Code of the user's own may also be a path `pkg.module:object`, a Python file, or
 Imports nothing heavy.
 """
 
+import atexit
 import difflib
+import gc
 import importlib
 import importlib.util
 import inspect
 import operator
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -87,6 +90,19 @@ def import_modules(modules: Iterable[str]) -> None:
     """Imports them for what they register."""
     for module in modules:
         importlib.import_module(module)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Inside, modules are imported without a collector of garbage, which takes a sixth of the time and finds nothing;
+    afterwards it passes over them."""
+    atexit.register(gc.unfreeze)  # else native libraries complain of what is left
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -4,19 +4,16 @@ With neither model nor data it runs the embedded default. `--help-config` lists 
 resolved. Exit status: see `trainer.cli`.
 """
 
-import sys
-
-from trainer.cli import command
+from trainer.cli import command, leave
+from trainer.start import start
+from verl_lite.config.flow_grpo import FlowGRPOConfig
 
 
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from recipes.flow_grpo.run import FlowGRPOJob
-    from trainer.run import run
-
-    return run(FlowGRPOJob, argv)
+    return start("recipes.flow_grpo.run:FlowGRPOJob", FlowGRPOConfig, argv, "flow_grpo")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -60,7 +60,7 @@ def problems_of(config: FlowGRPOConfig) -> Problems:
 class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
     """Policy gradients for a flow-matching model."""
 
-    module, options, default_recipe, worker = "recipes.flow_grpo", FlowGRPOConfig, NAME, FlowActorWorker
+    module, worker = "recipes.flow_grpo", FlowActorWorker
 
     def check(self, available: int | None) -> None:
         config = self.config

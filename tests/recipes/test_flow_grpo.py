@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from recipes.flow_grpo.__main__ import main
 from recipes.flow_grpo.run import FlowGRPOJob, read_prompts
 from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrainer, data_metrics
 from recipes.flow_grpo.world import PLACES, PROMPTS, describe, draw
 from tests.set_keys import set_keys
 from tests.workers.diffusion.sde_cases import NETWORK, TinyField, write_field
 from trainer.console import Console
-from trainer.run import run
 from trainer.steps import EpochSteps
 from verl_lite.config import ConfigError
 from verl_lite.config.flow_grpo import FlowGRPOConfig
@@ -261,7 +261,7 @@ OTHER = {
 @pytest.mark.parametrize("options", [{}, OTHER])
 def test_it_learns_from_a_count(tmp_path: Path, options: dict[str, object]) -> None:
     total = 12
-    assert run(FlowGRPOJob, arguments(tmp_path, "run", trainer__total_training_steps=total, **options)) == 0
+    assert main(arguments(tmp_path, "run", trainer__total_training_steps=total, **options)) == 0
     steps = logged(tmp_path / "run")
     scores = [step["critic/score/mean"] for step in steps if "critic/score/mean" in step]
     assert len(scores) == total and all(name in steps[1] for name in LIKE_LANGUAGE)
@@ -274,10 +274,10 @@ def test_it_learns_from_a_count(tmp_path: Path, options: dict[str, object]) -> N
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = {"trainer__total_training_steps": 4, "trainer__save_freq": 2, "actor__optim__lr_warmup_steps": 4}
-    assert run(FlowGRPOJob, arguments(tmp_path, "whole", **common)) == 0
+    assert main(arguments(tmp_path, "whole", **common)) == 0
     at_two = f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_2'}"
     resumed = [*arguments(tmp_path, "resumed", **common), "trainer.resume_mode=resume_path", at_two]
-    assert run(FlowGRPOJob, resumed) == 0
+    assert main(resumed) == 0
     assert f'TinyField.from_pretrained("{tmp_path / "resumed" / "model"}")' in capsys.readouterr().out
     networks = [TinyField.from_pretrained(str(tmp_path / run / "model")) for run in ("whole", "resumed")]
     for name, weight in networks[0].state_dict().items():
@@ -296,7 +296,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, capsys: pytest.Captur
 def test_two_ranks_under_ray(tmp_path: Path) -> None:
     """The same samples as in one process, and so the same scores; the update differs by rounding alone."""
     common = {"trainer__total_training_steps": 2, "trainer__val_before_train": "false", "trainer__test_freq": 0}
-    assert run(FlowGRPOJob, arguments(tmp_path, "one", **common)) == 0
+    assert main(arguments(tmp_path, "one", **common)) == 0
     ray = {"trainer__backend": "ray", "trainer__n_gpus_per_node": 2}
     small = ["ray_kwargs.ray_init.num_cpus=2", "ray_kwargs.ray_init.object_store_memory_mb=80"]
     command = [sys.executable, "-m", "recipes.flow_grpo", *arguments(tmp_path, "two", **common, **ray), *small]

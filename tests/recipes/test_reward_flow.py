@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.reward_flow import recipe
+from trainer.main_reward_flow import main
 from trainer.recipe import recipe_overrides
 from trainer.tracking import read_metrics
-from verl_lite.config import ConfigError, load_schema
+from verl_lite.config import load_schema
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.config.diffusion_checks import validate_reward_flow as validate
 
@@ -30,28 +31,24 @@ def test_the_settings_are_known_and_fit(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(loaded.config.reward.kwargs) == {"embedder"}
 
 
-def test_wrong_options_are_told_before_the_world_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.diffusion.reward_flow import RewardFlowJob
-    from trainer.run import run
-
+def test_wrong_options_are_told_before_the_world_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(recipe, "MADE", SimpleNamespace(folder=tmp_path / "world"))
     monkeypatch.setattr(recipe, "prepare", lambda config: pytest.fail("made"))
     folder = f"trainer.default_local_dir={tmp_path}"
-    with pytest.raises(ConfigError, match="sampler.final_timestep=9"):
-        run(RewardFlowJob, [folder, "trainer.backend=inline", "trainer.device=cpu", "sampler.final_timestep=9"])
+    assert main([folder, "trainer.backend=inline", "trainer.device=cpu", "sampler.final_timestep=9"]) == 2
+    assert "sampler.final_timestep=9" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_command_learns_and_leaves_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("av")
-    from trainer.diffusion.reward_flow import RewardFlowJob
-    from trainer.run import run
-
     run_dir = tmp_path / "run"
     arguments = ["trainer.backend=inline", "trainer.device=cpu", "trainer.logger=[console,jsonl]"]
     arguments += ["trainer.total_training_steps=20", "trainer.video_freq=-1", f"trainer.default_local_dir={run_dir}"]
-    assert run(RewardFlowJob, arguments) == 0
+    assert main(arguments) == 0
     steps = read_metrics(run_dir / "metrics.jsonl")
     assert steps[1]["actor/kl_loss"] == 0 and steps[20]["actor/kl_loss"] > 0
     assert abs(steps[0][CORE]) < 0.2 and steps[20][CORE] > steps[0][CORE] + 0.15, steps[20]

@@ -39,6 +39,13 @@ def test_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert sys.excepthook.__name__ == "print_failure"
 
 
+def test_help_and_a_wrong_key_wait_for_no_library() -> None:
+    code = "import sys; from trainer.main_ppo import main; assert [main(['--help']), main(['actor.lrr=1'])] == [0, 2]; "
+    code += "assert not sys.modules.keys() & {'torch', 'transformers', 'ray'}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "actor.optim.lr" in done.stderr, done.stderr
+
+
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
     """The signals, where the tests themselves run under nohup or in the background, which ignore some."""

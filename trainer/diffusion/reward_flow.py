@@ -118,7 +118,7 @@ class FlowActorRole(DiffusionRole):
 class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
     """Reward flow."""
 
-    module, options, default_recipe, worker = "trainer.main_reward_flow", RewardFlowConfig, "reward_flow", ActorWorker
+    module, worker = "trainer.main_reward_flow", ActorWorker
     is_prepared = False  # else what a recipe makes is not looked for
 
     def prepare(self) -> None:

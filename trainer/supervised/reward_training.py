@@ -64,7 +64,7 @@ class RewardTrainingWorker(SupervisedWorker):
 class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     """`python -m trainer.main_rm`."""
 
-    module, options = "trainer.main_rm", RewardTrainingConfig
+    module = "trainer.main_rm"
 
     def read_task(self) -> Task[Pair]:
         config, model, files = self.config, self.config.model, self.config.data.val_files

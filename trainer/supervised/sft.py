@@ -33,7 +33,7 @@ class SFTWorker(SupervisedWorker):
 class SFTJob(SupervisedJob[SFTConfig]):
     """`python -m trainer.main_sft`."""
 
-    module, options = "trainer.main_sft", SFTConfig
+    module = "trainer.main_sft"
 
     def read_task(self) -> Task[Example]:
         config = self.config

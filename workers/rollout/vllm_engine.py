@@ -28,6 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
+from verl_lite.registry import importing
 from workers.policy.router import Routers
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
@@ -78,7 +79,8 @@ class VLLMEngine:
         self.routes_shape = None if self._routers is None else (self._routers.count, self._routers.top_k)
         self._owns_process_group = not torch.distributed.is_initialized()
         _prepare_process(device)
-        from vllm import EngineArgs, LLMEngine, ModelRegistry
+        with importing():
+            from vllm import EngineArgs, LLMEngine, ModelRegistry
 
         arguments = _engine_arguments(config, max_model_len, device, dtype) | {
             "model": model_path,

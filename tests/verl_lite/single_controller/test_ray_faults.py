@@ -118,7 +118,7 @@ def test_more_workers_than_room(ray_cluster: None) -> None:
 
 
 def require_private(facts: dict) -> None:
-    """No other user reaches its folder, nobody its ports but this machine's processes."""
+    """No other user reaches its folder, nobody its ports but this machine's processes; none has nothing to do."""
     assert Path(facts["folder"]).stat().st_mode & 0o077 == 0
     if os.getuid() == 0:
         steal = f"import os; os.setgid(65534); os.setuid(65534); os.rename({facts['folder']!r} + '/ray', '/tmp/x')"
@@ -126,6 +126,8 @@ def require_private(facts: dict) -> None:
         assert stolen.returncode != 0 and "Permission denied" in stolen.stderr
     processes = [facts["pid"], *marked_processes(RUN_MARK, facts["token"])]
     processes += marked_processes(CLUSTER_MARK, facts["token"], [facts["folder"]])
+    commands = " ".join(" ".join(psutil.Process(pid).cmdline()) for pid in processes)
+    assert not any(idle in commands for idle in ("monitor.py", "dashboard.py", "ray::IDLE")), commands
     places = {
         connection.laddr.ip
         for pid in processes
