@@ -78,7 +78,9 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process of a command that is done, without taking the modules apart, which takes more than a second."""
+    """Ends the process of a command that is done, as Python would but for taking the modules apart, which takes more
+    than a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # threads that still write are waited for
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
