@@ -9,14 +9,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_lite.errors import add_circumstances
-from verl_lite.single_controller.ray_cluster import (
-    begin_process,
-    cluster_answers,
-    current_umask,
-    require_head,
-    worker_env,
-)
-from verl_lite.single_controller.ray_errors import cause_of_death, death, original_error, portable_errors, stalled
+from verl_lite.single_controller import ray_cluster, ray_errors
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, LocalService
 
 _LOOK_S = 0.5
@@ -26,18 +19,18 @@ class ServiceProcess:
     """What runs in the service's process."""
 
     def __init__(self, umask: int, log_file: str | None) -> None:
-        begin_process(umask, log_file)
+        ray_cluster.begin_process(umask, log_file)
 
     def start(self, recipe: ClassWithInitArgs) -> None:
         """Make the object; apart from the constructor, so that its error arrives as it was raised."""
-        with portable_errors():
+        with ray_errors.portable_errors():
             self._service = LocalService(recipe)
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
         self._service.send(method, *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        with portable_errors():
+        with ray_errors.portable_errors():
             return self._service.call(method, *args, **kwargs)
 
 
@@ -57,11 +50,11 @@ class RayService:
         actor: Any = ray.remote(ServiceProcess)
         self._actor = actor.options(
             num_cpus=0,
-            runtime_env={"env_vars": worker_env(env)},
+            runtime_env={"env_vars": ray_cluster.worker_env(env)},
             max_concurrency=max_concurrency,
             # beside the driver: a machine that leaves does not take it along, and it sees the driver's files
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
-        ).remote(current_umask(), self._log)
+        ).remote(ray_cluster.current_umask(), self._log)
         self._wait(self._actor.start.remote(recipe), "its constructor")
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -71,20 +64,20 @@ class RayService:
         return self._wait(self._actor.call.remote(method, *args, **kwargs), method)
 
     def _wait(self, ref: Any, method: str) -> Any:
-        begun = time.monotonic()
+        begun, limit_s = time.monotonic(), self._stall_timeout_s
         while not ray.wait([ref], timeout=_LOOK_S)[0]:
-            require_head()
-            if self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
-                raise stalled(f"{self._name}.{method} has", self._stall_timeout_s, self._name, method, self._log)
+            ray_cluster.require_head()
+            if limit_s is not None and time.monotonic() - begun > limit_s:
+                raise ray_errors.stalled(f"{self._name}.{method} has", limit_s, self._name, method, self._log)
         try:
             return ray.get(ref)
         except RayTaskError as error:
-            cause = original_error(error)
+            cause = ray_errors.original_error(error)
             add_circumstances(cause, role=self._name, method=method)
         except RayError as error:
-            cause = death(cause_of_death(error), self._name, None, method, self._log)
+            cause = ray_errors.death(ray_errors.cause_of_death(error), self._name, None, method, self._log)
         raise cause
 
     def stop(self) -> None:
-        if cluster_answers():
+        if ray_cluster.cluster_answers():
             ray.kill(self._actor)
