@@ -79,7 +79,9 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 def leave(status: int) -> NoReturn:
     """Ends the process of a command that is done, as Python would but for taking the modules apart, which takes more
-    than a second."""
+    than a second; as Python does where a debugger or a profiler looks on."""
+    if sys.gettrace() or sys.getprofile():
+        sys.exit(status)
     threading._shutdown()  # type: ignore[attr-defined]  # threads that still write are waited for
     atexit._run_exitfuncs()
     sys.stdout.flush()
