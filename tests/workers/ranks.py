@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 class Ranks:
@@ -90,4 +91,5 @@ def _serve(rank: int, connection: Connection) -> None:
 def _join(rank: int, size: int, store: str) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        _clear_sharding_prop_cache()  # it holds meshes, and these the names of groups that are gone
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
