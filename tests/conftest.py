@@ -1,6 +1,6 @@
 """For all tests: a run that a test makes logs nothing that trainer/METRICS.md does not explain.
 
-`nothing_stays` is for those that import or register something of their own.
+`nothing_stays` is for those that import or register something of their own, `ranks` for those of several processes.
 
 After each test the run folders among its fixtures are looked at: a path, or an object with `run_dir`. With
 RECORD_METRICS=FILE the names that were logged are appended to it, for `python -m tests.unlogged_metrics FILE`.
@@ -8,6 +8,7 @@ RECORD_METRICS=FILE the names that were logged are appended to it, for `python -
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.workers.ranks import OnRanks, Ranks
 from trainer.metric_docs import find
 from verl_lite.registry import importing
 
@@ -48,6 +50,19 @@ def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def pytest_collection() -> Generator[None, Any, Any]:
     with importing():
         return (yield)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes that form groups of up to four; they start when they are first needed, which takes seconds."""
+    with Ranks(4, timeout_s=600) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def two_ranks(ranks: Ranks) -> OnRanks:
+    """Runs a function on two of them."""
+    return functools.partial(ranks.run, size=2)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.forked_runs import Runs
 from tests.tiny_run import permitting
+from trainer import export, main_eval
 from trainer.main_ppo import main
 from trainer.tracking import read_metrics
 
@@ -20,30 +21,24 @@ SMALL = ["data.train_batch_size=16", "actor.ppo_mini_batch_size=16", "rollout.n=
 pytestmark = pytest.mark.slow
 
 
-def run(
-    run_dir: Path, *overrides: str, module: str = "trainer.main_ppo", env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs the command in an empty folder, so that nothing of the checkout is found by accident but the packages."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-m", module, *overrides],
-        cwd=run_dir,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-
-
 def metrics(folder: Path) -> list[dict[str, float]]:
     """The metrics of each logged step."""
     return list(read_metrics(folder / "metrics.jsonl").values())
 
 
 def trained(tmp_path: Path, name: str, *overrides: str) -> list[dict[str, float]]:
-    """Runs two small steps into tmp_path/name; gives their metrics, validation included."""
+    """Runs two small steps into tmp_path/name; gives their metrics, validation included. The command runs in a folder
+    that has nothing of the checkout, so that none of it is found by accident but the packages."""
     folder = tmp_path / name
-    done = run(tmp_path, *SMALL, "trainer.total_training_steps=2", f"trainer.default_local_dir={folder}", *overrides)
+    options = [*SMALL, "trainer.total_training_steps=2", f"trainer.default_local_dir={folder}", *overrides]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.main_ppo", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return metrics(folder)
 
@@ -82,15 +77,14 @@ def test_inline_and_ray_agree(folder: Path) -> None:
         assert steps[0][0][name] == pytest.approx(steps[0][1][name], rel=1e-3, abs=1e-6), name
 
 
-def test_evaluate_and_export_what_the_run_left(folder: Path) -> None:
+def test_evaluate_and_export_what_the_run_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # commands set their own
     run_dir = folder / "first"
     small = ["data.val_max_samples=16", "rollout.name=hf", "trainer.backend=inline", "trainer.n_gpus_per_node=1"]
-    done = run(folder, str(run_dir), *small, module="trainer.main_eval")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert main_eval.main([str(run_dir), *small]) == 0
     assert "val-core" in (next((run_dir / "eval").glob("*")) / "metrics.jsonl").read_text()
     assert all(not permitting(folder, 0o077) for folder in (run_dir / "eval").iterdir())
-    done = run(folder, str(run_dir), "--to", str(folder / "hf"), module="trainer.export")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert export.main([str(run_dir), "--to", str(folder / "hf")]) == 0
     assert (folder / "hf" / "model.safetensors").exists()
 
 

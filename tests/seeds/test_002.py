@@ -180,15 +180,14 @@ def step_of(path: str, cut: bool) -> tuple[dict[str, float], int, dict[str, np.n
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_batch_and_both_give_the_whole_steps_numbers(path: str) -> None:
-    with Ranks(2) as ranks:
-        [(expected, samples, weights)] = ranks.run(step_of, path, False, size=1)
-        assert samples == 3
-        found = ranks.run(step_of, path, False)
-        assert sorted(samples for _, samples, _ in found) == [1, 2]
-        for metrics, _, after in found:
-            assert {name: metrics[name] for name in NAMES} == pytest.approx({n: expected[n] for n in NAMES}, rel=1e-5)
-            for name, value in weights.items():
-                np.testing.assert_allclose(after[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
-        with pytest.raises(RuntimeError, match="train_step: a batch that was not planned was cut over the ranks"):
-            ranks.run(step_of, path, True)
+def test_two_ranks_share_the_batch_and_both_give_the_whole_steps_numbers(path: str, ranks: Ranks) -> None:
+    [(expected, samples, weights)] = ranks.run(step_of, path, False, size=1)
+    assert samples == 3
+    found = ranks.run(step_of, path, False, size=2)
+    assert sorted(samples for _, samples, _ in found) == [1, 2]
+    for metrics, _, after in found:
+        assert {name: metrics[name] for name in NAMES} == pytest.approx({n: expected[n] for n in NAMES}, rel=1e-5)
+        for name, value in weights.items():
+            np.testing.assert_allclose(after[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    with pytest.raises(RuntimeError, match="train_step: a batch that was not planned was cut over the ranks"):
+        ranks.run(step_of, path, True, size=2)

@@ -1,17 +1,10 @@
-"""Tiny models and ranks that the tests of workers share: both take seconds to make."""
+"""Tiny models that the tests of workers share: they take seconds to make."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from tests.tiny_model import tiny_qwen2
-from tests.workers.ranks import Ranks
-
-OnRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="session")
@@ -22,15 +15,3 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen2(tmp_path_factory.mktemp("tied"), hidden=32, heads=4, tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4, timeout_s=600) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def two_ranks(ranks: Ranks) -> OnRanks:
-    """Runs a function on two of them."""
-    return functools.partial(ranks.run, size=2)

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+OnRanks = Callable[..., list[Any]]
+"""Runs a function, given with its arguments, on ranks."""
+
 
 class Ranks:
     """Up to `size` spawned processes with one compute thread each; use as a context manager."""

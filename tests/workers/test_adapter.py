@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny_model import tiny_qwen2
-from tests.workers.conftest import OnRanks
 from tests.workers.engine_cases import (
     BATCH,
     CPU,
@@ -30,6 +29,7 @@ from tests.workers.engine_cases import (
     ragged_batch,
 )
 from tests.workers.invariance import POLICY, plain_outputs
+from tests.workers.ranks import OnRanks
 from tests.workers.rollout.test_engines import vllm_missing
 from verl_lite.config import MixedPrecisionConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError

@@ -7,7 +7,6 @@ critic, an adapter.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -86,9 +85,8 @@ class Checkpoints:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoints]:
-    with Ranks(max(SIZES), timeout_s=400) as ranks:
-        yield Checkpoints(ranks, tmp_path_factory.mktemp("checkpoints"))
+def checkpoints(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(ranks, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.parametrize(

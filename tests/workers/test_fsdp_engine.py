@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.workers.conftest import OnRanks
 from tests.workers.engine_cases import (
     BATCH,
     CPU,
@@ -26,7 +25,7 @@ from tests.workers.engine_cases import (
     trained,
 )
 from tests.workers.invariance import POLICY, plain_outputs
-from tests.workers.ranks import Ranks
+from tests.workers.ranks import OnRanks, Ranks
 from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine

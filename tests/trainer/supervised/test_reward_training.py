@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
 from tests.trainer.prompt_rows import write
-from tests.workers.ranks import Ranks
+from tests.workers.ranks import OnRanks
 from trainer import main_rm
 from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair
 from trainer.supervised.loop import train_within
@@ -44,12 +43,6 @@ def says(content: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen2(tmp_path_factory.mktemp("model") / "tiny", hidden=32, layers=1, heads=1)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_a_micro_batch_divides_by_the_pairs_of_the_whole_step_and_padding_counts_for_nothing() -> None:
@@ -220,7 +213,7 @@ def learnt(model: str, budget: int, packed: bool, world: int) -> tuple[list[dict
     return logged, {name: tensor.clone().numpy() for name, tensor in worker.engine.full_params()}
 
 
-def test_neither_micro_batches_nor_packing_nor_ranks_change_what_is_learnt(model: str, two_ranks: Ranks) -> None:
+def test_neither_micro_batches_nor_packing_nor_ranks_change_what_is_learnt(model: str, two_ranks: OnRanks) -> None:
     metrics, reference = learnt(model, 10_000, True, 1)
     start = {name: tensor.numpy() for name, tensor in AutoModelForSequenceClassification.from_pretrained(
         model, num_labels=1).named_parameters() for tensor in [tensor.detach()]}  # fmt: skip
@@ -229,7 +222,7 @@ def test_neither_micro_batches_nor_packing_nor_ranks_change_what_is_learnt(model
         found, weights = learnt(model, budget, packed, 1)
         _same(weights, reference)
         assert [values(step) for step in found] == [pytest.approx(values(step), rel=1e-3) for step in metrics]
-    for _, weights in (parts := two_ranks.run(learnt, model, 75, True, 2)):
+    for _, weights in (parts := two_ranks(learnt, model, 75, True, 2)):
         _same(weights, reference)
     together = [values(combine([rank[0][step] for rank in parts])) for step in range(3)]
     assert together == [pytest.approx(values(step), rel=1e-3) for step in metrics]

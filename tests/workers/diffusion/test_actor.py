@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.conftest import OnRanks
 from tests.workers.diffusion.actor_cases import gradient, move, part, plain_gradient, trained, worker_of
 from tests.workers.diffusion.tiny_wan import ALL_CHECKPOINTS, tiny_pipeline
+from tests.workers.ranks import OnRanks
 
 diffusers = pytest.importorskip("diffusers")
 
