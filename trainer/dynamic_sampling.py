@@ -53,7 +53,9 @@ class PromptLoader(TrainingSteps):
             if self._again is not None:
                 self._ask(self._again, len(self._again))
                 yield self._again
-            elif prompts := self.more(self.config.data.train_batch_size):  # a dataset has rows
+            else:
+                prompts = self.more(self.config.data.train_batch_size)
+                assert prompts is not None  # a dataset has rows
                 prompts.meta_info["position"] = self.state_dict()  # where the data stands after them, for a replay
                 yield prompts
             if self.stopping:

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import Numbers
 from trainer.agentic.advantage import OF_EPISODES, compute_response_level_rewards
-from trainer.agentic.metrics import compute_data_metrics, readable, samples_of, validation_metrics
+from trainer.agentic.episode_log import readable, samples_of
+from trainer.agentic.metrics import compute_data_metrics, validation_metrics
 from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
 from trainer.ray_trainer import RayPPOTrainer, training_sampling

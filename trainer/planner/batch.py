@@ -86,7 +86,8 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     batch, n, size = data.train_batch_size, config.rollout.n, actor.ppo_mini_batch_size
     own = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
     named = f" for most prompts; data.sources: {', '.join(own)}" if own else ""
-    greedy = "; and one greedy answer, whose score is the baseline" * requirements.needs_greedy_baseline(config)
+    has_baseline = requirements.needs_greedy_baseline(config)
+    greedy = "; and one greedy answer, whose score is the baseline" if has_baseline else ""
     lengths = f"at most {data.max_prompt_length} + {data.max_response_length} tokens each"
     yield PlanRow("prompts per training step", f"{batch}", "data.train_batch_size")
     yield PlanRow("x samples per prompt", f"{n}", f"rollout.n{named}{greedy}")

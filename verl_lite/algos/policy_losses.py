@@ -101,13 +101,7 @@ def policy_loss(
             is_valid = response_mask.bool()
             tokens = is_valid.sum()
             if takes(formula, "selected") and extras.get("selected") is None:
-                here, whole = int(tokens), None if batch_num_tokens is None else int(batch_num_tokens)
-                if whole is not None and whole != here:
-                    raise ValueError(
-                        f"{formula.__name__}: {here} of the mini-batch's {whole} tokens are here, and the choice of "
-                        "tokens would depend on how it was cut: choose over the whole batch and hand it in as selected "
-                        "(B, T)."
-                    )
+                _require_whole(formula.__name__, int(tokens), batch_num_tokens)
             masked = [torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in given.values()]
             old, new, _advantages = (tensor.detach() for tensor in masked)
             losses, averages = formula(*masked, is_valid, config, **extras)
@@ -137,6 +131,14 @@ def policy_loss(
         return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=always)(loss_function)
 
     return decorate
+
+
+def _require_whole(name: str, here: int, batch_num_tokens: Count | None) -> None:
+    if batch_num_tokens is not None and int(batch_num_tokens) != here:
+        raise ValueError(
+            f"{name}: {here} of the mini-batch's {int(batch_num_tokens)} tokens are here, and the choice of tokens "
+            "would depend on how it was cut: choose over the whole batch and hand it in as selected (B, T)."
+        )
 
 
 def call_policy_loss(

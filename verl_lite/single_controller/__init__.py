@@ -41,14 +41,12 @@ def create_worker_groups(
     Raises:
         What a constructor raised, first; WorkerDiedError if a process ended; ValueError for an unknown backend.
     """
-    from verl_lite.single_controller.worker_group import LocalTransport, WorkerGroup
+    from verl_lite.single_controller.worker_group import LocalTransport, Transport, WorkerGroup
 
     if _is_ray(backend):
         from verl_lite.single_controller.ray_worker_group import RayTransport
 
-        transport: LocalTransport | RayTransport = RayTransport(
-            pool, roles, modules, env or {}, log_dir, stall_timeout_s
-        )
+        transport: Transport = RayTransport(pool, roles, modules, env or {}, log_dir, stall_timeout_s)
     else:
         import_modules(modules)
         transport = LocalTransport(pool, roles)

@@ -182,8 +182,11 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
     Ranks of one part (tensor or sequence parallel peers) receive the same part, which is stored once. Answers come from
     the collecting ranks, in the order of their parts.
     """
-    name, cut = f"nd_compute({mesh_name})", lambda group, *call: _split(group.mesh(mesh_name), *call)
-    return DispatchMode(name, cut, _concat, splits=True)
+
+    def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+        return _split(group.mesh(mesh_name), args, kwargs)
+
+    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat, splits=True)
 
 
 def register_dispatch_mode(

@@ -207,7 +207,7 @@ class RayTransport:
         return _Handle(ref, rank, role, method)
 
     def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
-        """The answers; see LocalTransport. fatal: an error ends the slots even if every rank came back."""
+        """The answers; see Transport. fatal: an error ends the slots even if every rank came back."""
         answers: dict[Any, Any] = {}
         pending, look, begun = list(handles), _FIRST_LOOK_S, time.monotonic()
         while pending:

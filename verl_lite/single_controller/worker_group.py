@@ -8,7 +8,7 @@ the other, with batches that take the same way through the wire format, so that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +19,27 @@ from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, Dispat
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, close_process_group, construct, invoke
 
-if TYPE_CHECKING:
-    from verl_lite.single_controller.ray_worker_group import RayTransport
+
+class Transport(Protocol):
+    """How calls reach the slots; one for all groups that share them."""
+
+    world_size: int
+
+    def share(self, value: Any) -> Any:
+        """A stand-in for a value that several ranks receive; it travels once."""
+
+    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Start a call; arguments may be stand-ins. Gives a handle."""
+
+    def wait(self, handles: list[Any]) -> list[Any]:
+        """The answers. Raises the first error of any of them at once, as the exception that the worker raised."""
+
+    def close(self) -> None:
+        """End the slots."""
 
 
 class LocalTransport:
-    """How calls reach the slots, which are objects of this process; one for all groups that share them."""
+    """Slots that are objects of this process. A handle is the answer, or the exception."""
 
     def __init__(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs]) -> None:
         self.world_size = pool.world_size
@@ -37,25 +52,21 @@ class LocalTransport:
                 construct(slot, role, recipe)
 
     def share(self, value: Any) -> Any:
-        """A stand-in for a value that several ranks receive; it travels once."""
         return value
 
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Start a call; arguments may be stand-ins. Gives a handle: here the answer, or the exception."""
         try:
             return invoke(self._slots[rank], role, method, args, kwargs), None
         except Exception as error:  # raised when the answer is asked for
             return None, error
 
     def wait(self, handles: list[Any]) -> list[Any]:
-        """The answers. Raises the first error of any of them at once, as the exception that the worker raised."""
         for _, error in handles:
             if error is not None:
                 raise error
         return [value for value, _ in handles]
 
     def close(self) -> None:
-        """End the slots."""
         self._slots = []
         close_process_group()
 
@@ -63,7 +74,7 @@ class LocalTransport:
 class WorkerGroup:
     """The workers of one role. Its registered methods appear here under their own names."""
 
-    def __init__(self, role: str, cls: type, transport: LocalTransport | RayTransport) -> None:
+    def __init__(self, role: str, cls: type, transport: Transport) -> None:
         self.role = role
         self._transport = transport
         self._meshes: dict[str, Mesh] = {}

@@ -18,7 +18,7 @@ from tests.set_keys import set_keys
 from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.trainer.test_fit import Parts
 from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards, try_environments
-from trainer.agentic.metrics import samples_of
+from trainer.agentic.episode_log import samples_of
 from trainer.final_report import validation_line
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.saving import Saver

@@ -53,7 +53,10 @@ def make_engine(
 vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=[pytest.mark.slow, vllm_missing])])
+VLLM = pytest.param("vllm", marks=[pytest.mark.slow, vllm_missing])
+
+
+@pytest.fixture(scope="module", params=["hf", VLLM])
 def started(request: pytest.FixtureRequest, folders: list[str]) -> Iterator[RolloutEngine]:
     engine = make_engine(request.param, folders[0])
     yield engine
@@ -130,13 +133,13 @@ def test_log_probs_equal_a_plain_forward(engine: RolloutEngine, models: Any, tem
     expect_plain(run(engine, requests), models[0], requests)
 
 
+@pytest.mark.parametrize("started", [VLLM], indirect=True)
 def test_what_vllm_has_chosen_is_a_line(engine: Any) -> None:
-    if hasattr(engine, "_engine"):
-        from workers.rollout.vllm_engine import _facts
+    from workers.rollout.vllm_engine import _facts
 
-        [line] = engine._engine.collective_rpc(_facts)
-        assert re.match(r"vLLM: vllm\.\S+, attention CPU_ATTN, torch.float32, [\d,]+ tokens of keys and values", line)
-        assert "prefixes kept, CUDA graphs " in line
+    [line] = engine._engine.collective_rpc(_facts)
+    assert re.match(r"vLLM: vllm\.\S+, attention CPU_ATTN, torch.float32, [\d,]+ tokens of keys and values", line)
+    assert "prefixes kept, CUDA graphs " in line
 
 
 def test_new_weights_answer_for_a_prompt_that_is_in_the_cache(

@@ -1,0 +1,92 @@
+"""Episodes as a person would read them: who said what, what each action was worth, and how it ended.
+
+Takes the rows of a batch; gives one `Sample` for each episode, which goes where all samples go: the run folder, the
+folders of the user's, trackers, console and final report.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from trainer.evaluate.sample import Sample
+from trainer.final_report import printable
+from verl_lite.protocol import DataProto
+
+TEXT_SHOWN = 2_000
+_ROLE_WIDTH = 10
+
+
+def samples_of(batch: DataProto, step: int) -> list[Sample]:
+    """The episodes of a batch in the order of their first rows, those that failed too.
+
+    uid is that of the group, data_source the tag. input is what the agent was asked first, output all that followed:
+    a paragraph for each message, after an action its reward, at the end why the episode failed. extra: the
+    environment's metrics. response_length: tokens that the policy wrote.
+    """
+    return [_sample(batch, rows, step) for rows in rows_by_episode(batch, range(len(batch)))]
+
+
+def rows_by_episode(batch: DataProto, among: Iterable[int]) -> list[list[int]]:
+    """Some rows, those of an episode together, in the order of its steps."""
+    by_episode: dict[str, list[int]] = {}
+    for row in among:
+        by_episode.setdefault(batch.non_tensor_batch["traj_id"][row], []).append(int(row))
+    places = column_of(batch, "step", np.ones(len(batch)))
+    return [sorted(rows, key=lambda row: places[row]) for rows in by_episode.values()]
+
+
+def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
+    """rows: of one episode, in the order of its steps."""
+    columns, tensors = batch.non_tensor_batch, batch.batch
+    first, last = rows[0], rows[-1]
+    messages: list[Mapping[str, Any]] = []
+    for row in rows:
+        messages += [each for each in columns["messages"][row] if row == first or each["role"] != "system"]
+    rewards = iter([float(reward) for row in rows for reward in np.atleast_1d(columns["step_scores"][row])])
+    asked = next((place for place, message in enumerate(messages) if message["role"] != "system"), 0)
+    lines: list[str] = []
+    for place, message in enumerate(messages):
+        reward = next(rewards, None) if message["role"] == "assistant" else None
+        if place > asked:
+            lines += _paragraph(str(message["role"]), str(message["content"]))
+            lines += [] if reward is None else [f"{'':<{_ROLE_WIDTH}} -> reward {reward:g}"]
+    error = columns["env_error"][last]
+    lines += [] if error is None else _paragraph("error", error)
+    metrics = columns["env_metrics"][last] if "env_metrics" in columns else None
+    return Sample(
+        step=step,
+        uid=columns["uid"][first],
+        data_source=columns["tags"][first],
+        input=str(messages[asked]["content"]) if messages else "",
+        output="\n".join(lines),
+        gts="",
+        score=None if columns["reward_failed"][last] else float(column_of(batch, "episode_scores")[first]),
+        response_length=int((tensors["response_mask"][rows] != 0).sum()),
+        finish_reason=columns["stop"][last],
+        policy_version=int(tensors["policy_version"][first]),
+        extra={name: float(value) for name, value in (metrics or {}).items()},
+    )
+
+
+def _paragraph(role: str, text: str) -> list[str]:
+    """`role  text`, further lines of the text under the first; control characters of a model are replaced."""
+    first, *others = printable(text, None).plain.strip("\n").split("\n")
+    return [f"{role:<{_ROLE_WIDTH}} {first}", *(f"{'':<{_ROLE_WIDTH}} {line}" for line in others)]
+
+
+def readable(sample: Sample) -> str:
+    """An episode for the console: a head line, and the beginning of what was said."""
+    score = "failed" if sample.score is None else f"score {sample.score:g}"
+    told = "".join(f", {name} {value:.3g}" for name, value in sample.extra.items())
+    head = f"episode of {sample.uid}: {score}, {sample.finish_reason}{told}"
+    return "\n".join([head, *_paragraph("asked", sample.input), sample.output])[:TEXT_SHOWN]
+
+
+def column_of(batch: DataProto, name: str, default: np.ndarray | None = None) -> np.ndarray:
+    """A column as an array, wherever it is kept. ValueError where it is missing and has no default."""
+    if name in batch:
+        return batch.non_tensor_batch[name] if name in batch.non_tensor_batch else batch.batch[name].numpy()
+    if default is None:
+        raise ValueError(f"episodes: column {name!r} is missing; workers/rollout/trajectories.py writes it.")
+    return default
