@@ -289,7 +289,7 @@ def compute_gpg_outcome_advantage(
     loss `gpg`.
     """
     rows = outcomes("gpg", token_level_rewards, response_mask, index)
-    alpha = rows.valid.sum() / ((rows.scores != 0) & rows.valid).sum().clamp(min=1)
+    alpha = rows.valid.sum().double() / ((rows.scores != 0) & rows.valid).sum().clamp(min=1)
     advantages = alpha * (rows.scores - rows.means[rows.groups]) / f_norm
     return rows.advantages(advantages, token_level_rewards)
 

@@ -119,7 +119,7 @@ def policy_loss(
                 loss_scale_factor=config.loss_scale_factor,
             )
             averages = {"ppo_kl": bounded_log_ratio(old, new)} | averages
-            totals = {name: masked_sum(x.detach().float(), is_valid) for name, x in averages.items()}
+            totals = {name: masked_sum(x.detach(), is_valid) for name, x in averages.items()}
             return loss, {name: Metric.mean(total, tokens) for name, total in totals.items()}
 
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
@@ -303,9 +303,9 @@ def compute_policy_loss(
     losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, clip_ratio_c)
     return (
         agg_loss(losses, response_mask, loss_agg_mode),
-        masked_mean(is_clipped.float(), response_mask),
+        masked_mean(is_clipped.to(losses.dtype), response_mask),
         masked_mean(-log_ratio, response_mask),
-        masked_mean(is_bounded.float(), response_mask),
+        masked_mean(is_bounded.to(losses.dtype), response_mask),
     )
 
 
