@@ -97,6 +97,29 @@ def test_equals_naive_in_fp64(
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_a_token_whose_logit_is_minus_infinity_adds_no_entropy(
+    monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    """Everything equals a vocabulary without that token."""
+    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((9, 4), (13, 4), (13,)))
+    bias[12] = -torch.inf
+    targets = torch.randint(12, (9,), generator=generator)
+
+    def results(rows: int) -> list[torch.Tensor]:
+        leaves = [hidden.clone(), weight[:rows].clone(), bias[:rows].clone()]
+        options = {"temperature": 0.7, "chunk_tokens": 4, "calculate_entropy": True}
+        found = token_log_probs(*(leaf.requires_grad_() for leaf in leaves), targets, **options)
+        assert found.entropys is not None
+        gradients = torch.autograd.grad((found.log_probs + 3 * found.entropys).sum(), leaves)
+        return [found.log_probs, found.entropys, *gradients]
+
+    for one, other in zip(results(13), results(12), strict=True):
+        assert torch.allclose(one[: len(other)], other, rtol=0, atol=1e-12) and not one[len(other) :].any()
+
+
 @pytest.mark.parametrize("calculate_entropy", [False, True])
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 def test_sum_pi_squared_equals_a_dense_softmax(

@@ -24,6 +24,7 @@ from workers.policy.router import Routers, load_balancing_loss, replay_counts, w
 
 # Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
 KEPT_LOGITS_BYTES = 32 << 20
+FINITE_LOGIT = -1e30  # replaces -inf where an entropy multiplies the logit by its probability of 0
 
 _REMEDY = "choose a model whose logits are a linear layer of its last hidden states, scaled and soft-capped at most"
 
@@ -264,7 +265,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if calculate_entropy or calculate_sum_pi_squared:
                 probs = (logits - normalizers[part].unsqueeze(1)).exp_()
             if calculate_entropy:
-                entropys[part] = normalizers[part] - torch.linalg.vecdot(probs, logits)
+                entropys[part] = normalizers[part] - torch.linalg.vecdot(probs, logits.clamp_(min=FINITE_LOGIT))
             if calculate_sum_pi_squared:
                 squares[part] = torch.linalg.vecdot(probs, probs)
         ctx.save_for_backward(
@@ -294,8 +295,8 @@ class _TokenLogProbs(torch.autograd.Function):
             # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
             if ctx.calculate_entropy:
                 offset = (entropys[part] - normalizers[part]).unsqueeze(1)
-                slope = (logits + offset).mul_(grad_entropys[part].unsqueeze(1)).add_(grad_log_probs[part].unsqueeze(1))
-                grad_logits = probs.mul_(slope).neg_()
+                slope = (logits + offset).clamp_(min=FINITE_LOGIT).mul_(grad_entropys[part].unsqueeze(1))
+                grad_logits = probs.mul_(slope.add_(grad_log_probs[part].unsqueeze(1))).neg_()
             else:
                 grad_logits = probs.mul_(grad_log_probs[part].neg().unsqueeze(1))
             grad_logits.scatter_add_(1, targets[part].unsqueeze(1), grad_log_probs[part].unsqueeze(1))
