@@ -148,6 +148,7 @@ def test_13_log_ratios_are_bounded_everywhere(name: str) -> None:
     options = PolicyLossConfig(clip_cov_lb=-1.0)
     loss, _ = loss_of(name, one_token(700.0, -1.0), ActorConfig(policy_loss=options))
     assert math.isfinite(loss.item()) and loss.item() <= math.exp(20) * 1.001
+    assert name != "gspo" or loss.item() == pytest.approx(math.exp(10)), "log s is held below 10, as in verl"
 
 
 def test_14_a_clip_fraction_that_there_is_not_is_not_reported() -> None:
@@ -226,3 +227,9 @@ def test_21_the_tail_of_the_token_baseline_goes_by_position() -> None:
     pi = {"old_log_probs": torch.full((2, 3), math.log(0.5)), "sum_pi_squared": torch.full((2, 3), 0.5)}
     found = estimate("optimal_token_baseline", rewards, mask, index=["a", "a"], **pi)
     assert found[0].tolist() == pytest.approx([2.0, 0.0, 5.0]) and found[1, 0].item() == pytest.approx(-2.0)
+
+
+def test_22_a_reward_reaches_the_turns_before_it() -> None:
+    rewards, mask = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[1, 1, 0, 1]])
+    _, returns = ADV_ESTIMATOR_REGISTRY["reinforce_plus_plus"](rewards, mask, gamma=1.0)
+    assert returns.tolist() == [[1.0, 1.0, 0.0, 1.0]]

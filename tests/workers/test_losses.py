@@ -60,7 +60,7 @@ def test_the_metrics_by_hand() -> None:
         "ppo_ratio_clipfrac": 2 / 3,
     }
     assert found.keys() == expected.keys() == {*SEED_METRICS, *VERL_METRICS}
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-8) and loss.item() == pytest.approx(expected["loss"])
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12) and loss.item() == pytest.approx(expected["loss"])
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment"])

@@ -303,7 +303,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Pair:
     """REINFORCE++: G_t = r_t + gamma G_next over valid tokens; A = G whitened over the batch (arXiv:2501.03262).
 
-    gamma: argument, else config.gamma, else 1. G passes tokens under mask 0 unchanged.
+    gamma: argument, else config.gamma, else 1. G passes tokens under mask 0 unchanged; in verl it is 0 before them.
     """
     check_shapes("reinforce_plus_plus", token_level_rewards=token_level_rewards, response_mask=response_mask)
     returns = discounted_returns(token_level_rewards, response_mask, option("gamma", gamma, config, 1.0))

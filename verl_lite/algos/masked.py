@@ -140,8 +140,9 @@ def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gaps: bool = False) -> Tensor:
     """G_t = r_t + gamma G_next, 0 under mask 0, all (B, T). Rewards under mask 0 are not read.
 
-    next is the next valid token: tokens of an environment between two turns take no time and G passes them unchanged
-    (verl). With `count_gaps` each column is a step, discounted as any other (ROLL).
+    next is the next valid token: the tokens of an environment between two turns take no time, and G passes them
+    unchanged. verl's reinforce_plus_plus sets G to 0 there instead, so that no reward reaches an earlier turn. With
+    `count_gaps` each column is a step, discounted as any other (ROLL).
     """
     is_valid = mask.bool()
     kept = torch.where(is_valid, at_least_fp32(rewards), 0)
