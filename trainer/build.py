@@ -52,7 +52,7 @@ from workers.policy.loading import empty_network, load_model_config, longest_con
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.pool import RewardPool
-from workers.rollout.base import resolve_engine_name
+from workers.rollout.base import engine_names, resolve_engine_name
 from workers.rollout.slot_cache import check_layers
 from workers.rollout.vllm_engine import check_replay
 
@@ -124,7 +124,7 @@ class PPOJob(Job[PPOConfig]):
         self.continues = not config.trainer.val_only  # else it may validate with other settings
 
     def check(self, available: int | None) -> None:
-        validate(self.config, slots=self.slots, available=available)
+        validate(self.config, engines=engine_names(), slots=self.slots, available=available)
 
     def request(self) -> ResourceRequest:
         return request_of(self.config, self.slots)

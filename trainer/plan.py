@@ -38,6 +38,7 @@ from verl_lite.config.checks import validate
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.host import available_memory
+from workers.rollout.base import engine_names
 
 _ANY_DATA = ["owner/name"]  # in place of files that need not be here
 
@@ -112,7 +113,7 @@ def _check(config: PPOConfig, slots: int) -> None:
     ray_init = checked.ray_kwargs.ray_init
     if checked.trainer.nnodes > 1 and ray_init.address is None:
         ray_init.address, ray_init.num_cpus = "HOST:6379", None
-    validate(checked, slots=slots, available=None)
+    validate(checked, engines=engine_names(), slots=slots, available=None)
 
 
 # -- at launch and after -----------------------------------------------------------------------------------------------

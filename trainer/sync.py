@@ -14,6 +14,7 @@ import yaml
 
 from trainer.cli import command
 from trainer.console import Console
+from trainer.recipe import load_recipe
 from trainer.tracking import METRICS, TRACKERS, TrackedRun, check_trackers, read_metrics
 from trainer.tracking.trackers import OWN
 from verl_lite.errors import UserError
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> int:
     name = trainer.get("experiment_name") or folder.name
     run = TrackedRun(folder, trainer.get("project_name") or "verl_lite", name, options, console)
     names = [given.to] if given.to else [name for name in trainer["logger"] if name not in OWN]
+    if options.get("recipe") and not TRACKERS.keys() >= set(names):
+        load_recipe(options["recipe"])  # which may register them
     check_trackers(names, f"--to {given.to}" if given.to else None)
     numbers = read_metrics(folder / METRICS)
     with locked_folder(folder, console.note):

@@ -12,7 +12,7 @@ from trainer.picture import REWARD, draw_curve
 from trainer.recipe import recipe_modules
 from trainer.run import Report
 from trainer.saving import Saver
-from trainer.tracking import TRACKERS, Tracking
+from trainer.tracking import Tracking
 from verl_lite.config import ConfigError, unknown_value
 from verl_lite.config.checks import loss_problems, machine_problems, section_problems
 from verl_lite.config.fields import Problems
@@ -64,7 +64,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
 
     def check(self, available: int | None) -> None:
         config = self.config
-        of_machine = machine_problems(config, self.slots, available, TRACKERS)
+        of_machine = machine_problems(config, self.slots, available)
         problems = [*section_problems(config), *loss_problems(config.actor), *problems_of(config), *of_machine]
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))

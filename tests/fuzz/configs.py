@@ -10,8 +10,8 @@ import random
 from pathlib import Path
 
 from tests.fuzz.cases import Case
+from trainer.tracking import TRACKERS
 from verl_lite.config import Key, PPOConfig, schema_of
-from verl_lite.config.checks import TRACKERS
 from verl_lite.config.loader import PREFIX
 from verl_lite.config.spellings import NO_EFFECT, REFUSED, RENAMED
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY

@@ -23,6 +23,7 @@ from trainer.sweeps.question import combinations, read_options
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.envs import env_templates
+from workers.rollout.base import engine_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {page.parent.name: page.read_text(encoding="utf-8") for page in ROOT.glob("recipes/*/README.md")}
@@ -57,7 +58,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def config_of(*arguments: str) -> PPOConfig:
     config = load_config(list(arguments), recipe_loader=recipe_overrides).config
     config.trainer.n_gpus_per_node = 2
-    validate(config, slots=2, available=2)
+    validate(config, engines=engine_names(), slots=2, available=2)
     return config
 
 
@@ -131,7 +132,7 @@ def test_all_that_are_compared_have_the_same_budget() -> None:
     assert asked is not None and asked.seeds == [1, 2, 3]
     for values in combinations(asked.space):
         config = load(asked, values)
-        validate(config)
+        validate(config, engines=engine_names())
         assert samples_of(config) == common_task.SAMPLES, values
         assert config.data.train_batch_size == common_task.MINI_BATCHES * config.actor.ppo_mini_batch_size
         assert (config.actor.optim.lr, config.trainer.total_training_steps, config.trainer.test_freq) == (2e-4, 40, 10)

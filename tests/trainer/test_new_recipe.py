@@ -21,6 +21,7 @@ from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.errors import UserError
 from verl_lite.registry import load_object
 from verl_lite.rewards import load_scorer
+from workers.rollout.base import engine_names
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
@@ -35,7 +36,7 @@ def test_what_it_writes_is_a_sound_recipe(tmp_path: Path, monkeypatch: pytest.Mo
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("{}")
     config.trainer.n_gpus_per_node = 1
-    validate(config, available=1)
+    validate(config, engines=engine_names(), available=1)
     assert config.algorithm.adv_estimator == "my_idea"
     check_adv_estimator(ADV_ESTIMATOR_REGISTRY["my_idea"])
     assert load_scorer(config.reward) is not None

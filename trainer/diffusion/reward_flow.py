@@ -23,7 +23,7 @@ from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
 from trainer.run import Report
 from trainer.saving import Saver
-from trainer.tracking import TRACKERS, Tracking
+from trainer.tracking import Tracking
 from verl_lite.config.diffusion import FlowRewardConfig, RewardFlowConfig
 from verl_lite.config.diffusion_checks import validate_reward_flow as validate
 from verl_lite.device import device_type
@@ -127,7 +127,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 
     def check(self, available: int | None) -> None:
         files = self.is_prepared or self.config.recipe is None
-        validate(self.config, count=self.slots, available=available, trackers=TRACKERS, files=files)
+        validate(self.config, count=self.slots, available=available, files=files)
 
     def read_data(self) -> int:
         self.data = VideoDataset(self.config.data)

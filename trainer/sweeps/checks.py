@@ -9,9 +9,11 @@ from trainer.metric_docs import find, metrics
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.resources import resolve_slots
 from trainer.sweeps.question import MOST_LISTED, Question, Search, Value, combinations
+from trainer.tracking import check_trackers
 from verl_lite.config import ConfigError, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.errors import UserError
+from workers.rollout.base import engine_names
 
 OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_mode", "trainer.resume_from_path")
 """Keys that a sweep gives to each run itself."""
@@ -30,7 +32,8 @@ def problem(question: Question, values: dict[str, Value], gpus: int | None) -> s
     try:
         config = load(question, values)
         config.trainer.n_gpus_per_node = config.trainer.n_gpus_per_node or gpus
-        validate(config, slots=resolve_slots(config), available=gpus)
+        check_trackers(config.trainer.logger)
+        validate(config, engines=engine_names(), slots=resolve_slots(config), available=gpus)
     except UserError as error:
         return str(error).replace(" (command line)", "")
     return ""

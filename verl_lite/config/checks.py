@@ -25,16 +25,17 @@ from verl_lite.registry import takes
 from verl_lite.rewards import code, judge
 from verl_lite.rewards.scoring import part_problems, reward_parts
 
-ROLLOUT_ENGINES = ("auto", "vllm", "hf")
 FOREIGN_ENGINES = ("sglang", "trtllm")
 """Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
-TRACKERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab")
 
 
-def validate(config: PPOConfig, *, slots: int | None = None, available: int | None = None) -> None:
-    """Checks a whole configuration of `trainer.main_ppo`.
+def validate(
+    config: PPOConfig, *, engines: Collection[str], slots: int | None = None, available: int | None = None
+) -> None:
+    """Checks a whole configuration of `trainer.main_ppo`. Trackers are checked by `trainer.tracking.check_trackers`.
 
     Args:
+        engines: the names that `rollout.name` may have, see `workers.rollout.base.engine_names`.
         slots: devices of the whole run; None = n_gpus_per_node * nnodes.
         available: GPUs of this machine, or its cores where it runs on the CPU; None = not checked.
 
@@ -49,7 +50,7 @@ def validate(config: PPOConfig, *, slots: int | None = None, available: int | No
             *loss_problems(config.actor),
             *estimator_problems(config),
             *reward_problems(config.reward, alone=not config.reward_model.enable),
-            *_engine(config, slots),
+            *_engine(config, slots, engines),
             *(_agent(config) if config.is_agentic else ()),
             *machine_problems(config, slots, available),
             *_models(config),
@@ -75,18 +76,14 @@ def section_problems(options: Any) -> Problems:
         yield from section.check() if isinstance(section, Options) else ()
 
 
-def machine_problems(
-    config: RunOptions, count: int | None, available: int | None, trackers: Collection[str] = TRACKERS
-) -> Problems:
-    """Trackers, and devices (on a CPU: worker slots) against machine and backend, for every command that trains.
+def machine_problems(config: RunOptions, count: int | None, available: int | None) -> Problems:
+    """Devices (on a CPU: worker slots) against machine and backend, for every command that trains.
 
     Args:
         count: of the whole run; None = not known.
         available: of this machine; None = not checked.
     """
     trainer, address = config.trainer, config.ray_kwargs.ray_init.address
-    for tracker in trainer.logger:
-        yield from _registered("trainer.logger", tracker, trackers, "Class")
     if trainer.nnodes > 1 and address is None:
         yield f"trainer.nnodes={trainer.nnodes} needs a cluster of Ray: give ray_kwargs.ray_init.address=HOST:PORT"
     if count is None or trainer.nnodes < 1 or count < 1:
@@ -170,15 +167,15 @@ def reward_problems(reward: Any, alone: bool = True) -> Problems:
         yield "reward.functions: every weight is 0, so nothing scores: give one of the parts a weight"
 
 
-def _engine(config: PPOConfig, count: int | None) -> Problems:
+def _engine(config: PPOConfig, count: int | None, engines: Collection[str]) -> Problems:
     rollout, parallel = config.rollout, config.rollout.tensor_model_parallel_size
-    yield from _registered("rollout.name", rollout.name, ROLLOUT_ENGINES, "Class")
+    yield from _registered("rollout.name", rollout.name, engines, "Class")
     here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
     if parallel > 1 and (rollout.name == "hf" or here % parallel):
         fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}, devices of a machine"
         yield f"rollout.tensor_model_parallel_size={parallel}: set {fits}"
     for name, entries in rollout.engine_kwargs.items():
-        if name not in (*ROLLOUT_ENGINES, *FOREIGN_ENGINES) or not isinstance(entries, dict):
+        if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
             yield f"rollout.engine_kwargs.{name}={entries}: below an engine's name is expected: engine_kwargs.vllm.KEY"
 
 

@@ -2,11 +2,10 @@
 
 import importlib.util
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from verl_lite.config.checks import TRACKERS, machine_problems, section_problems
+from verl_lite.config.checks import machine_problems, section_problems
 from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig
 from verl_lite.config.fields import Problems, uncounted
 from verl_lite.config.schema import ConfigError
@@ -24,7 +23,6 @@ def validate_reward_flow(
     *,
     count: int | None = None,
     available: int | None = None,
-    trackers: Collection[str] = TRACKERS,
     files: bool = True,
 ) -> None:
     """Checks a whole configuration of `trainer.main_reward_flow`.
@@ -43,7 +41,7 @@ def validate_reward_flow(
             *(f"{name}: not installed; reward flow needs it: pip install 'verl_lite[diffusion]'" for name in missing),
             *section_problems(config),
             *(_pipeline(config, Path(config.model.path)) if files and config.model.path else ()),
-            *machine_problems(config, count, available, trackers),
+            *machine_problems(config, count, available),
         ]
         try:
             VISUAL_REWARDS.get_fn(config.reward.name)

@@ -128,6 +128,11 @@ _BUILT_IN = {"hf": "workers.rollout.hf_engine", "vllm": "workers.rollout.vllm_en
 register_rollout_engine = ROLLOUT_ENGINES.register
 
 
+def engine_names() -> list[str]:
+    """The names that `rollout.name` may have: auto, the built-in engines and the registered ones."""
+    return ["auto", *dict.fromkeys([*_BUILT_IN, *ROLLOUT_ENGINES])]
+
+
 def resolve_engine_name(name: str) -> str:
     """`auto` becomes vllm where it is installed, else hf; other names stay."""
     if name != "auto":

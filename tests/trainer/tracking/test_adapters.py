@@ -20,8 +20,7 @@ import pytest
 from tests.tiny_run import ROOT
 from tests.trainer.tracking.scripted import Run
 from trainer.main_ppo import main
-from trainer.tracking.trackers import TRACKERS, check_trackers
-from verl_lite.config.checks import TRACKERS as KNOWN
+from trainer.tracking.trackers import check_trackers
 from verl_lite.errors import UserError
 
 
@@ -95,7 +94,6 @@ def test_what_is_no_tracker_or_lacks_its_package_is_an_error_before_anything_sta
     with pytest.raises(UserError, match=r"trainer.logger=.*: Unknown tracker: swandb.*tensorboard.*wandb"):
         check_trackers(["jsonl", "swandb"])
     check_trackers(["tests.trainer.tracking.scripted:Scripted"])
-    assert set(KNOWN) == set(TRACKERS), "the configuration check knows every tracker"
 
 
 WITHOUT_SERVICE = """

@@ -24,6 +24,7 @@ from verl_lite.config import (
 )
 from verl_lite.config.checks import validate
 from verl_lite.single_controller.worker import Worker
+from workers.rollout.base import engine_names
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_checks_printing_and_comparing_saved_settings_do_not_count(loaded: Loade
     before = option_reads()
     text = print_config(loaded)
     with pytest.raises(ValueError):
-        validate(loaded.config)
+        validate(loaded.config, engines=engine_names())
     with uncounted():
         assert dataclasses.asdict(loaded.config)["actor"]["tau_pos"] == 3
     assert option_reads() == before and "tau_pos: 3.0" in text
