@@ -52,12 +52,11 @@ from workers.policy.loading import empty_network, load_model_config, longest_con
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.pool import RewardPool
-from workers.rollout.base import engine_names, resolve_engine_name
+from workers.rollout.base import engine_names, resolve_engine_name, vllm_problem
 from workers.rollout.slot_cache import check_layers
 from workers.rollout.vllm_engine import check_replay
 
 GIB = 1 << 30
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
 REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
 
 
@@ -81,11 +80,11 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     if trains:
         check_experts(config)
+    check_engine(config)
     if config.is_agentic:
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
-    check_engine(config)
     has_function, files = scores and needs_reward_function(config), config.data
 
     def prompts(split: str, paths: list[str], **more: int) -> PromptDataset:
@@ -124,7 +123,14 @@ class PPOJob(Job[PPOConfig]):
         self.continues = not config.trainer.val_only  # else it may validate with other settings
 
     def check(self, available: int | None) -> None:
-        validate(self.config, engines=engine_names(), slots=self.slots, available=available)
+        config = self.config
+        validate(config, engines=engine_names(), slots=self.slots, available=available)
+        if config.rollout.name == "auto":
+            problem = vllm_problem(config.model, config.rollout, device_type(config.trainer.device))
+            if problem is not None:
+                config.rollout.name = "hf"
+                self.console.note(f"rollout.name=auto chooses hf: {problem}")
+                validate(config, engines=engine_names(), slots=self.slots, available=available)
 
     def request(self) -> ResourceRequest:
         return request_of(self.config, self.slots)
@@ -195,22 +201,16 @@ def check_context(config: PPOConfig) -> None:
 
 
 def check_engine(config: PPOConfig) -> None:
-    """Raises UserError for heads that vLLM's attention on a CPU does not have, which it says only after its start, and
-    for layers that the hf engine does not compute."""
+    """Raises UserError for a model that the chosen engine cannot run: vLLM would fail only after its start."""
     name = resolve_engine_name(config.rollout.name)
     if name == "hf":
         try:
             check_layers(empty_network(config.model))
         except ValueError as error:
             raise UserError(f"model.path={config.model.path!r}: {error}") from error
-    model = load_model_config(config.model).get_text_config()
-    heads = getattr(model, "num_attention_heads", None) or 1
-    size = getattr(model, "head_dim", None) or model.hidden_size // heads
-    if device_type(config.trainer.device) == "cpu" and name == "vllm" and size not in VLLM_CPU_HEAD_SIZES:
-        raise UserError(
-            f"rollout.name={config.rollout.name}: model.path={config.model.path!r} has heads of {size}, and vLLM on a "
-            f"CPU knows {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: say rollout.name=hf"
-        )
+    problem = vllm_problem(config.model, config.rollout, device_type(config.trainer.device))
+    if name == "vllm" and problem is not None:
+        raise UserError(f"rollout.name={config.rollout.name}: {problem}: set rollout.name=hf")
 
 
 def check_experts(config: PPOConfig) -> None:

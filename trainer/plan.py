@@ -38,7 +38,7 @@ from verl_lite.config.checks import validate
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.host import available_memory
-from workers.rollout.base import engine_names
+from workers.rollout.base import engine_names, vllm_problem
 
 _ANY_DATA = ["owner/name"]  # in place of files that need not be here
 
@@ -77,6 +77,10 @@ def main(argv: list[str]) -> int:
             )
         networks, slots = read_networks(config), _slots(config, device)
         _check(config, slots)
+        is_auto_on_cpu = config.rollout.name == "auto" and device.name == "cpu"
+        if is_auto_on_cpu and (problem := vllm_problem(config.model, config.rollout, "cpu")):
+            config.rollout.name = "hf"
+            print(f"rollout.name=auto chooses hf: {problem}")
         shape, memory, nodes = networks.policy, given.memory_gb or device.memory_gib, config.trainer.nnodes
         print(
             f"{shape.parameters / 1e9:.2f} B parameters ({shape.layers} layers of {shape.hidden}, vocabulary "

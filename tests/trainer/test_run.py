@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,10 +21,12 @@ import pytest
 
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import good_row
+from tests.trainer import tiny_run
 from trainer import build, run
-from trainer.build import check_context, check_engine, check_vocabulary, request_of
+from trainer.build import check_context, check_engine, check_vocabulary, request_of, run_ppo
 from trainer.cli import failure_text, file_mask
 from trainer.data.prompts import PromptDataset
+from trainer.plan import main as plan
 from trainer.run import locked_folder, make_run_dir
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
 from verl_lite.config.checks import section_problems
@@ -167,14 +170,23 @@ def test_more_tokens_than_positions_are_refused_with_the_sum(tmp_path: Path) -> 
         check_context(PPOConfig(data=DataConfig(max_prompt_length=33, max_response_length=32), model=model))
 
 
-def test_heads_that_vllm_does_not_have_on_a_cpu_are_refused_before_it_starts(tmp_path: Path) -> None:
-    config = PPOConfig(model=ModelConfig(path=tiny_qwen2(tmp_path, hidden=32, heads=2)))
+def test_heads_that_vllm_does_not_have_on_a_cpu_are_refused_before_it_starts_and_auto_takes_hf(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_run.write_files(tmp_path, ["1+1", "2+2", "3+3", "4+4"], hidden=32)
+    config = PPOConfig(model=ModelConfig(path=f"{tmp_path}/policy"))
     config.trainer.device = "cpu"
     config.rollout.name = "hf"
     check_engine(config)
     config.rollout.name = "vllm"
-    with pytest.raises(UserError, match="rollout.name=vllm: .* has heads of 16, .* 32, 64, .*: say rollout.name=hf"):
+    with pytest.raises(UserError, match="rollout.name=vllm: .* has heads of 16, .* 32, 64, .*: set rollout.name=hf"):
         check_engine(config)
+    options = [*tiny_run.options_of(tmp_path), "rollout.name=auto", "trainer.total_training_steps=1"]
+    run_ppo(options)
+    assert capsys.readouterr().out.count("rollout.name=auto chooses hf: model.path=") == 1
+    assert "  name: hf" in (tmp_path / "run" / "config.yaml").read_text()
+    assert plan([f"model.path={tmp_path}/policy", "--device", "cpu", "trainer.total_training_steps=1"]) == 0
+    assert re.search("auto chooses hf: .* heads of 16.*rollout engine +2 x hf", capsys.readouterr().out, re.DOTALL)
 
 
 def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from verl_lite.config import RolloutConfig
+from verl_lite.config import NetworkConfig, RolloutConfig
 from verl_lite.registry import Registry
+from workers.policy.loading import load_model_config
 
 FinishReason = Literal["stop", "length"]
 
@@ -123,6 +124,9 @@ class RolloutEngine(Protocol):
 
 
 ROLLOUT_ENGINES: Registry[Any] = Registry("rollout engine")
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
+HF_ONLY_ON_CPU = ("diffllama", "minimax_m2")
+"""Families (model_type) that the hf engine runs and vLLM on a CPU does not."""
 _BUILT_IN = {"hf": "workers.rollout.hf_engine", "vllm": "workers.rollout.vllm_engine"}
 
 register_rollout_engine = ROLLOUT_ENGINES.register
@@ -138,6 +142,27 @@ def resolve_engine_name(name: str) -> str:
     if name != "auto":
         return name
     return "vllm" if importlib.util.find_spec("vllm") is not None else "hf"
+
+
+def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str) -> str | None:
+    """Returns the reason why vLLM cannot generate with this model on this machine, or None if none is known before vLLM
+    starts. `rollout.name=auto` then chooses the hf engine."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    if device_type != "cpu":
+        return None
+    if rollout.router_replay:
+        return "rollout.router_replay=true needs the experts of each token, which vLLM records on a GPU only"
+    config = load_model_config(model).get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // (
+        getattr(config, "num_attention_heads", None) or 1
+    )
+    if size not in VLLM_CPU_HEAD_SIZES:
+        known = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+        return f"model.path={model.path!r} has heads of {size}, and vLLM on a CPU has kernels for heads of {known}"
+    if config.model_type in HF_ONLY_ON_CPU:
+        return f"model.path={model.path!r} is a {config.model_type} model, a family that vLLM does not run on a CPU"
+    return None
 
 
 def build_rollout_engine(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
 
-from verl_lite.config import RolloutConfig
+from tests.tiny_model import tiny_qwen2
+from verl_lite.config import ModelConfig, RolloutConfig
 from workers.rollout import base
-from workers.rollout.base import build_rollout_engine, derive_seed, resolve_engine_name
+from workers.rollout.base import build_rollout_engine, derive_seed, resolve_engine_name, vllm_problem
 
 
 def test_derived_seed_is_a_fixed_function() -> None:
@@ -25,6 +27,19 @@ def test_auto_takes_vllm_only_where_it_is_installed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: object() if name == "vllm" else None)
     assert resolve_engine_name("auto") == "vllm"
     assert resolve_engine_name("mine") == "mine"
+
+
+def test_why_vllm_cannot_run_a_model_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rollout = ModelConfig(path=tiny_qwen2(tmp_path, hidden=32, heads=2)), RolloutConfig()
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: object())
+    assert "heads of 16" in (vllm_problem(model, rollout, "cpu") or "") and vllm_problem(model, rollout, "cuda") is None
+    model.override_config = {"num_attention_heads": 1}
+    assert vllm_problem(model, rollout, "cpu") is None
+    monkeypatch.setattr(base, "HF_ONLY_ON_CPU", ("qwen2",))
+    assert "a qwen2 model" in (vllm_problem(model, rollout, "cpu") or "")
+    assert "GPU" in (vllm_problem(model, RolloutConfig(router_replay=True), "cpu") or "")
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: None)
+    assert vllm_problem(model, rollout, "cuda") == "vLLM is not installed"
 
 
 def test_registered_engine_gets_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

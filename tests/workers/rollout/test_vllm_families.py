@@ -20,6 +20,7 @@ from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
 from tests.workers.rollout.test_engines import ask, make_engine, plain_log_probs, run, vllm_missing
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
+from workers.rollout.base import HF_ONLY_ON_CPU
 from workers.rollout.vllm_engine import VLLMEngine
 
 pytestmark = [pytest.mark.slow, vllm_missing]
@@ -50,9 +51,6 @@ STARTS = {"minimax_m2": "take the weights of"} | dict.fromkeys(
     ("deepseek_v3", "qwen3_next", "jamba", "mamba"), "answer with"
 )
 """Those of them whose engine starts, and what it does not do."""
-
-ON_HF = ("minimax_m2", "diffllama")
-"""Those that the hf engine runs."""
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "intermediate_size": 96}
 TIED = ("gemma", "cohere", "gpt2", "bloom")
@@ -113,7 +111,7 @@ def test_it_samples_with_the_log_probs_of_transformers_or_is_refused(family: str
         result.result()
     told = f"vLLM {vllm.__version__} did not {STARTS.get(family, 'start with')} {network.config.model_type} on cpu: "
     assert told in str(error.value) and error.value.__cause__ is not None
-    remedy = "rollout.name=hf" if family in ON_HF else "model.path to a model of another family"
+    remedy = "rollout.name=hf" if family in HF_ONLY_ON_CPU else "model.path to a model of another family"
     assert f"If that names nothing to set, set {remedy}" in str(error.value)
 
 
