@@ -154,9 +154,8 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
     if rollout.router_replay:
         return "rollout.router_replay=true needs the experts of each token, which vLLM records on a GPU only"
     config = load_model_config(model).get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // (
-        getattr(config, "num_attention_heads", None) or 1
-    )
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size not in VLLM_CPU_HEAD_SIZES:
         known = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
         return f"model.path={model.path!r} has heads of {size}, and vLLM on a CPU has kernels for heads of {known}"
