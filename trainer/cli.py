@@ -10,6 +10,7 @@ Exit status: 0 done, 2 the user's input was wrong (one message, no traceback), 1
 import atexit
 import functools
 import os
+import re
 import shlex
 import signal
 import stat
@@ -37,6 +38,7 @@ WORKERS = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+_LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+)\.py$")  # files above the training loop
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is all that vLLM 0.26 reads
 DRIVER = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers of CUDA_VISIBLE_DEVICES mean what nvidia-smi shows
@@ -194,15 +196,19 @@ def print_failure(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def failure_text(error: BaseException) -> str:
-    """What to print about the error that ended a run: where the driver was, what else is known, then the traceback of
-    the worker that raised it, and in the last line role, rank, phase and the error itself."""
+    """The message about the error that ended a run: the traceback of the worker or of the user's code that raised it,
+    else the driver's, from the training loop on; then the notes, and in the last line role, rank, phase and error."""
     place, notes = circumstances(error), getattr(error, "__notes__", [])
-    told = traceback.TracebackException.from_exception(error)
-    told.__notes__ = None
-    parts = ["".join(told.format()).rstrip()]
-    parts += [note for note in notes if place.traceback is None or place.traceback not in note]
-    if place.traceback is not None:
-        parts.append(f"The first cause, {place}:\n{place.traceback}")
+    if place.traceback is not None:  # the driver only waited for what failed there
+        parts = [f"The first cause, {place}:\n{place.traceback.rstrip()}"]
+        notes = [note for note in notes if place.traceback not in note and note not in place.traceback]
+    else:
+        told = traceback.TracebackException.from_exception(error)
+        told.__notes__ = None
+        while len(told.stack) > 1 and _LAUNCHER.search(told.stack[0].filename):
+            del told.stack[0]
+        parts = ["".join(told.format()).rstrip()]
+    parts += notes
     known, first_line = f"{place}: " if str(place) else "", str(error).partition("\n")[0]
     log = f"\n  its log: {place.log}" if place.log else ""
     parts.append(f"The run failed: {known}{type(error).__name__}: {first_line}{log}")

@@ -27,6 +27,7 @@ from verl_lite.schema import column
 PACKAGES = ("torch", "vllm", "ray", "transformers", "peft", "tensordict", "omegaconf", "numpy")
 BEFORE_THE_BATCH = ("gen", "reward")  # phases that make the batch: they run again in a replay, as do these writers
 COMPUTED_BY = ("workers/actor_rollout.py", "workers/frozen.py", "workers/critic.py", "trainer/advantage.py")
+STEP = "step.pkl"
 END_OF_LOG = 64 << 10  # bytes kept of each
 
 
@@ -45,12 +46,15 @@ class FailedStep:
 
 @contextmanager
 def dump_on_failure(trainer: Any, run_dir: Path) -> Iterator[None]:
-    """What goes wrong inside leaves a dump in the run folder and goes on; a dump that fails changes nothing of it."""
+    """What goes wrong inside leaves a dump in the run folder and goes on; a dump that fails changes nothing of it. A
+    replay, whose run folder is inside a dump, leaves none."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        if (run_dir.parent / STEP).exists():
+            raise
         folder = run_dir / "crash" / f"step_{trainer.steps.global_step}"
         try:
             error.add_note(write_dump(trainer, run_dir, folder, error))
@@ -63,7 +67,7 @@ def write_dump(trainer: Any, run_dir: Path, folder: Path, error: BaseException) 
     """Writes everything; returns the sentence that says what to do with it."""
     failed = _failed_step(trainer, run_dir, error)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "error.txt").write_text(failure_text(error))
+    (folder / "error.txt").write_text("".join(traceback.format_exception(error)) + failure_text(error))
     with (folder / "stacks.txt").open("w") as file:
         faulthandler.dump_traceback(file)
     installed = {entry.name: entry.version for entry in distributions() if entry.name in PACKAGES}
@@ -77,15 +81,15 @@ def write_dump(trainer: Any, run_dir: Path, folder: Path, error: BaseException) 
             (folder / "logs" / log.name).write_bytes(source.read())
     if failed is None:
         return f"Stacks, versions and the ends of all logs: {folder}"
-    DataProto(meta_info={"failed": failed}).save_to_disk(folder / "step.pkl")
+    DataProto(meta_info={"failed": failed}).save_to_disk(folder / STEP)
     return f"To run the failed step again, inline: python -m trainer.replay {shlex.quote(str(folder))}"
 
 
 def read_dump(folder: Path) -> FailedStep:
     """The step that `write_dump` kept. It is a pickle: open only dumps that you trust. UserError if there is none."""
-    if not (folder / "step.pkl").exists() or not (folder / "config.yaml").exists():
+    if not (folder / STEP).exists() or not (folder / "config.yaml").exists():
         raise UserError(f"{folder}: no crash dump there; expected RUN/crash/step_N with step.pkl and config.yaml")
-    return DataProto.load_from_disk(folder / "step.pkl").meta_info["failed"]
+    return DataProto.load_from_disk(folder / STEP).meta_info["failed"]
 
 
 def _failed_step(trainer: Any, run_dir: Path, error: BaseException) -> FailedStep | None:

@@ -4,11 +4,17 @@
 and method of the worker that raised it, and what the driver was doing, so that the end of a run can name its cause.
 """
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 _ATTRIBUTE = "verl_lite_circumstances"
+_KERNEL = tuple(f"{Path(__file__).parents[1] / name}{os.sep}" for name in ("verl_lite", "workers"))
+_NOT_THE_USERS = (*_KERNEL, sysconfig.get_path("stdlib"), "<frozen")
 
 
 class UserError(ValueError):
@@ -82,6 +88,15 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
     except BaseException as error:
         add_circumstances(error, phase=phase, step=step)
         raise
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of an exception that user code raised, without the frames of this project and of the standard
+    library that called the user's file. A traceback without a frame of the user stays whole."""
+    shown = traceback.TracebackException.from_exception(error)
+    first = next((i for i, frame in enumerate(shown.stack) if not frame.filename.startswith(_NOT_THE_USERS)), 0)
+    del shown.stack[:first]
+    return "".join(shown.format())
 
 
 def printable(text: str) -> str:

@@ -53,7 +53,7 @@ def test_a_rank_killed_ends_the_run(task: TinyTask) -> None:
 def test_an_exception_on_one_rank_is_told_with_its_traceback(task: TinyTask) -> None:
     with pytest.raises(LookupError, match="the user's loss") as caught:
         run_with(task, task.folder / "raise", "actor.policy_loss.loss_mode=tests.e2e.faulty_parts:raising_loss")
-    *_, cause, summary = failure_text(caught.value).split("\n\n")
+    cause, *_, summary = failure_text(caught.value).strip().split("\n\n")
     where = "actor_rollout, rank 1, in update_actor (phase update_actor of step 1): "
     assert cause.startswith(f"The first cause, {where.strip()}")
     assert 'faulty_parts.py", line' in cause and "in raising_loss" in cause

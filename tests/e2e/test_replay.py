@@ -67,6 +67,7 @@ def test_the_replay_fails_alike_and_passes_when_mended(failed: Path, capsys: pyt
     broken_loss.STEP[0] = 1
     with pytest.raises(ArithmeticError, match="step 2"):
         replay([str(failed)])
+    assert not (failed / "replay" / "crash").exists(), "a replay is not to be replayed"
     assert "Step 2, which failed in update_actor: answers from the dump" in capsys.readouterr().out
     broken_loss.STEP[0] = -100
     done = replay([str(failed), f"trainer.default_local_dir={failed / 'mended'}"])

@@ -118,7 +118,7 @@ def test_a_command_that_lost_its_cluster_starts_again_in_its_process_and_hears_s
 
 def test_the_first_cause_is_printed_last() -> None:
     error = ValueError("no such loss\nin two lines")
-    error.add_note("raised in actor, rank 1, update")
+    error.add_note("the machine is known for this")
     error.add_note("remote traceback:\nray::x\n  File loss.py\nValueError: no such loss")
     add_circumstances(
         error, role="actor", rank=1, method="update", traceback="ray::x\n  File loss.py\nValueError: no such loss"
@@ -126,15 +126,21 @@ def test_the_first_cause_is_printed_last() -> None:
     add_circumstances(error, log="/run/logs/actor-1.log")
     with pytest.raises(ValueError) as caught, during("step", 3), during("update_actor", 3):
         raise error
-    blocks = failure_text(caught.value).split("\n\n")
-    assert blocks[0].lstrip().startswith("Traceback (most recent call last)") and Path(__file__).name in blocks[0]
-    assert blocks[1:] == [
-        "raised in actor, rank 1, update",
+    assert failure_text(caught.value).strip().split("\n\n") == [
         "The first cause, actor, rank 1, in update (phase update_actor of step 3):\n"
         "ray::x\n  File loss.py\nValueError: no such loss",
+        "the machine is known for this",
         "The run failed: actor, rank 1, in update (phase update_actor of step 3): ValueError: no such loss\n"
         "  its log: /run/logs/actor-1.log",
     ]
+
+
+def test_the_drivers_traceback_begins_in_the_training_loop() -> None:
+    error = LookupError("x")
+    with pytest.raises(LookupError) as caught:
+        run_command(lambda: exec(compile("raise error", f"{ROOT}/trainer/ray_trainer.py", "exec"), {"error": error}))
+    shown = failure_text(caught.value.with_traceback(caught.tb.tb_next))  # from the frame of run_command on
+    assert shown.count("File ") == 2 and "/cli.py" not in shown and "ray_trainer.py" in shown
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -16,6 +16,7 @@ from tests.tiny_run import write_rows
 from tests.trainer import tiny_run
 from tests.trainer.tiny_run import samples
 from trainer.ray_trainer import RayPPOTrainer
+from trainer.cli import failure_text
 from trainer.rewards.failures import RewardFailure
 from trainer.score import score
 from verl_lite.protocol import DataProto
@@ -126,8 +127,12 @@ def test_past_the_limit_the_run_stops_and_shows_answer_and_error(folder: Path) -
         "def compute_score(solution_str, ground_truth, **rest):\n"
         "    return 0 if solution_str == ground_truth else {}[solution_str]\n"
     )
-    with pytest.raises(RewardFailure, match=r"(?s)max_error_rate=0\.1 allows 3.*reward_failures\.jsonl.*KeyError"):
+    with pytest.raises(RewardFailure, match=r"(?s)max_error_rate=0\.1 allows 3.*reward_failures\.jsonl.*KeyError") as caught:
         run(folder, "stopped", f"reward.custom_reward_function.path={folder}/lose_all.py", "reward.max_error_rate=0.1")
+    cause, hint, summary = failure_text(caught.value).strip().split("\n\n")
+    assert cause.startswith("The first cause, phase reward of step 1:\nsample ")
+    assert cause.count("Traceback") == cause.count("KeyError") == 1 and cause.count("File ") == 1, cause
+    assert hint.startswith("To run the failed step again") and "\n" not in summary and "KeyError" not in summary
 
 
 # ------------------------------------------------------------------------------------ a model alone, several parts

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_lite.errors import printable
+from verl_lite.errors import add_circumstances, printable
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
 
@@ -62,11 +62,12 @@ class Failures:
         failures, things = (sum(column) for column in zip(*self._recent, strict=True))
         allowed = self.max_error_rate * max(LEAST_REWARDS, things)
         if failures > allowed:
-            raise self.error(
+            error = self.error(
                 f"{failures} of {things} {self.what}s failed; {self.option}={self.max_error_rate} allows "
-                f"{int(allowed)}. {where}. Mend what fails, or raise the limit. The first of this batch: "
-                f"{printable(str(first))}"
+                f"{int(allowed)}. {where}. Mend what fails, or raise the limit.\n{printable(str(first))}"
             )
+            add_circumstances(error, traceback=printable(str(first)))
+            raise error
         if not self._shown:
             self._shown = True
             self.show(

@@ -13,14 +13,13 @@ import functools
 import inspect
 import math
 import re
-import traceback
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
 
 from verl_lite.config.reward import RewardConfig
-from verl_lite.errors import UserError
+from verl_lite.errors import UserError, user_traceback
 from verl_lite.registry import accepts, did_you_mean, load_module, object_of, takes
 from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
@@ -146,8 +145,8 @@ class RewardPart:
         try:
             returned = self.call(item)
             return RewardResult(*read_score(await returned if inspect.isawaitable(returned) else returned))
-        except Exception:  # the one door to untrusted code: what it raises is this sample's outcome, not the run's
-            return RewardResult.failure(traceback.format_exc())
+        except Exception as error:  # the door to untrusted code: what it raises is this sample's outcome, not the run's
+            return RewardResult.failure(user_traceback(error))
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples in one call of a function that takes lists. A bad entry fails its own sample only.
@@ -171,9 +170,9 @@ class RewardPart:
             return [_guarded(self.call, item) for item in items]
         try:
             return self.score_list(items)
-        except Exception:  # the door to untrusted code, as above
+        except Exception as error:  # the door to untrusted code, as above
             if len(items) == 1:
-                return [RewardResult.failure(traceback.format_exc())]
+                return [RewardResult.failure(user_traceback(error))]
             return [result for item in items for result in self.score_all([item])]
 
 
@@ -331,8 +330,8 @@ class Scorer:
 def _guarded(work: Callable[..., Any], *args: Any) -> RewardResult:
     try:
         return RewardResult(*read_score(_awaited(work(*args))))
-    except Exception:  # the door to untrusted code, as above
-        return RewardResult.failure(traceback.format_exc())
+    except Exception as error:  # the door to untrusted code, as above
+        return RewardResult.failure(user_traceback(error))
 
 
 async def _all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from verl_lite.errors import UserError
+from verl_lite.errors import UserError, user_traceback
 from workers.pool.channel import CONTROL, Reply, packed, unpacked
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -71,8 +71,8 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     child = Child(connection)
     try:
         handler: Handler = pickle.loads(unpacked(connection.recv_bytes())[1])()
-    except BaseException:  # the user's modules may raise anything; the pool reports it
-        return child.deliver(Reply(CONTROL, error=traceback.format_exc()))
+    except BaseException as error:  # the user's modules may raise anything; the pool reports it
+        return child.deliver(Reply(CONTROL, error=error_text(error)))
     child.serve(handler, threads if handler.style in CONCURRENT else 1)
 
 
@@ -81,11 +81,14 @@ def perform(session: int, work: Callable[[], Any]) -> Reply:
     started, value, error, is_timeout = time.monotonic(), None, None, False
     try:
         value = work()
-    except (UserError, Overdue) as raised:
-        error, is_timeout = str(raised), isinstance(raised, Overdue)
-    except BaseException:  # the one door to untrusted code, which may even raise SystemExit
-        error = traceback.format_exc()[-_TRACEBACK_CHARS:]
+    except BaseException as raised:  # the one door to untrusted code, which may even raise SystemExit
+        error, is_timeout = error_text(raised), isinstance(raised, Overdue)
     return Reply(session, value, time.monotonic() - started, error, is_timeout)
+
+
+def error_text(error: BaseException) -> str:
+    """The message of an error that says what to change; the traceback of any other."""
+    return str(error) if isinstance(error, UserError | Overdue) else user_traceback(error)[-_TRACEBACK_CHARS:]
 
 
 class Child:

@@ -44,10 +44,12 @@ def test_a_hanging_sample_does_not_hold_up_those_in_other_processes(make_pool: M
 )
 def test_a_reward_file_that_does_not_load_ends_the_wait(make_pool: MakePool, code: str, reason: str) -> None:
     pool = make_pool(code)
-    with pytest.raises(RewardError, match=reason):
+    with pytest.raises(RewardError, match=reason) as caught:
         score(pool, "a")
     with pytest.raises(RewardError, match=reason):
         score(pool, "a")
+    traced = str(caught.value).count("  File ")  # of the user's code alone; of wrong options there is none
+    assert traced == (1 if reason == "ZeroDivisionError" else 0), caught.value
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -59,7 +61,8 @@ def test_dry_run_scores_rows_or_stops_with_traceback_and_row(make_pool: MakePool
     by_source.dry_run([row("verl_lite/sort", "12"), row("openai/gsm8k", "3")])
     with pytest.raises(RewardError) as caught:
         make_pool(num_workers=num_workers).dry_run([row("mine", "fine"), row("mine", "raise")])
-    assert "no such thing" in str(caught.value) and '"index": 7' in str(caught.value)
+    assert "no such thing" in str(caught.value) and "scoring.py" not in str(caught.value)
+    assert '"index": 7' in str(caught.value)
 
 
 def test_rewards_registered_by_a_module_are_known_in_the_processes(
