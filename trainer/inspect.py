@@ -24,7 +24,7 @@ from trainer.console import format_seconds
 from trainer.final_report import printable, validation_means, validation_table
 from trainer.reports.health import BAD, LOOK, OK, Finding, findings_of, number
 from trainer.reports.page_data import PANELS
-from trainer.reports.run_data import METRICS, Answer, Run, chosen, read_run, stage_seconds
+from trainer.reports.run_data import METRICS, Answer, Run, chosen, read_run, run_titles, stage_seconds
 
 EVERY_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"
@@ -69,7 +69,7 @@ def overview(run: Run, width: int) -> RenderableType:
     of = f" of {run.total_steps}" if run.total_steps is not None else ""
     told = f"step {run.last_step}{of}, {format_seconds(run.seconds())} in steps, last written "
     told += f"{format_seconds(max(0.0, time.time() - run.modified))} ago\n{run.folder}"
-    parts: list[RenderableType] = [Text.assemble((run.folder.name, "bold"), "  ", (run.state, style), "  ", told)]
+    parts: list[RenderableType] = [Text.assemble((run_titles([run])[0], "bold"), "  ", (run.state, style), "  ", told)]
     validated = {step: metrics for step, metrics in run.steps.items() if validation_means(metrics)}
     if validated:
         parts.append(validation_table({f"step {at}": validated[at] for at in (min(validated), max(validated))}))

@@ -37,7 +37,8 @@ def make_run(folder: Path, steps: int = 4, total: int | None = None, lr: float =
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for step in range(steps + 1):
             data: dict[str, float | None] = {"val-core/sums/acc/mean@1": step / steps, "reward/acc/mean": None}
-            data |= {"critic/score/mean": 0.1 * step, "timing_s/gen": 1.0, "timing_s/step": 1.5} if step else {}
+            if step:
+                data |= {"critic/score/mean": 0.1 * step, "timing_s/gen": 1.0, "timing_s/step": 1.5, "actor/lr": 1e-6}
             file.write(json.dumps({"step": step, "data": data}) + "\n")
             if step:
                 right = float(step == steps)

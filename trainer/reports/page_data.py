@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.sweeps.study import Trial
 
 COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
-MAX_POINTS, MAX_BARS = 1500, 120
+MAX_POINTS, MAX_BARS, MAX_LEGEND, MAX_TICKS = 1500, 120, 24, 6
 MAX_PICTURE_BYTES = 1_500_000
 MAX_TEXT = 6000
 SAMPLE_BYTES = 5_000_000
@@ -119,16 +119,20 @@ def read_study(folder: Path) -> Json:
     metric, mode, best = study.question.metric, study.question.mode, study.finished()
     parameters = [parameter.name for parameter in study.question.space]
     columns = ["trial", "state", "value", "half width", *parameters, "steps", "seconds", "error"]
-    rows, curves = [], []
+    rows, curves, shares = [], [], []
     for trial in study.trials:
         own = [_number_of(trial.parameters[name]) for name in parameters]
         steps, seconds = max(run.steps for run in trial.runs), sum(run.seconds for run in trial.runs)
         rows.append([trial.number, trial.state, trial.value, trial.half_width, *own, steps, seconds, trial.error])
-        for run in trial.runs:
-            points = metric_by_step(read_metrics(run.folder / METRICS), metric)
-            line = {"color": COLORS[trial.number % len(COLORS)]}
-            curves.append({"x": list(points), "y": list(points.values()), "line": line, "name": _told(trial)})
+        for place, run in enumerate(trial.runs):
+            steps_of_run = read_metrics(run.folder / METRICS)
+            shares.append(_is_share(metric, steps_of_run))
+            points = metric_by_step(steps_of_run, metric)
+            curve: Json = {"x": list(points), "y": list(points.values()), "line": {"color": _color(trial)}}
+            named = {"name": f"trial {trial.number}", "legendgroup": str(trial.number), "showlegend": place == 0}
+            curves.append(curve | named | {"text": _told(trial), "hovertemplate": "%{y:.4~g}<br>%{text}"})
     varied = [name for name in parameters if len({trial.parameters[name] for trial in study.trials}) > 1]
+    of_curves = {"hovermode": "closest", "showlegend": len(study.trials) <= MAX_LEGEND}
     firsts = [trial.runs[0].folder for trial in best[:4]]
     return {
         "facts": {"trials": len(rows), **Counter(trial.state for trial in study.trials), mode: metric},
@@ -136,8 +140,8 @@ def read_study(folder: Path) -> Json:
         "columns": columns,
         "trials": _short(rows),
         "charts": [
-            _chart(metric, "a line for each run", curves, True, {"hovermode": "closest"}),
-            *(_effect(study.trials, name, metric) for name in varied),
+            _chart(metric, "a line for each run", curves, True, of_curves),
+            *(_effect(study.trials, name, metric, all(shares)) for name in varied),
         ],
         "runs": [run for run in firsts if (run / METRICS).is_file()],
     }
@@ -224,20 +228,62 @@ def _validation_charts(runs: Sequence[Run]) -> list[Json]:
             trace: Json = {"x": list(steps), "y": [_short(metrics[mean.metric]) for metrics in steps.values()]}
             trace |= {"name": name.replace("<", "‹"), "mode": "lines+markers"}
             trace |= {"line": {"color": color, "dash": "dash" if greedy else "solid"}}
-            trace |= {"error_y": {"array": widths, "thickness": 1, "width": 2}} if any(widths) else {}
+            if any(widths):
+                means = [metrics[mean.metric] for metrics in steps.values()]
+                trace["error_y"] = _interval(means, widths, is_share=_is_share(mean.metric, runs[place].steps))
             charts.setdefault(f"Validation, {title}", []).append(trace)
     return [_chart(title, "with 95% interval", traces, len(traces) > 2) for title, traces in charts.items()]
 
 
-def _effect(trials: Sequence[Trial], name: str, metric: str) -> Json:
+def _effect(trials: Sequence[Trial], name: str, metric: str, is_share: bool) -> Json:
+    """A chart of the trials' values over one parameter, with a trace for each trial.
+
+    Trials with the same value of the parameter are drawn beside each other. The axis is logarithmic for a parameter
+    that was searched so, for learning rates, and where the largest value is at least ten times the smallest.
+    """
     own = [trial for trial in trials if trial.value is not None]
     x = [_number_of(trial.parameters[name]) for trial in own]
     numbers = [value for value in x if isinstance(value, float)]
-    is_log = 0 < len(numbers) == len(x) and max(numbers) >= 20 * min(numbers) > 0
-    trace: Json = {"x": x, "y": [trial.value for trial in own], "mode": "markers", "text": [_told(one) for one in own]}
-    trace["marker"] = {"size": 8, "color": [COLORS[trial.number % len(COLORS)] for trial in own]}
-    trace["error_y"] = {"array": [trial.half_width or 0 for trial in own], "thickness": 1}
-    return _chart(name, metric, [trace], layout={"hovermode": "closest", "xaxis": {"type": "log"} if is_log else {}})
+    is_numeric = 0 < len(numbers) == len(x)
+    is_rate = name.rpartition(".")[2] in ("lr", "learning_rate")
+    is_log = is_numeric and min(numbers) > 0 and (is_rate or max(numbers) >= 10 * min(numbers))
+    words = [] if is_numeric else list(dict.fromkeys(map(str, x)))
+    at = [math.log10(value) if is_log else value for value in numbers] if is_numeric else []
+    at = at or [float(words.index(str(value))) for value in x]
+    gap = 0.02 * (max(at) - min(at) or 1.0) if at else 0.0
+    traces: list[Json] = []
+    for place, trial in enumerate(own):
+        alike = [other for other, value in enumerate(x) if value == x[place]]
+        moved = at[place] + gap * (alike.index(place) - (len(alike) - 1) / 2)
+        trace: Json = {"x": [10**moved if is_log else moved], "y": [trial.value], "mode": "markers"}
+        trace |= {"text": [_told(trial)], "hovertemplate": "%{text}<extra></extra>"}
+        trace |= {"marker": {"size": 8, "color": _color(trial)}}
+        if trial.half_width:
+            trace["error_y"] = _interval([trial.value], [trial.half_width], is_share=is_share)
+        traces.append(trace)
+    axis: Json = {"type": "log" if is_log else "linear", "exponentformat": "e"}
+    ticks = dict.fromkeys(numbers) if is_numeric else dict.fromkeys(range(len(words)))
+    if words or len(ticks) <= MAX_TICKS:
+        told = words or [f"{value:g}" for value in ticks]
+        axis |= {"tickvals": list(ticks), "ticktext": [word.replace("<", "‹") for word in told]}
+    return _chart(name, metric, traces, layout={"hovermode": "closest", "showlegend": False, "xaxis": axis})
+
+
+def _is_share(metric: str, steps: Mapping[int, Mapping[str, float]]) -> bool:
+    """True for a metric that lies between 0 and 1: `acc`, and any where all logged scores of training do."""
+    ends = [(x["critic/score/min"], x["critic/score/max"]) for x in steps.values() if "critic/score/min" in x]
+    return "/acc/" in metric or (bool(ends) and all(0 <= low and high <= 1 for low, high in ends))
+
+
+def _interval(values: Sequence[float], widths: Sequence[float], *, is_share: bool) -> Json:
+    """Error bars of plotly for values with these half widths; those of a share end at 0 and at 1."""
+    up = [min(width, 1 - value) if is_share else width for value, width in zip(values, widths, strict=True)]
+    down = [min(width, value) if is_share else width for value, width in zip(values, widths, strict=True)]
+    return {"symmetric": False, "array": _short(up), "arrayminus": _short(down), "thickness": 1, "width": 2}
+
+
+def _color(trial: Trial) -> str:
+    return COLORS[trial.number % len(COLORS)]
 
 
 def _values(known: Mapping[int, float], steps: list[int]) -> list[Any]:

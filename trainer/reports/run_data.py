@@ -84,7 +84,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Reads a run folder. Raises UserError where there are no metrics, naming the runs below the folder if any."""
-    folder = Path(folder).expanduser().absolute()
+    folder = Path(folder).expanduser().resolve()
     source = folder / METRICS
     if not source.is_file():
         below = "".join(f"\n  {path.parent}" for path in sorted(folder.glob(f"*/**/{METRICS}"))[:5])
@@ -117,8 +117,12 @@ def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
 
 
 def run_titles(runs: Sequence[Run]) -> list[str]:
-    """What to call the runs: the name of the folder, with as many folders above as tell them apart."""
-    for depth in range(1, 99):
+    """A title for each run: the name of its folder, with as many folders above it as tell the runs apart.
+
+    The folders of a sweep's runs are named after their seed, so that their titles begin with the number of the trial.
+    """
+    is_of_sweep = any((run.folder.parent.parent.parent / "study.json").is_file() for run in runs)
+    for depth in range(1 + is_of_sweep, 99):
         titles = ["/".join(run.folder.parts[-depth:]) for run in runs]
         if len(set(titles)) == len({run.folder for run in runs}):
             break

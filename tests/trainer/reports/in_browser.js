@@ -1,5 +1,7 @@
 // Drives the pages PAGES (name: address), each in a frame, as a reader would; what it saw goes as JSON into #seen.
 
+const LINES = "g.scatterlayer path.js-line"; // not those of the legend
+
 const answered = () => new Promise((done) => setTimeout(done, 60));
 
 async function until(isSo) {
@@ -76,8 +78,11 @@ async function ofRun() {
   const seen = { tabs: texts("nav button"), charts: {} };
   const drawn = "g.scatterlayer path.js-line, g.barlayer path";
   for (const chart of all(".chart")) seen.charts[chart.querySelector("h3").textContent] = chart.querySelectorAll(drawn).length;
+  const chart = (title) => all(".chart").find((one) => one.querySelector("h3").textContent === title);
+  const ticks = (title, axis) => [...chart(title).querySelectorAll(`.${axis}tick text`)].map((one) => one.textContent);
+  seen.ticks = { steps: ticks("Learning rate", "x"), rate: ticks("Learning rate", "y") };
   await enter('input[type="range"]', "0.5");
-  seen.linesWhenSmooth = all(".chart path.js-line").length;
+  seen.linesWhenSmooth = all(LINES).length;
   seen.colours = await colours(frame);
   await goTo("samples");
   const column = (place) => texts(`tbody tr.pick td:nth-child(${place})`);
@@ -94,8 +99,8 @@ async function ofRun() {
   await goTo("metrics");
   await enter('input[type="search"]', "critic/score/mean");
   all("tr.pick")[0].click();
-  await until(() => all(".open path.js-line").length);
-  seen.metric = all(".open path.js-line").length;
+  await until(() => all(`.open ${LINES}`).length);
+  seen.metric = all(`.open ${LINES}`).length;
   await goTo("config");
   seen.ownOptions = all("tbody tr").length;
   await press(".tools button", "all");
@@ -106,6 +111,8 @@ async function ofRun() {
 async function ofSweep() {
   const frame = await opened("sweep", 1280);
   const seen = { tabs: frame.texts("nav button"), failure: frame.texts("td.wrap"), charts: frame.texts(".chart h3") };
+  seen.legend = frame.texts(".legendtext");
+  seen.steps = [...frame.all(".chart")[0].querySelectorAll(".xtick text")].map((one) => one.textContent);
   await frame.press("th button", "value");
   seen.trials = frame.texts("tbody td:first-child");
   seen.colours = await colours(frame);
@@ -132,7 +139,7 @@ async function widths() {
 
 async function main() {
   const two = await opened("two", 1280);
-  const compared = { charts: two.all(".chart path.js-line").length, heads: two.texts("th") };
+  const compared = { charts: two.all(LINES).length, heads: two.texts("th") };
   const seen = { two: compared, run: await ofRun(), sweep: await ofSweep(), widths: await widths() };
   document.getElementById("seen").textContent = JSON.stringify(seen);
 }

@@ -71,7 +71,7 @@ def test_curves_configuration_findings_and_docs_are_on_the_page(tmp_path: Path) 
     assert run["config"]["actor.optim.lr"] == ["0.001", "command line"] and run["facts"]["State"] == "finished"
     assert {finding["grade"] for finding in run["findings"]} <= {"ok", "look", "bad"}
     assert "sum of token_level_scores" in data["docs"]["critic/score/mean"]["formula"]
-    reward, validation, time = data["charts"]
+    reward, validation, _, time = data["charts"]
     assert reward["traces"][0]["metric"] == "critic/score/mean" and validation["title"] == "Validation, acc mean@1"
     assert validation["traces"][0]["y"] == [0, 0.25, 0.5, 0.75, 1]
     assert [(bar["name"], bar["y"]) for bar in time["traces"]] == [("gen", [1.0] * 4), ("other", [0.5] * 4)]
@@ -94,6 +94,15 @@ def test_runs_are_compared_by_a_measure_that_they_share(tmp_path: Path) -> None:
     assert names["Validation, t"] == ["a acc mean@4", "b reward mean@2"], "side by side in one chart"
 
 
+def test_intervals_of_shares_end_at_0_and_1(tmp_path: Path) -> None:
+    name, width = "val-core/s/reward/mean@2", "val-aux/s/reward/mean@2/ci95"
+    for low, bars in ((0.0, [0.1, 0.2]), (-1.0, [0.3, 0.3])):  # rewards of which some are negative end nowhere
+        rows = [{name: x, width: 0.3, "critic/score/min": low, "critic/score/max": 1.0} for x in (0.9, 0.2)]
+        data = data_of(logged(tmp_path / f"run{low}", *rows))
+        [trace] = next(chart for chart in data["charts"] if chart["title"].startswith("Validation"))["traces"]
+        assert [trace["error_y"]["array"][0], trace["error_y"]["arrayminus"][1]] == pytest.approx(bars)
+
+
 def test_the_page_of_a_sweep_has_its_trials_and_its_best_runs(tmp_path: Path) -> None:
     data = data_of(make_study(tmp_path / "sweep"))
     study = data["study"]
@@ -104,6 +113,14 @@ def test_the_page_of_a_sweep_has_its_trials_and_its_best_runs(tmp_path: Path) ->
     assert study["charts"][0]["traces"][0]["y"] == [step / 4 for step in range(5)]
     assert [chart["title"] for chart in study["charts"][1:]] == ["lr", "kind"]
     assert study["best"][0][0] == "trial 1 (complete): 0.9 ±0.127, lr=0.002, kind=a"
+    rate, kind = study["charts"][1:]
+    axis = rate["layout"]["xaxis"]
+    assert axis["type"] == "log" and axis["ticktext"] == ["0.001", "0.002", "0.005"]
+    assert len({trace["x"][0] for trace in kind["traces"]}) == 3, "trials of one kind hide each other"
+    bars = next(trace["error_y"] for trace in kind["traces"] if trace["y"] == [0.9])
+    assert [*bars["array"], *bars["arrayminus"]] == pytest.approx([0.1, 0.127], abs=1e-3)
+    [alone] = data_of(tmp_path / "sweep" / "trials" / "0002" / "seed-1")["runs"]
+    assert alone["title"] == "0002/seed-1"
     for chart in [*data["charts"], *study["charts"]]:  # raises for what plotly does not know
         traces = [{**trace, "type": trace.get("type", "scatter")} for trace in chart["traces"]]
         plain = [{name: x for name, x in trace.items() if name not in ("run", "metric")} for trace in traces]

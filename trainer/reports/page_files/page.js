@@ -76,30 +76,48 @@ function tracesOf({ run, metric, ...trace }) {
 
 // A card with a chart as Python gives it: {title, unit, wide, traces, layout}; drawn when it is seen.
 function chartCard({ title, unit, wide, traces, layout = {} }) {
-  const isOverSteps = layout.hovermode !== "closest";
+  const isOverSteps = layout.xaxis === undefined; // other charts say what their axis shows
   const plot = el("div.plot");
   const head = el("div.line", el("h3.wrap", title), el("span.soft.small", unit));
   const card = el(`figure.card.chart.${wide ? "wide" : ""}`, { "aria-label": title }, head, plot);
   card.draw = () => {
     if (!window.Plotly || !plot.clientWidth) return;
     const { color, backgroundColor, borderTopColor } = getComputedStyle(card);
+    const drawn = traces.flatMap(tracesOf);
     const range = isOverSteps && view.range ? { range: [...view.range], autorange: false } : { autorange: true };
     const base = {
       width: plot.clientWidth, height: wide ? 270 : 220, margin: { l: 48, r: 10, t: 8, b: 24 }, colorway: COLORS,
       paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { family: "system-ui, sans-serif", size: 11, color },
       hovermode: "x unified", hoverlabel: { bgcolor: backgroundColor, namelength: -1 },
-      showlegend: traces.length > 1 && isOverSteps, legend: { orientation: "h", y: -0.12, yanchor: "top" },
+      showlegend: traces.length > 1, legend: { orientation: "h", y: -0.12, yanchor: "top" },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", ...layout,
-      xaxis: { showgrid: false, zeroline: false, ...range, ...layout.xaxis },
-      yaxis: { nticks: 6, gridcolor: borderTopColor, zeroline: false, exponentformat: "e", ...layout.yaxis },
+      xaxis: { showgrid: false, zeroline: false, ...(isOverSteps ? wholeSteps(drawn) : {}), ...range, ...layout.xaxis },
+      yaxis: { nticks: 6, gridcolor: borderTopColor, zeroline: false, exponentformat: "e", ...layout.yaxis, ...fromZero(drawn) },
     };
     const isFirst = !plot.data;
-    Plotly.react(plot, traces.flatMap(tracesOf), base, { displayModeBar: false });
+    Plotly.react(plot, drawn, base, { displayModeBar: false });
     if (isFirst && isOverSteps) plot.on("plotly_relayout", zoom);
   };
   seen.observe(card);
   charts.add(card);
   return card;
+}
+
+// Ticks at whole steps only, where plotly would put some between them.
+function wholeSteps(traces) {
+  const [low, high] = view.range ?? extent(traces.flatMap(({ x }) => x));
+  return high - low < 8 ? { dtick: 1, tick0: 0 } : {};
+}
+
+// Of a metric that never changes, plotly would show one unit around the value, in which a learning rate looks like 0.
+function fromZero(traces) {
+  const [low, high] = extent(traces.flatMap(({ y, error_y }) => (error_y ? [] : y)));
+  return low === high && low !== 0 ? { rangemode: "tozero" } : {};
+}
+
+function extent(values) {
+  const wider = ([low, high], value) => (value === null ? [low, high] : [Math.min(low, value), Math.max(high, value)]);
+  return values.reduce(wider, [Infinity, -Infinity]);
 }
 
 function zoom(change) {
