@@ -15,8 +15,8 @@ from tests.tiny_model import tiny_reward_model
 from tests.tiny_run import write_rows
 from tests.trainer import tiny_run
 from tests.trainer.tiny_run import samples
-from trainer.ray_trainer import RayPPOTrainer
 from trainer.cli import failure_text
+from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import RewardFailure
 from trainer.score import score
 from verl_lite.protocol import DataProto
@@ -127,7 +127,8 @@ def test_past_the_limit_the_run_stops_and_shows_answer_and_error(folder: Path) -
         "def compute_score(solution_str, ground_truth, **rest):\n"
         "    return 0 if solution_str == ground_truth else {}[solution_str]\n"
     )
-    with pytest.raises(RewardFailure, match=r"(?s)max_error_rate=0\.1 allows 3.*reward_failures\.jsonl.*KeyError") as caught:
+    reason = r"(?s)max_error_rate=0\.1 allows 3.*reward_failures\.jsonl.*KeyError"
+    with pytest.raises(RewardFailure, match=reason) as caught:
         run(folder, "stopped", f"reward.custom_reward_function.path={folder}/lose_all.py", "reward.max_error_rate=0.1")
     cause, hint, summary = failure_text(caught.value).strip().split("\n\n")
     assert cause.startswith("The first cause, phase reward of step 1:\nsample ")
