@@ -258,7 +258,7 @@ def _effect(trials: Sequence[Trial], name: str, metric: str, is_share: bool) -> 
         trace: Json = {"x": [10**moved if is_log else moved], "y": [trial.value], "mode": "markers"}
         trace |= {"text": [_told(trial)], "hovertemplate": "%{text}<extra></extra>"}
         trace |= {"marker": {"size": 8, "color": _color(trial)}}
-        if trial.half_width:
+        if trial.half_width and trial.value is not None:
             trace["error_y"] = _interval([trial.value], [trial.half_width], is_share=is_share)
         traces.append(trace)
     axis: Json = {"type": "log" if is_log else "linear", "exponentformat": "e"}
