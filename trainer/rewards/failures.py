@@ -62,12 +62,12 @@ class Failures:
         failures, things = (sum(column) for column in zip(*self._recent, strict=True))
         allowed = self.max_error_rate * max(LEAST_REWARDS, things)
         if failures > allowed:
-            error = self.error(
+            failure = self.error(
                 f"{failures} of {things} {self.what}s failed; {self.option}={self.max_error_rate} allows "
                 f"{int(allowed)}. {where}. Mend what fails, or raise the limit.\n{printable(str(first))}"
             )
-            add_circumstances(error, traceback=printable(str(first)))
-            raise error
+            add_circumstances(failure, traceback=printable(str(first)))
+            raise failure
         if not self._shown:
             self._shown = True
             self.show(
