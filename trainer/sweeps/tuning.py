@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import optuna
+import ray
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
 from ray.tune.search import Searcher
@@ -36,7 +37,7 @@ from verl_lite.device import device_type
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus
 from verl_lite.single_controller.guard import guarded, set_environment
-from verl_lite.single_controller.ray_cluster import current_umask, joined_cluster, machines, ray_running
+from verl_lite.single_controller.ray_cluster import current_umask, machines, ray_loss, ray_running
 
 Tell = Callable[[str], None]
 _FIRST_ANSWER_S = 20.0
@@ -80,17 +81,15 @@ def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
         needed = {"CPU": 1.0} | ({} if on_cpu else {"GPU": float(options.per_trial)})
         if not any(machine.has(needed) for machine in there):
             raise UserError(f"--per-trial: each run asks for {needed} on one machine, and none has that")
-        if address is not None:
-            threading.Thread(target=_watch_head, args=(address,), daemon=True).start()
+        threading.Thread(target=_watch_ray, daemon=True).start()
         yield Place(None if on_cpu else options.per_trial, environment)
 
 
-def _watch_head(address: str) -> None:
-    """Ends this process if the head of the cluster is gone, which Ray would do after a minute without a word."""
-    while (cluster := joined_cluster()) is not None:
-        if cluster.is_headless:
-            told = f"ClusterLostError: the Ray cluster at {address} is gone. To go on: the same command"
-            print(told, file=sys.stderr)
+def _watch_ray() -> None:
+    """Ends this process if Ray is lost, for which Ray Tune would wait for ever, or end without a word."""
+    while ray.is_initialized():
+        if loss := ray_loss():
+            print(f"ClusterLostError: {loss}. To go on: the same command", file=sys.stderr, flush=True)
             os._exit(1)
         time.sleep(1.0)
 

@@ -12,16 +12,16 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray._private import ray_constants, services
@@ -32,6 +32,7 @@ from verl_lite.errors import ClusterLostError, NoRoomError, UserError
 from verl_lite.machine.host import cpu_count
 from verl_lite.single_controller import watcher
 from verl_lite.single_controller.guard import Guard, current_guard, set_environment, start_guard, stop_guard
+from verl_lite.single_controller.liveness import Address, Lookout, silence_of, silent_process
 
 if TYPE_CHECKING:
     from verl_lite.config import RayInitConfig
@@ -42,26 +43,11 @@ _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
 _SMALLEST_STORE = 80 << 20  # Ray refuses less than 75 MiB
 _STARTS = 3
 _KEY = "ray_kwargs.ray_init.address="
-_CONNECT_TIMEOUT_S = 2.0
-LOOK_EVERY_S = 2.0
-LOST_AFTER_LOOKS = 8  # without an answer, in a row: a driver that was suspended looks again before it blames others
-_STORE_LOST_AFTER_LOOKS = 4  # a private cluster's control store is on this machine: it answers, or it is gone
+_LOOK_S = 0.5
 
 OF_BATCH_SYSTEMS = (signal.SIGTERM, signal.SIGHUP)
 
-Address = tuple[str, int]
-
-
-def silence_of(address: Address) -> str | None:
-    """What happens on trying to reach it; None if somebody answers.
-
-    A process that is only busy still accepts, by its kernel; one that was killed refuses; one without power is silent.
-    """
-    try:
-        with socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S):
-            return None
-    except OSError as error:
-        return f"{address[0]}:{address[1]} does not answer ({error.strerror or error})"
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -92,32 +78,32 @@ def machines() -> list[Machine]:
 class Cluster:
     """The cluster that this process works in: its own, or one of somebody else that it has joined.
 
-    address: None for its own. wait_s: how long to wait for machines. log: takes sentences. head: where its control
-    store listens.
+    address: None for its own. wait_s: how long to wait for machines. log: takes sentences. parts: the servers that this
+    process depends on, by address.
     """
 
     address: str | None
     wait_s: float
     log: Callable[[str], None]
-    head: Address | None = None
+    parts: dict[Address, str] = field(default_factory=dict)
+    lookout: Lookout = field(default_factory=Lookout)
     guard: Guard | None = None
     owns_guard: bool = False  # it was started for the cluster alone, and ends with it
     environment: dict[str, str | None] = field(default_factory=dict)  # what the variables we set were before
-    _looked: float = -LOOK_EVERY_S
-    _silent_looks: int = 0
-
-    @property
-    def is_headless(self) -> bool:
-        """True if the head has been silent for long. Looks again where the last look is some time ago."""
-        if self.head is not None and time.monotonic() - self._looked >= LOOK_EVERY_S:
-            self._silent_looks = self._silent_looks + 1 if silence_of(self.head) else 0
-            self._looked = time.monotonic()
-        return self._silent_looks >= (_STORE_LOST_AFTER_LOOKS if self.address is None else LOST_AFTER_LOOKS)
 
     @property
     def answers(self) -> bool:
-        """True if Ray can be asked to do something: its calls wait for many minutes for a head that is gone."""
-        return self.head is not None and silence_of(self.head) is None
+        """True if Ray can be asked to do something: its calls wait for ever for a part that is gone or stopped."""
+        return bool(self.parts) and all(silence_of(address) is None for address in self.parts)
+
+    def look_at_parts(self) -> None:
+        """Notes which servers this process depends on: the control store, and the raylet of this machine."""
+        context = ray.get_runtime_context()
+        host, port = context.gcs_address.rsplit(":", 1)
+        store, here = (host, int(port)), context.get_node_id()
+        [raylet] = [(x["NodeManagerAddress"], int(x["NodeManagerPort"])) for x in ray.nodes() if x["NodeID"] == here]
+        self.parts = {store: "control store", raylet: "raylet on this machine"}
+        self.lookout = Lookout(never_return=[raylet] if self.address else [store, raylet])
 
 
 _cluster: Cluster | None = None
@@ -133,16 +119,51 @@ def cluster_answers() -> bool:
     return ray.is_initialized() and (_cluster is None or _cluster.answers)
 
 
-def require_head() -> None:
-    """Raises ClusterLostError if the head is gone; to be called while waiting. Ray itself would wait for a minute and
-    then end the process without a word."""
-    if _cluster is None or not _cluster.is_headless:
-        return
-    if _cluster.address is None:
-        lost = "the run's own Ray has lost its control store: was it killed, or is memory short?"
-    else:
-        lost = f"the Ray cluster at {_cluster.address} is gone: its head does not answer. Start a cluster."
-    raise ClusterLostError(f"{lost} To go on from the last checkpoint: the same command with trainer.resume_mode=auto")
+def ray_loss() -> str | None:
+    """A sentence about the control store, or the raylet of this machine, if it is lost; to be called while waiting."""
+    if (cluster := _cluster) is None:
+        return None
+    lost = cluster.lookout.lost(cluster.parts)
+    if not lost or cluster is not _cluster:  # another thread has ended it meanwhile
+        return None
+    whose = "the run's own Ray" if cluster.address is None else f"the Ray cluster at {cluster.address}"
+    return f"{whose} has lost its {cluster.parts[lost[0]]}: {silent_process(lost[0])}"
+
+
+def require_ray() -> None:
+    """Raises ClusterLostError if `ray_loss`. Ray itself would wait for ever, or end this process without a word."""
+    if loss := ray_loss():
+        again = "" if joined_cluster() is None else ", once the cluster is up"
+        told = f"To go on from the last checkpoint: the same command with trainer.resume_mode=auto{again}"
+        raise ClusterLostError(f"{loss}. {told}")
+
+
+def call_ray(call: Callable[[], Answer]) -> Answer:
+    """The answer of one of Ray's calls, made in a thread: with a stopped raylet it would wait for ever, deaf to
+    signals. Raises ClusterLostError as `require_ray`."""
+    require_ray()
+    future = Future[Answer]()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        while not wait([future], timeout=_LOOK_S).done:
+            require_ray()
+    except BaseException:
+        wait([future], timeout=_LOOK_S)  # Ray must not be shut down within a call that still can end
+        raise
+    return future.result()
+
+
+def process_of(actor: Any) -> tuple[Address, int]:
+    """Where the process of a started actor listens, and its number on its machine."""
+    found = call_ray(lambda: ray._private.state.actors(actor._actor_id.hex()))
+    return (found["Address"]["IPAddress"], found["Address"]["Port"]), found["Pid"]
 
 
 @contextmanager
@@ -175,8 +196,7 @@ def ray_running(
             _cluster = cluster
             if cluster.address is None:
                 _start_private(cluster, ray_init, run_id, num_gpus)
-        host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
-        cluster.head = host, int(port)
+        cluster.look_at_parts()
         yield
     finally:
         stop_ray()
@@ -302,7 +322,7 @@ def stop_ray() -> None:
     cluster, _cluster = _cluster, None
     if cluster is None:
         return
-    gone = cluster.head is not None and not cluster.answers
+    gone = bool(cluster.parts) and not cluster.answers
     if gone:  # Ray's own shutdown would wait for it with the interpreter's lock held
         atexit.unregister(ray.shutdown)
     if cluster.guard is not None:
@@ -314,9 +334,9 @@ def stop_ray() -> None:
         ray.shutdown()
 
 
-def _end_processes(guard: Guard, headless: bool = False) -> None:
+def _end_processes(guard: Guard, gone: bool = False) -> None:
     shared = watcher.shared_memory_of(watcher.marked_processes(watcher.CLUSTER_MARK, guard.token))
-    if not headless:
+    if not gone:
         ray.shutdown()
     sessions = [str(path) for path in (guard.folder / "ray").glob("session_*")]
     watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, shared=shared)

@@ -8,8 +8,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_lite.errors import add_circumstances
+from verl_lite.errors import WorkerDiedError, add_circumstances
 from verl_lite.single_controller import ray_cluster, ray_errors
+from verl_lite.single_controller.liveness import Address, Lookout, silent_process
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, LocalService
 
 _LOOK_S = 0.5
@@ -55,7 +56,10 @@ class RayService:
             # beside the driver: a machine that leaves does not take it along, and it sees the driver's files
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         ).remote(ray_cluster.current_umask(), self._log)
+        self._lookout = Lookout()
+        self._process: tuple[Address, int] | None = None
         self._wait(self._actor.start.remote(recipe), "its constructor")
+        self._process = ray_cluster.process_of(self._actor)
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
         self._actor.send.remote(method, *args, **kwargs)
@@ -65,18 +69,23 @@ class RayService:
 
     def _wait(self, ref: Any, method: str) -> Any:
         begun, limit_s = time.monotonic(), self._stall_timeout_s
-        while not ray.wait([ref], timeout=_LOOK_S)[0]:
-            ray_cluster.require_head()
+        while not ray_cluster.call_ray(lambda: ray.wait([ref], timeout=_LOOK_S))[0]:
+            if self._process is not None and self._lookout.lost([self._process[0]]):
+                raise self._death(f"{silent_process(*self._process)}. The run ends it", method)
             if limit_s is not None and time.monotonic() - begun > limit_s:
                 raise ray_errors.stalled(f"{self._name}.{method} has", limit_s, self._name, method, self._log)
         try:
-            return ray.get(ref)
+            return ray_cluster.call_ray(lambda: ray.get(ref))
         except RayTaskError as error:
             cause = ray_errors.original_error(error)
             add_circumstances(cause, role=self._name, method=method)
         except RayError as error:
-            cause = ray_errors.death(ray_errors.cause_of_death(error), self._name, None, method, self._log)
+            ray_cluster.require_ray()  # a service ends with its raylet
+            cause = self._death(ray_errors.cause_of_death(error), method)
         raise cause
+
+    def _death(self, cause: str, method: str) -> WorkerDiedError:
+        return ray_errors.death(cause, self._name, None, method, self._log)
 
     def stop(self) -> None:
         if ray_cluster.cluster_answers():

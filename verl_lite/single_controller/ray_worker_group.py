@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_lite.errors import ClusterLostError, NoRoomError, WorkerDiedError
+from verl_lite.errors import NoRoomError, WorkerDiedError
 from verl_lite.protocol import tensor_dict
 from verl_lite.registry import import_modules
 from verl_lite.single_controller import ray_cluster, ray_errors
+from verl_lite.single_controller.liveness import Address, Lookout, silence_of, silent_process
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 
@@ -48,11 +50,12 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
     patience_s = _PRIVATE_PATIENCE_S if joined is None else joined.wait_s
     if joined is None and not any(machine.has(bundles[0]) for machine in ray_cluster.machines()):
         patience_s = 0.0  # it grows no more
-    group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
+    strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
+    group = ray_cluster.call_ray(lambda: placement_group(bundles, strategy=strategy))
     begun, said = time.monotonic(), joined is None
     while not group.wait(timeout_seconds=1.0):
         waited_s = time.monotonic() - begun
-        ray_cluster.require_head()
+        ray_cluster.require_ray()
         if waited_s < (patience_s if said else min(patience_s, _SILENT_PATIENCE_S)):
             continue
         missing = shortage(bundles, pool.world_size, ray_cluster.machines(), ray.available_resources())
@@ -184,12 +187,14 @@ class RayTransport:
             for place, log in zip(places, self._logs, strict=True)
         ]
         self._machines: dict[int, ray_cluster.Machine] = {}  # by rank, in a joined cluster
+        self._lookout, self._processes = Lookout(), dict[int, tuple[Address, int]]()
         begun = [_Handle(one.begin.remote(rank == 0), rank, name, "start") for rank, one in enumerate(self._actors)]
         (_, store), *_ = found = self.wait(begun)
+        self._processes = {rank: ray_cluster.process_of(one) for rank, one in enumerate(self._actors)}
         joined = () if ray_cluster.joined_cluster() is None else ray_cluster.machines()
         known = {machine.node_id: machine for machine in joined}
         self._machines = {rank: known[node_id] for rank, (node_id, _) in enumerate(found) if node_id in known}
-        shared, constructing = ray.put(roles), []
+        shared, constructing = self.share(roles), []
         for rank, node in enumerate(pool.nodes):
             slot = Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="ray", store=store)
             ref = self._actors[rank].construct.remote(slot, shared, tuple(modules))
@@ -198,12 +203,13 @@ class RayTransport:
         self._stall_timeout_s = stall_timeout_s
 
     def share(self, value: Any) -> Any:
-        return ray.put(value)
+        return ray_cluster.call_ray(lambda: ray.put(value))
 
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Handle:
         if self._ended is not None:
             raise WorkerDiedError(f"{role}.{method}: the workers were ended: {self._ended}")
-        ref = self._actors[rank].invoke.remote(role, method, list(kwargs), *args, *kwargs.values())
+        invoke = self._actors[rank].invoke
+        ref = ray_cluster.call_ray(lambda: invoke.remote(role, method, list(kwargs), *args, *kwargs.values()))
         return _Handle(ref, rank, role, method)
 
     def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
@@ -213,13 +219,9 @@ class RayTransport:
         while pending:
             pending, errors = self._collect(pending, answers, look)
             look = min(2 * look, _LONGEST_LOOK_S)
+            errors += self._silent_workers(pending)
             if errors:
                 raise self._handle_crash(errors, pending, fatal)
-            try:
-                ray_cluster.require_head()
-            except ClusterLostError as error:
-                self._ended = str(error)
-                raise
             if pending and self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
                 first, ranks = pending[0], sorted(handle.rank for handle in pending)
                 who = f"{first.role}.{first.method}: ranks {ranks} of {self.world_size} have"
@@ -233,23 +235,35 @@ class RayTransport:
         self, pending: list[_Handle], answers: dict[Any, Any], timeout_s: float
     ) -> tuple[list[_Handle], list[Exception]]:
         """Waits for calls, whose answers go to `answers`. Gives those that still run, and the errors of others."""
-        ready = set(ray.wait([one.ref for one in pending], num_returns=len(pending), timeout=timeout_s)[0])
+        refs = [one.ref for one in pending]
+        ready = set(ray_cluster.call_ray(lambda: ray.wait(refs, num_returns=len(refs), timeout=timeout_s))[0])
         errors: list[Exception] = []
         for handle in (one for one in pending if one.ref in ready):
             try:
-                answers[handle.ref] = ray.get(handle.ref)
+                answers[handle.ref] = ray_cluster.call_ray(partial(ray.get, handle.ref))
             except RayTaskError as error:
                 errors.append(ray_errors.original_error(error))
             except RayError as error:
+                ray_cluster.require_ray()  # a worker ends with its raylet
                 ended = "" if self._ended is None else f"the workers had been ended: {self._ended}"
                 note = str(error) if isinstance(error, OutOfMemoryError) else ended
                 errors.append(self._lost_machine(handle) or self._death(handle, ray_errors.cause_of_death(error), note))
         return [one for one in pending if one.ref not in ready], errors
 
+    def _silent_workers(self, pending: list[_Handle]) -> list[Exception]:
+        """The errors of ranks whose processes, or the raylets of their machines, have not answered for long."""
+        known = {self._processes[one.rank][0]: one for one in pending if one.rank in self._processes}
+        known |= {self._machines[one.rank].address: one for one in pending if one.rank in self._machines}
+        errors: list[Exception] = []
+        for handle in (known[address] for address in self._lookout.lost(known)):
+            cause = f"{silent_process(*self._processes[handle.rank])}. The run ends it"
+            errors.append(self._lost_machine(handle) or self._death(handle, cause))
+        return errors
+
     def _lost_machine(self, handle: _Handle) -> WorkerDiedError | None:
         """The error of a rank whose machine does not answer; None if it does."""
         machine = self._machines.get(handle.rank)
-        reason = None if machine is None else ray_cluster.silence_of(machine.address)
+        reason = None if machine is None else silence_of(machine.address)
         return None if reason is None else self._death(handle, f"its machine has left the cluster: {reason}")
 
     def _death(self, handle: _Handle, cause: str, note: str = "") -> WorkerDiedError:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +17,43 @@ import numpy as np
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from verl_lite.errors import NoRoomError, UserError, circumstances
-from verl_lite.single_controller import ray_cluster
-from verl_lite.single_controller.ray_cluster import (
+from verl_lite.errors import ClusterLostError, NoRoomError, UserError, circumstances
+from verl_lite.single_controller import liveness, ray_cluster
+from verl_lite.single_controller.liveness import (
     LOOK_EVERY_S,
     LOST_AFTER_LOOKS,
+    Address,
+    Lookout,
+    silence_of,
+    silent_process,
+)
+from verl_lite.single_controller.ray_cluster import (
     Cluster,
     Machine,
+    call_ray,
     require_answer,
-    silence_of,
 )
 from verl_lite.single_controller.ray_errors import cause_of_death, death, is_consequence
 from verl_lite.single_controller.ray_worker_group import interface_of, shortage
+
+EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, section 6.5: length 0, type 4
+
+
+class Greeting(socketserver.BaseRequestHandler):
+    """Answers the whole beginning of an HTTP/2 connection, as a gRPC server does."""
+
+    def handle(self) -> None:
+        if self.request.recv(24 + 9, socket.MSG_WAITALL)[24:] == EMPTY_SETTINGS:
+            self.request.sendall(EMPTY_SETTINGS)
+
+
+@contextmanager
+def grpc_server(host: str = "127.0.0.1") -> Iterator[Address]:
+    with socketserver.TCPServer((host, 0), Greeting) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address
+        server.shutdown()
+
 
 SLOW = "The current node timed out during startup"
 # As Ray 2.60 wrote it on a machine whose threshold was set to 17%, shortened.
@@ -61,20 +91,41 @@ def test_the_object_store_leaves_half_of_the_shared_memory_to_others(
         assert ray_cluster.object_store_bytes(512 << 20, tmp_path) == expected << 20
 
 
-def test_a_head_is_lost_after_long_silence_and_not_for_a_driver_that_slept(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, silence = [0.0], ["refused"]
-    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(ray_cluster, "silence_of", lambda address: silence[0])
-    cluster = Cluster("10.0.0.9:1", 1.0, print, head=("10.0.0.9", 1))
+def test_a_server_is_lost_after_long_silence_and_not_for_a_driver_that_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel accepts connections for a stopped process, as for a socket of which nobody takes them."""
+    now = [0.0]
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(liveness, "_ANSWER_S", 0.05)
+    with grpc_server() as answering, socket.create_server(("127.0.0.1", 0)) as stopped:
+        silent, lookout = stopped.getsockname(), Lookout()
 
-    def looks(number: int) -> list[bool]:
-        now[0] += 1000  # suspended for a night: one failed look
-        return [cluster.is_headless for now[0] in now[0] + LOOK_EVERY_S * np.arange(number)]
+        def looks(number: int) -> list[list[Address]]:
+            now[0] += 1000  # suspended for a night: one failed look
+            return [lookout.lost([answering, silent]) for now[0] in now[0] + LOOK_EVERY_S * np.arange(number)]
 
-    assert looks(LOST_AFTER_LOOKS) == [False] * (LOST_AFTER_LOOKS - 1) + [True]
-    now[0] += LOOK_EVERY_S / 2  # too early to look again
-    silence[0] = ""
-    assert cluster.is_headless and looks(1) == [False]
+        assert looks(LOST_AFTER_LOOKS) == [[]] * (LOST_AFTER_LOOKS - 1) + [[silent]]
+        now[0] += LOOK_EVERY_S / 2  # too early to look again
+        assert lookout.lost([answering, silent]) == [silent]
+        assert silent_process(silent).endswith(f"(pid {os.getpid()}) has not answered for 16 s")
+        assert silent_process(("203.0.113.7", 1), 5) == "203.0.113.7:1 (pid 5 on its machine) has not answered for 16 s"
+        assert Lookout(never_return=[answering, silent]).lost([]) == []
+    assert Lookout(never_return=[silent]).lost([]) == [silent]  # as after kill -9: nobody listens
+    assert silent_process(silent).startswith(f"nobody listens at 127.0.0.1:{silent[1]} any more (killed")
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.9:1"])
+def test_a_call_of_ray_that_never_returns_ends_with_the_part_that_is_lost(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ("127.0.0.1", 9)
+    cluster = Cluster(address, 1.0, print, {store: "control store"})
+    monkeypatch.setattr(ray_cluster, "_cluster", cluster)
+    monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.01)
+    lost = iter([[], [], [store]])
+    cluster.lookout = SimpleNamespace(lost=lambda parts: next(lost))  # type: ignore[assignment]
+    whose = "the run's own Ray" if address is None else "the Ray cluster at 10.0.0.9:1"
+    with pytest.raises(ClusterLostError, match=rf"{whose} has lost its control store: .*127.0.0.1:9.*resume_mode=auto"):
+        call_ray(threading.Event().wait)
 
 
 def test_a_missing_machine_is_named_with_what_to_do() -> None:
@@ -89,8 +140,7 @@ def test_a_missing_machine_is_named_with_what_to_do() -> None:
 
 
 def test_an_address_where_nobody_answers_is_an_error_soon() -> None:
-    with socket.create_server(("127.0.0.2", 0)) as server:
-        port = server.getsockname()[1]
+    with grpc_server("127.0.0.2") as (_, port):
         require_answer(f"127.0.0.2:{port}", 0, print)
     assert silence_of(("127.0.0.2", port)) == f"127.0.0.2:{port} does not answer (Connection refused)"
     logged: list[str] = []

@@ -17,7 +17,7 @@ import pytest
 from tests.verl_lite.single_controller.workers import Calculator, Collective
 from trainer.cli import file_mask
 from verl_lite.errors import NoRoomError, StalledError, WorkerDiedError, circumstances
-from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
+from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups, liveness
 from verl_lite.single_controller.watcher import CLUSTER_MARK, RUN_MARK, marked_processes
 
 pytestmark = pytest.mark.slow
@@ -112,6 +112,25 @@ def test_a_rank_that_never_answers_ends_the_wait_with_its_stack_in_its_log(tmp_p
         groups["d"].process()
 
 
+def test_a_stopped_rank_is_named_and_a_busy_one_is_waited_for(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LOOK_EVERY_S": 0.2, "_ANSWER_S": 0.5, "LOST_AFTER_LOOKS": 3}.items():
+        monkeypatch.setattr(liveness, name, value)
+    recipe = {"c": ClassWithInitArgs(Collective), "d": ClassWithInitArgs(Calculator)}
+    groups = create_worker_groups("ray", POOL, recipe, log_dir=tmp_path)
+    groups["c"].hold_the_lock()
+    pid = groups["d"].process()[1]
+    os.kill(pid, signal.SIGSTOP)
+    said = rf"c rank 1 died in hang: .*\(pid {pid}\) has not answered .*: it is stopped \(SIGSTOP"
+    with pytest.raises(WorkerDiedError, match=said):
+        groups["c"].hang(1)
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not psutil.pid_exists(pid)
+
+
 def test_more_workers_than_room(ray_cluster: None) -> None:
     with pytest.raises(NoRoomError, match="3 slots are asked for, .*3 CPU each; 0 of the 1 machines"):
         create_worker_groups("ray", ResourcePool([3]), {"c": ClassWithInitArgs(Calculator)})
@@ -158,15 +177,32 @@ def test_private_clusters_are_nobody_elses_business_and_one_whose_store_is_kille
     assert not leftovers(second)
     assert set(first["workers"]) <= set(leftovers(first))  # undisturbed by the end of the other
     assert not (tmp_path / ".ray").exists()  # no token in the home folder
-    (store,) = (
-        pid
-        for pid in marked_processes(CLUSTER_MARK, first["token"], [first["folder"]])
-        if "gcs_server" in psutil.Process(pid).name()
-    )
-    os.kill(store, signal.SIGKILL)
+    ends_soon(driver, first, "gcs_server", signal.SIGKILL, "control store: nobody listens at 127.0.0.1:")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "number", "said"),
+    [
+        ("gcs_server", signal.SIGSTOP, "control store: gcs_server PID has not answered for 16 s: it is stopped"),
+        ("raylet", signal.SIGSTOP, "raylet on this machine: raylet PID has not answered for 16 s: it is stopped"),
+        ("raylet", signal.SIGKILL, "raylet on this machine: nobody listens at 127.0.0.1:"),
+    ],
+)
+def test_a_private_cluster_that_loses_a_part_ends_soon(
+    name: str, number: signal.Signals, said: str, tmp_path: Path
+) -> None:
+    ends_soon(*start_driver("hang", tmp_path, stderr=subprocess.PIPE), name, number, said)
+
+
+def ends_soon(driver: subprocess.Popen[str], facts: dict, name: str, number: signal.Signals, said: str) -> None:
+    """A signal to a part of its cluster ends the driver within half a minute, with a message, and all that is left."""
+    ours = marked_processes(CLUSTER_MARK, facts["token"], [facts["folder"]])
+    [pid] = [pid for pid in ours if psutil.Process(pid).name() == name]
+    os.kill(pid, number)
     began = time.monotonic()
-    _, told = driver.communicate(timeout=50)
-    assert time.monotonic() - began < 25
-    assert "ClusterLostError: the run's own Ray has lost its control store" in told
+    _, told = driver.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert f"ClusterLostError: the run's own Ray has lost its {said.replace('PID', f'(pid {pid})')}" in told, told
     assert "trainer.resume_mode=auto" in told.splitlines()[-1]
-    until_nothing_is_left(first)
+    until_nothing_is_left(facts)

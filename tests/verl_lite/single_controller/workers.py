@@ -174,6 +174,10 @@ class Collective(Worker):
         torch.distributed.barrier()
 
     @everywhere
+    def hold_the_lock(self) -> int:
+        return sum(range(60_000_000))  # a second or more in which no other Python thread runs
+
+    @everywhere
     def hang(self, rank: int) -> None:
         if self.rank == rank:
             time.sleep(600)
