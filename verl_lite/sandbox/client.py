@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ ATTEMPTS = (
 )
 """What a program must not do, with a script that does it."""
 
+_NEEDED = "needed: Linux with seccomp on x86-64 or ARM"
 _ERROR_CHARACTERS = 500
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -198,6 +200,11 @@ class Sandbox:
     def _start_server(self) -> None:
         if self._control is not None:
             return
+        if not hasattr(os, "memfd_create"):  # macOS, for example; without it not even unconfined code could run
+            raise UserError(
+                f"Code of answers does not run on {platform.system()} ({_NEEDED}). Run the rewards on a Linux machine "
+                "(reward.remote.url)."
+            )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own_root = str(Path(verl_lite.__file__).parents[1])
         packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
@@ -223,8 +230,8 @@ class Sandbox:
         if set(self._could) - {READ} and not self._allow_unsafe:
             self.close()
             raise UserError(
-                f"Code of answers does not run on this machine: it could {', '.join(self._could)} (needed: Linux with "
-                "seccomp on x86-64 or ARM). Run the rewards on another machine (reward.remote.url), or, where nothing "
+                f"Code of answers does not run on this machine: it could {', '.join(self._could)} ({_NEEDED}). "
+                "Run the rewards on another machine (reward.remote.url), or, where nothing "
                 "can be lost, set allow_unsafe: true in the reward's kwargs."
             )
 

@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from pathlib import Path
 
 RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, the driver's own children included
 CLUSTER_MARK = "VERL_LITE_CLUSTER"  # the cluster's processes only
+_PROC = "/proc"
+_PS = ("/bin/ps", "-axwwE", "-o", "pid=,command=")  # macOS, which has no /proc: each command with its environment
 _SHARED_MEMORY = "/dev/shm/"
 LOOK_EVERY_S = 3.0  # for shared memory of processes that may be gone when the driver dies
 
@@ -24,14 +27,19 @@ def marked_processes(mark: str, token: str, folders: Sequence[str] = ()) -> list
     """Living processes of this user whose initial environment has mark=token; this process is not among them.
 
     Some of Ray's processes overwrite theirs with a title: these are known by a file in one of `folders` that they have
-    open.
+    open. On macOS they are not found; they end by themselves, because their raylet, which is found, has ended.
     """
+    if not os.path.isdir(_PROC):
+        # without an environment of its own, `ps` does not list itself
+        listing = subprocess.run(_PS, env={}, capture_output=True, text=True, errors="replace").stdout
+        lines = [line.split(maxsplit=1) for line in listing.splitlines() if f"{mark}={token}" in line]
+        return [int(pid) for pid, _ in lines if int(pid) != os.getpid()]
     wanted = f"{mark}={token}".encode()
     places = tuple(os.path.realpath(folder) + "/" for folder in folders)
     found = []
     for pid in _other_processes():
         try:
-            environment = Path("/proc", pid, "environ").read_bytes()
+            environment = Path(_PROC, pid, "environ").read_bytes()
         except OSError:  # gone, or somebody else's
             continue
         overwritten = environment.startswith(b"\0")
@@ -41,12 +49,13 @@ def marked_processes(mark: str, token: str, folders: Sequence[str] = ()) -> list
 
 
 def _other_processes() -> list[str]:
-    return [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    names = os.listdir(_PROC) if os.path.isdir(_PROC) else []
+    return [name for name in names if name.isdigit() and int(name) != os.getpid()]
 
 
 def _open_files(pid: str) -> list[str]:
     try:
-        return [os.readlink(descriptor.path) for descriptor in os.scandir(f"/proc/{pid}/fd")]
+        return [os.readlink(descriptor.path) for descriptor in os.scandir(f"{_PROC}/{pid}/fd")]
     except OSError:  # gone, or somebody else's
         return []
 
@@ -56,7 +65,7 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     files = set()
     for pid in pids:
         try:
-            maps = Path("/proc", str(pid), "maps").read_text(errors="replace")
+            maps = Path(_PROC, str(pid), "maps").read_text(errors="replace")
         except OSError:
             continue
         files |= {line.split(maxsplit=5)[5] for line in maps.splitlines() if _SHARED_MEMORY in line}
@@ -96,7 +105,7 @@ def watch(driver: int, token: str, folders: list[str]) -> None:
     """Wait for a byte on standard input (the run ended and cleaned up itself) or for the driver's death."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # batch systems send them to every process of a job
         signal.signal(number, signal.SIG_IGN)
-    pipe = os.readlink("/proc/self/fd/0")
+    pipe = os.readlink(f"{_PROC}/self/fd/0") if os.path.isdir(_PROC) else ""
     shared: set[str] = set()
     looked = 0.0
     while os.getppid() == driver:
@@ -108,7 +117,7 @@ def watch(driver: int, token: str, folders: list[str]) -> None:
         if time.monotonic() - looked > LOOK_EVERY_S:
             shared |= shared_memory_of(marked_processes(RUN_MARK, token))
             looked = time.monotonic()
-    # forks of the driver, which have the pipe open: they have its environment, which has no mark
+    # Forks of the driver have its environment, which has no mark. They are found by the pipe, which they have open.
     kill([int(pid) for pid in _other_processes() if pipe in _open_files(pid)])
     end(RUN_MARK, token, folders, shared=shared)
 

@@ -159,8 +159,11 @@ def _pickled(reply: Reply) -> bytes:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """On Linux the kernel kills this process when the thread that started it ends, whatever this one is doing then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Has Linux kill this process when the thread that started it ends, whatever this process is doing then.
+
+    Other systems have no such call. There `Child._read` ends the process when the pool's end of the pipe is closed.
+    """
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
