@@ -14,8 +14,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
-from verl_lite.config import ModelConfig
+from trainer.data.tokens import Prompt, encode_prompts
+from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
+from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.guarded import told_as
 from workers.policy.loading import NetworkSpec, build_network, count_parameters, load_model_config
 from workers.policy.tokenizer import load_tokenizer, plain_template
@@ -52,6 +54,30 @@ def test_a_chat_template_is_a_file_or_text_or_none(good: Path, tmp_path: Path) -
         assert load_tokenizer(model, asked).apply_chat_template(chat, tokenize=False) == text
     with pytest.raises(UserError, match="data.chat_template=None: a file, Jinja text, or none is expected"):
         load_tokenizer(model, "None")
+
+
+@pytest.mark.parametrize(
+    ("template", "excess"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took more than 0.15 s"),
+        ("{{ 9 ** (9 ** 9) }}", "took more than 0.15 s"),  # one call of C code
+        ("{{ 'x' * 1000000000 }}", "needed more than 0 GiB of memory"),
+        ("{{ 'x' * 2000000 }}", "wrote 2,000,000 characters, more than the 1,048,576 allowed"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_refused_and_the_folder_named(
+    good: Path, template: str, excess: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SECONDS": 0.1, "MEMORY_BYTES": 64 << 20}.items():
+        monkeypatch.setattr(f"workers.policy.chat_template.{name}", value)
+    tokenizer = load_tokenizer(ModelConfig(path=str(good)), template)
+    with pytest.raises(UserError, match=f"The chat template of '{good}'.*{excess}"):
+        encode_prompts([Prompt([{"role": "user", "content": "1="}])], tokenizer, DataConfig())
+    tokenizer.chat_template = "{{ messages[0].content }}{{ raise_exception('no') if messages[1] }}"
+    chat = [{"role": "user", "content": "1="}]
+    assert render_chats(tokenizer, [chat] * 3) == ["1="] * 3, "another template is not charged for it"
+    with pytest.raises(ChatTemplateError, match="^TemplateError: no$"):
+        render_chats(tokenizer, [chat, chat * 2])
 
 
 def test_plain_text_begins_with_the_token_that_the_tokenizer_puts_there() -> None:

@@ -17,6 +17,7 @@ from trainer.data.sources import read_rows
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from workers.policy.chat_template import render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
 
@@ -128,11 +129,7 @@ def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, is_question: bool)
     if tokenizer.chat_template is None and len(chat) > 2:
         raise UserError(NO_TEMPLATE.format("chats of several messages"))
     template = tokenizer.chat_template or plain_template(tokenizer)
-    text = tokenizer.apply_chat_template(
-        chat, chat_template=template, tokenize=False, add_generation_prompt=is_question
-    )
-    assert isinstance(text, str)
-    return text
+    return render_chats(tokenizer, [chat], chat_template=template, add_generation_prompt=is_question)[0]
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

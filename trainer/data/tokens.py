@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
+from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
 CACHED_FROM = 5_000
@@ -128,13 +129,13 @@ def _render(
 ) -> list[str]:
     shown = kwargs if tools is None else {**kwargs, "tools": json.loads(tools)}
     try:
-        return list(tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True, **shown))
-    except Exception as error:  # the template is the model's code and kwargs are the user's: they may raise anything
+        return render_chats(tokenizer, chats, add_generation_prompt=True, **shown)
+    except ChatTemplateError as error:
         if len(chats) > 1:  # which of them it was is found one by one
             return [_render(tokenizer, [chat], tools, kwargs)[0] for chat in chats]
         raise UserError(
             f"The chat template of {tokenizer.name_or_path!r} with data.apply_chat_template_kwargs={kwargs} refuses "
-            f"the prompt {chats[0]!r:.200} ({type(error).__name__}: {error}). Change the prompt in the data, take "
+            f"the prompt {chats[0]!r:.200} ({error}). Change the prompt in the data, take "
             "another template with data.chat_template, or other data.apply_chat_template_kwargs"
         ) from error
 

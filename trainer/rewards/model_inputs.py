@@ -6,7 +6,6 @@ rendered by the reward model's chat template and tokenised anew; a text that is 
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from workers.policy.chat_template import render_chats
 from workers.policy.loading import load_model_config, longest_context
 from workers.policy.sequence_score import check_sequence_classifier
 
@@ -113,7 +113,7 @@ class Retokenizer:
         texts = self._policy.batch_decode(written, skip_special_tokens=True)
         prompts = batch.non_tensor_batch["raw_prompt"]
         chats = [[*p, {"role": "assistant", "content": text}] for p, text in zip(prompts, texts, strict=True)]
-        return cast(list[str], self._reward.apply_chat_template(chats, tokenize=False, add_generation_prompt=False))
+        return render_chats(self._reward, chats, add_generation_prompt=False)
 
 
 def _check_same_vocabulary(

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.errors import UserError
+from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE
 
 Message = dict[str, str]
@@ -33,8 +33,6 @@ _PROBE = "verlliteprobe"
 _ODD_CONTENT = f" \t\n\"<a>&'{{}}\\/ <tool_response> {_PROBE} \n "
 _ENCODINGS_KEPT = 1024
 _WITHOUT_SYSTEM = "put its text into agent_template and leave agentic.custom_envs.TAG.agent_system_template empty"
-# a template refuses by raise_exception (a TemplateError), or fails over a field or method that a message does not have
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class ChatJoins:
@@ -63,7 +61,7 @@ class ChatJoins:
         self._check_joins(system)
         try:
             takes_tools = _PROBE in self._after_answer([*_SHORT, {"role": "tool", "content": _PROBE}])
-        except _TEMPLATE_ERRORS:  # templates refuse in many ways
+        except UserError:  # it refuses the role, or leaves out the answer before it
             takes_tools = False
         self.tool_role = "tool" if takes_tools else "user"
         self._rests: dict[str, Callable[[str], str]] = {
@@ -87,12 +85,8 @@ class ChatJoins:
         ended = bool(response_ids) and response_ids[-1] == self.end_of_turn
         return ids[self._closing :] if ended else ids
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
-        )
-        assert isinstance(text, str)
-        return text
+    def _render(self, messages: Sequence[Message]) -> str:
+        return render_chats(self._tokenizer, [messages], add_generation_prompt=True, **self._template_kwargs)[0]
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -161,7 +155,7 @@ class ChatJoins:
     def _rendered_or_refused(self, messages: list[Message], system: bool) -> str:
         try:
             return self._render(messages)
-        except _TEMPLATE_ERRORS as error:
+        except ChatTemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             remedy = "set data.apply_chat_template_kwargs to what it needs"
             if system:

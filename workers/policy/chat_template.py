@@ -1,0 +1,137 @@
+"""Renders chats with a tokenizer's chat template, in a child process that the kernel limits in time and memory.
+
+A chat template is a program of whoever made the model's folder. Jinja's sandbox keeps it from files and from the
+network, but not from looping for hours, from `9**9**9`, or from texts that fill the memory.
+"""
+
+import gc
+import os
+import pickle
+import resource
+import signal
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import psutil
+from transformers import PreTrainedTokenizerBase
+
+from verl_lite.errors import UserError
+
+SECONDS, SECONDS_PER_CHAT = 10.0, 0.05
+"""Processor time that a template may take: for everything, and besides for each chat. A chat usually takes 0.0002 s."""
+MEMORY_BYTES = 2 << 30
+MOST_CHARACTERS, MOST_GROWTH = 1 << 20, 8
+"""The texts of a call have at most so many characters, or this multiple of the bytes of what they are made from."""
+
+
+class ChatTemplateError(UserError):
+    """The chat template refused a chat, or failed on it. The message begins with the type of its error."""
+
+
+class _Child:
+    """A copy of this process that renders with `tokenizer` as it is now, and ends when the connection closes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.template, self.parent = tokenizer, tokenizer.chat_template, os.getpid()
+        self.connection, theirs = Pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                _serve(tokenizer, theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def fits(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether it renders with this tokenizer, and belongs to this process."""
+        return self.tokenizer is tokenizer and self.template == tokenizer.chat_template and self.parent == os.getpid()
+
+    def end(self) -> int:
+        """Ends it, if it has not ended yet; returns its exit code, of a signal the negative number."""
+        self.connection.close()
+        os.kill(self.pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+_child: _Child | None = None
+_rendering = threading.Lock()
+
+
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[dict[str, str]]], **arguments: Any
+) -> list[str]:
+    """The text of each chat, as `tokenizer.apply_chat_template(chats, tokenize=False, **arguments)` gives it.
+
+    Raises:
+        ChatTemplateError: the template refuses a chat or fails on it.
+        UserError: the template takes too much time or memory, or writes too much. Names the model's folder.
+    """
+    global _child
+    with _rendering:
+        child, _child = _child, None  # after an interruption here a late reply belongs to nobody
+        if child is None or not child.fits(tokenizer):
+            if child is not None and child.parent == os.getpid():
+                child.end()
+            child = _Child(tokenizer)
+        try:
+            child.connection.send((list(chats), arguments))
+            texts, refusal, excess = child.connection.recv()
+        except (EOFError, OSError):
+            code = child.end()
+            excess = f"ended the process that renders it (exit code {code})"
+            if code == -signal.SIGPROF:
+                excess = f"took more than {SECONDS + SECONDS_PER_CHAT * len(chats):g} s of processor time"
+        else:
+            _child = child
+    if excess:
+        raise UserError(
+            f"The chat template of {tokenizer.name_or_path!r} (or data.chat_template) {excess} for {len(chats)} chats. "
+            "Look at the template before you use this folder, or give another one with data.chat_template"
+        )
+    if refusal:
+        raise ChatTemplateError(refusal)
+    return texts
+
+
+def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> None:
+    """The child's life. It holds nothing of its parent's: no files, no signal handlers, no garbage to collect."""
+    gc.freeze()
+    os.closerange(3, connection.fileno())
+    os.closerange(connection.fileno() + 1, 1 << 16)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent answers these, and ends this process
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    most = psutil.Process().memory_info().vms + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    left = SECONDS
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        chats, arguments = pickle.loads(message)
+        signal.setitimer(signal.ITIMER_PROF, min(SECONDS, left) + SECONDS_PER_CHAT * len(chats))
+        reply = _rendered(tokenizer, chats, arguments, max(MOST_CHARACTERS, MOST_GROWTH * len(message)))
+        left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
+        connection.send(reply)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, chats: list[Any], arguments: dict[str, Any], most: int
+) -> tuple[list[str], str, str]:
+    """The texts, why the template refused, and what it took too much of."""
+    texts: list[str] = []
+    written = 0
+    try:
+        for chat in chats:
+            texts.append(str(tokenizer.apply_chat_template(chat, tokenize=False, **arguments)))
+            written += len(texts[-1])
+            if written > most:
+                return [], "", f"wrote {written:,} characters, more than the {most:,} allowed,"
+    except MemoryError:
+        return [], "", f"needed more than {MEMORY_BYTES >> 30} GiB of memory"
+    except Exception as error:  # the template is the model's code, and may raise anything
+        return [], f"{type(error).__name__}: {error}", ""
+    return texts, "", ""
