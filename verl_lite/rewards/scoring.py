@@ -27,6 +27,7 @@ from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_c
 OPTION = "reward.functions"
 _EXTRA_CHARACTERS = 10_000
 _ERROR_CHARACTERS = 20_000
+_FLOAT32_MAX = 3.4028234663852886e38
 _TAKEN = "score model function error_rate timeout_rate processes_replaced overlong overlong_reward".split()
 """What other columns and metrics are called: reward/model, reward/error_rate ..."""
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -60,6 +61,13 @@ class RewardResult:
     timed_out: bool = False
 
     @classmethod
+    def scored(cls, giver: str, score: float, extra: dict[str, float | str] | None = None) -> RewardResult:
+        """A sample with this score; a failure if the score is not `is_score`. giver: names the source in the error."""
+        if is_score(score):
+            return cls(score, extra or {})
+        return cls.failure(f"{giver} gave {score:g}; expected {SCORE}")
+
+    @classmethod
     def failure(cls, error: str, *, timed_out: bool = False) -> RewardResult:
         """A sample without a score. The middle of a very long error is left out."""
         if (excess := len(error) - _ERROR_CHARACTERS) > 0:
@@ -68,24 +76,32 @@ class RewardResult:
         return cls(score=math.nan, failed=True, error=error, timed_out=timed_out)
 
 
+SCORE = "a finite number in the range of float32"
+
+
+def is_score(number: float) -> bool:
+    """True for a number that tensors of scores, which are float32, can hold: not NaN, and at most 3.4e38 in size."""
+    return abs(number) <= _FLOAT32_MAX
+
+
 def read_score(returned: Any) -> tuple[float, dict[str, float | str]]:
     """The score and the extras in what a reward function returned.
 
-    A finite number or bool, or a dict with one under "score". Of the dict's other entries finite numbers, bools and
-    strings are kept, a string up to 10,000 characters. Raises ValueError for anything else.
+    A number in the range of float32 or a bool, or a dict with one under "score". Of the dict's other entries such
+    numbers, bools and strings are kept, a string up to 10,000 characters. Raises ValueError for anything else.
     """
     entries = returned if isinstance(returned, dict) else {"score": returned}
     if "score" not in entries:
         raise ValueError(f"The reward function returned a dict without 'score': {returned!r:.200}")
-    if not math.isfinite(score := _number(entries["score"])):
+    if not is_score(score := _number(entries["score"])):
         what = "a dict whose 'score' is " if isinstance(returned, dict) else ""
         found = f"{entries['score']!r:.200} ({type(entries['score']).__name__})"
-        raise ValueError(f"The reward function returned {what}{found}; expected a finite number")
+        raise ValueError(f"The reward function returned {what}{found}; expected {SCORE}")
     extra: dict[str, float | str] = {}
     for key, value in entries.items():
         if isinstance(value, str):
             extra[str(key)] = value[:_EXTRA_CHARACTERS]
-        elif key != "score" and math.isfinite(number := _number(value)):
+        elif key != "score" and is_score(number := _number(value)):
             extra[str(key)] = number
     return score, extra
 
@@ -324,7 +340,8 @@ class Scorer:
             for name, value in result.extra.items():
                 extra[name if part.outcome and name not in names else f"{part.label}.{name}"] = value
         extra.setdefault("acc", next(result.score for part, result in pairs if part.outcome))
-        return RewardResult(sum(part.weight * result.score for part, result in pairs), extra)
+        total = sum(part.weight * result.score for part, result in pairs)
+        return RewardResult.scored("The weighted sum of reward.functions", total, extra)
 
 
 def _guarded(work: Callable[..., Any], *args: Any) -> RewardResult:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
@@ -42,6 +43,8 @@ class ChatJoins:
         request, else the policy writes on past its turn. tool_role: "tool", or "user" where the template takes no
         message of that role after an assistant's.
     template_kwargs: data.apply_chat_template_kwargs. system: whether conversations begin with a system message.
+    most_tokens: the callers drop longer texts, so that of a text which is certainly longer only the beginning has to be
+        tokenized; None = every text is tokenized whole.
     Raises UserError for a template whose turns cannot be joined: none at all, no end of a turn, messages that change
     what was written before them, a system message that it does not take.
     """
@@ -52,12 +55,15 @@ class ChatJoins:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         system: bool = False,
+        most_tokens: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         if tokenizer.chat_template is None:
             raise UserError(NO_TEMPLATE.format("the turns of an episode"))
         self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
+        longest = None if most_tokens is None else characters_per_token(tokenizer)
+        self._most_characters = None if longest is None else longest * most_tokens + 1
         self._check_joins(system)
         try:
             takes_tools = _PROBE in self._after_answer([*_SHORT, {"role": "tool", "content": _PROBE}])
@@ -70,8 +76,9 @@ class ChatJoins:
         self._closing, self.end_of_turn = self._closing_of_turn()
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids that the first turn of these messages is sampled from, the generation prompt at the end."""
-        return self._encoded(self._render(messages))
+        """Token ids that the first turn of these messages is sampled from, the generation prompt at the end; of a text
+        that certainly has more than `most_tokens`, more than that from its beginning."""
+        return self._encoded(self._render(messages)[: self._most_characters])
 
     def join(self, response_ids: Sequence[int], message: Message) -> tuple[int, ...]:
         """What stands between a sampled turn and the next: its end where it is not sampled, the message, the generation
@@ -81,7 +88,7 @@ class ChatJoins:
         limit, in neither. message: of the role user or tool.
         """
         role = self.tool_role if message["role"] == "tool" else message["role"]
-        ids = self._encoded(self._rests[role](message["content"]))
+        ids = self._encoded(self._rests[role](message["content"])[: self._most_characters])
         ended = bool(response_ids) and response_ids[-1] == self.end_of_turn
         return ids[self._closing :] if ended else ids
 
@@ -174,6 +181,23 @@ class ChatJoins:
             f"The chat template of model.path (or data.chat_template) {what}. Give another template with "
             "data.chat_template: a file, or the Jinja text itself"
         )
+
+
+def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The most characters of a text that one token stands for; None where that is not known.
+
+    It is known of a byte-level BPE that has every byte: a token stands for as many bytes as its name has characters,
+    and a character has a byte at least. NFC makes one character of four at most. A token that takes the spaces around
+    it, or a character without a token, would have no such bound.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    names = tokenizer.get_vocab()
+    factor = {"NoneType": 1, "NFC": 4}.get(type(getattr(backend, "normalizer", None)).__name__)
+    is_byte_level = "ByteLevel" in repr(getattr(backend, "pre_tokenizer", None))
+    takes_spaces = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    if factor is None or not is_byte_level or takes_spaces or not names.keys() >= set(ByteLevel.alphabet()):
+        return None
+    return factor * max(map(len, names))
 
 
 @dataclass

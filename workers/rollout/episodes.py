@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.metrics import Metric
+from verl_lite.rewards.scoring import SCORE, is_score
 from workers.envs.host import EnvReply
 from workers.envs.pool import EnvPool
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
@@ -58,7 +59,8 @@ class Trajectory:
     """An episode that ended.
 
     stop: terminated, truncated: the environment said so. max_steps, max_length: a limit of turns or tokens. failed: the
-    environment did not answer (`error` says why, `is_timeout` whether it was too slow).
+    environment did not answer, its rewards are no score, or its first prompt is too long (`error` says why,
+    `is_timeout` whether it was too slow).
     surplus: its group was full before it ended.
     is_kept: whether it becomes rows; a failed one does only if its group cannot be filled without it.
     prompt_messages, prompt_ids: of the first turn, also where that turn was too long to be taken.
@@ -160,7 +162,7 @@ class EpisodeRunner:
         self._engine, self._pool, self._tokenizer = engine, pool, tokenizer
         self._templates, self._limits, self._seed = templates, limits, seed
         has_system = any(template.agent_system_template for template in templates.values())
-        self._joins = ChatJoins(tokenizer, chat_template_kwargs, system=has_system)
+        self._joins = ChatJoins(tokenizer, chat_template_kwargs, system=has_system, most_tokens=limits.max_model_len)
         self._stop_token_ids = tuple(sorted({*stop_token_ids, self._joins.end_of_turn}))
         self._format_penalty = dict(format_penalty or {})
         self._max_live = max_live
@@ -266,6 +268,9 @@ class EpisodeRunner:
         turn.is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
         penalty = 0.0 if turn.is_valid else self._format_penalty.get(trajectory.spec.purpose, 0.0)
         turn.reward, turn.info = reply.reward + penalty, reply.info
+        if not is_score(trajectory.score):
+            trajectory.error = f"The rewards of the episode sum to {trajectory.score:g}; expected {SCORE}."
+            return self._end(episode, "failed")
         if reply.terminated or reply.truncated:
             return self._end(episode, "terminated" if reply.terminated else "truncated")
         if len(trajectory.turns) >= episode.template.max_steps:
@@ -296,6 +301,12 @@ class EpisodeRunner:
             room = most - (len(episode.context) - len(trajectory.prompt_ids))
         if turn == 0:
             trajectory.prompt_messages, trajectory.prompt_ids = messages, ids
+            if len(ids) > limits.max_prompt_length:
+                trajectory.error = (
+                    f"The first prompt has at least {len(ids)} tokens, and data.max_prompt_length="
+                    f"{limits.max_prompt_length} allows fewer: raise it, or shorten the observation of reset."
+                )
+                return self._end(episode, "failed")
         room = min(
             room,
             limits.max_model_len - len(episode.context),

@@ -4,16 +4,19 @@ encoded, and against texts written by hand. What templates rewrite in hindsight 
 
 from __future__ import annotations
 
+import copy
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
 from tests.tiny_model import tiny_tokenizer
 from tests.workers.rollout import chat_templates as families
 from verl_lite.errors import UserError
-from workers.rollout.conversation import ChatJoins, Message
+from workers.rollout.conversation import ChatJoins, Message, characters_per_token
 
 SYSTEM: Message = {"role": "system", "content": "you are an agent."}
 
@@ -152,6 +155,21 @@ def test_thinking_that_the_template_strips_from_history_stays() -> None:
     tail = "<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"
     assert talk.tokenizer.decode(ids) == head + answer + tail
     assert whole == head + "up" + tail
+
+
+def test_only_the_beginning_of_a_text_that_is_certainly_too_long_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, read = copy.deepcopy(families.chatml()), list[int]()
+    assert characters_per_token(tokenizer) == len("<|endoftext|>"), "its longest token"
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    assert characters_per_token(tokenizer) == 4 * len("<|endoftext|>")
+    assert len(unicodedata.normalize("NFD", "\u1f82")) == 4, "characters that NFC makes one"
+    for other in (tiny_tokenizer(), families.metaspace(families.MISTRAL)):
+        assert characters_per_token(other) is None, "it drops characters, or takes several for one unknown token"
+    joins, encode = ChatJoins(tokenizer, most_tokens=100), type(tokenizer).encode
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *x, **more: (read.append(len(x[1])), encode(*x, **more))[1])
+    long = user("a " * 100_000)
+    assert len(joins.prompt([long])) > 100 < len(joins.join([3], long))
+    assert read == [4 * 13 * 100 + 1] * 2
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -5,6 +5,7 @@ One character is one token ("0" is 3, "a" is 28); a message stands between two 1
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.schema import check, column
 from workers.rollout.base import Request
 from workers.rollout.episodes import TokenLimits
+from workers.rollout.group_run import EpisodeCounts
 
 A, B, C, D, E = 28, 29, 30, 31, 32
 
@@ -110,18 +112,30 @@ def test_the_limit_of_all_tokens_ends_the_trajectory(
     assert data.non_tensor_batch["finish_reason"][0] == "length"
 
 
-def test_an_overlong_prompt_ends_the_trajectory_not_the_run() -> None:
+@pytest.mark.parametrize(
+    ("observation", "reward", "prompt", "error"),
+    [
+        ("edcbaedcba", 1.0, [E, D, C, B, A, 1], "at least 12 tokens, and data.max_prompt_length=6"),
+        ("a", 1e308, [1, A, 1], "sum to 1e\\+308; expected .* float32"),
+        ("a", 3e38, [1, A, 1], "sum to 6e\\+38; expected .* float32"),  # each of the two rewards is in the range
+    ],
+)
+def test_an_overlong_prompt_or_a_score_beyond_float32_fails_the_episode_not_the_run(
+    observation: str, reward: float, prompt: list[int], error: str
+) -> None:
     def script(seed: int, actions: list[str]) -> dict[str, Any]:
-        return {"observation": "edcbaedcba" if seed == 7 else "a", "reward": 1.0, "terminated": True}
+        bad = {"observation": observation, "reward": reward}
+        return (bad if seed == 7 else {"observation": "a", "reward": 1.0}) | {"terminated": len(actions) == 2}
 
-    episodes, _, engine = play(script, worded("b!"), [spec("g_0"), spec("h_0", seed=8)])
-    assert [one.stop for one in episodes] == ["max_length", "terminated"]
-    assert len(engine.requests) == 1
+    episodes, _, _ = play(script, worded("b!", "b!"), [spec("g_0"), spec("h_0", seed=8)])
+    assert [one.stop for one in episodes] == ["failed", "terminated"]
+    counts = EpisodeCounts.of(episodes)
+    assert (counts.episodes, counts.failed) == (2, 1)
+    assert re.search(f"(?s)episode g_0 of the environment 't'.*{error}", str(counts.first_failure))
     data = rows(episodes)
-    expect(data, 0, [E, D, C, B, A, 1], [], [])
+    expect(data, 0, prompt, [], [])
     assert list(data.non_tensor_batch["reward_failed"]) == [True, False]
-    assert list(data.non_tensor_batch["finish_reason"]) == ["length", "stop"]
-    assert data.batch["policy_version"].tolist() == [-1, 1]
+    assert data.batch["episode_scores"].tolist() == [0.0, 2.0] and not data.batch["token_level_scores"][0].any()
 
 
 def test_each_step_a_row() -> None:
