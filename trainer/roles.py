@@ -4,7 +4,6 @@ Planning happens here, once, for all ranks: which rows share an optimizer step, 
 micro-batches there are, and the global denominators of the loss. Ranks obey; none of them counts.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -284,9 +283,7 @@ class RewardModelRole(ModelRole):
         rows, errors = self.inputs(batch)
         scored = self.infer(self.group.compute_rm_score, rows, "reward_model")
         scores = scored.batch["rm_scores"].tolist()
-        results = []
-        for score, error in zip(scores, errors, strict=True):
-            if error is None and not math.isfinite(score):
-                error = f"The reward model gave {score}; expected a finite number."
-            results.append(RewardResult(score) if error is None else RewardResult.failure(error))
-        return results
+        return [
+            RewardResult.scored("The reward model", score) if error is None else RewardResult.failure(error)
+            for score, error in zip(scores, errors, strict=True)
+        ]

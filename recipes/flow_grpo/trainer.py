@@ -21,6 +21,7 @@ from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
+from verl_lite.rewards import is_score
 from verl_lite.seqlen_balance import plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup
 
@@ -112,7 +113,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
     def _scores(self, batch: DataProto) -> list[float | None]:
         prompts = [str(prompt) for prompt in batch.non_tensor_batch["prompt"]]
         found = self.reward(batch.batch["frames"], prompts, **self.config.reward.kwargs)
-        scores = [None if score is None or not np.isfinite(float(score)) else float(score) for score in found]
+        scores = [None if score is None or not is_score(float(score)) else float(score) for score in found]
         if len(scores) != len(batch):
             raise ValueError(f"{self.config.reward.name} gave {len(scores)} scores for {len(batch)} samples")
         return scores

@@ -192,7 +192,8 @@ def _weighted_sum(weights: list[float], row: tuple[RewardResult, ...]) -> Reward
     if failure is not None:
         return failure
     score = sum(weight * result.score for weight, result in zip(weights, row, strict=True))
-    return RewardResult(score, {name: value for result in row for name, value in result.extra.items()})
+    extra = {name: value for result in row for name, value in result.extra.items()}
+    return RewardResult.scored("The weighted sum of reward function and reward model", score, extra)
 
 
 def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_ends: bool = False) -> dict[str, Metric]:

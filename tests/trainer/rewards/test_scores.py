@@ -132,6 +132,13 @@ def test_a_failure_of_either_part_masks_the_answer_and_keeps_the_error(tmp_path:
     assert mask_failed(batch() | scored).batch["response_mask"].sum(1).tolist() == [3, 0, 2, 0]
 
 
+def test_parts_whose_sum_float32_cannot_hold_mask_the_answer(tmp_path: Path) -> None:
+    parts = Pool(results(1.0, 3e38, 1.0, 1.0)), Model(results(1.0, 3e38, 1.0, 1.0))
+    scored = score(tmp_path, *parts, max_error_rate=0.5)
+    assert scored.non_tensor_batch["reward_failed"].tolist() == [False, True, False, False]
+    assert scored.batch["token_level_scores"].isfinite().all()
+
+
 def test_a_value_of_the_function_may_not_take_the_name_of_a_part(tmp_path: Path) -> None:
     pool = Pool(results(1.0, 1.0, 1.0, 1.0, model=3.0))
     with pytest.raises(UserError, match="returned an entry 'model'"):

@@ -129,7 +129,7 @@ def test_an_async_reward_makes_a_run_async_unless_it_is_only_there_to_be_named(c
 # ---------------------------------------------------------------------------------------------- what a function returns
 
 
-@pytest.mark.parametrize("returned", [1, 1.5, True, np.float32(0.5), np.bool_(True), np.array(2.0), {"score": 1}])
+@pytest.mark.parametrize("returned", [1, 1.5, True, np.float32(0.5), np.bool_(True), np.array(2.0), {"score": 1}, 3.4e38])
 def test_numbers_are_scores(returned: Any) -> None:
     score, extra = read_score(returned)
     assert score == float(returned["score"] if isinstance(returned, dict) else returned) and extra == {}
@@ -137,7 +137,10 @@ def test_numbers_are_scores(returned: Any) -> None:
 
 @pytest.mark.parametrize(
     "returned",
-    [None, "1.0", math.nan, math.inf, [1, 2], {}, {"acc": 1}, {"score": None}, {"score": math.nan}, object()],
+    [
+        None, "1.0", math.nan, math.inf, [1, 2], {}, {"acc": 1}, {"score": None}, {"score": math.nan}, object(),
+        1e308, -3.5e38, 10**400, np.float64(1e39), {"score": 1e308},  # float32 ends at 3.4028e38
+    ],  # fmt: skip
 )
 def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
     with pytest.raises(ValueError):
@@ -147,7 +150,7 @@ def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
 
 
 def test_extras_are_numbers_and_strings_of_bounded_length() -> None:
-    returned = {"score": 1, "acc": True, "length": np.int64(3), "pred": "4", "x": math.nan, "y": None, "z": [1]}
+    returned = {"score": 1, "acc": True, "length": np.int64(3), "pred": "4", "x": math.nan, "y": None, "z": [1], "w": 1e39}
     assert read_score(returned) == (1.0, {"acc": 1.0, "length": 3.0, "pred": "4"})
     assert len(read_score({"score": 1, "pred": "x" * 10_000_000})[1]["pred"]) == 10_000  # type: ignore[arg-type]
 
@@ -218,6 +221,12 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(m
     }  # fmt: skip
     assert bad.failed and bad.extra == {} and "no such answer" in (bad.error or "")
     assert "The part 'short' of reward.functions failed." in (bad.error or "")
+
+
+def test_a_sum_that_float32_cannot_hold_fails_the_sample() -> None:
+    parts = tuple(RewardPart(name, function=lambda **call: 3e38, outcome=name == "a") for name in "ab")
+    [result] = Scorer(parts).score_all(items("x"))
+    assert result.failed and "The weighted sum of reward.functions gave 6e+38" in (result.error or "")
 
 
 def test_the_outcome_gives_acc_and_pred_and_names_never_clash() -> None:
