@@ -62,8 +62,8 @@ class ChatJoins:
         if tokenizer.chat_template is None:
             raise UserError(NO_TEMPLATE.format("the turns of an episode"))
         self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
-        longest = None if most_tokens is None else characters_per_token(tokenizer)
-        self._most_characters = None if longest is None else longest * most_tokens + 1
+        longest = characters_per_token(tokenizer)
+        self._most_characters = None if longest is None or most_tokens is None else longest * most_tokens + 1
         self._check_joins(system)
         try:
             takes_tools = _PROBE in self._after_answer([*_SHORT, {"role": "tool", "content": _PROBE}])
