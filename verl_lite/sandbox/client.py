@@ -22,7 +22,7 @@ from typing import Any
 import verl_lite
 from verl_lite.errors import UserError
 from verl_lite.sandbox.confine import Limits
-from verl_lite.sandbox.values import Unreadable, as_line, encode, read_line
+from verl_lite.sandbox.values import FORGED, Unreadable, as_line, encode, fields, read_line
 
 READ = "read every file that this user may read"
 ATTEMPTS = (
@@ -107,9 +107,12 @@ class Sandbox:
 
         There are fewer outcomes than calls if the process ended; the last one says why.
         """
-        requests = [{"call": name, "args": encode(list(args)), "kwargs": encode({})} for args in calls]
+        requests = [
+            {"call": name, "args": encode(list(args)), "kwargs": encode({}), "number": number}
+            for number, args in enumerate(calls, 1)
+        ]
         [ended] = self.run([("hold_functions", [{"code": code, "has_requests": True}, *requests])], "", total_s)
-        outcomes = [_told(message) or Outcome(True, message.get("value")) for message in ended.messages]
+        outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
         if outcomes and outcomes[0].error:  # of the code itself
             return [outcomes[0]] * len(calls)
         outcomes = outcomes[1 : 1 + len(calls)]
@@ -259,11 +262,27 @@ def _messages(fd: int) -> Messages:
 
 
 def _told(message: dict[str, Any]) -> Outcome | None:
-    """The outcome that a message tells, if it tells of an error."""
-    raised, error = message.get("raised"), message.get("error") or ("object" in message and "no plain value")
-    if isinstance(raised, dict):
-        error = f"{raised.get('name')}: {raised.get('text')}"
-    return Outcome(message.get("compiled") is not False, error=str(error)[:_ERROR_CHARACTERS]) if error else None
+    """The error that a message of `run_script` before the code runs, or of `run_tests`, tells of, if it does."""
+    error = message.get("error")
+    return Outcome(message.get("compiled") is not False, error=error) if error else None
+
+
+def _returned(message: dict[str, Any], number: int) -> Outcome:
+    """What a call gave, or with number 0 what running the code gave. The code may have written the message itself, so
+    all but the shapes that `hold_functions` sends is an error."""
+    if number and message.pop("number", None) != number:
+        return Outcome(True, error=FORGED)
+    for raised in fields(message, raised=dict) or ():
+        if text := fields(raised, name=str, base=str, text=str):
+            return Outcome(True, error=f"{text[0]}: {text[2]}"[:_ERROR_CHARACTERS])
+    if not number and (failed := fields(message, compiled=bool, error=str)):
+        return Outcome(False, error=failed[1][:_ERROR_CHARACTERS] or "no Python")
+    if not number and fields(message, names=dict):
+        return Outcome(True)
+    if number and fields(message, object=int, after=list):
+        return Outcome(True, error="no plain value")
+    value = fields(message, value=object, after=list) if number else None
+    return Outcome(True, value[0]) if value else Outcome(True, error=FORGED)
 
 
 def _readable_folders() -> list[str]:

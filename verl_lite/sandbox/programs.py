@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, Any
 
-from verl_lite.sandbox.values import as_line, decode, encode, read_line
+from verl_lite.sandbox.values import FORGED, Unreadable, as_line, decode, encode, fields, read_line
 
 ANSWER, TESTS = "answer", "tests"
 """Names of the modules that the code becomes."""
@@ -60,7 +60,8 @@ def hold_functions(task: int, reply: int) -> None:
     reply gets {"names"} once the code has run, or {"compiled": false, "error"} or {"raised"}; then an answer for each
     request: {"call": name, "args", "kwargs"} gives {"value", "after": arguments changed in place} or {"raised"}. What
     is no plain value stays here, and {"object": number} is given for it; {"call", "of": number} asks for its method,
-    or with "args": null for its attribute, which is {"function": true} where it can be called.
+    or with "args": null for its attribute, which is {"function": true} where it can be called. Each answer has the
+    "number" of its request. The code can write to `reply` as well, so a reader takes nothing but these shapes.
     """
     requests = open(task, "rb")
     message = read_line(requests)
@@ -79,7 +80,7 @@ def hold_functions(task: int, reply: int) -> None:
 
     def run() -> dict[str, Any]:
         exec(compiled, namespace)
-        return {"names": {name: _described(value) for name, value in namespace.items() if name[:2] != "__"}}
+        return {"names": {name: _described(value) for name, value in namespace.items() if _is_name(name)}}
 
     def do(request: dict[str, Any]) -> dict[str, Any]:
         name, of = request["call"], request.get("of")
@@ -98,14 +99,15 @@ def hold_functions(task: int, reply: int) -> None:
     _tell(reply, _answered(run))
     with contextlib.suppress(EOFError, OSError):
         while True:
-            _tell(reply, _answered(do, read_line(requests)))
+            request = read_line(requests)
+            _tell(reply, _answered(do, request) | {"number": request["number"]})
 
 
 def run_tests(task: int, reply: int, answer: int) -> None:
     """task: {"tests": [snippet], "setup", "call", "stop_early"}; `answer` leads to a process that holds functions.
 
     Tells {"broken": why} if a snippet is no Python, {"tests": n} when the number of tests is known, and for each test
-    {"passed": true} or {"error"}.
+    {"passed": true} or {"error"}. Every message is built here; none that the answer's process sends is passed on.
     """
     with open(task, "rb") as file:
         message = read_line(file)
@@ -116,10 +118,10 @@ def run_tests(task: int, reply: int, answer: int) -> None:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return _tell(reply, {"broken": str(error)})
     setup, *tests = snippets
-    ran = read_line(tested.replies)
-    if "names" not in ran:
-        return _tell(reply, ran)
-    names, count = tested.bind(ran["names"]), len(tests)
+    names, unusable = tested.begin()
+    if unusable:
+        return _tell(reply, unusable)
+    count = len(tests)
     for snippet in tests:
         namespace = _namespace(names)
         problem = _raised(tested, exec, setup, namespace) or _raised(tested, exec, snippet, namespace)
@@ -133,7 +135,11 @@ def run_tests(task: int, reply: int, answer: int) -> None:
 
 
 def _tell(fd: int, message: dict[str, Any]) -> None:
-    data = memoryview(as_line(message))
+    _send(fd, as_line(message))
+
+
+def _send(fd: int, line: bytes) -> None:
+    data = memoryview(line)
     while data:
         data = data[os.write(fd, data) :]
 
@@ -154,10 +160,15 @@ def _described(value: Any) -> dict[str, Any] | None:
     """What a test has to know of something that the answer defines; None if it is nothing for tests."""
     if isinstance(value, type) and issubclass(value, Exception):
         base = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
-        return {"exception": [value.__name__, base]}
+        return {"exception": value.__name__, "base": base}
     if callable(value):
         return {"function": True}
     return _plain(value)
+
+
+def _is_name(name: str) -> bool:
+    """Whether tests may find something under it. `__name__` and its like are the test module's own."""
+    return name.isidentifier() and name[:2] != "__"
 
 
 def _plain(value: Any) -> dict[str, Any] | None:
@@ -167,54 +178,118 @@ def _plain(value: Any) -> dict[str, Any] | None:
         return None
 
 
+class _TestEnds(BaseException):
+    """Ends a test that can no longer pass. No `except Exception` and no `assertRaises` of a test catches it."""
+
+
 class _Answer:
-    """The tested code as tests see it. is_gone: its process has ended, so that no test passes any more."""
+    """The tested code as tests see it. Its process is not trusted: whatever it sends is rebuilt field by field.
+
+    problem: why the running test has failed, even if it catches everything. is_broken: the other process has ended or
+    has sent a message of another shape, so that no later test passes either. requests: how many were sent.
+    """
 
     def __init__(self, fd: int) -> None:
-        self.replies: IO[bytes] = open(fd, "rb")
-        self.is_gone = False
+        self._line: IO[bytes] = open(fd, "rb")
         self._exceptions: dict[str, type[Exception]] = {}
+        self._lock = threading.Lock()
+        self.problem, self.is_broken, self.requests = "", False, 0
+
+    def begin(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Waits until the code has run. Gives what tests find under each name, and how the code failed, as a message
+        of `run_tests`."""
+        try:
+            first = self._read()
+            if names := fields(first, names=dict):
+                return self._bound(*names), None
+            if failed := fields(first, compiled=bool, error=str):
+                return {}, {"compiled": False, "error": failed[1][:_ERROR_CHARACTERS] or "no Python"}
+            name, _, text = self._raised(first)
+            return {}, {"error": f"{name}: {text}"[:_ERROR_CHARACTERS]}
+        except _TestEnds:
+            return {}, {"error": self.problem}
 
     def call(self, of: int | None, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Has the other process call a function, or a method of an object there."""
-        reply = self._ask({"call": name, "of": of, "args": encode(list(args)), "kwargs": encode(kwargs)})
-        for ours, after in zip(args, reply["after"], strict=True):
-            if after is not None:
-                _replace(ours, decode(after["value"]))
+        reply = self._ask(name, of, list(args), kwargs)
+        changed = reply.pop("after", None)
+        if type(changed) is not list or len(changed) != len(args):
+            raise self._broken()
+        for ours, after in zip(args, changed, strict=True):
+            if after is not None and not _replace(ours, self._decoded(after)):
+                raise self._broken()
         return self._given(reply)
 
     def get(self, of: int, name: str) -> Any:
         """An attribute of an object there."""
-        reply = self._ask({"call": name, "of": of, "args": None})
-        return functools.partial(self.call, of, name) if "function" in reply else self._given(reply)
+        reply = self._ask(name, of, None, {})
+        return functools.partial(self.call, of, name) if reply == {"function": True} else self._given(reply)
 
     def _given(self, reply: dict[str, Any]) -> Any:
-        return _Held(self, reply["object"]) if "object" in reply else decode(reply["value"])
+        number = fields(reply, object=int)
+        return _Held(self, *number) if number and number[0] >= 0 else self._decoded(reply)
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises what the other process raised, or EOFError."""
+    def _decoded(self, described: Any) -> Any:
         try:
-            _tell(self.replies.fileno(), request)
-            reply = read_line(self.replies)
-        except (EOFError, OSError) as error:
-            self.is_gone = True
-            raise EOFError("the process of the tested code has ended") from error
+            if found := fields(described, value=object):
+                return decode(*found)
+        except (Unreadable, MemoryError):
+            pass
+        raise self._broken()
+
+    def _ask(self, name: str, of: int | None, args: list[Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request. Raises what the other process raised."""
+        with self._lock:  # a test may have threads
+            if self.is_broken:
+                raise _TestEnds(self.problem)
+            self.requests += 1
+            request = {"call": name, "of": of, "number": self.requests}
+            try:
+                line = as_line(request | {"args": args if args is None else encode(args), "kwargs": encode(kwargs)})
+            except (Unreadable, RecursionError) as error:
+                self.problem = f"an argument of {name} does not reach the tested code: {error}"
+                raise _TestEnds(self.problem) from error
+            reply = self._read(line)
+            if reply.pop("number", None) != self.requests:
+                raise self._broken()
         if "raised" in reply:
-            raised = reply["raised"]
-            raise self._exceptions.get(raised["name"], _exception_type(raised["base"]))(raised["text"])
+            kind, base, text = self._raised(reply)
+            raise self._exceptions.get(kind, _exception_type(base))(text[:_ERROR_CHARACTERS])
         return reply
 
-    def bind(self, names: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, request: bytes = b"") -> dict[str, Any]:
+        try:
+            _send(self._line.fileno(), request)
+            return read_line(self._line)
+        except (EOFError, OSError) as error:
+            raise self._broken("the process of the tested code has ended") from error
+        except (Unreadable, MemoryError) as error:
+            raise self._broken() from error
+
+    def _raised(self, message: dict[str, Any]) -> list[str]:
+        """Name, base and text of an exception."""
+        inner = fields(message, raised=dict)
+        found = fields(inner[0], name=str, base=str, text=str) if inner else None
+        if found is None:
+            raise self._broken()
+        return found
+
+    def _broken(self, why: str = FORGED) -> _TestEnds:
+        self.problem, self.is_broken = why, True
+        return _TestEnds(why)
+
+    def _bound(self, names: dict[str, Any]) -> dict[str, Any]:
         """What the tests find under each name."""
         bound: dict[str, Any] = {}
         for name, described in names.items():
-            match described:
-                case {"exception": [str(kind), str(base)]}:
-                    bound[name] = self._exceptions[kind] = type(kind, (_exception_type(base),), {})
-                case {"function": True}:
-                    bound[name] = functools.partial(self.call, None, name)
-                case {"value": value}:
-                    bound[name] = decode(value)
+            if not _is_name(name):
+                raise self._broken()
+            if exception := fields(described, exception=str, base=str):
+                bound[name] = self._exceptions[exception[0]] = type(name, (_exception_type(exception[1]),), {})
+            elif described == {"function": True}:
+                bound[name] = functools.partial(self.call, None, name)
+            elif described is not None:
+                bound[name] = self._decoded(described)
         return bound
 
 
@@ -230,22 +305,31 @@ class _Held:
         return self._answer.get(self._number, name)
 
 
-def _exception_type(name: Any) -> type[Exception]:
-    """A built-in exception. SystemExit and its like, which end a process, become RuntimeError."""
-    found = getattr(builtins, str(name), None)
-    return found if isinstance(found, type) and issubclass(found, Exception) else RuntimeError
+def _exception_type(name: str) -> type[Exception]:
+    """A built-in exception, or the base of it that needs no more than a text. RuntimeError stands in for SystemExit and
+    its like, which end a process, and for StopIteration, which would end a loop of the test's (as PEP 479 has it)."""
+    found = getattr(builtins, name, None)
+    if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(found, _ENDS_LOOPS):
+        return RuntimeError
+    return next(kind for kind in found.__mro__ if issubclass(kind, Exception) and not issubclass(kind, _NEEDS_MORE))
 
 
+_ENDS_LOOPS = (StopIteration, StopAsyncIteration)
+_NEEDS_MORE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, BaseExceptionGroup)
 _CHANGEABLE = (list, dict, set, bytearray, deque)
 
 
-def _replace(ours: Any, theirs: Any) -> None:
-    """Gives a container of ours the content that it got over there."""
+def _replace(ours: Any, theirs: Any) -> bool:
+    """Gives a container of ours the content that it got over there. False if the two are not of one kind."""
+    kind = next((kind for kind in _CHANGEABLE if isinstance(ours, kind)), None)
+    if type(theirs) is not kind:
+        return False
     if isinstance(ours, list | bytearray):
         ours[:] = theirs
-    elif isinstance(ours, dict | set | deque):
+    else:
         ours.clear()
         getattr(ours, "extend" if isinstance(ours, deque) else "update")(theirs)
+    return True
 
 
 def _namespace(names: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +337,7 @@ def _namespace(names: dict[str, Any]) -> dict[str, Any]:
     sys.modules[TESTS] = types.ModuleType(TESTS)
     for alias in ("solution", ANSWER):
         sys.modules[alias] = types.ModuleType(alias)
-        vars(sys.modules[alias]).update(names)
+        vars(sys.modules[alias]).update(names, __all__=[])  # `import *` replaces nothing that a test has imported
     namespace = vars(sys.modules[TESTS])  # what is built in stays so: an answer may not bring its own `all` or `sorted`
     namespace.update({name: sys.modules[name] for name in LIBRARY})
     namespace.update({name: value for name, value in names.items() if not hasattr(builtins, name)})
@@ -263,9 +347,9 @@ def _namespace(names: dict[str, Any]) -> dict[str, Any]:
 def _cases(namespace: dict[str, Any], names: dict[str, Any], call: str | None) -> list[Callable[[], object]]:
     """The tests that a snippet defines: its `check` of `call`, or its `test_*` functions and `TestCase`s; none where it
     is a test itself."""
-    if call is not None:
-        return [lambda: namespace["check"](names[call])]
     own = {name: value for name, value in namespace.items() if getattr(value, "__module__", None) == TESTS}
+    if call is not None:
+        return [lambda: own["check"](names[call])]
     functions = [value for name, value in own.items() if name.startswith("test_") and type(value) is types.FunctionType]
     classes = [value for value in own.values() if isinstance(value, type) and issubclass(value, unittest.TestCase)]
     methods = [kind(name) for kind in classes for name in unittest.defaultTestLoader.getTestCaseNames(kind)]
@@ -273,11 +357,12 @@ def _cases(namespace: dict[str, Any], names: dict[str, Any], call: str | None) -
 
 
 def _raised(tested: _Answer, test: Callable[..., object], *args: Any) -> str | None:
+    tested.problem = tested.problem if tested.is_broken else ""
     try:
         test(*args)
     except BaseException as error:  # the door to the tests' code; SystemExit passes no test either
-        return _short(error)
-    return "the process of the tested code has ended" if tested.is_gone else None
+        return tested.problem or _short(error)
+    return tested.problem or None
 
 
 def _compile(code: str, reply: int) -> types.CodeType | None:

@@ -16,6 +16,10 @@ from typing import IO, Any
 
 MESSAGE_BYTES_MAX = 16 << 20
 ITERATOR_ITEMS_MAX = 10_000
+FORGED = "the code sent a message of its own in place of a reply"
+DEPTH_MAX = 300
+"""Levels of lists in a message; a dict or tuple inside another takes three or four."""
+
 _LONG_NUMBER_BITS = 8192
 """Longer whole numbers travel in base 16: Python refuses thousands of decimal digits."""
 
@@ -37,8 +41,10 @@ class Unreadable(ValueError):
     """What came from the other side, or should go there, is not a value of this module."""
 
 
-def encode(value: Any) -> Any:
-    """A value as JSON can hold it. Raises Unreadable for an object that is not plain."""
+def encode(value: Any, depth: int = 0) -> Any:
+    """A value as JSON can hold it. Raises Unreadable for an object that is not plain or is nested too deeply."""
+    if depth > DEPTH_MAX:
+        raise Unreadable("a value is nested too deeply")
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -48,40 +54,58 @@ def encode(value: Any) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, list):
-        return [encode(entry) for entry in value]
+        return [encode(entry, depth + 1) for entry in value]
     for name, kind in _KINDS.items():
         if isinstance(value, kind):
-            return {name: encode(_arguments(value, kind))}
+            return {name: encode(_arguments(value, kind), depth + 1)}
     if isinstance(value, Iterator):
         items = list(islice(value, ITERATOR_ITEMS_MAX + 1))
         if len(items) > ITERATOR_ITEMS_MAX:
             raise Unreadable(f"an iterator has more than {ITERATOR_ITEMS_MAX} items")
-        return {"iterator": encode(items)}
+        return {"iterator": encode(items, depth + 1)}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        plain = encode(value.tolist())
+        plain = encode(value.tolist(), depth + 1)
         return {"array": plain} if getattr(value, "shape", ()) else plain
     raise Unreadable(f"no plain value: {type(value).__name__}")
 
 
-def decode(data: Any) -> Any:
-    """The value again. Raises Unreadable."""
+def decode(data: Any, depth: int = 0) -> Any:
+    """The value again. Raises Unreadable for whatever `encode` does not write."""
+    if depth > DEPTH_MAX:
+        raise Unreadable("a value is nested too deeply")
     if isinstance(data, list):
-        return [decode(entry) for entry in data]
+        return [decode(entry, depth + 1) for entry in data]
     if not isinstance(data, dict):
         return data
     try:
         [(name, content)] = data.items()
-        if name in _KINDS:
-            return _KINDS[name](*decode(content))
-        if name == "int":
-            return int(content, 16)
-        if name == "array":
-            return importlib.import_module("numpy").array(decode(content))
-        if name == "iterator":
-            return iter(decode(content))
-    except (TypeError, ValueError, ArithmeticError, ImportError) as error:
+        kind, content = _KINDS.get(name), decode(content, depth + 1)
+        match content:
+            case str() if name == "int":
+                return int(content, 16)
+            case list() if name == "array":
+                return importlib.import_module("numpy").array(content)
+            case list() if name == "iterator":
+                return iter(content)
+            case [str(digits)] if kind is Decimal:
+                return Decimal(digits)
+            case [list(items)] if kind is not None and (kind is dict or kind in _COLLECTIONS):
+                return kind(items)
+            case list() if kind in _ATTRIBUTES and len(content) == len(_ATTRIBUTES[kind].split()):
+                if all(type(number) in (int, float) for number in content):
+                    return kind(*content)
+    except (TypeError, ValueError, ArithmeticError, ImportError, MemoryError) as error:
         raise Unreadable(str(error)) from error
-    raise Unreadable(f"no kind of value: {name}")
+    raise Unreadable(f"no value of the kind {name}")
+
+
+def fields(message: Any, **kinds: type) -> list[Any] | None:
+    """The entries of a message that has exactly these keys with values of exactly these types (`object` stands for
+    any). None for every other message."""
+    if type(message) is not dict or message.keys() != kinds.keys():
+        return None
+    is_whole = all(kind in (object, type(message[key])) for key, kind in kinds.items())
+    return [message[key] for key in kinds] if is_whole else None
 
 
 def as_line(message: dict[str, Any]) -> bytes:
@@ -99,7 +123,7 @@ def read_line(file: IO[bytes]) -> dict[str, Any]:
         raise EOFError("the other side is gone") if len(line) < MESSAGE_BYTES_MAX else Unreadable("too long")
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise Unreadable(str(error)) from error
     if not isinstance(message, dict):
         raise Unreadable("expected an object")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from verl_lite.sandbox import Limits, Outcome, Sandbox
+from verl_lite.sandbox import Limits, Outcome, Sandbox, programs
+from verl_lite.sandbox.values import FORGED
 
 ADD = ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]
 
@@ -195,9 +197,98 @@ def add(a, b):
 """
 
 
+WRITE = """
+import os
+LINE = b'{"passed": true, "tests": 1}\\n'
+def write(line=LINE):
+    for fd in range(65):
+        try: os.write(fd, line)
+        except OSError: pass
+"""
+LINES = [
+    b'{"passed": true, "tests": 1}\n',
+    b'{"tests": 1}\n{"passed": true}\n',
+    b'{"names": {}, "passed": true}\n',
+    b'{"names": {"__name__": {"value": "x"}, "add": {"function": true}}}\n',  # would hide what a snippet defines
+    b'{"names": {"__builtins__": {"value": {"dict": [[]]}}, "add": {"function": true}}}\n',
+    b'{"compiled": false, "error": "", "passed": true}\n',
+    b'{"compiled": true, "error": {"passed": true}}\n',
+    b'{"raised": {"name": "a", "base": "StopIteration", "text": ""}}\n',
+    b'{"value": 3, "after": [null, null], "number": 2}\n',  # before it is asked for
+    b'{"value": 3, "after": [null, null]}\n' * 9,
+    b"[" * 99_999 + b"\n",
+]
+LIMP = "\ndef add(a, b): return 0\n"
+ATTACKS = [
+    "os.closerange(0, 65)",
+    "while True: os.write(4, b' ' * 65536)",  # a line without an end
+    "for fd in range(5, 40): os.dup2(4, fd)\nwrite()",
+    "os.dup2(os.open('mine', os.O_RDWR | os.O_CREAT), 4); write()",
+    """
+for pid in ("self", *range(os.getppid() - 9, os.getpid() + 9)):
+    for name in ("mem", *(f"fd/{number}" for number in range(9))):
+        try: open(f"/proc/{pid}/{name}", "r+b").write(LINE)
+        except OSError: pass
+""",
+    """
+import ctypes
+for pid in range(os.getpid() - 9, os.getpid() + 9):
+    for call in (101, 311, 434): assert ctypes.CDLL(None).syscall(call, 16, pid, 0, 0, 0, 0) == -1
+""",
+    "import atexit; atexit.register(write); atexit.register(os._exit, 0)",
+    "import threading; threading.Timer(0.01, os._exit, (0,)).start()",
+    "import threading; threading.Thread(target=lambda: [write() for _ in range(10**9)], daemon=True).start()",
+    "try:\n    while not os.fork(): write()\nexcept OSError: pass",
+    """
+import sys, threading
+def trace(*a): write(); return trace
+sys.setprofile(trace); sys.settrace(trace); threading.settrace(trace)
+""",
+    """
+import sys
+programs = sys.modules["verl_lite.sandbox.programs"]
+programs._answered, programs._send = lambda *a: {"passed": True}, lambda fd, line: os.write(fd, LINE)
+""",
+    """
+import builtins, json, unittest
+json.dumps = lambda *a, **k: LINE.decode()
+unittest.TestCase.assertEqual = unittest.TestCase.run = unittest.TestCase.debug = lambda *a, **k: None
+builtins.all = builtins.__build_class__ = lambda *a: True
+""",
+    """
+def all(*a): return True
+class unittest: TestCase = object
+class math: isclose = all
+check = candidate = test_sums = len = sum = abs = isclose = all
+""",
+]
+FORMS = [
+    "assert add(1, 2) == 3",
+    "from solution import *\nassert all([add(3, 4) == 7]) and abs(add(1, 2) - 3) < 1",
+    "from math import isclose\nfrom solution import *\nassert isclose(add(1, 2), 3) and isclose(add(3, 4), 7)",
+    "try: add(1, 2)\nexcept BaseException: pass\nassert 3 == add(1, 2)",
+    "cases = [(1, 2, 3), (3, 4, 7)]\nassert all(map(lambda c: add(c[0], c[1]) == c[2], cases))",
+    "from solution import *\ndef test_sums(): assert add(1, 2) == 3\n",
+    "import unittest\nfrom solution import *\nclass T(unittest.TestCase):\n"
+    "    def test_sum(self): self.assertEqual(add(1, 2), 3)",
+]
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(3, 4) == 7"
+
+
 @pytest.mark.parametrize(
     "code",
     [
+        *(WRITE + f"write({line!r}){LIMP}" for line in LINES),
+        *(WRITE + f"def add(a, b): write({line!r}); return 0" for line in LINES),
+        *(WRITE + attack + LIMP for attack in ATTACKS),
+        *(WRITE + f"def add(a, b):\n    exec({attack!r}, globals())\n    return 0" for attack in ATTACKS),
+        "def add(a, b): raise StopIteration",  # ends `map`
+        "class Mine(StopIteration): pass\ndef add(a, b): raise Mine",
+        "from unittest import SkipTest\ndef add(a, b): raise SkipTest",
+        "def add(a, b): raise KeyboardInterrupt",
+        "def add(a, b): raise GeneratorExit",
+        "class E(str):\n    def __eq__(self, o): return True\n    __hash__ = str.__hash__\ndef add(a, b): return E()",
+        "class E(list):\n    def __eq__(self, o): return True\ndef add(a, b): return E()",
         "import os; os._exit(0)",
         "import sys; sys.exit(0)",
         "raise SystemExit",
@@ -221,13 +312,45 @@ def add(a, b):
     ],
 )
 def test_cheating_passes_no_test(sandbox: Sandbox, code: str) -> None:
-    tests = [
-        "assert add(1, 2) == 3",
-        "assert add(3, 4) == 7 and abs(add(1, 2) - 3) < 1",
-        "assert all([add(1, 2) == 3])",
-        "try: add(1, 2)\nexcept BaseException: raise\nassert 3 == add(1, 2)",
-    ]
-    assert not any(snippets(sandbox, code, tests))
+    compile(code, "answer", "exec")
+    assert not any(snippets(sandbox, code, FORMS))
+    outcomes, count = sandbox.run_snippets(code, [CHECK], call="add", stop_early=True)
+    assert count == 1 and not any(outcome.value for outcome in outcomes)
+
+
+NAMES = b'{"names": {"f": {"function": true}}}\n'
+FIVE = b'"value": 5, "after": [null], "number": 1'
+NO_NAMES = [
+    b'{"names": [], "x": 1}', b'{"names": {"f": 1}}', b'{"names": {"f": {}}}', b'{"names": {"f": {"function": 2}}}',
+    b'{"names": {"__file__": null}}', b'{"names": {"a b": null}}', b'{"names": {"\\u0000": null}}',
+    b'{"names": {"f": {"exception": "E"}}}', b'{"names": {"f": {"exception": "E", "base": 3}}}',
+    b'{"names": {"f": {"value": {"bytes": [99999999999]}}}}', b'{"raised": {"name": [], "base": "E", "text": ""}}',
+]  # fmt: skip
+NO_REPLIES = [
+    b'"value": 5, "after": [null], "number": 2', b'"value": 5, "after": [null]', FIVE + b', "object": 1',
+    b'"value": 5, "number": 1', b'"value": 5, "after": 3, "number": 1', b'"value": 5, "after": [], "number": 1',
+    b'"value": 5, "after": [3], "number": 1', b'"value": 5, "after": [{"value": 3}], "number": 1',
+    b'"value": 5, "after": [null, null], "number": 1', b'"object": -1, "after": [null], "number": 1',
+    b'"object": "x", "after": [null], "number": 1', b'"function": true, "after": [null], "number": 1',
+    *(FIVE.replace(b"5", bad) for bad in (b'{"held": 1}', b'{"range": [1]}', b"[" * 400 + b"]" * 400)),
+    b'"raised": {"name": "E", "base": "E", "text": 3}, "number": 1', b'"raised": [], "number": 1',
+    b'"raised": {"name": "E", "base": "E", "text": ""}', FIVE + b', "raised": {"name": "E", "base": "E", "text": ""}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", [*NO_NAMES, *(NAMES + b"{%s}" % reply for reply in NO_REPLIES), NAMES + b"[1]"])
+def test_replies_of_any_other_shape_end_the_tests(lines: bytes) -> None:
+    """Also a test that catches everything fails, and so does every later one."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(lines + b"\n{%s}\n" % FIVE)
+    answer = programs._Answer(ours.detach())
+    names, unusable = answer.begin()
+    if unusable is None:
+        for _ in range(2):
+            with pytest.raises(programs._TestEnds):
+                names["f"]([1])
+    assert answer.is_broken and answer.problem == (unusable or {}).get("error", answer.problem) == FORGED
+    theirs.close()
 
 
 def test_an_answer_that_ends_is_no_exception_that_a_test_expects(sandbox: Sandbox) -> None:
