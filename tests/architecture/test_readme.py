@@ -8,18 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from verl_lite.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("recipes", "verl_lite", "trainer", "tests")
-PAGES = sorted([ROOT / "README.md", *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))])
-
-
-def code_blocks(page: Path, language: str) -> list[str]:
-    """Fenced blocks of one language."""
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -58,25 +52,10 @@ def test_the_training_command_loads() -> None:
     assert config.reward.custom_reward_function.path == "my_reward.py"
 
 
-def test_the_example_loss_is_what_it_says() -> None:
-    from verl_lite.core_algos import POLICY_LOSS_REGISTRY
-
-    source = next(block for block in code_blocks(ROOT / "README.md", "python") if "register_policy_loss" in block)
-    try:
-        exec(source, {})
-        log_prob = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], dtype=torch.float64, requires_grad=True)
-        mask = torch.tensor([[1, 1], [1, 0]])
-        loss, _ = POLICY_LOSS_REGISTRY["reinforce"](
-            log_prob.detach(), log_prob, torch.ones(2, 2), mask, "token-mean", None, batch_num_tokens=3
-        )
-        assert loss.item() == pytest.approx((1 + 2 + 3) / 3)
-    finally:
-        POLICY_LOSS_REGISTRY.pop("reinforce", None)
-
-
 def test_guides_are_few_and_short() -> None:
     tops = ("verl_lite", "workers", "trainer")
     guides = [page for top in tops for page in (ROOT / top).rglob("*.md")]
-    assert 0 < len(guides) <= 13, guides
+    assert 0 < len(guides) <= 15, guides
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
     for page in [*guides, ROOT / "recipes" / "README.md", ROOT / "recipes" / "LOG.md"]:
         assert len(page.read_text(encoding="utf-8").splitlines()) <= 200, page.name
