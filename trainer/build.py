@@ -182,9 +182,12 @@ class PPOJob(Job[PPOConfig]):
         return Report([measured], {"picture": draw_curve(run_dir)}, commands)
 
 
-def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
-    """Runs a whole training from its command line; returns the exit status. trainer_class: see `PPOJob`."""
-    return run(PPOJob, load_config(argv, recipe_loader=recipe_overrides), argv, trainer_class=trainer_class)
+def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None, typed: list[str] | None = None) -> int:
+    """Runs a whole training from its command line; returns the exit status. trainer_class: see `PPOJob`. typed: see
+    `LoadedConfig`."""
+    loaded = load_config(argv, recipe_loader=recipe_overrides)
+    loaded.typed = typed
+    return run(PPOJob, loaded, argv, trainer_class=trainer_class)
 
 
 def check_context(config: PPOConfig) -> None:

@@ -58,6 +58,7 @@ def main(argv: list[str]) -> int:
     given, rest = parser.parse_known_args(argv)
     device = ACCELERATORS[given.device or "h100"]
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
+    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"  # of the plan, whatever this machine has
     longest = Lengths(config.data.max_prompt_length, config.data.max_response_length)
     limits = {"memory_gb": math.inf, "mean_prompt": longest.prompt, "mean_response": longest.response}
     for name, most in limits.items():

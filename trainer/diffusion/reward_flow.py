@@ -19,6 +19,7 @@ from trainer.clips.dataset import VideoDataset, batch_of_step, noise_seeds
 from trainer.clips.writing import require_encoder, write_clips
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionRole, DiffusionTrainer, draw_before_and_after
 from trainer.picture import draw_curve
+from trainer.planner.batch import slots_text
 from trainer.planner.diffusion import launch_plan
 from trainer.recipe import recipe_modules
 from trainer.run import Report
@@ -141,7 +142,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         learns = f"{last + 1} of {sampler.num_inference_steps} denoising steps, {last - first + 1} with gradient"
         text = (
             f"{len(self.data)} clips; {self.steps.total} steps of {config.data.train_batch_size} samples on "
-            f"{self.slots} devices; {learns}"
+            f"{slots_text(config.trainer, self.slots)}; {learns}"
         )
         if device_type(config.trainer.device) == "cuda" and (memory := launch_plan(config, self.slots)):
             text += f"\nmemory of one device: {memory}   (python -m trainer.diffusion_plan)"

@@ -87,7 +87,7 @@ def generate_in_chunks(
             before the last one is finished.
         kept: answers of an earlier try, which are not generated again, and where new ones go as soon as their chunk is
             finished; without it all chunks are generated before the first is finished.
-        log: gets a line about each chunk that is kept.
+        log: receives a line at the start and after each chunk that is kept.
     """
     rows: list[Kept] = kept.load() if kept is not None else []
     done = {each: {row.position for row in rows if row.prefix == each.prefix} for each in samplings}
@@ -100,10 +100,14 @@ def generate_in_chunks(
         rows.extend(found)
         if kept is not None:
             kept.add(found)
+            done[sampling].update(places)
+            answered = set.intersection(*done.values())
+            if answered.issuperset(places):
+                log(f"{len(answered)} of {len(prompts)} prompts are answered")
 
+    if kept is not None and left:
+        log(f"answering {len(left)} of {len(prompts)} prompts, {min(size, len(left))} at a time")
     for start in range(0, len(left), size):
-        if kept is not None:
-            log(f"{len(prompts) - len(left) + start} of {len(prompts)} prompts are answered")
         for sampling in samplings:
             places = [place for place in left[start : start + size] if place not in done[sampling]]
             if places:

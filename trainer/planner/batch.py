@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from trainer import requirements
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, RunConfig
 from verl_lite.device import device_type
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
@@ -33,6 +33,17 @@ def launch_table(
     rows = [*launch_rows(config, slots, total_steps), *expected]
     what, value = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{row.what:<{what}}  {row.value:>{value}}   {row.options}" for row in rows)
+
+
+def is_on_cpu(trainer: RunConfig) -> bool:
+    """True where the run's processes compute on the CPU; trainer.device=cuda may be planned without a device."""
+    return trainer.device != "cuda" and device_type(trainer.device) == "cpu"
+
+
+def slots_text(trainer: RunConfig, slots: int) -> str:
+    """How many devices a run has, or on a CPU how many processes."""
+    one, several = ("process", "processes") if is_on_cpu(trainer) else ("device", "devices")
+    return f"{slots} {one if slots == 1 else several}"
 
 
 def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -> list[PlanRow]:
@@ -70,8 +81,9 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     engines = max(1, slots // rollout.tensor_model_parallel_size)
     rows.append(PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit))
     engine = resolve_engine_name(rollout.name)
-    on_cpu = trainer.device != "cuda" and device_type(trainer.device) == "cpu"  # planned for CUDA without one
-    is_small = engine == "vllm" and on_cpu and model.path is not None and count_parameters(model) < SMALL_ON_CPU
+    is_small = (
+        engine == "vllm" and is_on_cpu(trainer) and model.path is not None and count_parameters(model) < SMALL_ON_CPU
+    )
     advice = "; on a CPU rollout.name=hf is faster for a model this small" if is_small else ""
     rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{advice}"))
     if model.lora_rank:
@@ -107,7 +119,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
             text += f"; the policy learns from step {warmup + 1} on (trainer.critic_warmup={warmup})"
         yield PlanRow("of the critic", f"{_mini_batches(of_critic, batch) * epochs}", text)
     rows = math.ceil((batch if count == 1 else size) * n / slots)
-    yield PlanRow("rows per device and mini-batch", f"{rows}", f"{slots} device{'s' * (slots > 1)}")
+    yield PlanRow("rows per device and mini-batch", f"{rows}", slots_text(config.trainer, slots))
     cut, what = requirements.micro_batching(config, "update_actor"), "micro-batches per device and mini-batch"
     if cut.max_token_len is None:
         together = cut.micro_batch_size or 1

@@ -18,6 +18,8 @@ from verl_lite.config import PPOConfig
 
 TRAINING, PREFILL, BANDWIDTH = 0.4, 0.5, 0.5
 """Shares of the peak that are assumed to be reached: matrix products in training, in prefill, and bandwidth."""
+LEAST_S = 0.1  # of a step whose floor says something about its time
+MOST = 0.7  # share of generation from which on the plan says what shortens it
 ARITHMETIC, READING, WIRE = "arithmetic", "reading weights, keys and values", "weights and gradients between devices"
 
 
@@ -148,16 +150,44 @@ def step_stages(
 
 
 def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths) -> Iterator[str]:
-    """Seconds by stage, and what they assume."""
+    """Seconds by stage, what they assume, and what would shorten generation where it takes most of the step."""
     stages = step_stages(config, networks, slots, device, mean)
     whole = sum(stage.seconds for stage in stages.values())
     yield f"{'time of a step at least, by roofline':<44}{'s':>8}          bounded by"
     for name, (seconds, bound) in stages.items():
-        yield f"  {name:<42}{seconds:8.1f}   {seconds / whole:4.0%}   {bound}"
+        yield f"  {name:<42}{_shown(seconds):>8}   {seconds / whole:4.0%}   {bound}"
     tokens = memory.rows_per_step(config) * sum(mean)
-    yield f"{'a step':<44}{whole:8.1f}   {tokens / whole / slots:,.0f} tokens/s and device"
+    speed = f"{tokens / whole / slots:,.0f} tokens/s and device"
+    if whole < LEAST_S:
+        speed = "what is not counted (starting kernels, scheduling, the driver) takes longer for a model this small"
+    yield f"{'a step':<44}{_shown(whole):>8}   {speed}"
     yield (
         f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
         f"{TRAINING:.0%} of the first in training, {PREFILL:.0%} in prefill, {BANDWIDTH:.0%} of the second; prompts of "
         f"{mean.prompt:g} tokens (--mean_prompt), answers of {mean.response:g} (--mean_response), all equally long"
     )
+    share = (stages["generation: prompts"].seconds + stages["generation: answers"].seconds) / whole
+    if share > MOST and whole >= LEAST_S:
+        yield f"generation takes {share:.0%} of the step. What shortens it:"
+        yield from (f"  {advice}" for advice in _generation_advice(config, networks, slots, device, mean))
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= LEAST_S else f"<{LEAST_S}"
+
+
+def _generation_advice(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
+) -> Iterator[str]:
+    """What shortens generation: room for more answers at a time, shorter answers."""
+    rollout, plan = config.rollout, memory.memory_plan(config, networks, slots, device)
+    answers = math.ceil(memory.rows_per_step(config) * rollout.tensor_model_parallel_size / slots)
+    if plan.sequences < answers:
+        room = "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size (devices of an engine)"
+        if device.name == "cpu":
+            room = "rollout.kv_cache_memory_mb"
+        option = "rollout.max_num_seqs" if plan.sequences == rollout.max_num_seqs else room
+        yield f"an engine decodes {plan.sequences:,} of its {answers:,} answers at a time: raise {option}"
+    if mean.response == config.data.max_response_length:
+        yield "all answers are assumed to be as long as allowed: give the length that you expect, --mean_response"
+    yield "a smaller data.max_response_length, a smaller rollout.n, more devices"

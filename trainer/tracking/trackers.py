@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,6 +91,11 @@ def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
             raise UserError(f"{asked}: needs the package {name}: pip install {name}; or leave {name} out")
 
 
+def _tell_offline(run: TrackedRun, name: str, sync: str, folder: Path) -> None:
+    """Notes that a tracker without an account writes to disk, and the command that uploads it."""
+    run.console.note(f"{name} is offline and writes to disk; to upload the run: {sync} {shlex.quote(str(folder))}")
+
+
 @register_tracker("tensorboard")
 def _tensorboard(run: TrackedRun) -> Tracker:
     """Event files in RUN/tensorboard."""
@@ -163,6 +169,8 @@ def _wandb(run: TrackedRun) -> Tracker:
     options |= {"resume": "allow"} if mode == "online" else {}
     options["settings"] = wandb.Settings(console="off", silent=True, init_timeout=30.0)
     made = wandb.init(project=run.project, name=run.name, config=dict(run.options), **options)
+    if mode == "offline":
+        _tell_offline(run, "wandb", "wandb sync", Path(made.dir).parent)
     made.define_metric("*", step_metric="training/global_step")
 
     def log(data: Mapping[str, Any], step: int) -> None:
@@ -192,6 +200,8 @@ def _swanlab(run: TrackedRun) -> Tracker:
     options |= {"id": run.kept_id("swanlab"), "resume": "allow"} if mode == "online" else {}
     folder.mkdir(exist_ok=True)
     made = swanlab.init(project=run.project, name=run.name, **options)
+    if mode == "offline":
+        _tell_offline(run, "swanlab", "swanlab sync", max(folder.iterdir(), default=folder))
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
         texts = [swanlab.Text(f"{x.input}\n---\n{x.output}", caption=f"score {x.score}") for x in samples]

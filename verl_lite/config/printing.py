@@ -75,7 +75,7 @@ def help_text(loaded: LoadedConfig[Any]) -> str:
     for start in dict.fromkeys(key.path[0] for key in keys.values()):
         lines.append(f"  {start:<14} {root.__dataclass_fields__[start].metadata['doc']}")
     used = [keys[name] for name in _MOST_USED.split() if name in keys]
-    lines += ["", "Most used:", "", *(f"  {key.name} = {_flow(key.default)}" for key in used)]
+    lines += ["", "Most used:", "", *(f"  {key.name} = {_default(key.default)}" for key in used)]
     return "\n".join(lines) + "\n"
 
 
@@ -90,7 +90,7 @@ def help_config(root: type = PPOConfig, prefix: str = "") -> str:
     for key in keys:
         kind = " | ".join(key.expects) if isinstance(key.expects, tuple) else key.kind
         kind = (f"list of {key.item}" if kind == "list" else kind) + (" or null" if key.optional else "")
-        lines.append(f"  {key.name} = {_flow(key.default)}   ({kind})")
+        lines.append(f"  {key.name} = {_default(key.default)}   ({kind})")
         lines += textwrap.wrap(key.doc, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
 
@@ -119,6 +119,11 @@ class _OneLine(yaml.SafeDumper):
 
 
 _OneLine.add_representer(str, _OneLine.text)
+
+
+def _default(value: Any) -> str:
+    """A default for the reference, where `${...}` refers to another key and is not escaped."""
+    return _flow(value).replace(r"\\${", "${")
 
 
 def _flow(value: Any) -> str:

@@ -47,7 +47,7 @@ class Prompts:
     """A dataset whose prompt is its place; answers and finishes; notes the calls."""
 
     def __init__(self, rows: int) -> None:
-        self.rows, self.calls = rows, list[str]()
+        self.rows, self.calls, self.logged = rows, list[str](), list[str]()
 
     def __len__(self) -> int:
         return self.rows
@@ -67,7 +67,7 @@ class Prompts:
         return [sample(str(place), "s", number) for place, number in pairs]
 
     def ask(self, samplings: list[ValSampling], size: int, kept: KeptAnswers | None = None) -> Any:
-        return generate_in_chunks(self, samplings, size, self.answer, self.finish, kept)  # type: ignore[arg-type]
+        return generate_in_chunks(self, samplings, size, self.answer, self.finish, kept, self.logged.append)  # type: ignore[arg-type]
 
 
 def test_the_order_is_that_of_the_dataset_and_each_answer_comes_once() -> None:
@@ -83,9 +83,13 @@ def test_what_is_kept_is_finished_one_chunk_behind_and_not_asked_again(tmp_path:
     prompts, kept = Prompts(4), KeptAnswers(tmp_path)
     first = prompts.ask([GREEDY], 2, kept)
     assert prompts.calls == ["val1 [0, 1]", "val1 [2, 3]", "finish", "finish"]
-    prompts.rows, prompts.calls = 5, []
+    answered = ["2 of 4 prompts are answered", "4 of 4 prompts are answered"]
+    assert prompts.logged == ["answering 4 of 4 prompts, 2 at a time", *answered]
+    prompts.rows, prompts.calls, prompts.logged = 5, [], []
     both = prompts.ask([SAMPLED, GREEDY], 3, kept)
     assert prompts.calls == ["val0 [0, 1, 2]", "val0 [3, 4]", "finish", "val1 [4]", "finish", "finish"]
+    answered = ["3 of 5 prompts are answered", "5 of 5 prompts are answered"]
+    assert prompts.logged == ["answering 5 of 5 prompts, 3 at a time", *answered]
     assert both[GREEDY] == [*first[GREEDY], sample("4", "s")] and len(both[SAMPLED]) == 10
 
 

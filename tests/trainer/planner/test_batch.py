@@ -24,7 +24,7 @@ def gsm8k(**changes: Any) -> PPOConfig:
     config = PPOConfig()
     config.rollout.name, config.rollout.n, config.data.max_response_length = "hf", 5, 1024
     config.actor.ppo_mini_batch_size, config.actor.ppo_max_token_len_per_gpu = 256, 24000
-    config.actor.use_kl_loss = True
+    config.actor.use_kl_loss, config.trainer.device = True, "cuda"
     return set_keys(config, **changes)
 
 
@@ -58,6 +58,7 @@ CASES: list[tuple[dict[str, Any], int, dict[str, str]]] = [
         STEPS: "2", "rows per device and mini-batch": "160",  # -1 is the whole batch
     }),
     ({"actor__ppo_mini_batch_size": -1}, 2, {POLICY: "yes"}),
+    ({"trainer__device": "cpu"}, 8, {"rows per device and mini-batch": "160 8 processes"}),
     (ON_POLICY, 1, {POLICY: "yes", PASSES: "0 old log-probs skipped"}),
     ({**ON_POLICY, "actor__ppo_epochs": 2}, 1, {POLICY: "no"}),
     ({**ON_POLICY, "algorithm__use_kl_in_reward": True}, 1, {PASSES: "2 old log-probs, reference log-probs"}),

@@ -138,6 +138,24 @@ def test_the_command_plans_a_cluster_from_a_config_alone(tmp_path: Path, capsys:
     assert "prompts of 100 tokens (--mean_prompt), answers of 300 (--mean_response)" in capsys.readouterr().out
 
 
+def test_long_answers_come_with_advice_and_a_tiny_model_with_no_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 32k tokens half of an H100 less 7B of weights holds 13 answers of 57,344 bytes a token at a time."""
+    lengths = ["data.max_prompt_length=1024", "data.max_response_length=32768", "actor.ppo_max_token_len_per_gpu=33792"]
+    assert main([*LIKE, "rollout.name=vllm", "rollout.n=8", *lengths]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"generation takes [78]\d% of the step", told)
+    assert "decodes 13 of its 1,024 answers at a time: raise rollout.gpu_memory_utilization" in told
+    assert main([*LIKE, "rollout.name=vllm", "rollout.n=8", *lengths[:1], "data.max_response_length=30"]) == 0
+    assert "What shortens it" not in capsys.readouterr().out
+    few = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "data.max_response_length=4"]
+    assert main([f"model.path={folder_with_config(tmp_path)}", "rollout.name=vllm", "rollout.n=8", *few]) == 0
+    told = capsys.readouterr().out
+    arithmetic, _, time = told.partition("time of a step")
+    assert "tokens/s" not in time and " 0.0 " not in time and "on a CPU rollout.name=hf" not in arithmetic
+
+
 LIKE = ["--like", "qwen2.5-7b"]
 
 

@@ -37,10 +37,10 @@ def package(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return made
 
 
-def train(folder: Path, tracker: str, *steps: int) -> None:
-    """Logs these steps with samples, as a run of its own."""
+def train(folder: Path, tracker: str, *steps: int) -> str:
+    """Logs these steps with samples, as a run of its own; returns what it printed."""
     numbers = {"val-core/gsm8k/acc/mean@8": 0.5, "bad": math.nan}
-    assert Run(folder, loggers=[tracker]).train(*steps, samples=True, **numbers) == ""
+    return Run(folder, loggers=[tracker]).train(*steps, samples=True, **numbers)
 
 
 def logged(package: MagicMock) -> tuple[list[int], dict[str, Any]]:
@@ -69,9 +69,9 @@ def test_mlflow_goes_on_in_the_same_run_and_has_names_that_it_takes(tmp_path: Pa
 
 
 def test_swanlab_is_offline_without_a_key_and_goes_on_with_its_id_with_one(
-    tmp_path: Path, package: MagicMock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, package: MagicMock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path, "swanlab", 1)
+    assert "swanlab sync" in train(tmp_path, "swanlab", 1)
     monkeypatch.setenv("SWANLAB_API_KEY", "key")
     train(tmp_path, "swanlab", 2)
     train(tmp_path, "swanlab", 2, 3)
@@ -118,3 +118,5 @@ def test_wandb_says_nothing_at_the_end_where_its_service_ended_with_the_run(tmp_
     command = [sys.executable, "-c", WITHOUT_SERVICE, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    [folder] = tmp_path.glob("wandb/offline-run-*")
+    assert f"wandb is offline and writes to disk; to upload the run: wandb sync {folder}" in done.stdout

@@ -102,6 +102,7 @@ def test_the_reference_lists_every_key_with_default_and_sentence() -> None:
         assert key.doc.split()[0] in text
     assert "actor.optim.lr = 1.0e-06   (float)" in text
     assert "data.seed = null   (int or null)" in text
+    assert '= "runs/${trainer.project_name}/${trainer.experiment_name}"   (str)' in text
     assert "trainer.logger = [console, jsonl, tensorboard]   (list of str)" in text
 
 

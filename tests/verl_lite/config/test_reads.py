@@ -8,6 +8,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,21 @@ def test_what_nothing_read_is_one_line_and_later_reads_wait_for_the_end(loaded: 
     assert "tau_pos" not in (idle_options(loaded, [{"actor.tau_pos"}]) or ""), "a worker has read it"
     handed_over(config.reward)
     assert "reward_kwargs" not in (idle_options(loaded) or "")
+
+
+def test_a_command_that_adds_options_reports_those_that_the_user_typed(tmp_path: Path) -> None:
+    """As main_eval, which takes the saved run's options and switches training off. verl's names count as ours."""
+    for name in ("run", "mine"):
+        (tmp_path / f"{name}.yaml").write_text("actor: {tau_pos: 3}\n" if name == "run" else "actor: {tau_neg: 3}\n")
+    mine, added = f"{tmp_path}/mine.yaml", ["model.path=m", "trainer.save_freq=7", f"--config={tmp_path}/run.yaml"]
+    typed = ["actor_rollout_ref.rollout.n=3", "++trainer.save_freq=8", "eval_steps=9", "--config", mine]
+    loaded = load_config([*added, *typed])
+    record_reads(loaded.config)
+    everything = idle_options(loaded, at_end=True) or ""
+    assert "tau_pos" in everything and "save_freq" in everything
+    loaded.typed = typed
+    shown = (idle_options(loaded, at_end=True) or "").partition("): ")[2].split(", ")
+    assert sorted(shown) == ["actor.tau_neg=3.0", "rollout.n=3", "trainer.save_freq=8", "trainer.test_freq=9"]
 
 
 def test_checks_printing_and_comparing_saved_settings_do_not_count(loaded: LoadedConfig[PPOConfig]) -> None:
