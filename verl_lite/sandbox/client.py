@@ -22,7 +22,7 @@ from typing import Any
 import verl_lite
 from verl_lite.errors import UserError
 from verl_lite.sandbox.confine import Limits
-from verl_lite.sandbox.values import FORGED, Unreadable, as_line, encode, fields, read_line
+from verl_lite.sandbox.values import ERROR_CHARACTERS, FORGED, Unreadable, as_line, encode, fields, read_line
 
 READ = "read every file that this user may read"
 ATTEMPTS = (
@@ -38,7 +38,6 @@ ATTEMPTS = (
 """What a program must not do, with a script that does it."""
 
 _NEEDED = "needed: Linux with seccomp on x86-64 or ARM"
-_ERROR_CHARACTERS = 500
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 Messages = list[dict[str, Any]]
@@ -74,7 +73,7 @@ class Ended:
         """Of a test that it did not come through: the limit that it met, or the last line of its stderr."""
         lines = self.stderr.strip().splitlines()
         error = f"over its limit of {self.met}" if self.met else (lines or [f"exit code {self.exit_code}"])[-1]
-        return Outcome(True, error=error[:_ERROR_CHARACTERS], is_timeout=self.met == "time")
+        return Outcome(True, error=error[:ERROR_CHARACTERS], is_timeout=self.met == "time")
 
 
 class Sandbox:
@@ -274,9 +273,9 @@ def _returned(message: dict[str, Any], number: int) -> Outcome:
         return Outcome(True, error=FORGED)
     for raised in fields(message, raised=dict) or ():
         if text := fields(raised, name=str, base=str, text=str):
-            return Outcome(True, error=f"{text[0]}: {text[2]}"[:_ERROR_CHARACTERS])
+            return Outcome(True, error=f"{text[0]}: {text[2]}"[:ERROR_CHARACTERS])
     if not number and (failed := fields(message, compiled=bool, error=str)):
-        return Outcome(False, error=failed[1][:_ERROR_CHARACTERS] or "no Python")
+        return Outcome(False, error=failed[1][:ERROR_CHARACTERS] or "no Python")
     if not number and fields(message, names=dict):
         return Outcome(True)
     if number and fields(message, object=int, after=list):

@@ -38,8 +38,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def main(control: int, readable: Sequence[str]) -> None:
     """Serves until the parent closes its end."""
-    for name in programs.LIBRARY:
-        __import__(name)
+    programs.prepare()
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # the module `site` would add them
     connection = socket.socket(fileno=control)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])

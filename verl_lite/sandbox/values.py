@@ -7,6 +7,7 @@ subclass becomes its plain base, an iterator what it gives. Imports the standard
 import datetime
 import importlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator
 from decimal import Decimal
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 MESSAGE_BYTES_MAX = 16 << 20
 ITERATOR_ITEMS_MAX = 10_000
+ERROR_CHARACTERS = 500
 FORGED = "the code sent a message of its own in place of a reply"
 DEPTH_MAX = 300
 """Levels of lists in a message; a dict or tuple inside another takes three or four."""
@@ -106,6 +108,13 @@ def fields(message: Any, **kinds: type) -> list[Any] | None:
         return None
     is_whole = all(kind in (object, type(message[key])) for key, kind in kinds.items())
     return [message[key] for key in kinds] if is_whole else None
+
+
+def send(fd: int, line: bytes) -> None:
+    """Writes all of a line."""
+    data = memoryview(line)
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def as_line(message: dict[str, Any]) -> bytes:

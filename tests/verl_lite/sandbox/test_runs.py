@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_lite.sandbox import Limits, Outcome, Sandbox, programs
+from verl_lite.sandbox import Limits, Outcome, Sandbox
+from verl_lite.sandbox.answer import Answer, EndOfTest
 from verl_lite.sandbox.values import FORGED
 
 ADD = ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]
@@ -130,6 +131,82 @@ class TestAdd(unittest.TestCase):
     assert values(outcomes) == [True, None, True] and count == 3
 
 
+FIXTURES = """
+import asyncio, unittest
+import solution
+from solution import *
+state = []
+def setUpModule(): state.append("module")
+def tearDownModule(): assert state == ["module", "class"]
+class Sync(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls): state.append("class"); cls.base = add(1, 1)
+    @classmethod
+    def tearDownClass(cls): assert cls.base == 2
+    def setUp(self): self.addCleanup(state.remove, "test"); state.append("test")
+    def tearDown(self): assert state == ["module", "class", "test"]
+    def test_base(self): self.assertEqual(add(self.base, 1), 3)
+    def test_parts(self):
+        for n in range(3):
+            with self.subTest(n=n): self.assertEqual(add(n, 1), n + 1)
+    @unittest.expectedFailure
+    def test_failure(self): self.assertEqual(add(1, 2), 12)
+    @unittest.skip("not here")
+    def test_skipped(self): assert False
+    def test_skips(self): self.skipTest("not here")
+    async def test_async(self): self.assertEqual(await later(1), 2)
+class Async(unittest.IsolatedAsyncioTestCase):
+    async def asyncSetUp(self): self.one = await later(0)
+    async def test_async(self): self.assertEqual(await asyncio.gather(later(self.one), later(2)), [2, 3])
+class TestPlain:
+    @classmethod
+    def setup_class(cls): cls.one = add(0, 1)
+    def setup_method(self): self.two = add(self.one, 1)
+    def test_sum(self): assert add(self.one, self.two) == 3
+async def test_async():
+    await asyncio.sleep(0)
+    assert await solution.later(1) == 2 and await Later().get(3) == 4
+def testWithoutLine(): assert add(1, 1) == 2
+"""
+LATER = """
+import asyncio
+async def later(x): await asyncio.sleep(0.001); return add(x, 1)
+class Later:
+    async def get(self, x): return await later(x)
+def add(a, b): return a + b
+"""
+
+
+def test_all_that_unittest_and_pytest_would_run_is_run(sandbox: Sandbox) -> None:
+    outcomes, count = sandbox.run_snippets(LATER, [FIXTURES])
+    assert values(outcomes) == [True] * 8 and count == 8, outcomes
+    wrong, count = sandbox.run_snippets(LATER.replace("a + b", "12"), [FIXTURES])
+    assert values(wrong) == [None] * 9 and count == 9  # tearDownClass, too, and the test that should fail
+
+
+NEVER_RUN = [
+    "async def test_it(): assert f(1) == 2",
+    "import unittest\nclass T(unittest.TestCase):\n    async def test_it(self): assert f(1) == 2",
+    "import unittest\nclass T(unittest.IsolatedAsyncioTestCase):\n    async def test_it(self): assert f(1) == 2",
+    "class TestIt:\n    def test_it(self): assert f(1) == 2",
+    "def testIt(): assert f(1) == 2",
+    "def test_it():\n    yield\n    assert f(1) == 2",
+    "import unittest\n@unittest.skip('')\nclass T(unittest.TestCase):\n    def test_it(self): assert f(1) == 2",
+    "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        if f(1) != 2: self.skipTest('')",
+    "import unittest\nclass T(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): assert f(1) == 2\n"
+    "    def test_it(self): pass",
+    "import unittest\nclass T(unittest.TestCase):\n    def tearDown(self): assert f(1) == 2\n    def test(self): pass",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.subTest(): assert f(1) == 2",
+    "with __import__('unittest').TestCase().assertRaises(ValueError): f(object())",  # object() does not reach f
+]
+
+
+@pytest.mark.parametrize("test", NEVER_RUN)
+def test_a_test_that_would_not_run_passes_no_answer(sandbox: Sandbox, test: str) -> None:
+    outcomes, count = sandbox.run_snippets("def f(x): return 0", [test])
+    assert values(outcomes) == [None] and count == 1
+
+
 HONEST = """
 class Empty(ValueError): pass
 class Stack:
@@ -144,6 +221,8 @@ def pop(items):
 def count(n):
     yield from range(n)
 def sort(x): x.sort()
+def utf(x): return x.decode()
+def one(x): return x
 TABLE = {1: 'a'}
 import math, numpy
 from collections import Counter
@@ -165,6 +244,8 @@ WHAT_TESTS_DO = [
     "s = Stack(); s.push(1).push('b'); assert s.items == [1, 'b'] and s.pop() == 'b' and s.items == [1]",
     "try: Stack().pop()\nexcept Empty as e: assert str(e) == 'nothing'\nelse: assert False",
     "assert not hasattr(Stack(), '_x') and not hasattr(Stack(), 'nothing')",
+    "try: utf(b'\\xff')\nexcept ValueError as e: assert 'invalid start byte' in str(e)\nelse: assert False",
+    "from concurrent.futures import ThreadPoolExecutor as T\nassert list(T(4).map(one, range(99))) == list(range(99))",
 ]
 WHAT_DOES_NOT_CROSS = ["assert fold([1, 2]) == 3", "assert len(Stack()) == 0"]
 
@@ -225,14 +306,14 @@ ATTACKS = [
     "for fd in range(5, 40): os.dup2(4, fd)\nwrite()",
     "os.dup2(os.open('mine', os.O_RDWR | os.O_CREAT), 4); write()",
     """
-for pid in ("self", *range(os.getppid() - 9, os.getpid() + 9)):
+for pid in ("self", os.getppid(), os.getpid() + 1):
     for name in ("mem", *(f"fd/{number}" for number in range(9))):
         try: open(f"/proc/{pid}/{name}", "r+b").write(LINE)
         except OSError: pass
 """,
     """
 import ctypes
-for pid in range(os.getpid() - 9, os.getpid() + 9):
+for pid in (os.getppid(), os.getpid() + 1):
     for call in (101, 311, 434): assert ctypes.CDLL(None).syscall(call, 16, pid, 0, 0, 0, 0) == -1
 """,
     "import atexit; atexit.register(write); atexit.register(os._exit, 0)",
@@ -247,7 +328,7 @@ sys.setprofile(trace); sys.settrace(trace); threading.settrace(trace)
     """
 import sys
 programs = sys.modules["verl_lite.sandbox.programs"]
-programs._answered, programs._send = lambda *a: {"passed": True}, lambda fd, line: os.write(fd, LINE)
+programs._answered, programs.send = lambda *a: {"passed": True}, lambda fd, line: os.write(fd, LINE)
 """,
     """
 import builtins, json, unittest
@@ -343,11 +424,11 @@ def test_replies_of_any_other_shape_end_the_tests(lines: bytes) -> None:
     """Also a test that catches everything fails, and so does every later one."""
     ours, theirs = socket.socketpair()
     theirs.sendall(lines + b"\n{%s}\n" % FIVE)
-    answer = programs._Answer(ours.detach())
+    answer = Answer(ours.detach())
     names, unusable = answer.begin()
     if unusable is None:
         for _ in range(2):
-            with pytest.raises(programs._TestEnds):
+            with pytest.raises(EndOfTest):
                 names["f"]([1])
     assert answer.is_broken and answer.problem == (unusable or {}).get("error", answer.problem) == FORGED
     theirs.close()
