@@ -26,12 +26,14 @@ def main(argv: list[str]) -> int:
     what.add_argument("--adapter", action="store_true", help="the adapter alone, in fp32 and in peft's format")
     what.add_argument("--critic", action="store_true", help="the value function in place of the policy")
     options = parser.parse_args(argv)
-    from trainer.checkpoint import saved_steps
+    from trainer.checkpoint import STATE, damage_of, whole_steps
+    from verl_lite.errors import UserError
     from workers.engine.checkpoint import export, export_adapter
 
     run = options.run.expanduser().absolute()
-    steps = saved_steps(run)
-    checkpoint = steps[max(steps)] if steps else run
+    if (run / STATE).exists() and (damage := damage_of(run)):
+        raise UserError(f"{run} is damaged: {damage}")
+    checkpoint = next(whole_steps(run, print), run)
     source = str(checkpoint / ("critic" if options.critic else "actor"))
     target = options.to or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
     if options.adapter:

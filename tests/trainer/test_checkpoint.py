@@ -47,7 +47,7 @@ def test_a_failing_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     assert list(saved_steps(tmp_path)) == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", MARKER]
     found = find_checkpoint(tmp_path, "auto", None)
-    assert found is not None and read_state(found) == {"step": 1}
+    assert found is not None and read_state(found)["step"] == 1
 
 
 def write_for_ever(run_dir: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
+import re
+import resource
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,17 @@ import torch.distributed.checkpoint as dcp
 
 from tests.trainer.evaluate.test_chunks import sample
 from tests.trainer.written_checkpoint import write_checkpoint
-from trainer.checkpoint import damage_of, find_checkpoint, read_state, saved_steps, whole_checkpoint
+from trainer.checkpoint import (
+    MARKER,
+    damage_of,
+    find_checkpoint,
+    prune,
+    read_state,
+    saved_steps,
+    whole_checkpoint,
+    whole_steps,
+)
+from trainer.cli import failure_text
 from trainer.crash_dump import dump_on_failure
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.saving import most_checkpoints, require_room_for_checkpoints
@@ -29,6 +43,7 @@ from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.safe_state import read_metadata, write_state
 from workers.engine.checkpoint import _read as read_shards
 from workers.engine.checkpoint import load_random_state, save_random_state
+from workers.engine.checkpoint import save as write_shards
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -56,15 +71,114 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("harm", [flip_a_bit, Path.unlink])
-def test_auto_goes_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Path, harm: Any) -> None:
+def written(name: str, content: bytes) -> Callable[[Path], object]:
+    """Replaces a file of a checkpoint."""
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def in_place_of(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Puts something else where a file of a checkpoint was."""
+
+    def harm(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return harm
+
+
+def drop_from_list(name: str) -> Callable[[Path], object]:
+    def harm(folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["sha256"][name]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda folder: flip_a_bit(next(folder.glob("actor/*.distcp"))), "not the bytes that were written: actor/__0_"),
+        (lambda folder: next(folder.glob("actor/*.distcp")).unlink(), "missing, or not the bytes"),
+        (in_place_of("data.pt", Path.mkdir), "missing, .*: data.pt"),
+        (written("manifest.json", b""), "manifest.json cannot be read"),
+        (written("manifest.json", b'{"sha256": {}}'), "does not list MODEL/.metadata, actor/.metadata, .*, data.pt"),
+        (written("manifest.json", b"[" * 1_000_000), "manifest.json cannot be read .maximum recursion"),
+        (written("manifest.json", b'{"sha256": {"\xff'), "manifest.json cannot be read"),
+        (written("manifest.json", b'{"sha256": {"' + b"n" * 999 + b'/.metadata": [1, "x"]}}'), "does not list actor/"),
+        (lambda folder: os.truncate(folder / "manifest.json", 1 << 30), "manifest.json has more than 16 MiB"),
+        (in_place_of("manifest.json", os.mkfifo), "it has no manifest.json"),
+        (drop_from_list("actor/.metadata"), "does not list MODEL/.metadata, actor/.metadata"),
+        (drop_from_list("data.pt"), "does not list data.pt"),
+    ],
+)
+def test_auto_goes_back_to_the_newest_whole_checkpoint_and_says_so(
+    tmp_path: Path, harm: Callable[[Path], object], said: str
+) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     told: list[str] = []
     assert whole_checkpoint(tmp_path, "auto", None, told.append) == second and told == []
-    harm(next(second.glob("actor/*.distcp")))
+    harm(second)
+    assert list(whole_steps(tmp_path, told.append)) == [first], "what only reads leaves it where it is"
+    assert re.search(f"{second} is damaged: .*{said}", told.pop()) and second.is_dir()
     assert whole_checkpoint(tmp_path, "auto", None, told.append) == first
-    assert len(told) == 1 and "global_step_2 is damaged" in told[0] and "global_step_2.damaged" in told[0]
+    assert len(told) == 1 and re.search(f"global_step_2 is damaged: .*{said}.*global_step_2.damaged", told[0]), told
     assert list(saved_steps(tmp_path)) == [1] and find_checkpoint(tmp_path, "auto", None) == first
+
+
+def test_exchanged_folders_are_noticed_and_without_a_whole_one_nothing_starts(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 9), save(tmp_path, 10)
+    first.rename(tmp_path / "kept")
+    second.rename(first)
+    (tmp_path / "kept").rename(second)
+    with pytest.raises(UserError, match="all 2 are damaged"):
+        list(whole_steps(tmp_path, lambda _: None))
+    told: list[str] = []
+    for _ in range(2):  # the same command again does not start from scratch either
+        with pytest.raises(UserError, match="no whole one is left .only latest_.*, global_step_10.d.*, global_step_9"):
+            whole_checkpoint(tmp_path, "auto", None, told.append)
+    assert "its name is not that of the step in data.pt, 9" in told[0] and "in data.pt, 10" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (in_place_of("", Path.mkdir), "it is not a file"),
+        (in_place_of("", os.mkfifo), "it is not a file"),
+        (written("", b""), "it does not name a step"),
+        (written("", b"\xb2"), "it does not name a step"),
+        (written("", b"2" * 10_000), "it names step 2222.*, of which no checkpoint is here"),
+        (written("", b"3"), "it names step 3, of which no checkpoint is here"),
+    ],
+)
+def test_a_damaged_marker_costs_a_sentence_and_the_next_save_mends_it(
+    tmp_path: Path, harm: Callable[[Path], object], said: str
+) -> None:
+    save(tmp_path, 1), save(tmp_path, 2)
+    harm(tmp_path / MARKER)
+    told: list[str] = []
+    assert whole_checkpoint(tmp_path, "auto", None, told.append) == tmp_path / "global_step_2"
+    assert len(told) == 1 and re.search(f"{MARKER}: {said}.*newest whole checkpoint", told[0]), told
+    save(tmp_path, 4)
+    assert (tmp_path / MARKER).read_text() == "4"
+
+
+def test_files_and_links_in_place_of_folders_are_passed_over(tmp_path: Path) -> None:
+    outside = save(tmp_path / "elsewhere", 5)
+    (tmp_path / "run").mkdir()
+    run = tmp_path / "run"
+    for name in (".global_step_3.draft", ".global_step_4.old", "global_step_7"):
+        (run / name).touch()
+    (run / ".global_step_5.gone").symlink_to(outside)
+    (run / "global_step_8").symlink_to("nowhere")
+    (run / "global_step_5").symlink_to(outside)
+    assert whole_checkpoint(run, "auto", None, pytest.fail) == run / "global_step_5"
+    assert sorted(path.name for path in run.iterdir()) == ["global_step_5", "global_step_7", "global_step_8"]
+    (run / ".global_step_7.draft").touch()
+    for step in (7, 8):
+        save(run, step)
+    prune(run, 2)
+    assert sorted(saved_steps(run)) == [7, 8] and damage_of(outside) is None, "only the link has gone"
 
 
 def test_a_damaged_one_that_was_named_is_refused_with_the_others(tmp_path: Path) -> None:
@@ -73,7 +187,7 @@ def test_a_damaged_one_that_was_named_is_refused_with_the_others(tmp_path: Path)
     with pytest.raises(UserError, match=f"global_step_2 is damaged: .* written: data.pt. Others of its run: {first}"):
         whole_checkpoint(tmp_path, "resume_path", str(second), pytest.fail)
     (second / "manifest.json").write_text("{")
-    assert damage_of(second) == "manifest.json cannot be read"
+    assert str(damage_of(second)).startswith("manifest.json cannot be read")
     (second / "manifest.json").unlink()
     assert "it has no manifest.json, which lists its files" in str(damage_of(second))
 
@@ -85,6 +199,18 @@ def test_shards_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
         shard.unlink() if content is None else shard.write_bytes(content)
         with pytest.raises(UserError, match="damaged or incomplete .* trainer.resume_from_path"):
             read_shards({"model.w": torch.empty(1000)}, folder, no_dist=True)
+
+
+def test_a_file_that_may_not_grow_is_the_last_line_of_the_error(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            write_shards(str(tmp_path / "actor"), {"w": torch.ones(10_000)}, None, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    last = failure_text(caught.value).splitlines()[-1]
+    assert last == "The run failed: RuntimeError: the checkpoint cannot be written: [Errno 27] File too large"
 
 
 def test_nothing_in_a_checkpoint_runs_when_it_is_read(tmp_path: Path) -> None:

@@ -23,5 +23,5 @@ def write_checkpoint(
     draft = open_draft(run_dir, step, expected_bytes)
     with removed_on_failure(draft):
         save_models(draft)
-        write_state(draft / "data.pt", dict(state))
+        write_state(draft / "data.pt", {"steps": {"global_step": step}} | dict(state))
         return publish(draft)

@@ -11,10 +11,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import find_checkpoint, read_state, saved_steps, write_atomically
+from trainer.checkpoint import find_checkpoint, read_state, whole_steps, write_atomically
 from trainer.data.prompts import PromptDataset
 from trainer.evaluate.chunks import KeptAnswers, ValSampling, claim_folder, content_of, read_settings
 from trainer.evaluate.sample import Sample, samples_of
@@ -63,16 +64,16 @@ class Target:
 
 
 def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
-    """The policies that `text` names: a run folder (its newest checkpoint, or all), a global_step_N folder, a model
-    folder, or the name of a model on the hub. Raises UserError if it is none of these."""
+    """The policies that `text` names: a run folder (its newest whole checkpoint, or all that are whole), a
+    global_step_N folder, a model folder, or the name of a model on the hub. Raises UserError if it is none of these."""
     path = Path(text).expanduser().absolute()
     if (path / "data.pt").exists():
         return [_checkpoint(path)]
     if (path / "config.yaml").exists():
-        steps = saved_steps(path)
-        if not steps:
+        found = list(islice(whole_steps(path, print), None if all_checkpoints else 1))
+        if not found:
             raise UserError(f"{path} is a run without a checkpoint; run it with trainer.save_freq=-1 or above 0")
-        return [_checkpoint(steps[step]) for step in (sorted(steps) if all_checkpoints else [max(steps)])]
+        return [_checkpoint(folder) for folder in reversed(found)]
     if all_checkpoints:
         raise UserError(f"{path}: --all-checkpoints is for a run folder (config.yaml), which this is not")
     name, model = path.name, str(path)

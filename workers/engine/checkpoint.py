@@ -10,9 +10,9 @@ from __future__ import annotations
 import io
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from transformers import (
@@ -59,9 +60,20 @@ def save(
     """
     state = _state(parameters, optimizer, scheduler_step)
     if background is None:
-        dcp.save(state, checkpoint_id=path)
+        with naming_the_cause():
+            dcp.save(state, storage_writer=_Writer(path))
         return None
-    return cast("Future[Any]", dcp.async_save(state, checkpoint_id=path, process_group=background))
+    return cast("Future[Any]", dcp.async_save(state, storage_writer=_Writer(path), process_group=background))
+
+
+@contextmanager
+def naming_the_cause() -> Iterator[None]:
+    """Replaces a CheckpointException, whose first line names only ranks, by the first error of these ranks."""
+    try:
+        yield
+    except CheckpointException as error:  # which is no Exception
+        cause, _ = next(iter(error.failures.values()))
+        raise RuntimeError(f"the checkpoint cannot be written: {cause}") from error
 
 
 def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None) -> int:
@@ -108,6 +120,16 @@ def _damaged(path: str | Path, why: str) -> UserError:
         f"checkpoint {path}: its files are damaged or incomplete ({why}); take an older one with "
         "trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
     )
+
+
+class _Writer(_FileSystemWriter):
+    """It raises the system's errors, such as "File too large", where torch raises "unexpected pos" in their place."""
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 class _Reader(dcp.FileSystemReader):

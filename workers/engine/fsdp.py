@@ -264,7 +264,8 @@ class FSDPEngine:
         """Waits for a save in the background, if there is one; raises what went wrong with it."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.result()
+            with checkpoint.naming_the_cause():
+                saving.result()
 
     def load(self, path: str) -> None:
         """Reads what `save` wrote, on any number of ranks."""

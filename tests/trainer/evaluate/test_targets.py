@@ -12,6 +12,7 @@ import pytest
 
 from tests.set_keys import set_keys
 from tests.trainer.answering import answering, task
+from tests.trainer.written_checkpoint import write_checkpoint
 from trainer.evaluate.evaluation import (
     RESULTS,
     Evaluation,
@@ -30,13 +31,18 @@ from verl_lite.config import PPOConfig, load_config
 from verl_lite.errors import UserError
 
 
+def write_index(folder: Path) -> None:
+    (folder / "actor").mkdir()
+    (folder / "actor" / ".metadata").touch()
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run folder with checkpoints of steps 2 and 10."""
     folder = tmp_path / "run"
+    folder.mkdir()
     for step in (2, 10):
-        (folder / f"global_step_{step}").mkdir(parents=True)
-        (folder / f"global_step_{step}" / "data.pt").touch()
+        write_checkpoint(folder, step, write_index, {})
     (folder / "config.yaml").write_text("trainer:\n  seed: 5\n")
     return folder
 
@@ -51,6 +57,9 @@ def test_a_run_is_its_newest_checkpoint_or_all_in_order(run: Path) -> None:
     config = load_config([*newest.arguments, "model.path=m", "data.val_files=v"]).config
     assert config.trainer.seed == 5 and config.trainer.val_only and config.data.train_files == []
     assert config.trainer.resume_from_path == str(run / "global_step_10")
+    (run / "global_step_10" / "actor" / ".metadata").write_text("damage")
+    for all_checkpoints in (False, True):
+        assert [each.name for each in find_targets(str(run), all_checkpoints=all_checkpoints)] == ["global_step_2"]
 
 
 def test_a_table_tells_targets_of_one_name_apart() -> None:
