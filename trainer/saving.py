@@ -135,12 +135,15 @@ class Saver:
         were. Returns the driver's state; None where the run begins anew."""
         folder = checkpoint.find_checkpoint(self.run_dir, self.trainer.resume_mode, self.trainer.resume_from_path)
         if folder is None:
+            if self.trainer.resume_mode == "auto":
+                self.log(f"trainer.resume_mode=auto: {self.run_dir} has no checkpoint; the run starts at step 1")
             return None
         state = checkpoint.read_state(folder)
         for name, learner in self.learners.items():
             learner.load(str(folder / name))
         steps.load_state_dict(state["steps"])
         set_random_state(state["random"])
+        self.log(f"The run continues after step {steps.global_step} of {steps.total}, from {folder}")
         return state
 
 

@@ -107,7 +107,7 @@ class Run:
         usual = {"save_freq": 0, "video_freq": 0, "test_freq": 0, "total_training_steps": total, "seed": 1}
         set_keys(config.trainer, **usual | settings)
         self.group, self.logged = group or FakeGroup(), list[tuple[int, dict[str, float]]]()
-        self.videos: dict[int, dict[int, float]] = {}
+        self.videos, self.told = dict[int, dict[int, float]](), list[str]()
         fake: Any = self.group
         tracking: Any = SimpleNamespace(log=lambda metrics, step: self.logged.append((step, dict(metrics))))
         actor = FlowActorRole(fake, 1)
@@ -119,7 +119,7 @@ class Run:
             validation=clips(0, [0, 1]),
             save_clips=self.write,
             tracking=tracking,
-            saver=Saver(run_dir, config, {"actor": actor}, 0, pytest.fail),
+            saver=Saver(run_dir, config, {"actor": actor}, 0, self.told.append),
         )
 
     def write(self, step: int, rows: list[int], videos: torch.Tensor) -> None:
@@ -175,6 +175,7 @@ def test_a_resumed_run_goes_on_and_has_its_before_from_the_untrained_model(tmp_p
     result = again.trainer.fit()
     calls = ["sample", "load", "train 3", "train 4", "sample", "save", "export", "finish_save"]
     assert again.group.calls == calls and again.group.weight == 4
+    assert again.told == [f"The run continues after step 2 of 4, from {tmp_path}/global_step_2"]
     name = "val-core/cosine_identity/reward/mean@1"
     assert result.before[name] == 0 and result.after[name] == pytest.approx(0.4)
     assert [step for step, _ in again.logged] == [3, 4, 4]  # the untrained model's was logged at step 0 before

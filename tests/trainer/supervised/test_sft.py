@@ -14,6 +14,7 @@ from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import permitting
 from tests.trainer.prompt_rows import write
 from trainer import main_sft
+from trainer.checkpoint import saved_steps
 from trainer.data.sft import Example, collate, encode_chat, load_examples
 from trainer.supervised.loop import train_within
 from trainer.supervised.sft import SFTJob, sft_loss
@@ -162,7 +163,9 @@ def test_a_run_learns_and_leaves_a_hugging_face_folder(model: str, tmp_path: Pat
     assert log[-1]["data"]["val/loss"] == result.val["loss"]
 
 
-def test_a_stopped_command_goes_on_to_the_same_weights(model: str, tmp_path: Path) -> None:
+def test_a_stopped_command_goes_on_to_the_same_weights(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = config_of(model, tmp_path)
     arguments = [
         f"data.train_files={config.data.train_files[0]}", f"model.path={model}", "data.train_batch_size=10",
@@ -172,14 +175,24 @@ def test_a_stopped_command_goes_on_to_the_same_weights(model: str, tmp_path: Pat
     whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
     assert main_sft.main([*arguments, whole]) == 0
     assert not permitting(tmp_path / "whole", 0o077), "its user's alone"
-    assert main_sft.main([*arguments, parts, "trainer.total_training_steps=2"]) == 0
+    assert main_sft.main([*arguments, parts, "trainer.total_training_steps=2", "trainer.resume_mode=auto"]) == 0
+    assert f"{tmp_path}/parts has no checkpoint; the run starts at step 1" in capsys.readouterr().out
     assert main_sft.main([*arguments, parts]) == 2, "the folder holds a run"
     assert main_sft.main([*arguments, parts, "trainer.resume_mode=auto"]) == 0
+    said = f"The run continues after step 2 of 4, from {tmp_path}/parts/global_step_2"
+    assert said in " ".join(capsys.readouterr().out.split())
     one, other = (
         dict(AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf").named_parameters())
         for name in ("whole", "parts")
     )
     assert all(torch.equal(one[name], other[name]) for name in one)
+    written = (tmp_path / "parts" / "metrics.jsonl").read_bytes()
+    for folder in saved_steps(tmp_path / "parts").values():
+        next(folder.glob("model/*.distcp")).write_bytes(b"damage")
+    for _ in range(2):  # with all checkpoints damaged nothing starts from scratch, however often it is tried
+        assert main_sft.main([*arguments, parts, "trainer.resume_mode=auto", "trainer.total_training_steps=6"]) == 2
+        assert "had checkpoints, and no whole one is left" in capsys.readouterr().err
+    assert (tmp_path / "parts" / "metrics.jsonl").read_bytes() == written
 
 
 def test_a_long_sequence_is_refused_cut_or_dropped(tmp_path: Path) -> None:
