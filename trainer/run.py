@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import IO, Any, ClassVar, Generic, Protocol, TypeVar
 
 import psutil
 from rich.console import RenderableType
@@ -192,11 +192,11 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     stack.enter_context(reserved_devices(config, job.request(), console.note))
     total_steps = job.read_data()
     make_run_dir(config, stack)
-    stack.enter_context(locked_folder(run_dir, console.note))
+    folder = HeldFolder(run_dir, console.note, stack)
     with uncounted():
         check_run_dir(job, total_steps)
         plan = job.plan()
-    save_config(loaded, run_dir / "config.yaml")
+    folder.config_file = save_config(loaded, run_dir / "config.yaml").read_text(encoding="utf-8")
     seed_random_state(config.trainer.seed)
     if plan:
         console.print(plan)
@@ -212,8 +212,10 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         stopping_on_signal(trainer.steps.stop, console.note),
         dump_on_failure(trainer, run_dir),
     ):
-        tracking.after_first_step = tell_idle_options
+        tracking.after_first_step, saver = tell_idle_options, trainer.saver
+        tracking.before_log = lambda: folder.restore(saver)
         result = trainer.fit()
+        folder.restore()
         tell_idle_options(at_end=True)
     report = job.report(trainer, result)
     for part in [*report.lines, closing_findings(run_dir) if plan else None]:
@@ -231,6 +233,7 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     job.check(None)
     total_steps = job.read_data()
     stack.enter_context(file_mask(job.config.trainer.umask, job.run_dir))
+    stack.enter_context(locked_folder(job.run_dir, job.console.note))  # no other run is writing a checkpoint there
     check_run_dir(job, total_steps)
     save_config(loaded, job.run_dir / "dry_run.yaml")
     text, fits = job.full_plan()
@@ -272,10 +275,39 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
     return run_dir
 
 
+class HeldFolder:
+    """The run folder of a run that trains, locked until `stack` ends. config_file: the text of its config.yaml."""
+
+    config_file = ""
+
+    def __init__(self, run_dir: Path, note: Callable[[str], None], stack: ExitStack) -> None:
+        self.run_dir, self.note, self.lock = run_dir, note, stack.enter_context(ExitStack())
+        self.file = self.lock.enter_context(locked_folder(run_dir, note))
+
+    def restore(self, saver: Saver | None = None) -> None:
+        """Makes the folder again if somebody deleted or renamed it: locked and with config.yaml; `saver` writes a
+        checkpoint after the step at hand if the run saves at intervals. Raises UserError if another run has it now."""
+        try:
+            if os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.run_dir / LOCK)):
+                return
+        except FileNotFoundError:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.lock.close()
+        self.file = self.lock.enter_context(locked_folder(self.run_dir, self.note))
+        (self.run_dir / "config.yaml").write_text(self.config_file, encoding="utf-8")
+        if saver is not None:
+            saver.is_overdue |= saver.trainer.save_freq > 0
+        self.note(
+            f"{self.run_dir} WAS DELETED OR RENAMED while the run trains. It is made again with config.yaml, and the "
+            "training continues. The metrics, samples, logs and checkpoints up to here are not in it. Trackers that "
+            "write into it are cut off: after the run, python -m trainer.sync gives them the metrics from here on"
+        )
+
+
 @contextmanager
-def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[None]:
+def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]]:
     """Inside, no other run can write to this folder; UserError if one does already. The kernel takes the lock off a
-    process that is killed."""
+    process that is killed. Gives the open file that is locked."""
     path = run_dir / LOCK
     with path.open("a") as file:
         try:
@@ -287,11 +319,13 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[None]:
             ) from None
         except OSError as error:
             log(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
-        path.write_text(f"pid {os.getpid()} of user {psutil.Process().username()}", encoding="utf-8")
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} of user {psutil.Process().username()}")
+        file.flush()
         try:
-            yield
+            yield file
         finally:
-            path.write_text("")  # nobody has it any more
+            file.truncate(0)  # nobody has it any more; the folder may be another run's by now
 
 
 def check_run_dir(job: Job[Options], total_steps: int) -> None:

@@ -15,10 +15,14 @@ from tests.tiny_model import tiny_reward_model
 from tests.tiny_run import write_rows
 from tests.trainer import tiny_run
 from tests.trainer.tiny_run import samples
+from trainer.checkpoint import saved_steps
 from trainer.cli import failure_text
+from trainer.export import main as export
 from trainer.ray_trainer import RayPPOTrainer
+from trainer.report import main as report
 from trainer.rewards.failures import RewardFailure
 from trainer.score import score
+from verl_lite.config import load_config
 from verl_lite.protocol import DataProto
 
 QUESTIONS = ["1+2=", "3+4=", "5+1=", "sort 31", "2*2=", "9-3=", "7+7=", "sort 20"]
@@ -42,6 +46,25 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_files(tmp_path_factory.mktemp("run"), QUESTIONS, REWARD, hidden=32, layers=1)
+
+
+def test_a_run_whose_folder_is_deleted_makes_what_its_commands_need_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deleted in the second of four steps, after which a checkpoint is not due."""
+    folder = str(tmp_path / "run")
+    delete = f"import shutil\ncalls = []\n{tiny_run.REWARD}\ndef deletes(*given, **named):\n    calls.append(1)\n"
+    delete += f"    if len(calls) == 12: shutil.rmtree({folder!r})\n    return compute_score(*given, **named)\n"
+    tiny_run.write_files(tmp_path, QUESTIONS, delete, hidden=32, layers=1)
+    options = ["reward.custom_reward_function.name=deletes", "trainer.total_training_steps=4", "trainer.save_freq=3"]
+    metrics = tiny_run.run(tmp_path, "run", *options, "trainer.samples_max_mb=0", "~trainer.rollout_data_dir")
+    assert [row["training/global_step"] for row in metrics if "training/global_step" in row] == [2, 3, 4]
+    assert "run WAS DELETED OR RENAMED while the run trains" in " ".join(capsys.readouterr().out.split())
+    assert sorted(saved_steps(tmp_path / "run")) == [2, 3, 4], "the step of the deletion saves, since nothing was left"
+    again = load_config(["--config", str(tmp_path / "run" / "config.yaml")]).config
+    assert (again.trainer.total_training_steps, again.trainer.save_freq) == (4, 3)
+    assert (tmp_path / "run" / "in_use").read_text() == ""
+    assert export([str(tmp_path / "run")]) == report([str(tmp_path / "run")]) == 0
 
 
 # --------------------------------------------------------------------------------------------- a function that breaks

@@ -20,14 +20,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
-from tests.tiny_run import good_row
+from tests.tiny_run import good_row, write_rows
 from tests.trainer import tiny_run
-from trainer import build, run
+from trainer import build, main_sft, run
 from trainer.build import check_context, check_engine, check_vocabulary, request_of, run_ppo
 from trainer.cli import failure_text, file_mask
 from trainer.data.prompts import PromptDataset
 from trainer.plan import main as plan
-from trainer.run import locked_folder, make_run_dir
+from trainer.run import HeldFolder, locked_folder, make_run_dir
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
 from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import RewardFlowConfig
@@ -124,6 +124,39 @@ def test_a_folder_in_use_is_refused_with_the_name_of_its_user(tmp_path: Path) ->
     with locked_folder(tmp_path, pytest.fail):
         pass
     assert (tmp_path / "in_use").read_text() == "", "who had it is no longer told"
+
+
+def test_a_deleted_folder_that_another_run_has_taken_is_left_to_it(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "run").mkdir()
+    with ExitStack() as stack:
+        folder = HeldFolder(tmp_path / "run", told.append, stack)
+        folder.config_file = "trainer: {}"
+        folder.restore()
+        assert told == []
+        for _ in range(2):
+            shutil.rmtree(tmp_path / "run")
+            folder.restore()
+            assert (tmp_path / "run" / "config.yaml").read_text() == "trainer: {}" and "WAS DELETED" in told.pop()
+        with pytest.raises(UserError, match="in use by pid"), locked_folder(tmp_path / "run", pytest.fail):
+            pass
+        (tmp_path / "run").rename(tmp_path / "renamed")
+        (tmp_path / "run").mkdir()
+        with locked_folder(tmp_path / "run", pytest.fail):
+            with pytest.raises(UserError, match="in use by pid"):
+                folder.restore()
+            stack.close()
+            assert (tmp_path / "run" / "in_use").read_text().startswith("pid "), "its own line stays"
+        assert not told and not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_dry_run_leaves_the_folder_of_a_run_alone(model: str, tmp_path: Path) -> None:
+    (tmp_path / ".global_step_3.draft").mkdir()
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "1+1=", "response": "2"}])
+    given = [f"model.path={model}", f"data.train_files={data}", "trainer.device=cpu", "trainer.dry_run=true"]
+    with locked_folder(tmp_path, pytest.fail):
+        assert main_sft.main([*given, f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto"]) == 2
+    assert (tmp_path / ".global_step_3.draft").is_dir()
 
 
 def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

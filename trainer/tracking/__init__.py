@@ -34,6 +34,7 @@ class Tracking:
     Raises UserError for a name in `trainer.logger` that is not known, and for one whose package is missing.
     """
 
+    before_log: Callable[[], object] | None = None
     after_first_step: Callable[[], None] | None = None
 
     def __init__(self, run_dir: Path, config: RunOptions, console: Console) -> None:
@@ -60,6 +61,8 @@ class Tracking:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Sends numbers of one step. step: training steps done; 0 = before the first."""
+        if self.before_log is not None:
+            self.before_log()
         self._console.advance(step)
         if self._shows:
             self._console.log(metrics, step)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -372,6 +372,13 @@ def begin_process(umask: int, log_file: str | None) -> None:
     os.close(target)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def restore_log(log_file: str | None) -> None:
+    """Opens the log of this process again if somebody has deleted the file."""
+    if log_file is not None and not os.path.exists(log_file):
+        with suppress(OSError):  # what is printed is not worth the run
+            begin_process(current_umask(), log_file)
 
 
 def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> None:

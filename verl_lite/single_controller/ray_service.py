@@ -21,6 +21,7 @@ class ServiceProcess:
 
     def __init__(self, umask: int, log_file: str | None) -> None:
         ray_cluster.begin_process(umask, log_file)
+        self._log_file = log_file
 
     def start(self, recipe: ClassWithInitArgs) -> None:
         """Make the object; apart from the constructor, so that its error arrives as it was raised."""
@@ -31,6 +32,7 @@ class ServiceProcess:
         self._service.send(method, *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        ray_cluster.restore_log(self._log_file)
         with ray_errors.portable_errors():
             return self._service.call(method, *args, **kwargs)
 

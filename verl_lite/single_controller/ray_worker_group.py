@@ -93,7 +93,7 @@ class SlotProcess:
     """What runs in a worker process: the slot, and calls on the objects in it."""
 
     def __init__(self, umask: int, log_file: str | None, stall_timeout_s: float | None) -> None:
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s, self._log_file = stall_timeout_s, log_file
         for number in ray_cluster.OF_BATCH_SYSTEMS:  # passed over here, and heard by what user code starts from here
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ray_cluster.OF_BATCH_SYSTEMS)
@@ -133,6 +133,7 @@ class SlotProcess:
 
     def invoke(self, role: str, method: str, names: list[str], *values: Any) -> Any:
         """Call a method; the last len(names) values are keyword arguments: Ray resolves only top-level references."""
+        ray_cluster.restore_log(self._log_file)
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
         if self._stall_timeout_s is not None:  # stacks of all threads go to the log before the driver ends the process

@@ -183,4 +183,8 @@ class Process:
                 if left > 0:
                     left -= len(chunk)
                     with contextlib.suppress(OSError):
+                        if not os.path.exists(path):  # somebody deleted the run folder
+                            os.makedirs(os.path.dirname(path), exist_ok=True)
+                            with open(path, "ab") as again:
+                                os.dup2(again.fileno(), log.fileno(), inheritable=False)
                         log.write(chunk if left > 0 else _LAST_LINE)

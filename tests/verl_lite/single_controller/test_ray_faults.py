@@ -85,6 +85,10 @@ def test_driver_does_not_wait_for_ranks_that_wait(how: str, expected: type[Excep
     groups["d"].say("good morning")
     log = (tmp_path / "c+d-1.log").read_text()
     assert "good morning" in log and "child says good morning" in log
+    (tmp_path / "c+d-1.log").rename(tmp_path / "before.log")
+    groups["d"].say("good morning again")
+    log = (tmp_path / "c+d-1.log").read_text()
+    assert "good morning again" in log and "child says good morning again" in log
     started = time.monotonic()
     with pytest.raises(expected) as caught:
         groups["c"].fail_before_collective(1, how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -30,6 +31,18 @@ def test_results_come_by_key_and_in_the_order_asked(make_pool: MakePool, num_wor
     assert [result.extra["length"] for result in results.values()] == [4, 3, 1, 2]
     assert all(result.score == 1.0 and not result.failed and result.error is None for result in results.values())
     assert score(pool, "b")[0].score == 1.0, "the key is free again"
+
+
+def test_a_log_that_is_deleted_is_begun_anew(make_pool: MakePool, tmp_path: Path) -> None:
+    code = "def compute_score(solution_str, **given): print(solution_str); return 1.0"
+    pool, log = make_pool(code), tmp_path / "logs"
+    for answer in ("first", "second"):
+        assert failed(score(pool, answer)) == []
+        deadline = time.monotonic() + 60
+        while not any(answer in path.read_text() for path in log.glob("reward-*.log")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        shutil.rmtree(log)
 
 
 def test_a_hanging_sample_does_not_hold_up_those_in_other_processes(make_pool: MakePool) -> None:
