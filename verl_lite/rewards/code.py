@@ -30,6 +30,10 @@ _CLOCK_FACTOR = 3.0
 
 _SPARE_S = 1.0
 _TOLERANCE = 1e-6
+_REPLY_BYTES, _REPLY_FACTOR = 1 << 16, 16
+"""A longer reply to a call than this many bytes, and this many times the arguments and the right value, is wrong: it
+would take memory and time outside of the sandbox."""
+
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -110,8 +114,13 @@ def _run_tests(
         if tests.function is None:
             more = [sandbox.run_script(code, tests.inputs[done], left_s)]
         else:  # wrong programs mostly fail at once: one call first, then ever more of them in one process
-            calls = tests.inputs[done : 2 * done + 1] if stop_early else tests.inputs[done:]
-            more = sandbox.call(code, tests.function, calls, left_s)
+            end = 2 * done + 1 if stop_early else len(tests.inputs)
+            calls, right = (
+                tests.inputs[done:end],
+                json.dumps([tests.inputs[done:end], tests.outputs[done:end]], default=str),
+            )
+            room = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * len(right)
+            more = sandbox.call(code, tests.function, calls, left_s, room)
         is_right = is_right_output if tests.function is None else is_right_value
         outcomes += more
         truths = tests.outputs[done : len(outcomes)]

@@ -22,7 +22,16 @@ from typing import Any
 import verl_lite
 from verl_lite.errors import UserError
 from verl_lite.sandbox.confine import Limits
-from verl_lite.sandbox.values import ERROR_CHARACTERS, FORGED, Unreadable, as_line, encode, fields, read_line
+from verl_lite.sandbox.values import (
+    ERROR_CHARACTERS,
+    FORGED,
+    MESSAGE_BYTES_MAX,
+    Unreadable,
+    as_line,
+    encode,
+    fields,
+    read_line,
+)
 
 READ = "read every file that this user may read"
 ATTEMPTS = (
@@ -101,16 +110,25 @@ class Sandbox:
             return next(filter(None, map(_told, ended.messages)), None) or ended.outcome()
         return Outcome(True, ended.stdout)
 
-    def call(self, code: str, name: str, calls: Sequence[Sequence[Any]], total_s: float = math.inf) -> list[Outcome]:
+    def call(
+        self,
+        code: str,
+        name: str,
+        calls: Sequence[Sequence[Any]],
+        total_s: float = math.inf,
+        reply_bytes: int = MESSAGE_BYTES_MAX,
+    ) -> list[Outcome]:
         """Calls a function (or a method of the class `Solution`) with each list of plain arguments.
 
-        There are fewer outcomes than calls if the process ended; the last one says why.
+        reply_bytes: all replies together; what is longer is not read. There are fewer outcomes than calls if the
+        process ended or the replies were too long; the last one says why.
         """
         requests = [
             {"call": name, "args": encode(list(args)), "kwargs": encode({}), "number": number}
             for number, args in enumerate(calls, 1)
         ]
-        [ended] = self.run([("hold_functions", [{"code": code, "has_requests": True}, *requests])], "", total_s)
+        program = ("hold_functions", [{"code": code, "has_requests": True}, *requests])
+        [ended] = self.run([program], "", total_s, reply_bytes)
         outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
         if outcomes and outcomes[0].error:  # of the code itself
             return [outcomes[0]] * len(calls)
@@ -151,12 +169,16 @@ class Sandbox:
         return outcomes, max(count, len(outcomes))
 
     def run(
-        self, programs: Sequence[tuple[str, Sequence[dict[str, Any]]]], stdin: str = "", total_s: float = math.inf
+        self,
+        programs: Sequence[tuple[str, Sequence[dict[str, Any]]]],
+        stdin: str = "",
+        total_s: float = math.inf,
+        reply_bytes: int = MESSAGE_BYTES_MAX,
     ) -> list[Ended]:
         """Runs programs of `verl_lite.sandbox.programs`, each in a confined process, until the last one has ended.
 
-        programs: name, and the messages that it finds in its file. Raises UserError where the machine cannot hold it,
-        SandboxError.
+        programs: name, and the messages that it finds in its file. reply_bytes: as for `call`. Raises
+        UserError where the machine cannot hold it, SandboxError.
         """
         self._start_server()
         names = [name for name, _ in programs]
@@ -169,7 +191,9 @@ class Sandbox:
             ended = []
             for report, at in zip(self._ask(request, files), range(0, len(files), 5), strict=True):
                 stdout, stderr = (_content(fd).decode("utf-8", "replace") for fd in files[at + 1 : at + 3])
-                ended.append(Ended(report["met"], report["exit"], stdout, stderr, _messages(files[at + 4])))
+                ended.append(
+                    Ended(report["met"], report["exit"], stdout, stderr, _messages(files[at + 4], reply_bytes))
+                )
             return ended
         finally:
             for fd in files:
@@ -251,9 +275,9 @@ def _content(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
-def _messages(fd: int) -> Messages:
-    """The whole messages of a file, up to the first that is none."""
-    lines, messages = io.BytesIO(_content(fd)), []
+def _messages(fd: int, most_bytes: int) -> Messages:
+    """The whole messages of a file, up to the first that is none or lies past this length."""
+    lines, messages = io.BytesIO(_content(fd)[:most_bytes]), []
     with contextlib.suppress(EOFError, Unreadable):
         while True:
             messages.append(read_line(lines))

@@ -20,7 +20,7 @@ import threading
 import traceback
 import types
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 from verl_lite.sandbox.answer import CHANGEABLE, Answer, is_name
@@ -34,6 +34,9 @@ LIBRARY = (
     "statistics string typing dataclasses enum numbers"
 ).split()
 """Imported before any program starts; tests find them under their names."""
+
+_NAMED_ITEMS_MAX = 10_000
+"""Tests see no longer value under a name of the answer's, such as a table of primes: it takes too long to send."""
 
 
 class _PipeEnd(io.FileIO):
@@ -81,8 +84,8 @@ def hold_functions(task: int, reply: int) -> None:
     request: {"call": name, "args", "kwargs"} gives {"value", "after": arguments changed in place} or {"raised"}. What
     is no plain value stays here, and {"object": number} is given for it; {"call", "of": number} asks for its method,
     or with "args": null for its attribute, which is {"function": true} where it can be called, {"coroutine": true} for
-    an `async def`, which a call runs to its end. Each answer has the
-    "number" of its request. The code can write to `reply` as well, so a reader takes nothing but these shapes.
+    an `async def`, which a call runs to its end. Each answer has the "number" of its request. The code can write to
+    `reply`, too: readers take these shapes alone.
     """
     requests = open(task, "rb")
     message = read_line(requests)
@@ -101,7 +104,8 @@ def hold_functions(task: int, reply: int) -> None:
 
     def run() -> dict[str, Any]:
         exec(compiled, namespace)
-        return {"names": {name: _described(value) for name, value in namespace.items() if is_name(name)}}
+        found = {} if message["has_requests"] else namespace  # those who wrote the requests need no names
+        return {"names": {name: _described(value) for name, value in found.items() if is_name(name)}}
 
     def do(request: dict[str, Any]) -> dict[str, Any]:
         name, of = request["call"], request.get("of")
@@ -186,7 +190,8 @@ def _described(value: Any) -> dict[str, Any] | None:
     if isinstance(value, type) and issubclass(value, Exception):
         base = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
         return {"exception": value.__name__, "base": base}
-    return _function(value) or _plain(value)
+    is_long = isinstance(value, Sized) and not isinstance(value, type) and len(value) > _NAMED_ITEMS_MAX
+    return _function(value) or (None if is_long else _plain(value))
 
 
 def _function(value: Any) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ import pytest
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, default_compute_score
 from verl_lite.rewards.code import PairTests, SnippetTests, extract_code, is_right_output, is_right_value, read_tests
+from verl_lite.sandbox import client
 from verl_lite.sandbox.values import encode
 from workers.rewards.pool import RewardPool
 
@@ -159,6 +160,16 @@ def test_a_forged_value_is_wrong_and_costs_nothing(forged: Any) -> None:
     started = time.monotonic()
     assert not is_right_value(forged, 1.5) and not is_right_value([forged], [[1.5]])
     assert time.monotonic() - started < 1
+
+
+def test_a_reply_that_is_far_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(client.json, "loads", lambda line, load=json.loads: read.append(len(line)) or load(line))
+    calls = {"inputs": [[1], [2]], "outputs": [[1], [2] * 9999], "fn_name": "f"}
+    code = "def f(x): return [x] if x == 1 else [2] * 9999"
+    assert score(code, calls)["score"] == 1.0
+    assert score(code.replace("9999", "999_999"), calls, partial=True)["score"] == 0.5
+    assert max(read) < 500_000
 
 
 def test_it_runs_in_reward_processes_and_leaves_nothing_behind() -> None:

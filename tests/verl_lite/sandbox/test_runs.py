@@ -45,6 +45,7 @@ def test_a_script_reads_prints_and_fails(sandbox: Sandbox) -> None:
         ("print(sum(map(int, input().split())))", "1 2\n", "3\n"),
         ("def main():\n    print(__name__)\nif __name__ == '__main__':\n    main()", "", "__main__\n"),
         ("print(1)", "x" * 3_000_000, "1\n"),  # it need not read
+        ("import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    print(1)\nasyncio.run(f())", "", "1\n"),
     ):
         assert sandbox.run_script(code, stdin) == Outcome(True, printed)
     assert sandbox.run_script("print(1").is_compiled is False
@@ -96,11 +97,11 @@ def f(line):
 
 @pytest.mark.parametrize(
     "line", ["{}", "[]", "\xff", '{"value": {"held": 0}}', '{"call": "f", "args": [{"import": ["os", "system"]}]}',
-             '{"value": {"Fraction": "1e99999999"}}', "9" * 99_999],
+             '{"value": {"Fraction": "1e99999999"}}', "9" * 99_999, '{"value": 5, "after": [null]}',
+             '{"value": 5, "after": [null], "number": 2}', '{"value": 5, "after": [null], "object": 1, "number": 1}'],
 )  # fmt: skip
 def test_forged_messages_are_nothing(sandbox: Sandbox, line: str) -> None:
-    for outcome in sandbox.call(FORGE, "f", [[line]]):
-        assert outcome.value != 5
+    assert [outcome.error != "" for outcome in sandbox.call(FORGE, "f", [[line]])] == [True]
     assert not any(snippets(sandbox, FORGE, [f"assert f({line!r}) == 5"]))
 
 
@@ -223,7 +224,7 @@ def count(n):
 def sort(x): x.sort()
 def utf(x): return x.decode()
 def one(x): return x
-TABLE = {1: 'a'}
+TABLE, LONG = {1: 'a'}, [False] * 10**7
 import math, numpy
 from collections import Counter
 from functools import reduce as fold
