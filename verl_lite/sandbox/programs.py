@@ -147,6 +147,7 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     names, unusable = tested.begin()
     if unusable:
         return _tell(reply, unusable)
+    vars(unittest)["main"] = lambda *args, **kwargs: None  # the tests that it would run are run here
     count = len(tests)
     for snippet in tests:
         namespace, cases = _namespace(names), list[unittest.TestCase]()
@@ -276,12 +277,18 @@ def _collect(
         elif isinstance(value, type) and (name.startswith("Test") or issubclass(value, unittest.TestCase)):
             kind = value if issubclass(value, unittest.TestCase) else _test_case(value)
             for method in unittest.defaultTestLoader.getTestCaseNames(kind):
+                case = kind(method)
                 if not issubclass(kind, unittest.IsolatedAsyncioTestCase):
-                    setattr(kind, method, _whole(getattr(kind, method)))
-                cases.append(kind(method))
+                    setattr(case, method, _whole(getattr(case, method)))
+                cases.append(case)
 
 
-_FIXTURES = {"setup_method": "setUp", "teardown_method": "tearDown", "setup_class": "setUpClass"}
+_FIXTURES = {
+    "setup_method": "setUp",
+    "teardown_method": "tearDown",
+    "setup_class": "setUpClass",
+    "teardown_class": "tearDownClass",
+}
 
 
 def _test_case(kind: type) -> type[unittest.TestCase]:

@@ -162,6 +162,17 @@ def test_a_forged_value_is_wrong_and_costs_nothing(forged: Any) -> None:
     assert time.monotonic() - started < 1
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_program_cannot_tell_that_its_tests_passed(partial: bool) -> None:
+    case = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)"
+    check = {"test": "def check(f): assert f(1) == 2", "entry_point": "f"}
+    calls = {"inputs": [[1]], "outputs": [True], "fn_name": "f"}
+    for truth in (["assert f(1) == 2"], check, case, "def test_f(): assert f(1) == 2", PAIRS, calls):
+        for tail in ("", "def f(x): return 0"):
+            forged = 'import os; os.write(4, b\'{"passed": true, "tests": 1}\\n\')\n' + tail
+            assert score(forged, truth, partial=partial)["score"] == 0.0, truth
+
+
 def test_a_reply_that_is_far_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     monkeypatch.setattr(client.json, "loads", lambda line, load=json.loads: read.append(len(line)) or load(line))

@@ -152,6 +152,8 @@ class Sync(unittest.TestCase):
             with self.subTest(n=n): self.assertEqual(add(n, 1), n + 1)
     @unittest.expectedFailure
     def test_failure(self): self.assertEqual(add(1, 2), 12)
+    @staticmethod
+    def test_static(): assert add(1, 1) == 2
     @unittest.skip("not here")
     def test_skipped(self): assert False
     def test_skips(self): self.skipTest("not here")
@@ -162,12 +164,15 @@ class Async(unittest.IsolatedAsyncioTestCase):
 class TestPlain:
     @classmethod
     def setup_class(cls): cls.one = add(0, 1)
+    @classmethod
+    def teardown_class(cls): assert cls.one == 1
     def setup_method(self): self.two = add(self.one, 1)
     def test_sum(self): assert add(self.one, self.two) == 3
 async def test_async():
     await asyncio.sleep(0)
     assert await solution.later(1) == 2 and await Later().get(3) == 4
 def testWithoutLine(): assert add(1, 1) == 2
+unittest.main()
 """
 LATER = """
 import asyncio
@@ -180,9 +185,9 @@ def add(a, b): return a + b
 
 def test_all_that_unittest_and_pytest_would_run_is_run(sandbox: Sandbox) -> None:
     outcomes, count = sandbox.run_snippets(LATER, [FIXTURES])
-    assert values(outcomes) == [True] * 8 and count == 8, outcomes
+    assert values(outcomes) == [True] * 9 and count == 9, outcomes
     wrong, count = sandbox.run_snippets(LATER.replace("a + b", "12"), [FIXTURES])
-    assert values(wrong) == [None] * 9 and count == 9  # tearDownClass, too, and the test that should fail
+    assert values(wrong) == [None] * 11 and count == 11  # both tearDowns of a class, too, and the test that should fail
 
 
 NEVER_RUN = [
