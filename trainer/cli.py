@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from verl_lite.errors import ClusterLostError, UserError, circumstances
+from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
 
 NOTHING_LEFT = "nothing is left to do"  # said of a run that has all its steps
 WRONG_INPUT = 2
@@ -99,7 +99,7 @@ def run_command(command: Callable[[], int]) -> int:
         try:
             return command()
         except UserError as error:
-            print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+            print(printable(f"\n{type(error).__name__}: {error}"), file=sys.stderr)
             return WRONG_INPUT
         except KeyboardInterrupt:
             number = received[0] if received else signal.SIGINT
@@ -212,4 +212,4 @@ def failure_text(error: BaseException) -> str:
     known, first_line = f"{place}: " if str(place) else "", str(error).partition("\n")[0]
     log = f"\n  its log: {place.log}" if place.log else ""
     parts.append(f"The run failed: {known}{type(error).__name__}: {first_line}{log}")
-    return "\n" + "\n\n".join(parts)
+    return printable("\n" + "\n\n".join(parts))

@@ -9,17 +9,20 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import rich.console
+from rich.console import ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.segment import Segment
 from rich.text import Text
 
 from trainer.final_report import validation_line
 from verl_lite.config import Verbosity
+from verl_lite.errors import printable
 
 _WIDTH_OF_FILES = 120
 _LOOK_EVERY_S = 0.5
@@ -47,25 +50,40 @@ _SHARES = (
 )
 
 
+class Terminal(rich.console.Console):
+    """Rich's console for text of data, models and users: `[red]` and `:smile:` in it are no markup, and its control
+    characters are written out (`\\x1b[2J`). All that is laid out for a terminal goes through this class."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Text that is given as a string, before its width is measured."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Everything else, such as a `Text`, when it is written."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
 class Console:
     """Prints for people. file: where to; None = standard output. verbosity: `quiet` leaves out all progress and keeps
     the beginning, notes and the end."""
 
     def __init__(self, file: IO[str] | None = None, verbosity: Verbosity = "normal") -> None:
         self.verbosity = verbosity
-        self._rich = rich.console.Console(file=file, highlight=False)
+        self._rich = Terminal(file=file)
         if not self._rich.is_terminal:
-            self._rich = rich.console.Console(file=file, highlight=False, width=_WIDTH_OF_FILES)
+            self._rich = Terminal(file=file, width=_WIDTH_OF_FILES)
         self._progress: Progress | None = None
         self._total = 0
         self._finished: deque[tuple[float, int]] = deque(maxlen=30)  # steps that the time left is estimated from
 
-    def print(self, content: rich.console.RenderableType) -> None:
-        """Prints text as it is (no markup, no wrapping), or something that rich can lay out."""
-        is_text = isinstance(content, str | Text)
-        shown = Text(content) if isinstance(content, str) else content
+    def print(self, content: RenderableType) -> None:
+        """Prints text as it is (no wrapping), or something that rich can lay out."""
         # nothing is cut off: a command that is too long wraps
-        self._rich.print(shown, soft_wrap=is_text, crop=False)
+        self._rich.print(content, soft_wrap=isinstance(content, str | Text), crop=False)
 
     def progress(self, text: str) -> None:
         """Text on what the run is doing; left out where it is to be quiet."""
@@ -150,8 +168,7 @@ def following(folder: Path, console: Console) -> Iterator[None]:
                 whole = added if is_last else added[: added.rfind(b"\n") + 1]  # a line is shown when it has ended
                 read[file] = read.get(file, 0) + len(whole)
                 for line in _ESCAPES.sub("", whole.decode(errors="replace")).splitlines():
-                    shown = "".join(letter for letter in line if letter.isprintable())
-                    console.print(Text(f"{file.relative_to(folder).with_suffix('')} | {shown}", style="dim"))
+                    console.print(Text(f"{file.relative_to(folder).with_suffix('')} | {line}", style="dim"))
 
     thread = threading.Thread(target=follow, name="log-follower", daemon=True)
     thread.start()

@@ -51,7 +51,7 @@ def final_report(
         for sample in result.samples:
             score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
             texts = (sample.data_source, sample.input, sample.output, sample.gts)
-            table.add_row(*(printable(re.sub(r"\s*\n\s*", " ↵ ", text.strip())) for text in texts), score)
+            table.add_row(*(shortened(re.sub(r"\s*\n\s*", " ↵ ", text.strip())) for text in texts), score)
         parts += [Text(), table]
     places = {"run folder": run_dir, "metrics": run_dir / "metrics.jsonl", **pictures}
     places |= {"results": run_dir / "results.json", "tensorboard": run_dir / "tensorboard"}
@@ -141,7 +141,6 @@ def titled_table(title: str) -> Table:
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
 
 
-def printable(text: str, limit: int | None = _TEXT_SHOWN) -> Text:
-    """Text of a model as it may go to a terminal: no control characters, and not too long. None = however long."""
-    shown = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
-    return Text(shown if limit is None or len(shown) <= limit else f"{shown[:limit]} ... ({len(shown)} characters)")
+def shortened(text: str, limit: int = _TEXT_SHOWN) -> str:
+    """The beginning of a long text, and how long it is."""
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text)} characters)"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli import command
-from trainer.console import format_seconds
-from trainer.final_report import printable, validation_means, validation_table
+from trainer.console import Terminal, format_seconds
+from trainer.final_report import shortened, validation_means, validation_table
 from trainer.reports.health import BAD, LOOK, OK, Finding, findings_of, number
 from trainer.reports.page_data import PANELS
 from trainer.reports.run_data import METRICS, Answer, Run, chosen, read_run, run_titles, stage_seconds
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     folder = given.run.expanduser()
     folder = folder.parent if folder.is_file() else folder
-    run, console = read_run(folder), Console(highlight=False)
+    run, console = read_run(folder), Terminal()
     order = "best" if given.best else "worst" if given.worst else ""
     if order or given.grep:
         found, total = chosen(folder, order, given.grep or "", given.count)
@@ -102,7 +102,7 @@ def findings_shown(findings: Sequence[Finding], most: int | None = None) -> Rend
     table = Table.grid(padding=(0, 1))
     for finding in found[:most]:
         cause = f"\nlikely: {finding.cause}" * bool(finding.cause)
-        told = Text.assemble(printable(finding.text, _TEXT), (f"{cause}\nto do:  {finding.advice}", "dim"))
+        told = Text.assemble(shortened(finding.text, _TEXT), (f"{cause}\nto do:  {finding.advice}", "dim"))
         table.add_row(Text(finding.grade, _STYLES[finding.grade]), told)
     more = len(found) - len(found[:most])
     fine = f"{more} more findings, and " * bool(more) + f"{len(findings) - len(found)} checks are fine"
@@ -126,8 +126,8 @@ def _panel(answer: Answer) -> Panel:
     told = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
     reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
     parts = [*answer.prompt, ("ground truth", answer.gts), (told, answer.output), ("reward", reward)]
-    shown = [Text.assemble((f"{name}: ", "bold"), printable(text, _TEXT)) for name, text in parts if text]
-    return Panel(Group(*shown), title=printable(f"{answer.kind}, {answer.uid}"), title_align="left")
+    shown = [Text.assemble((f"{name}: ", "bold"), shortened(text, _TEXT)) for name, text in parts if text]
+    return Panel(Group(*shown), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from trainer.final_report import validation_means
 from trainer.reports.run_data import OUTSIDE, Steps, stage_seconds
 from trainer.tracking import read_metrics
+from verl_lite.errors import printable
 
 Panel = tuple[str, str, Mapping[str, str]]
 """Metrics over the steps: title, what the values are, and what each metric is called in the picture."""
@@ -18,6 +20,7 @@ REWARD: Panel = ("Reward in training, mean over the samples of a step", "score",
 LENGTH: Panel = ("Response length", "tokens", {f"response_length/{name}": name for name in ("mean", "max", "min")})
 
 
+@rc_context({"text.parse_math": False})  # a $ in the name of a data source is no formula
 def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH) -> Path | None:
     """Writes RUN/curve.png, these two panels beside validation and time, and returns its path; None if the run has no
     training step to show."""
@@ -68,7 +71,7 @@ def _draw_validation(panel: Axes, steps: Steps) -> None:
     panel.set(title=", ".join(["Validation", *sorted(names)]) if names else "nothing was validated", ylabel="score")
     for (source, greedy), points in sorted(curves.items()):
         label, style = f"{source}{' (greedy)' * greedy}", "--" if greedy else "-"
-        panel.plot(*zip(*points, strict=True), style, marker="o", markersize=4, linewidth=2, label=label)
+        panel.plot(*zip(*points, strict=True), style, marker="o", markersize=4, linewidth=2, label=printable(label))
     if all(0 <= value <= 1 for points in curves.values() for _, value in points):
         panel.set_ylim(-0.02, 1.02)
 

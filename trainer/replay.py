@@ -10,7 +10,7 @@ import pdb
 from pathlib import Path
 
 from trainer.cli import command
-from verl_lite.errors import UserError
+from verl_lite.errors import UserError, printable
 
 IN_THIS_PROCESS = """
     trainer.backend=inline trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.logger=[console]
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
         raise
     except Exception as error:
         if "--pdb" in argv:
-            print(f"\n{type(error).__name__}: {error}\nWhere it was raised; q ends, w shows the whole stack.")
+            print(printable(f"\n{type(error).__name__}: {error}"))
+            print("Where it was raised; q ends, w shows the whole stack.")
             pdb.post_mortem(error.__traceback__)
         raise
 

@@ -33,7 +33,7 @@ from trainer.evaluate.sample_files import FOLDER, JSON, TRAIN, VAL, as_text, rew
 from trainer.final_report import titled_table
 from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, help_config, load_config, load_schema
 from verl_lite.config.checks import reward_problems, section_problems
-from verl_lite.errors import UserError
+from verl_lite.errors import UserError, printable
 from verl_lite.rewards import RewardItem, RewardResult, reward_modules
 
 USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VALUE ...] [out=FILE.parquet]"
@@ -101,7 +101,8 @@ def score(target: Path, overrides: list[str]) -> int:
     console.print(f"all scores: {path}")
     failed = [result for result in results if result.failed]
     if failed:
-        print(f"\n{len(failed)} of {len(results)} rewards failed. The first one:\n{failed[0].error}", file=sys.stderr)
+        first = printable(str(failed[0].error))
+        print(f"\n{len(failed)} of {len(results)} rewards failed. The first one:\n{first}", file=sys.stderr)
     return int(len(failed) > config.reward.max_error_rate * len(results))
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from trainer.cli import command, file_mask
+from verl_lite.errors import printable
 
 if TYPE_CHECKING:
     from trainer.sweeps.study import Study
@@ -53,8 +54,9 @@ def main(argv: list[str]) -> int:
 def summary(study: Study, go_on: str) -> str:
     """What is said at the end: the best trials, what failed, the command that trains the best, and `go_on`, the one
     that goes on with the study."""
-    import rich.console
     from rich.table import Table
+
+    from trainer.console import Terminal
 
     counts, question, finished = Counter(trial.state for trial in study.trials), study.question, study.finished()
     names = [parameter.name for parameter in question.space]
@@ -67,7 +69,7 @@ def summary(study: Study, go_on: str) -> str:
         texts = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in (trial.parameters[name] for name in names)]
         table.add_row(str(trial.number), value + pruned, *texts)
     text = io.StringIO()
-    rich.console.Console(file=text, width=200).print(table)
+    Terminal(file=text, width=200).print(table)
     lines = [", ".join(f"{count} {state}" for state, count in counts.items()) or "no trials", ""]
     lines += [line.rstrip() for line in text.getvalue().splitlines()]
     for best in finished[:1]:
@@ -78,12 +80,12 @@ def summary(study: Study, go_on: str) -> str:
         lines.append(f"To go on: {go_on}")
     lines.append(f"All trials with their commands: {study.folder / 'trials.csv'}")
     lines.append(f"As a page, with curves: python -m trainer.report {shlex.quote(str(study.folder))}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def tell(text: str) -> None:
     """A line with the time of day."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {printable(text)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from verl_lite.config import ConfigError, help_config, load_schema
 from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import VideoDataConfig
 from verl_lite.config.fields import section
+from verl_lite.errors import printable
 
 
 @dataclass
@@ -43,10 +44,10 @@ def main(argv: list[str]) -> int:
         if isinstance(taken, Selection):
             had, becomes = (f"{size.width} x {size.height}" for size in (taken.header, taken))
             told = f"{taken.header.frames:>7}  {had:<12}{becomes}"
-        print(f"{row:>5}  {'/'.join(data.rows[row].path.parts[-2:]):<32}{told}")
+        print(printable(f"{row:>5}  {'/'.join(data.rows[row].path.parts[-2:]):<32}{told}"))
     problems = data.problems(found)
     told = f"{sum(isinstance(taken, Selection) for taken in found)} of {len(found)} rows can be used"
-    print("", *problems, told, sep="\n")
+    print("", *map(printable, problems), told, sep="\n")
     return int(bool(problems))
 
 

@@ -7,6 +7,7 @@ and method of the worker that raised it, and what the driver was doing, so that 
 import os
 import sysconfig
 import traceback
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,5 +101,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of user code or of a model for a terminal: control characters other than line ends and tabs are escaped."""
-    return "".join(x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)
+    """Text of data, user code or a model for a terminal: characters that control it (escapes, the direction of writing,
+    line ends other than `\\n`) are written out, as `\\x1b`. Tabs and spaces of all kinds stay."""
+    stays = (x.isprintable() or x in "\n\t" or unicodedata.category(x) == "Zs" for x in text)
+    return "".join(x if is_so else x.encode("unicode_escape").decode() for x, is_so in zip(text, stays, strict=True))

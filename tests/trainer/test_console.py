@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import rich.console
 from rich.console import RenderableType
+from rich.panel import Panel
+from rich.text import Text
 
-from trainer.console import Console, following, format_seconds
+from tests.trainer.run_folder import make_run
+from trainer import cli, inspect
+from trainer.console import Console, Terminal, following, format_seconds
 from trainer.evaluate.sample import Sample
-from trainer.final_report import final_report, printable, validation_line, validation_table
+from trainer.evaluate.sample_files import SampleFiles
+from trainer.final_report import final_report, shortened, validation_line, validation_table
+from trainer.picture import draw_curve
 from verl_lite.config import ConfigError, SFTConfig, Verbosity, load_config, load_schema
+from verl_lite.errors import UserError, printable
 
 METRICS = {
     "training/global_step": 7.0,
@@ -51,7 +58,7 @@ SAMPLE = Sample(
 )  # fmt: skip
 
 
-class Terminal(io.StringIO):
+class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -93,7 +100,7 @@ def test_a_file_gets_plain_lines_with_the_time_left_and_a_terminal_a_bar(monkeyp
     assert all(letter.isprintable() or letter == "\n" for letter in text)
     assert "note: a [note] with brackets" in text and "the [plan] " + "x" * 200 + "\n" in text
     monkeypatch.setenv("TERM", "xterm-256color")
-    text = printed(Terminal(), range(2))
+    text = printed(Screen(), range(2))
     assert "1/10" in text and "\x1b[" in text
 
 
@@ -114,7 +121,7 @@ def test_seconds(seconds: float, text: str) -> None:
 
 def shown(content: RenderableType, width: int = 140) -> str:
     file = io.StringIO()
-    rich.console.Console(file=file, width=width).print(content, crop=False)
+    Terminal(file=file, width=width).print(content, crop=False)
     return file.getvalue()
 
 
@@ -126,16 +133,49 @@ def test_the_report_has_before_and_after_samples_places_and_commands(tmp_path: P
     rows = [line.split() for line in text.splitlines()]
     for row in ("verl_lite/add 0.200 0.300", "mean of sources 0.250 0.350", "verl_lite/sort (greedy) 0.500 0.600"):
         assert row.split() in rows
-    for part in ("Sort 21", "failed", "x\ufffd[31m[b]", f"  checkpoint   {checkpoint}", f"  evaluate     {command}"):
+    for part in ("Sort 21", "failed", "x\\x1b[31m[b]", f"  checkpoint   {checkpoint}", f"  evaluate     {command}"):
         assert part in text
     assert "\x1b" not in text and "curve.png" not in text
     text = shown(final_report(Result(BEFORE, BEFORE), tmp_path, {}, {}))
     assert "before  " not in text and "0.300" in text and "evaluate" not in text
-    assert printable("a" * 1000).plain == "a" * 300 + " ... (1000 characters)"
+    assert shortened("a" * 1000) == "a" * 300 + " ... (1000 characters)"
     many = dataclasses.replace(SAMPLE, output="\n\n".join("line" for _ in range(30)))
     reports = [final_report(Result(BEFORE, AFTER, [sample]), tmp_path, {}, {}) for sample in (SAMPLE, many)]
     few, lines = (len(shown(report).splitlines()) for report in reports)
     assert lines <= few + 3, "newlines of an answer are no lines of the table"
+
+
+EVIL = "\x1b]0;t\x07\x1b[2J\x9b31m\u202e\u2066\r[red]:smile:$\\a^$"
+SHOWN = r"\x1b]0;t\x07\x1b[2J\x9b31m\u202e\u2066\r[red]:smile:$\a^$"
+
+
+def test_text_of_others_does_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In every way that text can take: plain, styled, in titles, headers and cells of tables, in errors."""
+    evil = {f"val-core/{EVIL}/acc/mean@1": 0.5, f"val-core/a/{EVIL}/mean@1": 0.5}
+    sample = dataclasses.replace(SAMPLE, data_source=EVIL, input=EVIL, output=EVIL, gts=EVIL)
+    file = io.StringIO()
+    console = Console(file)
+    for content in (EVIL, Text(EVIL, style="bold"), validation_table({EVIL: evil}), Panel(EVIL, title=Text(EVIL))):
+        console.print(content)
+    console.note(EVIL)
+    console.log(evil, 1)
+    console.print(final_report(Result(evil, evil, [sample]), tmp_path / EVIL.replace("/", ""), {}, {}))
+    folder = make_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 5, "data": {**evil, "critic/score/mean": 1.0}}) + "\n")
+    SampleFiles(folder, 1 << 26, print).write_validation([dataclasses.replace(sample, uid=EVIL, score=2.0)], 5)
+    assert draw_curve(folder) is not None
+    assert inspect.main([str(folder)]) == inspect.main([str(folder), "--best"]) == 0
+
+    def fail(error: Exception) -> int:
+        raise error
+
+    assert cli.run_command(lambda: fail(UserError(EVIL))) == 2
+    cli.print_failure(ValueError, ValueError(EVIL), None)
+    captured = capsys.readouterr()
+    for text in (file.getvalue(), captured.out, captured.err):
+        assert all(letter.isprintable() or letter == "\n" for letter in text) and SHOWN in text
+    assert printable("\u3000\t é\n") == "\u3000\t é\n", "spaces are harmless"
 
 
 def test_intervals_stand_beside_the_means() -> None:
@@ -159,12 +199,12 @@ def test_verbose_shows_what_workers_print_and_from_where(tmp_path: Path, monkeyp
     file, quiet = io.StringIO(), io.StringIO()
     with following(logs, Console(file, "verbose")), following(logs, Console(quiet)):
         with (logs / "actor-0.log").open("a") as log:
-            log.write("loading\x1b[31m weights\x1b[0m\rdone\nnot yet ended")
+            log.write("loading\x1b[31m weights\x1b[0m\rdone\nnot\x9b yet ended")
         (logs / "environments-0" / "env-1.log").write_text("[a] step\n")
         deadline = time.monotonic() + 20
         while "env-1" not in file.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert "not yet ended" not in file.getvalue()
-    lines = [f"actor-0 | {text}" for text in ("done", "loading weights", "not yet ended")]
+        assert "yet ended" not in file.getvalue()
+    lines = [f"actor-0 | {text}" for text in ("done", "loading weights", r"not\x9b yet ended")]
     assert sorted(file.getvalue().splitlines()) == [*lines, "environments-0/env-1 | [a] step"]
     assert not quiet.getvalue()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainer.evaluate.sample import Sample
-from trainer.final_report import printable
+from verl_lite.errors import printable
 from verl_lite.protocol import DataProto
 
 TEXT_SHOWN = 2_000
@@ -70,8 +70,8 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
 
 
 def _paragraph(role: str, text: str) -> list[str]:
-    """`role  text`, further lines of the text under the first; control characters of a model are replaced."""
-    first, *others = printable(text, None).plain.strip("\n").split("\n")
+    """`role  text`, further lines of the text under the first; control characters of a model are written out."""
+    first, *others = printable(text).strip("\n").split("\n")
     return [f"{role:<{_ROLE_WIDTH}} {first}", *(f"{'':<{_ROLE_WIDTH}} {line}" for line in others)]
 
 
