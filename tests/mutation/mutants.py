@@ -1,4 +1,4 @@
-"""One fault at a time in a file's source: the kinds that reviews of trainers find, drawn by a seed.
+"""One fault at a time in a file's source: the kinds that reviews of trainers find, drawn by a seed; and named ones.
 
 A mutant replaces the text of one syntax node, so that the rest of the file stays as it is written.
 """
@@ -6,6 +6,7 @@ A mutant replaces the text of one syntax node, so that the rest of the file stay
 from __future__ import annotations
 
 import ast
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: `new` in the place of `old`, which stands at these character offsets of the file."""
+    """A fault: `new` in the place of `old`, which stands at these character offsets of the file. tests: globs of files,
+    or FILE::NAME, of which one must fail."""
 
     path: str
     kind: str
@@ -23,6 +25,7 @@ class Mutant:
     end: int
     old: str
     new: str
+    tests: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -30,6 +33,21 @@ class Mutant:
 
     def apply(self, source: str) -> str:
         return source[: self.start] + self.new + source[self.end :]
+
+
+def named(table: Path, root: Path) -> list[Mutant]:
+    """The mutants of a JSON file {path: [[old, new, test], ...]}. Raises ValueError where `old` is not in the file
+    exactly once."""
+    mutants = []
+    for path, rows in json.loads(table.read_text(encoding="utf-8")).items():
+        source = (root / path).read_text(encoding="utf-8")
+        for old, new, test in rows:
+            if source.count(old) != 1:
+                raise ValueError(f"{table.name}: {path} has {old!r} {source.count(old)} times; expected once")
+            start = source.index(old)
+            line = source.count("\n", 0, start) + 1
+            mutants.append(Mutant(path, "named", line, start, start + len(old), old, new, (test,)))
+    return mutants
 
 
 def draw(paths: list[Path], root: Path, count: int, seed: int) -> list[Mutant]:

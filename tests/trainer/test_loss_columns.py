@@ -1,4 +1,5 @@
-"""What the driver adds to the batch for losses that compare a token with all others, or read scores."""
+"""What the driver sends to the ranks: columns for losses that compare a token with all others or read scores, shuffled,
+balanced and cut as the options say."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.set_keys import set_keys
 from trainer.requirements import needs_old_log_prob
-from trainer.roles import ActorRole, loss_columns
+from trainer.roles import ActorRole, CriticRole, loss_columns
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 
@@ -54,11 +55,17 @@ class Group:
         self.data = data
         return [DataProto(meta_info={"metrics": {}})]
 
+    update_critic = update_actor
 
-def sent(config: PPOConfig, data: DataProto, step: int = 1) -> Any:
+    def compute_values(self, data: DataProto) -> DataProto:
+        self.data = data
+        return data
+
+
+def sent(config: PPOConfig, data: DataProto, step: int = 1, role: type[ActorRole | CriticRole] = ActorRole) -> Any:
     """The tensors of the planned batch that an update sends."""
     group: Any = Group()
-    ActorRole(group, config).update(data, step)
+    role(group, config).update(data, step)
     return group.data.batch
 
 
@@ -105,3 +112,40 @@ def test_a_loss_of_ones_own_that_nobody_chooses_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("trainer.requirements.get_policy_loss_fn", lambda name: loss)
     with pytest.raises(Exception, match="loss_mode=mine:loss takes `selected`.*TOKEN_SELECTIONS"):
         loss_columns(batch(), config_of("mine:loss"), 1)
+
+
+@pytest.mark.parametrize(("role", "section"), [(ActorRole, "actor"), (CriticRole, "critic"), (CriticRole, "actor")])
+def test_rows_are_shuffled_differently_in_each_step(role: type[ActorRole | CriticRole], section: str) -> None:
+    data, in_order = batch(), [0] * 4 + [1] * 4  # the optimizer step of each row: two prompts of two answers
+    data.batch.update({name: torch.zeros(ROWS, RESPONSE) for name in ("values", "returns")})
+
+    def steps_of_rows(step: int, shuffle: bool) -> list[int]:
+        config = config_of("vanilla")
+        config.actor.ppo_mini_batch_size = 2
+        set_keys(config, **{f"{section}__shuffle": shuffle})
+        columns = sent(config, data, step, role)
+        return columns["mini_batch"][columns["responses"][:, 0].argsort(), 0].tolist()
+
+    assert steps_of_rows(1, shuffle=False) == in_order
+    first, second, again = (steps_of_rows(step, shuffle=True) for step in (1, 2, 1))
+    assert first == again != second and in_order not in (first, second)
+
+
+@pytest.mark.parametrize(
+    ("option", "loads", "passes"),
+    [
+        ({}, [14, 14], 1),
+        ({"trainer__balance_batch": False}, [20, 8], 1),
+        ({"critic__forward_max_token_len_per_gpu": 10}, [14, 14], 2),
+    ],
+)
+def test_the_critics_forward_pass_is_balanced_and_bounded(
+    option: dict[str, Any], loads: list[int], passes: int
+) -> None:
+    """Four rows of 5 tokens, then four of 2, on two ranks."""
+    data, group, config = batch(), Group(), config_of("vanilla")
+    set_keys(config, **option)
+    data.batch["attention_mask"] = (torch.arange(7) < torch.tensor([5, 5, 5, 5, 2, 2, 2, 2])[:, None]).long()
+    CriticRole(group, config).compute_values(data)  # type: ignore[arg-type]
+    assert group.data.batch["attention_mask"].view(2, -1).sum(1).tolist() == loads
+    assert group.data.meta_info["schedule"][0][0].num_micro_batches == passes

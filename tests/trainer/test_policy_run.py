@@ -108,6 +108,19 @@ def test_an_unknown_layer_is_refused_before_anything_starts(options: list[str], 
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+def test_a_run_at_temperature_0_7(tmp_path: Path) -> None:
+    """Weights hardly move in two steps: engine, old log-probs, update and reference agree, and the seeds differ."""
+    tiny_run.write_files(tmp_path, [f"{number}+{number}" for number in range(4)])
+    several = ["rollout.n=4", "actor.ppo_mini_batch_size=2", "actor.use_kl_loss=true"]
+    steps = tiny_run.run(tmp_path, "run", "rollout.temperature=0.7", "trainer.total_training_steps=2", *several)
+    for step in steps:
+        assert step["training/rollout_probs_diff_max"] < 1e-5 and step["actor/grad_norm"] > 0
+        assert 1 < step["actor/ratio_max"] < 1.02 and step["actor/kl_loss"] < 1e-4
+    rows = (tiny_run.samples(tmp_path, "run", step) for step in (1, 2))
+    drawn = [{(row["input"], row["sample"]): row["output"] for row in step} for step in rows]
+    assert sum(drawn[0][key] == drawn[1][key] for key in drawn[0]) < 8, "of 16 answers"
+
+
 # -------------------------------------------------------------------------------------------------------------- experts
 
 

@@ -162,6 +162,15 @@ def test_weights_and_their_metrics_are_those_of_a_plain_loop(name: str, threshol
     assert 0 < expected["ratio_fraction_high"] < 1 and 0 < expected["ratio_fraction_low"] < 1
 
 
+def test_the_sum_over_a_row_is_held_below_20() -> None:
+    """Three log-ratios of 15."""
+    old = torch.zeros(1, 3, dtype=torch.float64)
+    options = Correction(Weighting("seq_sum", upper=math.inf))
+    weights, _, metrics = correct_rollout(old, old - 15, torch.ones(1, 3), options)
+    assert weights is not None and weights.tolist() == [pytest.approx([math.exp(20)] * 3)]
+    assert values(metrics)["rollout_corr/chi2_seq"] == pytest.approx(math.expm1(40))
+
+
 # ---------------------------------------------------------------------------------------------------- rejection
 
 

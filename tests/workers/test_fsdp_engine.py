@@ -121,7 +121,7 @@ def test_export_is_a_hugging_face_folder(path: str, tied_path: str, two_ranks: O
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
-def test_moments_come_to_the_device_for_training_and_saving_alone(
+def test_moments_come_to_the_device_for_training_and_saving_alone_and_random_states_come_back(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build_engine(path, Case(), OptimConfig(lr=1e-3), optimizer_offload=True)
@@ -133,8 +133,13 @@ def test_moments_come_to_the_device_for_training_and_saving_alone(
     assert came == []
     engine.train(data, loss_fn, temperature=1.0, calculate_entropy=True)
     engine.save(str(tmp_path))
+    drawn = torch.rand(3)
     engine.load(str(tmp_path))
-    assert came == ["cpu"] * 3
+    assert came == ["cpu"] * 3 and torch.equal(torch.rand(3), drawn)
+    engine.move_out()
+    engine.fsdp_config.optimizer_offload = False
+    engine.move_out()
+    assert came == ["cpu"] * 4, "moments leave the device where optimizer_offload says so"
 
 
 def test_a_save_in_the_background_that_fails_says_so_when_it_is_waited_for(

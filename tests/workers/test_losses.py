@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from verl_lite.config import ActorConfig, PolicyLossConfig, PPOConfig
-from verl_lite.core_algos import agg_loss
+from tests.verl_lite.naive_losses import naive_value_loss
+from verl_lite.config import ActorConfig, CriticConfig, PolicyLossConfig, PPOConfig
+from verl_lite.core_algos import LOSS_AGG_MODES, agg_loss
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from workers.actor_rollout import ActorWorker
-from workers.losses import actor_loss
+from workers.losses import actor_loss, critic_loss
 
 SEED_METRICS = (
     *("pg_loss", "kl_loss", "total_loss", "clipfrac", "approxkl", "policykl", "ratio_mean", "ratio_max", "ratio_min"),
@@ -129,3 +130,17 @@ def test_a_loss_with_verls_signature_does_not_depend_on_the_cut_either(mode: str
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), rel=1e-12)
     found = combine(metrics for _, metrics in parts)
     assert found["actor/pg_clipfrac"].value == pytest.approx(expected["actor/pg_clipfrac"].value)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_critics_loss_aggregates_as_the_critic_says_else_as_the_actor(mode: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    columns = {name: torch.randn(3, 4, generator=generator, dtype=torch.float64) for name in ("returns", "values")}
+    columns["response_mask"] = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]])
+    vpreds = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    data = DataProto.from_dict(tensors=columns, meta_info={"num_tokens": 7, "num_sequences": 3})
+    expected = naive_value_loss(columns | {"vpreds": vpreds}, 0.5, mode)
+    other = "token-sum" if mode == "token-mean" else "token-mean"
+    for own, actors in ((mode, other), (None, mode)):
+        critic, actor = CriticConfig(cliprange_value=0.5, loss_agg_mode=own), ActorConfig(loss_agg_mode=actors)
+        assert critic_loss(data, {"values": vpreds}, critic, actor)[0].item() == pytest.approx(expected, rel=1e-12)

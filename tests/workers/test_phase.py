@@ -1,9 +1,15 @@
-"""Who holds the device: never two tenants, moves in the right order, no move without need."""
+"""Who holds the device: never two tenants, moves in the right order, no move without need, weights after a sleep."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
+import torch
+
+from verl_lite.config import PPOConfig
+from workers.actor_rollout import ActorWorker
 from workers.phase import PhaseManager
 
 
@@ -32,3 +38,41 @@ def test_others_move_out_before_the_owner_moves_in_and_no_move_is_without_need(m
     assert len(log) == 4, "entering again moves nothing"
     phases.enter(rollout)
     assert log[4:] == ["trainer out", "reference out", "emptied", "rollout in"]
+
+
+class Engine(Tenant):
+    """What the trainer and the rollout engine do when weights are sent."""
+
+    has_weights = False
+
+    def move_out(self) -> None:
+        super().move_out()
+        self.has_weights = False
+
+    def move_out_optimizer(self) -> None:
+        self.log.append("optimizer out")
+
+    def full_params(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.ones(1)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        self.log.append(f"{[name for name, _ in weights]} of version {version}")
+        self.has_weights = True
+
+    def reset_cache(self) -> None: ...
+
+
+def test_an_engine_that_slept_gets_the_weights_again_and_the_optimizer_leaves_before() -> None:
+    log: list[str] = []
+    worker: Any = ActorWorker(PPOConfig(), total_training_steps=1, rewards=None)
+    worker.phases, worker.engine, worker.rollout = PhaseManager(), Engine("trainer", log), Engine("rollout", log)
+    worker.phases.add(worker.engine)
+    worker.phases.add(worker.rollout)
+    sent = ["optimizer out", "trainer out", "rollout in", "trainer in", "['weight'] of version 3", "trainer out"]
+    worker.update_weights(3)
+    worker.enter_rollout()
+    assert log == sent, "what it has is not sent again"
+    worker.phases.enter(worker.engine)
+    log.clear()
+    worker.enter_rollout()
+    assert log == ["trainer out", "rollout in", "optimizer out", *sent[3:]]

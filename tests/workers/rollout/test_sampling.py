@@ -55,7 +55,7 @@ def test_frequencies_follow_the_tempered_softmax() -> None:
     assert abs(mean - 4) < 4 * math.sqrt(8 / 40)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.6), (-1, 1e-6), (4, 0.75), (100, 0.999)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.6), (-1, 1e-6), (2, 0.6), (4, 0.75), (100, 0.999)])
 def test_truncation_keeps_exactly_the_naive_set(top_k: int, top_p: float) -> None:
     logits = torch.tensor([0.1, 1.2, -0.4, 2.0, 0.3, -3.0])
     probs = torch.softmax(logits, dim=0).tolist()
