@@ -168,7 +168,9 @@ def test_the_sum_over_a_row_is_held_below_20() -> None:
     options = Correction(Weighting("seq_sum", upper=math.inf))
     weights, _, metrics = correct_rollout(old, old - 15, torch.ones(1, 3), options)
     assert weights is not None and weights.tolist() == [pytest.approx([math.exp(20)] * 3)]
-    assert values(metrics)["rollout_corr/chi2_seq"] == pytest.approx(math.expm1(40))
+    found = values(metrics)
+    assert found["rollout_corr/chi2_seq"] == pytest.approx(math.expm1(40))
+    assert found["actor/train_infer_ratio_sequence_mean"] == pytest.approx(math.exp(20))
 
 
 # ---------------------------------------------------------------------------------------------------- rejection
