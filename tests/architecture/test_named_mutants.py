@@ -1,4 +1,4 @@
-"""The table of `python -m tests.mutation` fits the code: each fault can be put in, and the test that must fail exists."""
+"""The table of `python -m tests.mutation` fits the code: each fault can be put in, and its test exists."""
 
 from __future__ import annotations
 
