@@ -106,7 +106,7 @@ def read_run(folder: Path) -> Run:
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
     """The options of a saved configuration (`config.save_config`) by dotted key, and its notes; nothing of both where
     the file is missing."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     found: dict[str, ConfigValue] = {}
     above: list[str] = []
     for match in filter(None, map(_OPTION.fullmatch, lines)):
@@ -223,8 +223,8 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Answer
 def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None:
     try:
         return pyarrow.parquet.read_table(file, columns=columns)
-    except FileNotFoundError:
-        return None  # the run has deleted it meanwhile
+    except (FileNotFoundError, pyarrow.ArrowInvalid):
+        return None  # the run has deleted it meanwhile, or it is damaged
 
 
 def _answer(row: dict[str, Any], kind: str, step: int) -> Answer:

@@ -159,11 +159,10 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     for line in filter(None, path.read_bytes().split(b"\n")[:-1] if path.is_file() else []):
         try:
             row = json.loads(line)
-        except ValueError:  # the machine went down in this line
-            continue
-        is_anew = TRAINED in row["data"]
-        while steps and (last := next(reversed(steps))) >= row["step"] and (is_anew or last > row["step"]):
+            step, found = int(row["step"]), {name: float(x) for name, x in row["data"].items() if x is not None}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+            continue  # the machine went down in this line, or something else damaged it
+        while steps and (last := next(reversed(steps))) >= step and (TRAINED in found or last > step):
             steps.popitem()
-        found = {name: value for name, value in row["data"].items() if value is not None}
-        steps.setdefault(row["step"], {}).update(found)
+        steps.setdefault(step, {}).update(found)
     return steps

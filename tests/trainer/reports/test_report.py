@@ -183,6 +183,27 @@ def test_a_finished_run_and_one_that_was_cut_off_and_went_back(tmp_path: Path) -
     assert run.state == "stopped" and run.series()["critic/score/mean"] == [(1, 0.1), (2, 7.0)]
 
 
+def test_damaged_lines_and_files_of_a_run_are_passed_over(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    bad = [
+        "[1]",
+        '{"step":9,"data":[1]}',
+        '{"step":"x","data":{}}',
+        '{"data":{}}',
+        '{"step":9,"data":{"a":"b"}}',
+        "[" * 9999,
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{line}\n" for line in bad)
+    with (folder / "config.yaml").open("ab") as config:
+        config.write(b"\xff")
+    (folder / "samples" / "train" / "000002.parquet").write_bytes(b"")
+    run = read_run(folder)
+    assert run.last_step == 4 and run.total_steps == 4
+    assert [answer.step for answer in chosen(folder, "", "answer", 9)[0]] == [4, 3]
+    (folder / "metrics.jsonl").unlink()  # the suite reads what tests have logged
+
+
 def test_a_run_is_alive_while_the_process_that_holds_its_folder_is(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", total=9)
     (folder / "in_use").write_text(f"pid {os.getpid()} of user x, since now")
