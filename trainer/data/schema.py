@@ -126,7 +126,7 @@ class RowSchema:
     def _value(self, ours: str, raw: dict[str, Any], where: str) -> tuple[Any, str]:
         """The first of their values for one of our columns that is not null, and its column, for messages. A dotted
         name goes into dicts."""
-        value = next((value for name in self._theirs[ours] if (value := _at(raw, name)) is not None), None)
+        value = next((value for name in self._theirs[ours] if (value := value_at(raw, name)) is not None), None)
         return value, f"{where}, column {_first_found(self._theirs[ours], raw) or (*self._theirs[ours], ours)[0]!r}"
 
     def _prompt(self, raw: dict[str, Any], where: str) -> tuple[Chat, str | None]:
@@ -173,7 +173,7 @@ class RowSchema:
 
     def _extra_info(self, raw: dict[str, Any], where: str) -> dict[str, Any]:
         if isinstance(self._config.columns.get("extra_info"), list):
-            return {name: _at(raw, name) for name in self._theirs["extra_info"]}
+            return {name: value_at(raw, name) for name in self._theirs["extra_info"]}
         value, place = self._value("extra_info", raw, where)
         if value is not None and not isinstance(value, dict):
             raise _wrong(place, value, "a dict (or several columns that make one: data.columns.extra_info=[...])")
@@ -222,10 +222,10 @@ def _first_found(names: Sequence[str], columns: Collection[str]) -> str | None:
     return next((name for name in names if name in columns or name.partition(".")[0] in columns), None)
 
 
-def _at(raw: dict[str, Any], name: str) -> Any:
+def value_at(raw: dict[str, Any], name: str) -> Any:
     """The value of a column, or of a place inside it, a.b; None where there is none."""
     if name in raw or "." not in name:
         return raw.get(name)
     first, _, rest = name.partition(".")
     inner = raw.get(first)
-    return _at(inner, rest) if isinstance(inner, dict) else None
+    return value_at(inner, rest) if isinstance(inner, dict) else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.schema import Chat, check_prompt
+from trainer.data.schema import Chat, check_prompt, value_at
 from trainer.data.sources import read_rows
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError
@@ -76,7 +76,7 @@ def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> Chat:
         if not any(message["role"] == "assistant" for message in chat):
             raise UserError(f"{where}, column {config.messages_key!r}: no message is the assistant's, nothing to learn")
         return chat
-    prompt, response = row.get(config.prompt_key), row.get(config.response_key)
+    prompt, response = (value_at(row, key) for key in (config.prompt_key, config.response_key))
     if prompt is None or not isinstance(response, str):
         raise UserError(
             f"{where}: there is neither a chat in column {config.messages_key!r} (data.messages_key) nor a prompt in "

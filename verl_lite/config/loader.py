@@ -18,9 +18,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite.config import spellings
+from verl_lite.config import sft_spellings, spellings
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.schema import ConfigError, Path, Schema, convert, is_interpolation, schema_of, split
+from verl_lite.config.supervised import SFTConfig
 from verl_lite.errors import UserError
 
 C = TypeVar("C")
@@ -184,6 +185,7 @@ class _Merge:
 
     def __post_init__(self) -> None:
         self.speaks_verl = self.schema.root is PPOConfig
+        self.translator = {PPOConfig: spellings.translate, SFTConfig: sft_spellings.translate}.get(self.schema.root)
 
     def value(self, name: str) -> Any:
         """The value of a leaf so far; None where there is no such key."""
@@ -306,8 +308,8 @@ class _Merge:
         for one in source:
             one, name = replace(one, value=_strip_prefix(one.value)), ".".join(one.path)
             verdict = None
-            if self.speaks_verl and not self._exists(name):
-                verdict = self.together.get(name) or spellings.translate(name, one.value)
+            if self.translator is not None and not self._exists(name):
+                verdict = self.together.get(name) or self.translator(name, one.value)
             if one.value == "???":  # verl's mark for "to be given"
                 continue
             if verdict is None and one.path[0] in self.variables:
@@ -343,7 +345,7 @@ class _Merge:
                     del self.given[other]
             if path == key.path:
                 return
-        elif self.speaks_verl:
+        elif self.translator is not None:
             value, note = spellings.same_meaning(name, value)
             self.notes += [note] if note else []
             start, _, renamed = self.source(name).partition(", as ")

@@ -348,7 +348,7 @@ def translate(name: str, value: Any) -> Verdict | None:
         known, below = ".".join(parts[:depth]), "".join(f".{part}" for part in parts[depth:])
         for entry in (known, *([".".join(["*", *parts[1:depth]])] if parts[0] in _ROLES else [])):
             if entry in REFUSED:
-                return _refused(name, value, *REFUSED[entry])
+                return refused(name, value, *REFUSED[entry])
             if entry in _IDLE:
                 return Verdict(note=f"{name}={value} has no effect here: {_IDLE[entry]}")
             if entry in RENAMED:
@@ -373,15 +373,15 @@ def together(given: Mapping[str, Any]) -> dict[str, Verdict]:
     clip = given.get("actor.clip_ratio", given.get("pg_clip", 0.2))
     if not given.get("dual_clip_loss") or isinstance(clip, int | float):
         bound = 1 + 2 * clip if given.get("dual_clip_loss") else None
-        found["dual_clip_loss"] = _called("dual_clip_loss", {"actor.clip_ratio_c": bound})
+        found["dual_clip_loss"] = called("dual_clip_loss", {"actor.clip_ratio_c": bound})
     key = "infer_correction" if given.get("infer_correction") else "train_infer_correction"
     parts = ("infer_", "enable_token_reject", "enable_seq_reject", "train_infer_correction.")
     for name in given:
         if name.startswith(parts) and name not in REFUSED and name not in _IDLE:
-            found[name] = _called(key, _correction_of_roll(given))
+            found[name] = called(key, _correction_of_roll(given))
     sections = {name.partition(".")[0] for name in given}
     if sections & {"validation", "rewards", "num_return_sequences_in_group"} and "train_env_manager" not in sections:
-        found |= {name: _called(name, {to: given[name]}) for name, to in _OF_PROMPTS.items() if name in given}
+        found |= {name: called(name, {to: given[name]}) for name, to in _OF_PROMPTS.items() if name in given}
     return found
 
 
@@ -432,12 +432,14 @@ def _correction_of_roll(given: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{_CORRECTION}.{name}": value for name, value in settings.items()}
 
 
-def _called(name: str, settings: Mapping[str, Any]) -> Verdict:
+def called(name: str, settings: Mapping[str, Any]) -> Verdict:
+    """The verdict on a key that has another name here. settings: what to set."""
     shown = ", with ".join(f"{to}={'null' if new is None else new}" for to, new in settings.items())
     return Verdict(dict(settings), f"{name} is called {shown} here" if settings else f"{name} asks for nothing")
 
 
-def _refused(name: str, value: Any, sentence: str, harmless: tuple[Any, ...]) -> Verdict:
+def refused(name: str, value: Any, sentence: str, harmless: tuple[Any, ...]) -> Verdict:
+    """The verdict on a key that would change the run at any value but null and the harmless ones."""
     if value is None or is_interpolation(value) or value in harmless:  # a reference is to a key judged by itself
         return Verdict(note=None if value is None else f"{name}={value} has no effect here: {sentence}")
     accepted = " or ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in (*harmless, "null"))
@@ -455,7 +457,7 @@ def _renamed(name: str, value: Any, target: str, entry: str) -> Verdict:
         return replace(further, note=further.note and further.note.replace(target, name, 1))
     if entry.endswith(".lora_target") and isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
-    return _called(name, {target: value} | BESIDE.get(entry, {}))
+    return called(name, {target: value} | BESIDE.get(entry, {}))
 
 
 def same_meaning(name: str, value: Any) -> tuple[Any, str | None]:

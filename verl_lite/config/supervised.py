@@ -27,8 +27,8 @@ class SupervisedDataConfig(Options):
 @dataclass
 class SFTDataConfig(SupervisedDataConfig):
     messages_key: str = opt("messages", "column of chat messages; what the assistant says in them is learnt")
-    prompt_key: str = opt("prompt", "without a messages column: the question, text or chat messages")
-    response_key: str = opt("response", "without a messages column: the answer to it, text")
+    prompt_key: str = opt("prompt", "without a messages column: the question, text or chat messages; COLUMN.ENTRY too")
+    response_key: str = opt("response", "without a messages column: the answer to it, text; COLUMN.ENTRY too")
     max_length: int = opt(1024, "tokens of a whole sequence; see `truncation` for longer ones")
     truncation: str = opt("error", "what to do with a longer sequence", ("error", "right", "drop"))
 

@@ -113,6 +113,15 @@ def test_a_wrong_row_is_named(
         load_examples([path], tokenizer, SFTDataConfig(), option="data.train_files")
 
 
+def test_a_question_and_its_answer_may_be_entries_of_a_column(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write(tmp_path / "rows.parquet", [{"extra_info": {"question": "1+1=", "answer": "2"}}])
+    config = SFTDataConfig(prompt_key="extra_info.question", response_key="extra_info.answer")
+    [example] = load_examples([path], tokenizer, config, option="data.train_files")
+    assert "1+1=" in tokenizer.decode(example.prompt) and learnt_text(example, tokenizer) == ["2<|im_end|>"]
+
+
 def test_the_command_answers_wrong_input_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_sft.main(["model.path=x", "data.train_files=absent.parquet", "optim.lrr=1"]) == 2
     assert "did you mean optim.lr" in capsys.readouterr().err

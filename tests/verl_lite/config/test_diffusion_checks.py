@@ -64,7 +64,6 @@ def test_the_defaults_are_fine(folder: str) -> None:
         ("model.fused_loras.high=x", "model.fused_loras.high=x: transformer or transformer_2"),
         ("model.fused_loras.transformer=/no/x", "model.fused_loras.transformer=/no/x: "),
         ("reward.name=cosine_identiti", "did you mean cosine_identity"),
-        ("trainer.logger=[jsonll]", "trainer.logger=jsonll is not known"),
         ("trainer.resume_mode=resume_path", "resume_mode=resume_path needs resume_from_path"),
         ("trainer.nnodes=2", "trainer.nnodes=2 needs a cluster"),
     ],
