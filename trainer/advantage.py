@@ -26,6 +26,7 @@ from verl_lite.algos.masked import whiten_or_keep
 from verl_lite.algos.reward_norm import normalise_scores, update_running
 from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import FixedKLController, RunningMoments, apply_kl_penalty, get_adv_estimator_fn
+from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.registry import accepts, takes
 from verl_lite.schema import check
@@ -214,7 +215,16 @@ def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: st
     # what a reward function returned beside its score goes by its own name, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
     given |= {"batch": data.batch, "non_tensor_batch": {**extras, **data.non_tensor_batch}}
-    return function(**{key: value for key, value in given.items() if accepts(function, key)})
+    result = function(**{key: value for key, value in given.items() if accepts(function, key)})
+    valid, found = given["response_mask"] != 0, result if isinstance(result, tuple) else ()
+    is_sound = len(found) == 2 and all(x.shape == valid.shape and bool(x[valid].isfinite().all()) for x in found)
+    if not is_sound:
+        raise UserError(
+            f"algorithm.adv_estimator={name}: expected a tuple (advantages, returns) of shape {tuple(valid.shape)}, "
+            f"finite where response_mask is 1; found {[tuple(x.shape) for x in found] or type(result).__name__}. Test "
+            "the function with verl_lite.contracts.check_adv_estimator, which names the promise that it breaks"
+        )
+    return result
 
 
 def column_of(data: DataProto, name: str, stage: str) -> Any:

@@ -79,6 +79,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}" if close else ""
 
 
+def is_own(entry: object) -> bool:
+    """True if a package of this project defines the entry; False for code of users."""
+    return getattr(entry, "__module__", "__main__").partition(".")[0] in OWN_PACKAGES
+
+
 def foreign_modules(entries: Iterable[object]) -> list[str]:
     """Modules outside this project that define some of these entries, and so registered them: another process imports
     them to know the entries too. What is defined in a script that was started itself cannot be imported."""

@@ -7,6 +7,7 @@ files of its own.
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ from workers.rewards.pool import RewardItem
 from workers.rollout.base import Completion, RolloutEngine, SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
 from workers.training_worker import TrainingWorker
+
+OWN_LOSS_REMEDY = (
+    "divide by the counts of the mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; "
+    "or say actor.policy_loss.loss_mode=module:function"
+)
 
 
 class ActorWorker(TrainingWorker):
@@ -187,8 +193,9 @@ class ActorWorker(TrainingWorker):
     def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The same of a micro-batch that the driver prepared, in parts that add up to a step's metrics."""
         if type(self).loss_func is not ActorWorker.loss_func:
-            self._adds_up = self._adds_up or check_parts(self.loss_func, data, outputs)
-            loss, metrics = own_loss(self.loss_func, data, outputs)
+            own = partial(own_loss, self.loss_func)
+            self._adds_up = self._adds_up or check_parts(own, data, outputs, "loss_func", OWN_LOSS_REMEDY)
+            loss, metrics = own(data, outputs)
         else:
             loss, metrics = actor_loss(data, outputs, self.config.actor, self.config.algorithm.rollout_correction)
         return loss, _of_actor(metrics)

@@ -18,6 +18,7 @@ from verl_lite.config import ActorConfig, CriticConfig, PPOConfig, RolloutCorrec
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, declared
 from verl_lite.protocol import DataProto
+from verl_lite.registry import is_own
 from verl_lite.rollout_correction import correct_rollout, mismatch_metrics, rollout_probs_diff
 from verl_lite.schema import check
 
@@ -27,6 +28,8 @@ ROLL_COLUMNS = {"ref_log_probs": "ref_log_prob", "infer_logprobs": "rollout_log_
 ROLL_COUNTS = {"batch_num_tokens": "num_tokens", "global_valid_samples": "num_sequences"}
 LossFunc = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, Any]]]
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
+_additive_losses: set[Any] = set()
+"""Losses of users that passed `check_parts` in this process."""
 LOSS_COLUMNS = ("selected", "scores")
 """Columns that the driver sends where the policy loss names them: see `trainer.requirements`."""
 
@@ -116,18 +119,33 @@ def _policy_loss(
         found = {name: metric for name, metric in told.items() if metric.reduction != "last"}
         found |= rollout_probs_diff(now, old_log_probs, mask)
         mask, loss_mode = kept, REINFORCE if correction.loss_type == "reinforce" else loss_mode
-    loss, metrics = call_policy_loss(
-        core_algos.get_policy_loss_fn(loss_mode),
-        old_log_probs,
-        log_probs,
-        batch["advantages"],
-        mask,
-        config.loss_agg_mode,
-        config,
-        weights,
-        counts=counts,
-        columns={name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()},
-    )
+    function = core_algos.get_policy_loss_fn(loss_mode)
+    given = {"old_log_probs": old_log_probs, "advantages": batch["advantages"], "response_mask": mask}
+    given |= {} if weights is None else {"rollout_is_weights": weights}
+    given |= {name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()}
+
+    def loss_of(part: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> LossAndMetrics:
+        return call_policy_loss(
+            function,
+            part["old_log_probs"],
+            log_probs,
+            part["advantages"],
+            part["response_mask"],
+            config.loss_agg_mode,
+            config,
+            part.get("rollout_is_weights"),
+            counts=counts,
+            columns={name: part[name] for name in LOSS_COLUMNS if name in part},
+        )
+
+    is_checked = is_own(function) or function in _additive_losses
+    if counts["batch_num_tokens"] is not None and log_probs.requires_grad and not is_checked:
+        name = f"actor.policy_loss.loss_mode={loss_mode}"
+        remedy = "divide by batch_num_tokens or global_batch_size, as agg_loss does, not by counts of the columns given"
+        data, outputs = DataProto.from_dict(given), {"log_probs": log_probs}
+        if check_parts(lambda part, of: loss_of(dict(part.batch), of["log_probs"]), data, outputs, name, remedy):
+            _additive_losses.add(function)
+    loss, metrics = loss_of(given, log_probs)
     return loss, metrics | found
 
 
@@ -228,9 +246,9 @@ def own_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tens
     return loss, declared(metrics, tokens, data.meta_info["num_tokens"])
 
 
-def check_parts(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor]) -> bool:
+def check_parts(loss: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor], name: str, remedy: str) -> bool:
     """Raises UserError where the loss of a micro-batch in two parts (of its one row twice) has another gradient by the
-    outputs than that of the whole. False where both are zero, which says nothing."""
+    outputs than that of the whole. False where both are zero, which says nothing. name, remedy: for the message."""
     rows = data.batch["response_mask"].any(-1).nonzero().flatten().tolist()
     parts = [slice(rows[1]), slice(rows[1], None)] if len(rows) > 1 else [slice(None)] * 2
     leaves = [{name: each[part].detach() for name, each in outputs.items()} for part in parts]
@@ -239,17 +257,13 @@ def check_parts(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.T
     }
     trained = [leaf for leaf in whole.values() if leaf.requires_grad]
     cut, pieces = len(leaves[0]["log_probs"]), [data[part] for part in parts]
-    together = own_loss(loss_func, DataProto.concat(pieces), whole)[0]
+    together = loss(DataProto.concat(pieces), whole)[0]
     apart = [{name: leaf[part] for name, leaf in whole.items()} for part in (slice(cut), slice(cut, None))]
-    added = torch.stack([own_loss(loss_func, *part)[0] for part in zip(pieces, apart, strict=True)]).sum()
-    found = (torch.autograd.grad(loss, trained, materialize_grads=True) for loss in (together, added))
+    added = torch.stack([loss(*part)[0] for part in zip(pieces, apart, strict=True)]).sum()
+    found = (torch.autograd.grad(each, trained, materialize_grads=True) for each in (together, added))
     one, other = (torch.cat([gradient.flatten() for gradient in gradients]) for gradients in found)
     if not torch.allclose(one, other, rtol=1e-3, atol=1e-4 * float(one.abs().max())):
-        raise UserError(
-            "the gradient of loss_func depends on how the batch is cut into micro-batches: divide by the counts of the "
-            "mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; or say "
-            "actor.policy_loss.loss_mode=module:function"
-        )
+        raise UserError(f"the gradient of {name} depends on how the batch is cut into micro-batches: {remedy}")
     return bool(one.any())
 
 

@@ -37,10 +37,11 @@ calls: list[int] = []
 
 
 def loss_that_pauses(*args: Any, **kwargs: Any) -> Any:
-    """In the second step, as long as the file named by PAUSE exists; each rank says so, and where it is."""
+    """In the second step, as long as the file named by PAUSE exists; each rank says so, and where it is. In the first
+    step the loss is called four times: to check it, and to train."""
     calls.append(1)
     pause = Path(os.environ["PAUSE"])
-    if len(calls) == 2 and pause.exists():
+    if len(calls) == 5 and pause.exists():
         told = pause.with_name(f"paused-{os.environ['RANK']}")
         told.write_text(f"{ray.get_runtime_context().get_node_id()} {os.environ['MASTER_ADDR']} {os.getpid()}")
         while pause.exists():

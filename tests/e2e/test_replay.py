@@ -35,7 +35,7 @@ def loss(*args, **kwargs):
 
 def dump_of(runs: Forked, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The dump of a run whose loss, in broken_loss.py, fails in its second step."""
-    (runs.folder / "broken_loss.py").write_text(LOSS.format(good=1))
+    (runs.folder / "broken_loss.py").write_text(LOSS.format(good=4))
     monkeypatch.setenv("PYTHONPATH", str(runs.folder))
     monkeypatch.syspath_prepend(str(runs.folder))
     monkeypatch.delitem(sys.modules, "broken_loss", raising=False)  # another test's

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import good_row, write_rows
@@ -17,6 +19,7 @@ from trainer.main_reward_flow import main as main_reward_flow
 from trainer.recipe import load_recipe
 from trainer.sync import main as sync
 from trainer.tracking import TRACKERS
+from verl_lite.errors import UserError
 from verl_lite.rewards import REWARDS
 from verl_lite.visual_rewards import VISUAL_REWARDS
 from workers.rollout.base import ROLLOUT_ENGINES
@@ -110,6 +113,36 @@ def test_answers_with_an_engine_a_reward_an_estimator_a_loss_and_a_tracker(used:
     assert {"engine", "reward", "estimator", "loss", "tracker", "tracker ends"} == set(used)
     used.clear()
     assert sync([str(tmp_path / "run"), "--to", "mine"]) == 0 and used == ["tracker", "tracker ends"]
+
+
+def test_a_loss_that_divides_by_its_own_micro_batch_is_refused_in_its_first_update(tmp_path: Path) -> None:
+    """And an estimator whose result cannot be trained on, at its first batch."""
+    tiny_run.write_files(tmp_path, ["1+1", "2+2", "3+3", "4+4"])
+    options = [*tiny_run.options_of(tmp_path), "trainer.total_training_steps=1"]
+    wrong = "actor.policy_loss.loss_mode=tests.trainer.test_registered:divides_by_its_own"
+    with pytest.raises(
+        UserError, match=f"{wrong} depends on how .* cut into micro-batches: divide by batch_num_tokens"
+    ):
+        run_ppo([*options, wrong])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step was trained"
+    for name in ("one_tensor", "not_finite"):
+        wrong = f"algorithm.adv_estimator=tests.trainer.test_registered:{name}"
+        with pytest.raises(UserError, match=f"{wrong}: expected a tuple .* of shape .8, 6., finite where"):
+            run_ppo([*options, wrong, "trainer.resume_mode=auto"])
+
+
+def divides_by_its_own(
+    old: torch.Tensor, new: torch.Tensor, a: torch.Tensor, mask: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, dict[str, float]]:
+    return -(a * new * mask).sum() / mask.sum(), {}
+
+
+def one_tensor(token_level_rewards: torch.Tensor, **rest: Any) -> torch.Tensor:
+    return token_level_rewards
+
+
+def not_finite(token_level_rewards: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return token_level_rewards / 0, token_level_rewards
 
 
 def test_episodes_with_an_environment_and_a_filter(used: list[str], tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, get_polic
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.registry import takes
+from workers import losses
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
 from workers.losses import LOSS_COLUMNS, actor_loss, critic_loss
 from workers.policy.causal_lm import causal_lm
@@ -206,6 +207,7 @@ def whitens_for_itself(
     return losses.sum() / batch_num_tokens, {}
 
 
+losses._additive_losses |= {own_denominator, whitens_for_itself}  # a run refuses them in its first update
 WRONG: tuple[LossCase, ...] = tuple(
     PolicyCase(f"{__name__}:{loss.__name__}", "token-mean") for loss in (own_denominator, whitens_for_itself)
 )

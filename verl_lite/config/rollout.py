@@ -35,9 +35,7 @@ class ValKwargs(Options):
 class RolloutConfig(Options):
     """How the policy generates."""
 
-    name: str = opt(
-        "auto", "rollout engine: auto (vllm if it runs the model here, else hf) | vllm | hf | a registered one"
-    )
+    name: str = opt("auto", "rollout engine: auto (vllm where it runs, else hf) | vllm | hf | a registered one")
     n: int = opt(1, "samples per prompt", at_least(1))
     temperature: float = opt(1.0, "sampling temperature; the trainer's log-probs use the same", _SAMPLES)
     top_p: float = opt(1.0, "must be 1 in training; val_kwargs.top_p is free", _WHOLE_P)
