@@ -1,5 +1,5 @@
 """`python -m trainer.diffusion_plan [--like MODEL] [--memory_gb 80] key=value ...`: the memory that a step of reward
-flow takes of one device, from its options alone; see `planner.diffusion`.
+flow takes of one device, from its options alone; see `planner.diffusion_memory`.
 
 Exit status: 0 it fits, 1 it does not, 2 wrong options.
 """
@@ -12,7 +12,7 @@ from trainer.cli import command
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.planner.diffusion import FP32, PUBLISHED, clip_of, plan, published_shape, read_shape
+    from trainer.planner.diffusion_memory import FP32, PUBLISHED, clip_of, plan, published_shape, read_shape
     from trainer.planner.memory import GIB
     from trainer.recipe import prepare_recipe, recipe_overrides
     from verl_lite.config import load_schema

@@ -22,7 +22,7 @@ from PIL import Image
 
 from recipes.reward_flow.codec import BLOCK, CHANNELS, GRID, EigenfaceCodec
 from recipes.reward_flow.faces import TRAITS, Cast, FisherEmbedder, cast_of, draw
-from workers.diffusion.memory import Placement
+from workers.diffusion.memory_saving import Placement
 from workers.diffusion.pipeline import INDEX, PromptEncoder
 
 BOUNDARY, OVERLAP = 0.9, 0.02

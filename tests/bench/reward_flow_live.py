@@ -12,10 +12,10 @@ import torch
 
 from tests.bench.frame import reset_high_water, status_bytes
 from tests.workers.diffusion.tiny_wan import flow_config, planned
-from trainer.planner.diffusion import FP32, LiveBytes, plan, read_shape
+from trainer.planner.diffusion_memory import FP32, LiveBytes, plan, read_shape
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.protocol import DataProto
-from workers.diffusion.actor import ActorWorker
+from workers.diffusion.reward_flow_worker import RewardFlowWorker
 
 STEPS, BLOCKS, DECODE = "checkpoint_steps", "enable_gradient_checkpointing", "checkpoint_decode"
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -81,7 +81,7 @@ def configured(path: str, frames: int, side: int, names: tuple[str, ...]) -> Rew
 def measure(config: RewardFlowConfig, *, warm_up: bool = True) -> Measured:
     """Three steps of a worker: one to warm up, one timed, one followed; without `warm_up` one, timed and followed."""
     torch.set_num_threads(1)
-    worker = ActorWorker(config, 10)
+    worker = RewardFlowWorker(config, 10)
     worker.init_model()
     data = planned(one_clip(config), 1, 1)[0]
     reset_high_water()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from workers.diffusion.memory import Placement
+from workers.diffusion.memory_saving import Placement
 
 pytestmark = pytest.mark.gpu
 

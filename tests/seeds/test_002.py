@@ -22,7 +22,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.decorator import REGISTRATION, Dispatch
 from verl_lite.single_controller.worker_group import WorkerGroup
-from workers.diffusion.actor import ActorWorker
+from workers.diffusion.reward_flow_worker import RewardFlowWorker
 
 pytest.importorskip("diffusers")
 
@@ -38,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def actor_train(path: str) -> Iterator[WorkerGroup]:
     """The worker group of one device, in this process."""
-    make = ClassWithInitArgs(ActorWorker, flow_config(path, noise_seed=ROLLS_NOISE), 10)
+    make = ClassWithInitArgs(RewardFlowWorker, flow_config(path, noise_seed=ROLLS_NOISE), 10)
     group = create_worker_groups("inline", ResourcePool([1]), {"actor_train": make})["actor_train"]
     group.init_model()
     yield group
@@ -68,7 +68,7 @@ def test_the_usage_example(actor_train: WorkerGroup) -> None:
     move(worker_of(actor_train))  # the divergence and half of the gradients are 0 where an adapter starts
     batch = batch_of(3)
     results = actor_train.execute_all_sync("train_step", batch)
-    registration = getattr(ActorWorker.train_step, REGISTRATION)
+    registration = getattr(RewardFlowWorker.train_step, REGISTRATION)
     assert registration.dispatch_mode is Dispatch.DP_MP_DISPATCH_FIRST and registration.clear_cache is False
     assert len(results) == 1 and isinstance(results[0], DataProto)
     metrics = results[0].meta_info["metrics"]
@@ -101,7 +101,7 @@ def test_one_optimizer_step_on_the_gradient_of_the_formula(actor_train: WorkerGr
 
 def test_train_step_through_the_role_is_the_same_step(actor_train: WorkerGroup, path: str) -> None:
     by_role = values(FlowActorRole(actor_train, 1).train_step(batch_of(2)))
-    again = ClassWithInitArgs(ActorWorker, flow_config(path, noise_seed=ROLLS_NOISE), 10)()
+    again = ClassWithInitArgs(RewardFlowWorker, flow_config(path, noise_seed=ROLLS_NOISE), 10)()
     again.init_model()
     found = again.train_step(batch_of(2)).meta_info["metrics"]  # the method itself, as the seed has its signature
     assert NAMES <= set(by_role)
@@ -113,7 +113,7 @@ def test_another_batch_has_other_references_and_each_step_other_noise(path: str)
     noise a sample's is drawn anew in each step, and the same in a run that is repeated."""
     runs = []
     for _ in range(2):
-        worker = ActorWorker(flow_config(path, lr=0.0), total_training_steps=10)
+        worker = RewardFlowWorker(flow_config(path, lr=0.0), total_training_steps=10)
         worker.init_model()
         steps = [(2, 0), (2, 0), (1, 2)]
         frames = []
@@ -170,7 +170,7 @@ def test_loss_func(actor_train: WorkerGroup, shape: tuple[int, ...]) -> None:
 
 def step_of(path: str, cut: bool) -> tuple[dict[str, float], int, dict[str, np.ndarray]]:
     """On each rank: the whole batch, or a part of it that nobody planned. Metrics, samples, and the adapter after."""
-    worker = ActorWorker(flow_config(path), total_training_steps=10)
+    worker = RewardFlowWorker(flow_config(path), total_training_steps=10)
     worker.init_model()
     whole = batch_of(3)
     data = whole.chunk(2)[torch.distributed.get_rank()] if cut else whole

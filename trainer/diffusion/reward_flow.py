@@ -20,7 +20,7 @@ from trainer.clips.writing import require_encoder, write_clips
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionRole, DiffusionTrainer, draw_before_and_after
 from trainer.picture import draw_curve
 from trainer.planner.batch import slots_text
-from trainer.planner.diffusion import launch_plan
+from trainer.planner.diffusion_memory import launch_plan
 from trainer.recipe import recipe_modules
 from trainer.run import Report
 from trainer.saving import Saver
@@ -33,7 +33,7 @@ from verl_lite.metrics import Metric, join, values
 from verl_lite.protocol import DataProto
 from verl_lite.registry import foreign_modules
 from verl_lite.visual_rewards.base import VISUAL_REWARDS, build_visual_reward, score_frames
-from workers.diffusion.actor import ActorWorker
+from workers.diffusion.reward_flow_worker import RewardFlowWorker
 
 LORA = "lora"
 """The folder of a checkpoint that diffusers' `load_lora_weights` reads."""
@@ -119,7 +119,7 @@ class FlowActorRole(DiffusionRole):
 class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
     """Reward flow."""
 
-    module, worker = "trainer.main_reward_flow", ActorWorker
+    module, worker = "trainer.main_reward_flow", RewardFlowWorker
     is_prepared = False  # else what a recipe makes is not looked for
 
     def prepare(self) -> None:

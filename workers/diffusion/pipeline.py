@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl_lite.config.diffusion import EXPERTS, DiffusionModelConfig
 from verl_lite.errors import UserError
-from workers.diffusion.memory import Placement
+from workers.diffusion.memory_saving import Placement
 from workers.policy.guarded import told_as
 
 INDEX = "model_index.json"

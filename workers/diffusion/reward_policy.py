@@ -21,7 +21,7 @@ from verl_lite.flow_match import TRAIN_TIMESTEPS, euler_step, flow_kl, flow_sigm
 from verl_lite.protocol import DataProto
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
 from workers.diffusion.lora import add_adapter
-from workers.diffusion.memory import Decode, Placement, checkpointed_decode
+from workers.diffusion.memory_saving import Decode, Placement, checkpointed_decode
 from workers.diffusion.pipeline import DiffusionParts, PromptEncoder, load_pipeline
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.policy.adapter import adapter_off

@@ -13,7 +13,7 @@ import pytest
 from tests.set_keys import set_keys
 from tests.workers.diffusion.tiny_wan import tiny_pipeline
 from trainer import diffusion_plan
-from trainer.planner.diffusion import count, launch_plan, plan, published_shape, read_shape
+from trainer.planner.diffusion_memory import count, launch_plan, plan, published_shape, read_shape
 from trainer.planner.memory import GIB
 from verl_lite.config import load_schema, schema_of
 from verl_lite.config.diffusion import RewardFlowConfig

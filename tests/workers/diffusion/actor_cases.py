@@ -13,16 +13,16 @@ from tests.workers.diffusion.tiny_wan import clips, flow_config, planned
 from tests.workers.engine_cases import CPU, rank_and_world, whole_state
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
-from workers.diffusion.actor import ActorWorker
+from workers.diffusion.reward_flow_worker import RewardFlowWorker
 from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
 from workers.engine.network import BuildArguments
 
 Arrays = dict[str, np.ndarray]
 
 
-def worker_of(path: str, **options: Any) -> ActorWorker:
+def worker_of(path: str, **options: Any) -> RewardFlowWorker:
     """A worker of this rank, with its model."""
-    worker = ActorWorker(flow_config(path, **options), total_training_steps=10)
+    worker = RewardFlowWorker(flow_config(path, **options), total_training_steps=10)
     worker.init_model()
     return worker
 
@@ -49,7 +49,7 @@ def start(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 @torch.no_grad()
-def move(worker: ActorWorker) -> None:
+def move(worker: RewardFlowWorker) -> None:
     """Puts the adapter at `start`."""
     for name, parameter in worker.engine.trained.items():
         whole = start(name, parameter.shape)

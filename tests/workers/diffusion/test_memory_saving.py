@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from workers.diffusion.memory import Placement, checkpointed_decode
+from workers.diffusion.memory_saving import Placement, checkpointed_decode
 
 WIDTH = 8
 

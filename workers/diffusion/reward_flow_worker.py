@@ -25,7 +25,7 @@ from workers.training_worker import TrainingWorker
 EXPORT_BUCKET_BYTES = 256 << 20
 
 
-class ActorWorker(TrainingWorker):
+class RewardFlowWorker(TrainingWorker):
     """Samples and learns."""
 
     config: RewardFlowConfig
