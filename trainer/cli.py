@@ -8,6 +8,7 @@ Exit status: 0 done, 2 the user's input was wrong (one message, no traceback), 1
 """
 
 import atexit
+import contextlib
 import functools
 import os
 import re
@@ -101,9 +102,11 @@ def run_command(command: Callable[[], int]) -> int:
         except UserError as error:
             print(printable(f"\n{type(error).__name__}: {error}"), file=sys.stderr)
             return WRONG_INPUT
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stopped:
             number = received[0] if received else signal.SIGINT
+            sys.stdout.flush()
             print(f"\nStopped by {number.name}; nothing of the run is left running.", file=sys.stderr)
+            print("".join(f"{note}\n" for note in getattr(stopped, "__notes__", ())), end="", file=sys.stderr)
             return 128 + number
         except ClusterLostError as error:
             print_failure(type(error), error, error.__traceback__)
@@ -140,6 +143,10 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if received:
+            with contextlib.suppress(OSError, RuntimeError):  # the signal may have come while the stream was written to
+                sys.stdout.flush()
+            name = signal.Signals(number).name
+            os.write(2, f"\nStopped at once by {name}; the run's guard ends what is left of it.\n".encode())
             os._exit(128 + number)
         received.append(signal.Signals(number))
         raise KeyboardInterrupt  # the one exception that Ray lets through while the driver waits
@@ -156,7 +163,8 @@ def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) ->
     def first(number: int, frame: FrameType | None) -> None:
         for each, handler in before.items():
             signal.signal(each, handler if callable(handler) else signal.default_int_handler)
-        tell(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint; once more to stop at once")
+        name = signal.Signals(number).name
+        tell(f"{name}: stopping after this step, with a checkpoint; once more to stop at once, without one")
         stop()
 
     with _handled_by(first) as before:

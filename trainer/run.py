@@ -209,6 +209,7 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     with (
         Tracking(run_dir, config, console) as tracking,
         job.build(tracking) as trainer,
+        saying_how_to_continue(command, run_dir),
         stopping_on_signal(trainer.steps.stop, console.note),
         dump_on_failure(trainer, run_dir),
     ):
@@ -243,10 +244,22 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
 
 
 def how_to_continue(command: list[str], run_dir: Path) -> str:
-    """The command that goes on where a stopped run ended."""
+    """What a stopped run has saved, and the command that goes on from there."""
+    if not saved_steps(run_dir):
+        return "Stopped. No step is saved: no checkpoint was due (trainer.save_freq), and the next run begins anew"
     again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
     kept = [word for word in command if word.partition("=")[0].lstrip("+~") not in (*again, "trainer.resume_from_path")]
     return "Stopped. To go on:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
+
+
+@contextmanager
+def saying_how_to_continue(command: list[str], run_dir: Path) -> Iterator[None]:
+    """Adds to an interrupt that leaves the block how the run can continue."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        stopped.add_note(how_to_continue(command, run_dir))
+        raise
 
 
 def run_folder(config: RunOptions) -> Path:

@@ -30,7 +30,7 @@ class StepCounter:
     def must_stop(self) -> bool:
         """Whether the run was asked to end after this step. Decided here, once a step, before its checkpoint, so that
         it never ends without one."""
-        self.stopping = self.stop_asked
+        self.stopping = self.stop_asked and not self.is_last
         return self.stopping
 
     @property

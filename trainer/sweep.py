@@ -10,10 +10,11 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from trainer.cli import command, file_mask
+from trainer.cli import command
 from verl_lite.errors import printable
 
 if TYPE_CHECKING:
+    from trainer.sweeps.question import Options
     from trainer.sweeps.study import Study
 
 _SHOWN = 20
@@ -23,25 +24,19 @@ _SHOWN = 20
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     from trainer.sweeps.checks import check_sweep, load
-    from trainer.sweeps.question import Search, combinations, read_files, read_options
-    from trainer.sweeps.study import DESCRIPTION, Study, locked
+    from trainer.sweeps.question import combinations, read_options
+    from trainer.sweeps.study import locked
 
     options = read_options(argv)
-    question = options.question
-    if question is not None and not (options.folder / DESCRIPTION).exists():
-        study = Study(options.folder, question, options.search or Search())
-    else:  # as it was begun, with the search of now
-        study = Study.load(options.folder)
-        question = question or dataclasses.replace(study.question, files=read_files(study.question.files))
-        study.refuse_another(question)
-        study.search = options.search or study.search
+    study = asked_study(options)
     trainer = load(study.question, next(combinations(study.question.space, corners=True))).trainer
     from trainer.sweeps.tuning import places, run_study  # Ray and Tune: only now, since importing them takes a while
 
     with places(options, trainer.device, tell) as place:
         check_sweep(study.question, study.search, place.gpus)
-        study.save(trainer.umask)
-        with file_mask(trainer.umask, study.folder), locked(study.folder):
+        with locked(study.folder, trainer.umask):
+            study = asked_study(options)  # as another sweep has left it that ended meanwhile
+            study.save()
             tell(f"study {study.folder}; the same command goes on with it")
             try:
                 run_study(study, place, options, tell)
@@ -49,6 +44,20 @@ def main(argv: list[str]) -> int:
                 study.write_csv()
                 print(f"\n{summary(study, shlex.join(['python', '-m', 'trainer.sweep', *argv]))}", flush=True)
     return int(any(trial.state == "failed" for trial in study.trials))
+
+
+def asked_study(options: Options) -> Study:
+    """The study that the command line names: a new one, or as it was begun, with the search of now."""
+    from trainer.sweeps.question import Search, read_files
+    from trainer.sweeps.study import DESCRIPTION, Study
+
+    question = options.question
+    if question is not None and not (options.folder / DESCRIPTION).exists():
+        return Study(options.folder, question, options.search or Search())
+    study = Study.load(options.folder)
+    study.refuse_another(question or dataclasses.replace(study.question, files=read_files(study.question.files)))
+    study.search = options.search or study.search
+    return study
 
 
 def summary(study: Study, go_on: str) -> str:

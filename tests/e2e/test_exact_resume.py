@@ -7,6 +7,7 @@ weights, moments, schedule, data position, controller, running statistics, rando
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.forked_runs import ACTOR, CRITIC, Runs, assert_same_end, differences, history
+from tests.tiny_run import good_row, write_rows
 from trainer.checkpoint import MARKER
 
 pytestmark = pytest.mark.slow
@@ -140,6 +142,44 @@ def test_ctrl_c_saves_and_the_rest_is_as_if_nothing_had_been(number: signal.Sign
     runs.finish("stopped", "trainer.resume_mode=auto")
     assert_same_end(whole, stopped, steps)
     assert differences(history(whole), history(stopped)) == []
+
+
+SLOW_VALIDATION = """
+import pathlib, time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "val" and solution_str != ground_truth:  # not when it is tried before the run
+        pathlib.Path(__file__).with_name("validating").touch()
+        time.sleep(0.1)
+    return len(solution_str) / 9
+"""
+
+
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_signals_during_validation(times: int, tmp_path: Path) -> None:
+    """One stops after the step, with a checkpoint; three within a second stop at once, and the log says so last."""
+    (tmp_path / "reward.py").write_text(SLOW_VALIDATION)
+    val = write_rows(tmp_path / "val.jsonl", [good_row(number, "val") for number in range(20)])
+    options = ["trainer.test_freq=2", f"data.val_files={val}", "trainer.total_training_steps=40"]
+    options += ["~reward.custom_reward_function.name", f"reward.custom_reward_function.path={tmp_path}/reward.py"]
+    options += [f"trainer.save_freq={-1 if times == 1 else 0}"]
+    process, run_dir, log = Runs(tmp_path, 8, 4, options).start("run")
+    while not (tmp_path / "validating").exists():
+        assert process.is_alive(), log.read_text()[-4000:]
+        time.sleep(0.002)
+    for _ in range(times):
+        with contextlib.suppress(ProcessLookupError):  # the second may have ended it
+            os.kill(process.pid or 0, signal.SIGTERM)
+        time.sleep(0.05)
+    process.join(120)
+    text = log.read_text()
+    if times == 1:
+        assert process.exitcode == 130 and (run_dir / MARKER).read_text() == "2", text[-4000:]
+        assert text.splitlines()[-2:-1] == ["Stopped. To go on:"]
+    else:
+        assert process.exitcode != 0 and "once more to stop at once, without" in text, text[-4000:]
+        assert "Stopped. No step is saved" in text or text.splitlines()[-1].startswith("Stopped at once by SIGTERM"), (
+            text
+        )
 
 
 def test_other_data_and_other_settings_are_refused(tmp_path: Path) -> None:

@@ -76,11 +76,14 @@ def test_the_second_signal_ends_at_once() -> None:
     program = (
         "import os, signal, time\nfrom trainer.cli import run_command\n"
         "def command():\n"
+        "    print('before', end='')\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    finally:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(60)\n"
         "run_command(command)\n"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=50).returncode == 128 + signal.SIGINT
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=50, capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGINT and done.stdout == "before"
+    assert done.stderr == "\nStopped at once by SIGINT; the run's guard ends what is left of it.\n"
 
 
 LOST = """

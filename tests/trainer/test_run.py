@@ -28,6 +28,7 @@ from trainer.cli import failure_text, file_mask
 from trainer.data.prompts import PromptDataset
 from trainer.plan import main as plan
 from trainer.run import HeldFolder, locked_folder, make_run_dir
+from trainer.steps import StepCounter
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
 from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import RewardFlowConfig
@@ -170,10 +171,21 @@ def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, mo
             assert "cannot be locked (No locks available)" in told[0]
 
 
-def test_the_command_that_goes_on_says_nothing_twice_and_is_quoted_for_a_shell() -> None:
+def test_the_command_that_goes_on_says_nothing_twice_and_is_quoted_for_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["python", "-m", "trainer.main_ppo", "data.train_files=[a b]", "trainer.default_local_dir=x", *FROM]
-    said = shlex.split(run.how_to_continue([*given, "~trainer.resume_from_path"], Path("/ray é 数")).splitlines()[-1])
+    given.append("~trainer.resume_from_path")
+    assert "No step is saved" in run.how_to_continue(given, Path("/ray é 数"))
+    monkeypatch.setattr(run, "saved_steps", lambda run_dir: {3: run_dir})
+    said = shlex.split(run.how_to_continue(given, Path("/ray é 数")).splitlines()[-1])
     assert said == [*given[:4], "trainer.default_local_dir=/ray é 数", "trainer.resume_mode=auto"]
+
+
+def test_a_run_that_is_stopped_in_its_last_step_is_done() -> None:
+    for step, is_stopped in ((1, True), (2, False)):
+        steps = StepCounter()
+        steps.total, steps.global_step = 2, step
+        steps.stop()
+        assert steps.must_stop() is is_stopped
 
 
 GIB = 1 << 30

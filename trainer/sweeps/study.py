@@ -15,7 +15,7 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,14 +136,10 @@ class Study:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"--study: {path} cannot be read ({error}): begin a study with another name") from None
 
-    def save(self, umask: str = "077") -> None:
-        """Writes what was asked. Raises UserError if nothing can be written there. umask: of the study's files."""
+    def save(self) -> None:
+        """Writes what was asked into the study's folder, which is locked."""
         kept = dataclasses.asdict(self.question) | {"search": dataclasses.asdict(self.search)}
-        try:
-            with file_mask(umask, self.folder):
-                write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
-        except OSError as error:
-            raise UserError(f"--study {self.folder}: nothing can be written there: {error.strerror}") from None
+        write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
 
     def refuse_another(self, question: Question) -> None:
         """Raises UserError, saying what differs and how to go on, if the study was begun with another question."""
@@ -223,14 +219,22 @@ class Study:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Inside, no other sweep works on this study. Raises UserError if one does."""
-    with (folder / "lock").open("a") as file:
+def locked(folder: Path, umask: str = "077") -> Iterator[None]:
+    """Inside, no other sweep works on this study, whose folder is made. Raises UserError if one does, or if nothing can
+    be written there. umask: of the study's files."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_mask(umask, folder))
+            file = stack.enter_context((folder / "lock").open("a"))
+        except OSError as error:
+            raise UserError(f"--study {folder}: nothing can be written there: {error.strerror}") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = (folder / "lock").read_text() or "another sweep"
-            raise UserError(f"--study {folder}: {who} works on it; to begin one: --study NAME") from None
+            raise UserError(
+                f"--study {folder}: {who} works on it: wait for it, or begin another: --study NAME"
+            ) from None
         file.truncate(0)
         print(f"pid {os.getpid()} of user {psutil.Process().username()}", file=file, end="", flush=True)
         yield

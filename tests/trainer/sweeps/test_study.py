@@ -6,13 +6,17 @@ import csv
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from trainer import sweep
 from trainer.sweep import summary
-from trainer.sweeps import tuning
+from trainer.sweeps import checks, tuning
 from trainer.sweeps.child import Order, diagnose, held_up
 from trainer.sweeps.question import STOP, Question, Search
 from trainer.sweeps.study import Study, locked
@@ -180,6 +184,31 @@ def test_another_question_a_damaged_study_and_a_second_sweep_are_refused(tmp_pat
         Study.load(tmp_path)
     with pytest.raises(UserError, match="there is no study"):
         Study.load(tmp_path / "nowhere")
+
+
+def test_a_second_sweep_changes_nothing_and_sees_what_the_first_has_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, seen = Driver(tmp_path, question(["x=1,2"])), list[list[str]]()
+
+    @contextmanager
+    def places(*_: object) -> Iterator[Place]:  # in which Ray starts
+        if not first.active:
+            first.end(first.next(), {1: 1.0}, "failed", "ValueError: always")
+        yield Place(None, {})
+
+    options = SimpleNamespace(trainer=SimpleNamespace(umask="077", device="cpu"))
+    monkeypatch.setattr(checks, "load", lambda *_: options)
+    monkeypatch.setattr(checks, "check_sweep", lambda *_: None)
+    monkeypatch.setattr(tuning, "places", places)
+    monkeypatch.setattr(tuning, "run_study", lambda study, *_: seen.append([trial.state for trial in study.trials]))
+    argv = ["x=1,2", "--metric", "m", "--random", "1", "--study", str(tmp_path)]
+    before = (tmp_path / "study.json").read_text()
+    with locked(tmp_path):
+        assert sweep.main(argv) == 2 and "works on it: wait for it" in capsys.readouterr().err
+    assert (tmp_path / "study.json").read_text() == before and seen == []
+    assert sweep.main(argv) == 1 and seen == [["failed"]]
+    assert '"trials": 1' in (tmp_path / "study.json").read_text()
 
 
 # ------------------------------------------------------------------------------------------------- a run, from outside
