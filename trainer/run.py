@@ -244,12 +244,11 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
 
 
 def how_to_continue(command: list[str], run_dir: Path) -> str:
-    """What a stopped run has saved, and the command that goes on from there."""
-    if not saved_steps(run_dir):
-        return "Stopped. No step is saved: no checkpoint was due (trainer.save_freq), and the next run begins anew"
+    """Whether a stopped run has saved a step, and the command that goes on from there."""
     again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
     kept = [word for word in command if word.partition("=")[0].lstrip("+~") not in (*again, "trainer.resume_from_path")]
-    return "Stopped. To go on:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
+    none = "" if saved_steps(run_dir) else " No step is saved, since no checkpoint was due (trainer.save_freq)."
+    return f"Stopped.{none} To go on:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
 
 
 @contextmanager

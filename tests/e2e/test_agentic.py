@@ -106,13 +106,28 @@ def test_a_step_that_fails_is_run_again_from_its_capsule(
     assert "answers from the dump" in capsys.readouterr().out
 
 
+RAY = [
+    "trainer.backend=ray", "trainer.n_gpus_per_node=1", "agentic.env_pool.num_workers=1",
+    "ray_kwargs.ray_init.num_cpus=2", "ray_kwargs.ray_init.object_store_memory_mb=80",
+]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_with_ray_a_run_that_is_killed_and_goes_on_is_the_run(ratio: int, tmp_path: Path) -> None:
+    runs = Episodes(tmp_path, *RAY, "trainer.n_gpus_per_node=2", f"agentic.async_generation_ratio={ratio}")
+    whole = runs.kill_after(4, "whole", "trainer.total_training_steps=1000")
+    start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_2"]
+    resumed = runs.finish("resumed", *start, "trainer.total_training_steps=4")
+    assert_same_end(whole, resumed, 4, ACTOR)
+    assert_same_history({step: history(whole)[step] for step in (3, 4)}, history(resumed))
+
+
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
 def test_with_ray_the_same_episodes_run_in_processes(engine: str, tmp_path: Path) -> None:
     if engine == "vllm":
         pytest.importorskip("vllm")
-    options = ["trainer.backend=ray", f"rollout.name={engine}", "trainer.n_gpus_per_node=1", "trainer.save_freq=0",
-               "trainer.total_training_steps=2", "agentic.env_pool.num_workers=1",
-               "ray_kwargs.ray_init.num_cpus=2", "ray_kwargs.ray_init.object_store_memory_mb=80"]  # fmt: skip
+    options = [*RAY, f"rollout.name={engine}", "trainer.save_freq=0", "trainer.total_training_steps=2"]
     runs = Episodes(tmp_path, *options)
     steps = read_metrics(runs.finish("run") / "metrics.jsonl")
     assert len(steps) == 2 and all(step["training/rollout_probs_diff_max"] < 1e-3 for step in steps.values())

@@ -64,7 +64,7 @@ class EnvManagerConfig(Options):
 class EnvPoolConfig(Options):
     """The processes that environments run in."""
 
-    num_workers: int = opt(1, "processes for each engine; 0 = one call after another in the engine itself", at_least(0))
+    num_workers: int = opt(1, "processes for each engine; 0 = in the engine, where no deadline holds", at_least(0))
     threads: int = opt(64, "environments of one process that step at the same time at most", at_least(1))
     timeout_s: float = opt(60.0, "a reset or step that takes longer has failed, and its process is replaced", POSITIVE)
     max_error_rate: float = opt(0.1, "the run stops when a larger share of a step's episodes failed", SHARE)
