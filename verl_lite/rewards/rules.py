@@ -66,7 +66,8 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: In
     Source: verl's strict rule: `####5`, `#### 5.` and `#### $5` are wrong for it.
     """
     found = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
-    return float(bool(found) and found[-1].replace(",", "") == str(ground_truth).replace(",", ""))
+    truth = str(ground_truth).replace(",", "")  # "" if there is none, which "#### ," must not equal
+    return float(bool(found and truth) and found[-1].replace(",", "") == truth)
 
 
 SEARCHED_FOR_BOX = 100
@@ -112,25 +113,25 @@ def math_dapo(
     """
     if strict_box_verify:
         boxed = last_boxed(solution_str[-SEARCHED_FOR_BOX:])
-        pred, right = NO_ANSWER if boxed is None else boxed, boxed == str(ground_truth)
+        pred, right = NO_ANSWER if boxed is None else boxed, bool(boxed) and boxed == str(ground_truth)
     else:
         end, truth = solution_str[-SEARCHED_CHARACTERS:], normalize_answer(str(ground_truth))
         found = _ANSWER_LINE.findall(end) or [last_boxed(end) or NO_ANSWER]
         pred = normalize_answer(found[-1])
-        right = pred == truth
+        right = bool(truth) and pred == truth
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
 
 
 def normalize_answer(answer: str) -> str:
     """An answer to competition mathematics in the form in which two of them are compared: what stands before the last
-    `=` goes, so do units, filler words, spaces and LaTeX that says nothing."""
-    answer = answer.rsplit("=", 1)[-1]
+    `=` goes, so do units, filler words, spaces and LaTeX that says nothing. An answer of nothing else stays itself."""
+    text, answer = answer.strip(), answer.rsplit("=", 1)[-1]
     for before, after in (*_REPLACED, *((word, "") for word in (*_WORDS, *_LATEX))):
         answer = answer.replace(before, after)
     for pattern, replacement in _REWRITTEN:
         answer = re.sub(pattern, replacement, answer)
     answer = answer.replace("$", "")
-    return answer.replace(",", "").strip() if answer.replace(",", "").isdigit() else answer.strip()
+    return (answer.replace(",", "") if answer.replace(",", "").isdigit() else answer).strip() or text
 
 
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math*", "numina_*")
@@ -173,6 +174,7 @@ def _math_verify() -> tuple[Any, Any]:
 
 MOST_TAGS = 10
 """An answer with more opening or closing tags than this is worth a quarter: it tries answers out."""
+    targets = [target for target in targets if target != "" and not str(target).isspace()]
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -200,7 +202,11 @@ def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
 
 
 def _short_form(text: str) -> str:
-    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """The form in which two answers are compared. It is empty for an empty text alone: "The" and "!!!" stay."""
+    lower = text.lower()
+    plain = lower.translate(_PUNCTUATION)
+    forms = (" ".join(form.split()) for form in (_ARTICLE.sub(" ", plain), plain, lower))
+    return next(filter(None, forms), "")
 
 
 LETTERS = "ABCDEFGHIJ"

@@ -171,6 +171,9 @@ def test_wrong_options_of_a_regex_are_errors(kwargs: dict[str, Any], reason: str
         ("so\nAnswer: 34", "34", "34", True),
         ("Answer: 3 or so\nANSWER :  34 ", "34", "34", True),
         ("Answer: $34$.", "34", "34", True),
+        ("Answer: feet", "degrees", "feet", False),  # units alone are not taken away
+        ("Answer: degrees", "degrees", "degrees", True),
+        ("Answer:  ", "", "", False),
         ("Answer: 1,234", "1234", "1234", True),
         (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}", True),
         ("Answer: 0.5", r"\frac{1}{2}", "0.5", False),  # compared as text
@@ -197,6 +200,12 @@ def test_math_dapo_by_the_box() -> None:
 
 # ------------------------------------------------------------------------------------------------------ exact answers
 
+        *(("<answer></answer>", truth, 0.0) for truth in ("A", "The", "!!!", ["", "A"])),
+        ("<answer>the</answer>", "A", 0.0),
+        ("<answer>(a)</answer>", "A", 1.0),
+        ("<answer>The</answer>", "The", 1.0),
+        ("<answer>?!</answer>", "!!!", 0.0),
+        ("<answer> !!!</answer>", "!!!", 1.0),
 
 @pytest.mark.parametrize(
     ("answer", "truth", "score"),
@@ -215,7 +224,7 @@ def test_exact_answers(answer: str, truth: Any, score: float) -> None:
         assert (result["score"], result["acc"]) == (score, float(score > 0))
 
 
-@pytest.mark.parametrize("truth", [None, [], [3], {"target": None}])
+@pytest.mark.parametrize("truth", [None, [], [3], {"target": None}, "", [" "]])
 def test_no_right_answer_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="a text, a list of texts"):
         mark("exact_answer", "<answer>3</answer>", truth)
@@ -226,6 +235,7 @@ def test_no_right_answer_is_an_error(truth: Any) -> None:
 
 @pytest.mark.parametrize(
     ("sources", "answer", "truth", "expected"),
+        ("openai/gsm8k", "#### ,", "", 0.0),
     [
         ("verl_lite/sort exact_match/mine", "1234", "1234", 1.0),
         ("verl_lite/sort exact_match/mine", " 1234\n", "1234", 1.0),
