@@ -4,13 +4,13 @@ r"""Rewards by rule: what an answer has to be, end with, look like or match. Tho
 
 import functools
 import json
-import logging
 import re
 import string
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from verl_lite.rewards import mathematics
 from verl_lite.rewards.registry import register_reward
 
 Info = dict[str, Any] | None
@@ -138,43 +138,27 @@ _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/
 
 
 @register_reward(*_MATH, "rule/math_verify")
-def math_verify(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
+def math_verify(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, strict: bool = True
+) -> Report:
     r"""score 1.0 if the answer equals the ground truth mathematically, by math-verify, else 0.0; pred: the answer as it
-    was read: the last `\boxed{...}` where there is one, else the final answer that math-verify finds.
+    was read: the last `\boxed{...}` where there is one, else what math-verify finds in the last 2000 characters.
 
-    verl scores `numina_*` by prime_math and MATH by comparing strings; here all of them are compared as mathematics.
-    Raises ValueError if the ground truth is not an expression: no answer could be right.
+    strict: the answer has to be in its final form. It carries out every operation with numbers that the ground truth
+    carries out, solves a relation that the ground truth solves, and is compared as text if both consist of words.
+    Without strict any equal form is right, also one that math-verify finds inside of a box that it cannot read.
+
+    An answer that is too large or takes too long (`mathematics`) is wrong. Raises ValueError if that holds for the
+    ground truth, or if it is not an expression: no answer could be right.
     """
-    parse, verify = _math_verify()
-    gold, boxed = _parse_ground_truth(str(ground_truth)), last_boxed(solution_str)
-    # math-verify's own time limits use signals, which do not work outside a main thread; the pool ends what hangs
-    answer = parse(solution_str if boxed is None else f"{_BOX}{boxed}}}", parsing_timeout=None)
-    right = bool(answer) and verify(gold, answer, timeout_seconds=None)
-    return {"score": float(right), "pred": str(answer[-1]) if answer else ""}
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_ground_truth(ground_truth: str) -> list[Any]:
-    parse, _ = _math_verify()
-    text = ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth}}}"
-    gold: list[Any] = parse(text, parsing_timeout=None)
-    if not gold:
-        raise ValueError(f"ground_truth={ground_truth!r} cannot be read as a mathematical expression by math-verify")
-    return gold
-
-
-@functools.cache
-def _math_verify() -> tuple[Any, Any]:
-    """math-verify's parse and verify; sympy is slow to import."""
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its time limit is off
-    return parse, verify
+    boxed = last_boxed(solution_str)
+    answer = solution_str[-mathematics.MOST_CHARACTERS :] if boxed is None else boxed
+    right, pred = mathematics.compare(str(ground_truth), answer, boxed is not None, strict)
+    return {"score": float(right), "pred": pred}
 
 
 MOST_TAGS = 10
 """An answer with more opening or closing tags than this is worth a quarter: it tries answers out."""
-    targets = [target for target in targets if target != "" and not str(target).isspace()]
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -190,6 +174,7 @@ def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
     """
     found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
     targets = [found] if isinstance(found, str) else list(found) if isinstance(found, Iterable) else []
+    targets = [target for target in targets if target != "" and not str(target).isspace()]
     if not targets or not all(isinstance(target, str) for target in targets):
         raise ValueError(f'ground_truth={ground_truth!r}: a text, a list of texts or {{"target": ...}} is expected')
     answer = last_tagged(solution_str, "answer")

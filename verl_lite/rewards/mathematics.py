@@ -1,0 +1,103 @@
+"""Compares an answer with a reference by math-verify, in a process of its own.
+
+The kernel kills that process when a comparison takes more than `CPU_S` of processor time, in C code too and whichever
+thread waits for it; the next comparison starts another.
+"""
+
+import functools
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+
+CPU_S = 3.0
+MOST_CHARACTERS = 2000
+MOST_NESTED = 10
+_MEMORY_BYTES = 2 << 30
+_LIMITS = f"{MOST_CHARACTERS} characters, {MOST_NESTED} nested brackets, {CPU_S:g} s and {_MEMORY_BYTES >> 30} GiB"
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def compare(ground_truth: str, answer: str, is_boxed: bool, strict: bool) -> tuple[bool, str]:
+    r"""Whether the answer equals the reference, and the answer as math-verify read it.
+
+    is_boxed: the answer is the content of a \boxed{}; else math-verify looks for it in the text. strict: see
+    `rules.math_verify`. An answer that is over a limit is wrong.
+    Raises ValueError for a reference that is no expression or over a limit, RuntimeError if the comparison fails.
+    """
+    shown, wrong = f"ground_truth={ground_truth[:MOST_CHARACTERS]!r}", (False, answer[:MOST_CHARACTERS])
+    problem = result = ""
+    if not _is_too_long(ground_truth):
+        if _is_too_long(answer):
+            return wrong
+        with _ONE_AT_A_TIME:
+            problem, result = _reply(json.dumps([ground_truth, answer, is_boxed, strict]))
+    if problem != "null\n":
+        reason = json.loads(problem) if problem else f"is over a limit of the comparison: {_LIMITS}"
+        raise ValueError(f"{shown} {reason}")
+    right, pred, fault = json.loads(result) if result else (*wrong, "")
+    if fault:
+        raise RuntimeError(f"The comparison of {answer!r} with {shown} failed:\n{fault}")
+    return right, pred
+
+
+def _is_too_long(text: str) -> bool:
+    steps = (1 if x in "([{" else -1 for x in text[:MOST_CHARACTERS] if x in "()[]{}")
+    return len(text) > MOST_CHARACTERS or max(itertools.accumulate(steps), default=0) > MOST_NESTED
+
+
+def _reply(request: str) -> list[str]:
+    """The two lines that `serve` answers; those that its process did not live to write are empty."""
+    process, lines = _process(os.getpid()), ["", ""]
+    try:
+        print(request, file=process.stdin, flush=True)
+        lines = [process.stdout.readline() for _ in lines]  # type: ignore[union-attr]
+    except BrokenPipeError:
+        pass  # it died between two requests
+    finally:
+        if not lines[-1]:  # it is dead, or this thread is interrupted
+            process.kill()
+            process.communicate()
+            _process.cache_clear()
+    return lines
+
+
+@functools.cache
+def _process(pid: int) -> subprocess.Popen[str]:
+    """The comparing process of the process `pid`. It ends when its input does."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from verl_lite.rewards.mathematics import serve; serve()"
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, encoding="utf-8")
+
+
+def serve() -> None:
+    """Answers a request with two lines: what is wrong with the reference; and [is right, answer as read, fault]."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no reply
+    from verl_lite.rewards import final_form  # sympy is slow to import
+
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    for line in sys.stdin:
+        ground_truth, answer, is_boxed, strict = json.loads(line)
+        problem, result = None, (False, answer, "")
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # nothing handles its signal, which kills
+        try:
+            final_form.read_reference(ground_truth)
+        except ValueError as error:
+            problem = str(error)
+        print(json.dumps(problem), file=replies, flush=True)
+        try:
+            if problem is None:
+                result = (*final_form.compare(ground_truth, answer, is_boxed, strict), "")
+        except (RecursionError, MemoryError):
+            pass  # the answer is over a limit
+        except Exception:  # whatever it is, the caller raises it as a fault of the grader
+            result = (False, answer, traceback.format_exc())
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(result), file=replies, flush=True)
