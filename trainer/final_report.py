@@ -51,7 +51,8 @@ def final_report(
         for sample in result.samples:
             score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
             texts = (sample.data_source, sample.input, sample.output, sample.gts)
-            table.add_row(*(shortened(re.sub(r"\s*\n\s*", " ↵ ", text.strip())) for text in texts), score)
+            joined = (" ↵ ".join(filter(None, map(str.strip, text.split("\n")))) for text in texts)
+            table.add_row(*map(shortened, joined), score)
         parts += [Text(), table]
     places = {"run folder": run_dir, "metrics": run_dir / "metrics.jsonl", **pictures}
     places |= {"results": run_dir / "results.json", "tensorboard": run_dir / "tensorboard"}

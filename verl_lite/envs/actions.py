@@ -11,7 +11,9 @@ from typing import Any
 
 from verl_lite.errors import UserError
 
-ANSWER_PATTERN = r"<answer>(.*?)</answer>"
+ANSWER_PATTERN = r"\A(?>.*?<answer>)(.*?)</answer>"
+"""The first <answer>...</answer>. It is anchored: if the first <answer> is not closed, the later ones are not tried."""
+
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 Lookup = Mapping[Any, str] | Sequence[str]

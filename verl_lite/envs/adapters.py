@@ -19,7 +19,7 @@ from verl_lite.envs.base import Info, register_env
 from verl_lite.errors import UserError
 
 AGG_MODES = {"action_is_valid": "mean", "success": "last"}
-_HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 """A colour of a terminal around a letter: text environments mark with it where the player stands."""
 
 

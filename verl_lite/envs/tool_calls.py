@@ -12,7 +12,7 @@ from typing import Any
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 def _hermes_call(content: str) -> ToolCall:
     try:
         call = json.loads(content)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall(problem=f"the call is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(problem='the call needs a "name", and "arguments"')
@@ -45,7 +45,7 @@ def _hermes_call(content: str) -> ToolCall:
     if isinstance(arguments, str):  # some models write the arguments as a JSON text
         try:
             arguments = json.loads(arguments)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             return ToolCall(problem=f'"arguments" is not valid JSON: {error}')
     if not isinstance(arguments, dict):
         return ToolCall(problem='"arguments" has to be an object')

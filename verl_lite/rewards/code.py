@@ -23,7 +23,8 @@ from typing import Any
 from verl_lite.rewards.registry import register_reward
 from verl_lite.sandbox import Limits, Outcome, Sandbox
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# Possessive quantifiers (*+) read each line once.
+_BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _CLOCK_FACTOR = 3.0
 """So many seconds by the clock may a test take for each of processor time."""

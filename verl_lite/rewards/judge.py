@@ -43,7 +43,8 @@ _FORMS = {
     "number": 'one line "Score: N", where N is a number from {lowest:g} (useless) to {highest:g} (perfect)',
     "yes_no": "one word: yes if what counts is fulfilled, else no",
 }
-_SCORE = re.compile(r"(?i)\bscore\b[^\n:=]*[:=]\W*?([-+]?\d+(?:\.\d+)?)")
+# The text between "score" and its colon contains no other "score", so that a reply is read once.
+_SCORE = re.compile(r"(?i)\bscore\b(?:(?!\bscore\b)[^\n:=])*+[:=]\W*?([-+]?\d+(?:\.\d+)?)")
 _PLACE = re.compile(r"\{(question|conversation|answer|ground_truth|rubric|form)\}")
 _YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 _SHOWN_CHARACTERS = 2000

@@ -80,6 +80,7 @@ def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "has to be an object"),
         ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"n": ' + "7" * 5000 + "}}</tool_call>", "not valid JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(text: str, problem: str) -> None:
