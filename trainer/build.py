@@ -174,11 +174,10 @@ class PPOJob(Job[PPOConfig]):
         if config.is_agentic and config.agentic.val_batch_size > 0:
             more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
         run = shlex.quote(str(run_dir))
-        commands = {
-            "look": f"python -m trainer.report {run}",
-            "evaluate": f"python -m trainer.main_eval {run} {more}",
-            "export": f"python -m trainer.export {run} --to {shlex.quote(str(run_dir / 'hf'))}",
-        }
+        commands = {"look": f"python -m trainer.report {run}"} if self.kind.trains else {}
+        if result.checkpoint:
+            commands["evaluate"] = f"python -m trainer.main_eval {run} {more}"
+            commands["export"] = f"python -m trainer.export {run} --out {shlex.quote(str(run_dir / 'hf'))}"
         return Report([measured], {"picture": draw_curve(run_dir)}, commands)
 
 

@@ -7,6 +7,7 @@ contexts, and whatever ends them passes through these on its way. Imports nothin
 Exit status: 0 done, 2 the user's input was wrong (one message, no traceback), 128 + the signal, 1 anything else.
 """
 
+import argparse
 import atexit
 import contextlib
 import functools
@@ -78,6 +79,14 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
         return run_command(lambda: main(sys.argv[1:] if argv is None else argv))
 
     return run
+
+
+def out_as_word(argv: list[str], key: str) -> list[str]:
+    """The words of a command whose options are key=value, with `--out FILE` as the word key=FILE at their end."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", action="append", default=[])
+    given, rest = parser.parse_known_args(argv)
+    return [*rest, *(f"{key}={file}" for file in given.out)]
 
 
 def leave(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""`python -m trainer.export RUN --to FOLDER`: a checkpoint as a Hugging Face folder, on a CPU.
+"""`python -m trainer.export RUN --out FOLDER`: a checkpoint as a Hugging Face folder, on a CPU.
 
 RUN is a run folder (its newest checkpoint) or a global_step_N folder. FOLDER gets safetensors, config, tokenizer and
 generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it. What was trained as an adapter (LoRA) is
@@ -20,7 +20,9 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run folder, or a global_step_N folder")
-    parser.add_argument("--to", type=Path, help="default: hf, adapter or hf_critic in the checkpoint")
+    parser.add_argument(
+        "--out", "--to", type=Path, metavar="FOLDER", help="default: hf, adapter or hf_critic in the checkpoint"
+    )
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the model it was trained from")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--adapter", action="store_true", help="the adapter alone, in fp32 and in peft's format")
@@ -34,8 +36,9 @@ def main(argv: list[str]) -> int:
     if (run / STATE).exists() and (damage := damage_of(run)):
         raise UserError(f"{run} is damaged: {damage}")
     checkpoint = next(whole_steps(run, print), run)
-    source = str(checkpoint / ("critic" if options.critic else "actor"))
-    target = options.to or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
+    trained = "model" if (checkpoint / "model").is_dir() else "actor"  # main_sft and main_rm have one network
+    source = str(checkpoint / ("critic" if options.critic else trained))
+    target = options.out or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
     if options.adapter:
         export_adapter(source, str(target))
     else:

@@ -37,7 +37,7 @@ def final_report(
 ) -> RenderableType:
     """Everything to show when a run has ended, for `Console.print`.
 
-    pictures: by name. commands: what to do next with a checkpoint, by the word for it.
+    pictures: by name. commands: what to do next, by the word for it.
     """
     parts: list[RenderableType] = []
     if result.after or result.before:
@@ -58,7 +58,7 @@ def final_report(
     places |= {"results": run_dir / "results.json", "tensorboard": run_dir / "tensorboard"}
     places["checkpoint"] = result.checkpoint
     named = {name: str(path) for name, path in places.items() if path and path.exists()}
-    for title, lines in (("Where things are", named), ("What to do next", commands if result.checkpoint else {})):
+    for title, lines in (("Where things are", named), ("What to do next", commands)):
         if lines:
             parts += [Text(), Text(title, style="bold")]
         # not cut off where the terminal is narrower: it may be copied

@@ -1,4 +1,4 @@
-"""`python -m trainer.main_generate TARGET data.val_files=FILE output=FILE.parquet [key=value ...]`: what the policy
+"""`python -m trainer.main_generate TARGET data.val_files=FILE --out FILE.parquet [key=value ...]`: what the policy
 answers to each prompt, without rewards.
 
 TARGET is a run folder (its newest checkpoint), a global_step_N folder, a model folder or a hub name. The sampling is
@@ -9,11 +9,11 @@ answered so far: the same command goes on where a killed one was. --help-config 
 
 from pathlib import Path
 
-from trainer.cli import command, leave
+from trainer.cli import command, leave, out_as_word
 from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
-USAGE = "usage: python -m trainer.main_generate RUN_OR_CHECKPOINT_OR_MODEL output=FILE.parquet [key=value ...]"
+USAGE = "usage: python -m trainer.main_generate RUN_OR_CHECKPOINT_OR_MODEL --out FILE.parquet [key=value ...]"
 OUTPUT, FOLDER = "output=", "trainer.default_local_dir="
 UNSCORED = ("~reward", "~reward_model", "rollout.val_kwargs.greedy_too=false")
 """What a run's settings may ask for, and answers alone do not need."""
@@ -31,7 +31,7 @@ def generate(name: str, output: Path, overrides: list[str]) -> int:
         if item.startswith(REFUSED):
             raise UserError(
                 f"{item} has no effect here: each prompt is answered in one way, nothing is scored (`python -m "
-                "trainer.score` does that with the file), and the run folder stands beside output=...; leave it out"
+                "trainer.score` does that with the file), and the run folder stands beside the file; leave it out"
             )
     [target] = find_targets(name)
     argv = [*target.arguments, *UNSCORED, "trainer.experiment_name=generate", *overrides]
@@ -48,7 +48,7 @@ def generate(name: str, output: Path, overrides: list[str]) -> int:
     if output.exists():
         settings = read_settings(folder_of(output) / CHUNKS)
         if settings is None:
-            raise UserError(f"output={output} exists, and no {folder_of(output)} says whose it is: choose another file")
+            raise UserError(f"--out {output} exists, and no {folder_of(output)} says whose it is: choose another file")
         if settings == answer_settings(loaded.config, are_scored=False):
             print(f"{output} has all answers under these settings already")
             return 0
@@ -66,12 +66,13 @@ def main(argv: list[str]) -> int:
         return 0
     from trainer.evaluate.evaluation import split_arguments
 
+    argv = out_as_word(argv, "output")
     outputs = [item.removeprefix(OUTPUT) for item in argv if item.startswith(OUTPUT)]
     names, options = split_arguments([item for item in argv if not item.startswith(OUTPUT)])
     if len(names) != 1:
         raise UserError(USAGE)
     if len(outputs) != 1 or not outputs[0].endswith(".parquet"):
-        raise UserError(f"output={','.join(outputs)}: the file to write is expected once, output=FILE.parquet")
+        raise UserError(f"--out {','.join(outputs)}: the file to write is expected once, --out FILE.parquet")
     return generate(names[0], Path(outputs[0]).expanduser().absolute(), options)
 
 

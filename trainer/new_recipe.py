@@ -1,4 +1,4 @@
-"""`python -m trainer.new_recipe NAME [--to FOLDER]`: writes a recipe that runs at once, to be made one's own.
+"""`python -m trainer.new_recipe NAME [--out FOLDER]`: writes a recipe that runs at once, to be made one's own.
 
 FOLDER, by default ./NAME, gets recipe.py (settings), reward.py (a reward), estimator.py (an estimator), run.sh and
 README.md. It trains the model of recipes/quickstart until its settings name another. Nothing is written over.
@@ -32,9 +32,9 @@ def write_recipe(name: str, folder: Path) -> Path:
             "and _, as in my_recipe, and no name that a module, an advantage estimator or Python itself has already"
         )
     if folder.exists():
-        raise UserError(f"{folder} exists already, and nothing is written over: choose another NAME or --to FOLDER")
+        raise UserError(f"{folder} exists already, and nothing is written over: choose another NAME or --out FOLDER")
     if not folder.parent.is_dir():
-        raise UserError(f"--to {folder}: there is no folder {folder.parent}; make it first")
+        raise UserError(f"--out {folder}: there is no folder {folder.parent}; make it first")
     folder.mkdir()
     for file in FILES:
         text = (TEMPLATE / f"{file}.txt").read_text(encoding="utf-8")
@@ -53,9 +53,11 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.new_recipe", description="Writes a recipe that runs.")
     parser.add_argument("name", metavar="NAME", help="of the recipe: small letters, digits and _")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="the recipe's own, new folder; default: ./NAME")
+    parser.add_argument(
+        "--out", "--to", type=Path, metavar="FOLDER", help="the recipe's own, new folder; default: ./NAME"
+    )
     options = parser.parse_args(argv)
-    folder = write_recipe(options.name, options.to or Path(options.name))
+    folder = write_recipe(options.name, options.out or Path(options.name))
     print(f"wrote {folder}: {', '.join(FILES)}\n")
     print(f"  run it        python -m trainer.main_ppo recipe={place_of(folder)}")
     print("  change it     recipe.py has the settings; the guide is recipes/README.md of verl_lite")

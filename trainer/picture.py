@@ -68,7 +68,9 @@ def _draw_validation(panel: Axes, steps: Steps) -> None:
         for mean in validation_means(metrics):
             curves.setdefault((mean.source, mean.greedy), []).append((step, mean.value))
             names.add(mean.name)
-    panel.set(title=", ".join(["Validation", *sorted(names)]) if names else "nothing was validated", ylabel="score")
+        for name in (name for name in metrics if name.startswith("val/")):  # of training without a rollout
+            curves.setdefault((name.removeprefix("val/"), False), []).append((step, metrics[name]))
+    panel.set(title=", ".join(["Validation", *sorted(names)]) if curves else "nothing was validated", ylabel="score")
     for (source, greedy), points in sorted(curves.items()):
         label, style = f"{source}{' (greedy)' * greedy}", "--" if greedy else "-"
         panel.plot(*zip(*points, strict=True), style, marker="o", markersize=4, linewidth=2, label=printable(label))

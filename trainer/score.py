@@ -4,7 +4,7 @@ RUN_OR_FILE is a run folder, a folder that trainer.rollout_data_dir or trainer.v
 parquet file of answers, as `trainer.main_generate` writes it. reward=NAME takes a registered reward for all rows,
 reward=FILE.py or FILE.py:FUNCTION one of your own; every reward.* option can be given as for training. Without any, a
 run is scored by its own reward, and a file by data_source. Prints the saved scores against the new ones, and writes all
-of them to a parquet file beside (out=FILE names another). `--help-config` lists the options.
+of them to a parquet file beside (--out FILE names another). `--help-config` lists the options.
 
 Rewards run in supervised processes, as in training. The score is that of the reward function: no reward model, no
 penalty of long answers. Exit status 1 if more than reward.max_error_rate of the rewards failed; else see
@@ -27,7 +27,7 @@ import pyarrow
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from trainer.cli import command
+from trainer.cli import command, out_as_word
 from trainer.data.sources import parse_json, read_rows
 from trainer.evaluate.sample_files import FOLDER, JSON, TRAIN, VAL, as_text, reward_columns, write_table
 from trainer.final_report import titled_table
@@ -36,7 +36,7 @@ from verl_lite.config.checks import reward_problems, section_problems
 from verl_lite.errors import UserError, printable
 from verl_lite.rewards import RewardItem, RewardResult, reward_modules
 
-USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VALUE ...] [out=FILE.parquet]"
+USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VALUE ...] [--out FILE.parquet]"
 SHORT = "reward="
 SUFFIXES = (".jsonl", ".parquet")
 _ONLY_TRAINING = ("overlong_buffer", "function_weight")
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     elif not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise UserError(USAGE)
     else:
-        return score(Path(argv[0]).expanduser(), argv[1:])
+        return score(Path(argv[0]).expanduser(), out_as_word(argv[1:], "out"))
     return 0
 
 
@@ -144,7 +144,7 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
         load_recipe(config.recipe)  # importing it registers its rewards
     problems = [*section_problems(config), *reward_problems(config.reward)]
     if config.out is not None and (not config.out.endswith(".parquet") or Path(config.out).expanduser().exists()):
-        problems.append(f"out={config.out}: the name of a new .parquet file is expected")
+        problems.append(f"--out {config.out}: the name of a new .parquet file is expected")
     if problems:
         raise ConfigError(problems)
     return config

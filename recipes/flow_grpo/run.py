@@ -110,7 +110,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
         }
         module, _, network = str(self.config.model.network).partition(":")
         use = f'{network}.from_pretrained("{self.run_dir / "model"}")   # of {module}'
-        return Report(pictures=pictures, commands={"use it": use})
+        return Report(pictures=pictures, commands={"use it": use} if result.checkpoint else {})
 
 
 def read_prompts(files: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m recipes.gsm8k.prepare --from FOLDER_OR_NAME --to FOLDER`: GSM8K as train.parquet and test.parquet in
+"""`python -m recipes.gsm8k.prepare --from FOLDER_OR_NAME --out FOLDER`: GSM8K as train.parquet and test.parquet in
 verl's row schema.
 
 FOLDER_OR_NAME: a folder that holds files with train and test in their names (parquet, json or jsonl, at any depth, as
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     """The command; returns the exit status. Raises UserError for rows that are not there or not GSM8K's."""
     parser = argparse.ArgumentParser(prog="python -m recipes.gsm8k.prepare", description=__doc__)
     parser.add_argument("--from", dest="source", required=True, help="a folder, or a name that datasets loads")
-    parser.add_argument("--to", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--out", "--to", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(argv)
     for split in ("train", "test"):
         rows = []
@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
                 if not isinstance(row.get("question"), str) or not isinstance(row.get("answer"), str):
                     raise UserError(f"{where}: no text in the columns 'question' and 'answer'; found {row!r:.200}")
                 rows.append(as_question(row["question"], row["answer"], where).row(split, index))
-        options.to.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.to / f"{split}.parquet")
-        print(f"wrote {options.to / split}.parquet: {len(rows)} questions")
+        options.out.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.out / f"{split}.parquet")
+        print(f"wrote {options.out / split}.parquet: {len(rows)} questions")
     return 0
 
 

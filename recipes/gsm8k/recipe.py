@@ -21,7 +21,7 @@ RL_STEPS = 60
 
 REAL = (
     "gsm8k: this is a model of 0.2 million parameters on problems made by rule. For GSM8K and a real model:\n"
-    "  python -m recipes.gsm8k.prepare --from openai/gsm8k --to FOLDER    (--from also takes a folder)\n"
+    "  python -m recipes.gsm8k.prepare --from openai/gsm8k --out FOLDER    (--from also takes a folder)\n"
     "  python -m trainer.main_ppo recipe=gsm8k --config recipes/gsm8k/real_model.yaml model.path=MODEL \\\n"
     "      data.train_files=FOLDER/train.parquet data.val_files=FOLDER/test.parquet"
 )

@@ -75,7 +75,7 @@ def test_the_critic_of_any_checkpoint_is_exported_with_its_values(
         (run_dir / "global_step_2", tmp_path / "second", Watched.batches[1]),
         (run_dir, tmp_path / "last", Watched.batches[2]),
     ):
-        assert export([str(run), "--critic", "--to", str(target)]) == 0
+        assert export([str(run), "--critic", "--out", str(target)]) == 0
         network = AutoModelForTokenClassification.from_pretrained(target)
         inputs = {name: step.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
         with torch.no_grad():

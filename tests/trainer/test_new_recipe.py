@@ -54,7 +54,7 @@ def test_a_name_that_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["my_idea", "--to", str(tmp_path / "my_idea")]) == 0
+    assert main(["my_idea", "--out", str(tmp_path / "my_idea")]) == 0
     assert f"python -m trainer.main_ppo recipe={tmp_path / 'my_idea'}" in capsys.readouterr().out
     (tmp_path / "my_idea" / "recipe.py").write_text("mine")
     assert main(["my_idea", "--to", str(tmp_path / "my_idea")]) == 2

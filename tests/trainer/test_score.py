@@ -48,7 +48,7 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
 def scored(target: Path, *options: str, status: int = 0) -> list[dict[str, Any]]:
     """The rows of the file that the command writes beside."""
     out = target.parent / f"{len(list(target.parent.iterdir()))}-new.parquet"
-    assert score(target, [*options, f"out={out}"]) == status
+    assert main([str(target), *options, "--out", str(out)]) == status
     return pyarrow.parquet.read_table(out).to_pylist()
 
 
@@ -128,7 +128,7 @@ def test_the_file_beside_is_never_read_back_and_never_overwritten(saved: Path) -
         assert score(saved.parent, [INLINE]) == 0
     assert len(list(saved.parent.glob("answers-scored-*.parquet"))) == 2
     assert read_saved(saved.parent, None, ScoreConfig()) == read_saved(saved, None, ScoreConfig())
-    with pytest.raises(ConfigError, match="out=.*1.jsonl: the name of a new .parquet file is expected"):
+    with pytest.raises(ConfigError, match="--out .*1.jsonl: the name of a new .parquet file is expected"):
         score(saved, [INLINE, f"out={saved}"])
 
 

@@ -4,6 +4,7 @@ A row has a question and two answers, in any of the forms in which such data is 
 and answer are tokenised each on its own, as a policy reads the one and samples the other.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,17 @@ from verl_lite.config import PreferenceDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
+MARGIN = "margin"
+
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts to be scored. Every token of an answer is in its mask."""
+    """Two texts to be scored. Every token of an answer is in its mask. margin: by how much the first score is to exceed
+    the second in the loss."""
 
     chosen: Example
     rejected: Example
+    margin: float = 0.0
 
     def __len__(self) -> int:
         return len(self.chosen) + len(self.rejected)
@@ -47,7 +52,7 @@ def load_pairs(
             )
         longest = max(len(chosen), len(rejected))
         if longest <= config.max_length:
-            pairs.append(Pair(chosen, rejected))
+            pairs.append(Pair(chosen, rejected, _margin(row, where)))
         elif config.truncation == "error":
             raise UserError(
                 f"{where} has an answer of {longest} tokens with its question, more than data.max_length="
@@ -56,6 +61,14 @@ def load_pairs(
     if not pairs:
         raise UserError(f"{option}={list(files)}: no pairs are left; expected at least one")
     return pairs
+
+
+def _margin(row: dict[str, Any], where: str) -> float:
+    """TRL's column `margin`; 0 without it."""
+    margin = row.get(MARGIN, 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise UserError(f"{where}, column {MARGIN!r}: found {margin!r}, expected a finite number; leave the column out")
+    return float(margin)
 
 
 def read_pair(row: dict[str, Any], config: PreferenceDataConfig, where: str) -> tuple[Chat, Chat]:
@@ -112,13 +125,14 @@ def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     """A batch with the columns of `trainer.data.sft.collate`, in which each row holds the chosen text and, to the right
     of it, the rejected one: twice as wide. `texts_of` parts them."""
     texts = collate([text for pair in pairs for text in (pair.chosen, pair.rejected)], pad_token_id)
-    return DataProto.from_dict({str(name): texts.batch[name].reshape(len(pairs), -1) for name in texts.batch.keys()})
+    columns = {str(name): texts.batch[name].reshape(len(pairs), -1) for name in texts.batch.keys()}
+    return DataProto.from_dict(columns | {MARGIN: torch.tensor([pair.margin for pair in pairs])})
 
 
 def texts_of(data: DataProto) -> DataProto:
     """A planned batch of (n,) pairs as one of (2n,) texts, chosen and rejected in turn. A pair was planned as one row,
     so its two texts are in the same micro-batch."""
-    of_pair = {"mini_batch", "micro_batch", "is_padding"}
+    of_pair = {"mini_batch", "micro_batch", "is_padding", MARGIN}
     columns: dict[str, torch.Tensor] = {}
     for name in map(str, data.batch.keys()):
         column = data.batch[name]

@@ -20,6 +20,8 @@ from verl_lite.protocol import DataProto
 from workers.policy.chat_template import render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
+COMPLETION = "completion"  # TRL's name of the answer
+
 
 @dataclass(frozen=True)
 class Example:
@@ -46,7 +48,8 @@ def load_examples(
     """
     examples = []
     for row, where in rows_of(files, option):
-        example = encode_chat(read_chat(row, config, where), tokenizer, where)
+        chat, first = read_chat(row, config, where)
+        example = encode_chat(chat, tokenizer, where, first)
         excess = len(example) - config.max_length
         if excess > 0 and config.truncation == "error":
             raise UserError(
@@ -68,24 +71,33 @@ def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[dict[str, Any],
             yield row, f"{option}: row {index} of {path}"
 
 
-def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> Chat:
-    """The chat of a row, from its messages column or else from its prompt and response columns."""
+def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[Chat, int]:
+    """The chat of a row, from its messages column or else from its prompt and response (or TRL's completion) columns;
+    and the place of the first message that may be learnt, which is 0 or the one behind the prompt."""
     if row.get(config.messages_key) is not None:
         chat = row[config.messages_key]
-        check_prompt(chat, f"{where}, column {config.messages_key!r}")
-        if not any(message["role"] == "assistant" for message in chat):
-            raise UserError(f"{where}, column {config.messages_key!r}: no message is the assistant's, nothing to learn")
-        return chat
-    prompt, response = (value_at(row, key) for key in (config.prompt_key, config.response_key))
-    if prompt is None or not isinstance(response, str):
+        _check_answer(chat, f"{where}, column {config.messages_key!r}")
+        return chat, 0
+    key = config.response_key if value_at(row, config.response_key) is not None else COMPLETION
+    prompt, response = value_at(row, config.prompt_key), value_at(row, key)
+    if prompt is None or not isinstance(response, str | list):
         raise UserError(
             f"{where}: there is neither a chat in column {config.messages_key!r} (data.messages_key) nor a prompt in "
-            f"{config.prompt_key!r} (data.prompt_key) with an answer as text in {config.response_key!r} "
-            f"(data.response_key); columns found: {', '.join(row)}. A correct row: "
+            f"{config.prompt_key!r} (data.prompt_key) with an answer, text or messages, in {config.response_key!r} "
+            f"(data.response_key) or {COMPLETION!r}; columns found: {', '.join(row)}. A correct row: "
             '{"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}'
         )
     question = question_of(prompt, f"{where}, column {config.prompt_key!r}")
-    return [*question, {"role": "assistant", "content": response}]
+    answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+    _check_answer(answer, f"{where}, column {key!r}")
+    return [*question, *answer], len(question)
+
+
+def _check_answer(chat: Any, where: str) -> None:
+    """Raises UserError unless these are messages of which the assistant says something."""
+    check_prompt(chat, where)
+    if not any(message["role"] == "assistant" for message in chat):
+        raise UserError(f"{where}: no message is the assistant's, nothing to learn")
 
 
 def question_of(prompt: Any, where: str) -> Chat:
@@ -95,8 +107,8 @@ def question_of(prompt: Any, where: str) -> Chat:
     return chat
 
 
-def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
-    """Tokens of a chat; learnt are the assistant's, each turn up to and with its end-of-turn token.
+def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, first: int = 0) -> Example:
+    """Tokens of a chat; learnt are the assistant's from message `first` on, each up to and with its end-of-turn token.
 
     What a template writes behind that token (a newline, say) is context only. A template that writes no end-of-turn
     token gets the tokenizer's. Raises UserError if the template rewrites earlier turns when later ones come.
@@ -105,7 +117,7 @@ def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> E
     mask: list[int] = []
     done = ""
     for place, message in enumerate(chat):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or place < first:
             continue
         for turns, learnt in ((chat[:place], False), (chat[: place + 1], True)):
             text = render(turns, tokenizer, is_question=not learnt)
@@ -119,8 +131,8 @@ def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> E
             tokens += kept + new[len(kept) :]
             mask += [int(learnt)] * len(kept) + [0] * (len(new) - len(kept))
             done = text
-    first = mask.index(1)
-    return Example(tokens[:first], tokens[first:], mask[first:])
+    start = mask.index(1)
+    return Example(tokens[:start], tokens[start:], mask[start:])
 
 
 def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, is_question: bool) -> str:

@@ -184,7 +184,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         has_two = (Path(str(self.config.model.path)).expanduser() / "transformer_2").is_dir()
         where = ", load_into_transformer_2=True" * has_two  # of two experts the second has the adapter
         use = f'pipeline.load_lora_weights("{result.checkpoint}/{LORA}"{where})   # in diffusers'
-        return Report(pictures=pictures, commands={"use it": use})
+        return Report(pictures=pictures, commands={"use it": use} if result.checkpoint else {})
 
 
 _NOISE = 0.02  # of the trial's frames beside the reference: far enough from the best score for a gradient

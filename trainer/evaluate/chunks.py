@@ -174,7 +174,7 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
         differing = "\n  ".join(f"{name}: {found.get(name)} there, {settings.get(name)} now" for name in names)
         raise UserError(
             f"{folder} holds answers under other settings:\n  {differing}\nGive the old values, or another folder "
-            "(trainer.default_local_dir; of main_generate output)"
+            "(trainer.default_local_dir; of main_generate --out)"
         )
 
 

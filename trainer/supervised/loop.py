@@ -6,18 +6,20 @@ caller's. The result is a folder in Hugging Face format, RUN/hf.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from trainer.console import Console
 from trainer.final_report import FitResult
+from trainer.picture import Panel, draw_curve
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, resolve_slots, start_workers
 from trainer.resume import refuse_other_data
@@ -42,6 +44,10 @@ from workers.policy.loading import PolicyBuilder, packing_note, token_network
 from workers.training_worker import TrainingWorker
 from workers.update import LossFunction
 
+CURVES: tuple[Panel, Panel] = (
+    ("Loss in training", "loss", {"train/loss": ""}),
+    ("Norm of the gradient", "norm", {"train/grad_norm": ""}),
+)
 Row = TypeVar("Row", bound=Sized)  # its length: tokens that a forward pass over it reads
 Options = TypeVar("Options", bound=SupervisedConfig)
 
@@ -181,7 +187,9 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
 
 
 class SupervisedJob(Job[Options]):
-    """A subclass reads the rows."""
+    """A subclass reads the rows. next_options: of a trainer.main_ppo that begins with the model; {} is its folder."""
+
+    next_options: ClassVar[str]
 
     def read_task(self) -> Task[Any]:
         """The rows, tokenised and checked. Raises UserError for input that cannot be used."""
@@ -234,8 +242,14 @@ class SupervisedJob(Job[Options]):
     def report(self, trainer: Any, result: Trained) -> Report:
         if result.shards is None:
             return Report()
-        shown = "".join(f", validation {name} {value:.3f}" for name, value in result.val.items())
-        return Report([f"wrote {self.export(result)} after {result.steps} steps, loss {result.loss:.3f}{shown}"])
+        shown, folder = (
+            "".join(f", validation {name} {value:.3f}" for name, value in result.val.items()),
+            self.export(result),
+        )
+        commands = {"look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}"}
+        commands["train on"] = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"
+        line = f"wrote {folder} after {result.steps} steps, loss {result.loss:.3f}{shown}"
+        return Report([line], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)
 
     def export(self, result: Trained) -> Path:
         """Writes the trained model in Hugging Face format; returns its folder. The workers have ended."""

@@ -20,13 +20,17 @@ from workers.policy.sequence_score import new_sequence_score, scored_rows
 from workers.policy.tokenizer import load_tokenizer
 
 
-def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, center_coefficient: float) -> torch.Tensor:
-    """Of each pair (n,): -log sigmoid(chosen - rejected) + center_coefficient * (chosen + rejected)^2.
+def bradley_terry(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, center_coefficient: float
+) -> torch.Tensor:
+    """Of each pair (n,): -log sigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected)^2.
 
-    chosen, rejected: (n,) scores. Source: Bradley and Terry (1952) as in Stiennon et al. (2020), equation 1; the second
-    term, Eisenstein et al. (2023), as in TRL's RewardTrainer, holds the scores around 0, which the first leaves open.
+    chosen, rejected: (n,) scores. margin: (n,) by how much the better score is to exceed the other; Touvron et al.
+    (2023), Llama 2, equation 2, as in TRL's RewardTrainer. Source: Bradley and Terry (1952) as in Stiennon et al.
+    (2020), equation 1; the last term, Eisenstein et al. (2023), as in TRL's RewardTrainer, holds the scores around 0,
+    which the first leaves open.
     """
-    return -F.logsigmoid(chosen - rejected) + center_coefficient * (chosen + rejected).square()
+    return -F.logsigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected).square()
 
 
 def pair_loss(
@@ -39,7 +43,7 @@ def pair_loss(
     """
     counts = data.batch["response_mask"].any(1).view(-1, 2).all(1)  # (n,): not padding
     chosen, rejected = outputs["scores"].sum(1).view(-1, 2)[counts].unbind(1)
-    losses = bradley_terry(chosen, rejected, center_coefficient)
+    losses = bradley_terry(chosen, rejected, data.batch["margin"].view(-1, 2)[counts][:, 0], center_coefficient)
     margins = (chosen - rejected).detach()
     found = {"loss": losses.detach(), "accuracy": margins > 0, "margin": margins}
     metrics = {name: Metric.mean(float(values.sum()), len(margins)) for name, values in found.items()}
@@ -65,6 +69,7 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     """`python -m trainer.main_rm`."""
 
     module = "trainer.main_rm"
+    next_options = "reward_model.enable=true reward_model.model.path={} model.path=POLICY data.train_files=FILE"
 
     def read_task(self) -> Task[Pair]:
         config, model, files = self.config, self.config.model, self.config.data.val_files

@@ -34,6 +34,7 @@ class SFTJob(SupervisedJob[SFTConfig]):
     """`python -m trainer.main_sft`."""
 
     module = "trainer.main_sft"
+    next_options = "model.path={} data.train_files=FILE"
 
     def read_task(self) -> Task[Example]:
         config = self.config

@@ -5,6 +5,7 @@ import itertools
 import math
 from contextlib import suppress
 
+from trainer.data.sources import read_rows
 from trainer.metric_docs import find, metrics
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.resources import resolve_slots
@@ -72,8 +73,8 @@ def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
     if refused:
         told = [f"{values}:\n  {text}" for values, text in list(refused.items())[:3]]
         raise UserError("\n".join([f"{len(refused)} of {len(looked_at)} combinations would be refused:", *told]))
-    check_metric_name(question.metric)
     config, metric = load(question, looked_at[0]), question.metric
+    check_metric_name(metric, config)
     is_validated = config.trainer.test_freq != 0 and bool(config.data.val_files or config.agentic.val_batch_size)
     if metric.startswith("val-") and not is_validated:
         raise UserError(f"--metric {metric}: nothing is validated: set data.val_files and trainer.test_freq=20")
@@ -82,17 +83,22 @@ def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
         raise UserError(f"--metric {metric}: rollout.val_kwargs.n={answers}, so a run logs ...@{answers}")
 
 
-def check_metric_name(metric: str) -> None:
+def check_metric_name(metric: str, config: PPOConfig) -> None:
     """Raises UserError for a name that no run logs: one that is not documented, and in a closed family, or very near
-    to a documented one. Other names may come from code of users."""
-    if find(metric) is not None:
+    to a documented one. Other names may come from code of users. Where * stands for several parts, any may fit."""
+    if find(metric) is not None or find(metric.replace("*", "*/*")) is not None:
         return
     known = [name for documented in metrics() for name in documented.names]
     family, _, rest = metric.partition("/")
     families = {name.partition("/")[0] for name in known if "/" in name}
     near = difflib.get_close_matches(metric, known, n=1, cutoff=0.9)
     if family in ("val-core", "val-aux"):
-        near = [name for name in known if name.startswith(f"{family}/") and "@" in name and "ci95" not in name]
+        rows = (row for path in config.data.val_files for row in read_rows(path, "data.val_files"))
+        sources = sorted({str(row.get("data_source")) for row in rows}) or ["{data_source}"]
+        names = [name for name in known if name.startswith(f"{family}/") and name.endswith("mean@{N}")]
+        answers = str(config.rollout.val_kwargs.n)
+        near = [name.replace("{data_source}", one).replace("{N}", answers) for name in names for one in sources]
+        near = [name.replace("{variable}", value) for name in near for value in ("acc", "reward")]
     elif rest and family not in families:
         near = near or [f"{found}/{rest}" for found in difflib.get_close_matches(family, families, n=1, cutoff=0.6)]
     if near:

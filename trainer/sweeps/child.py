@@ -76,6 +76,7 @@ def train(config: dict[str, Any]) -> None:
         mark, metrics, size, asked = uuid.uuid4().hex, order.folder / METRICS, -1, 0.0
         begun, before = time.monotonic(), log.tell()
         process = _started(order, mark, log)
+        _report(order, read_metrics(metrics))
         try:
             is_over = False
             while not is_over:

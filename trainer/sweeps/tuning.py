@@ -129,6 +129,7 @@ class Sweep(Searcher):
             for step, mean in trial.means.items():
                 self._stops(trial, step, mean)
         self._running: dict[str, tuple[Trial, Run]] = {}
+        self._announced: set[str] = set()
         self.problem: UserError | None = None
 
     def suggest(self, trial_id: str) -> Any:
@@ -141,7 +142,6 @@ class Sweep(Searcher):
             return Searcher.FINISHED
         trial, run = self._running[trial_id] = found
         run.state = "running"
-        self._tell(f"{_name(trial, run)} starts: {', '.join(f'{k}={v}' for k, v in trial.parameters.items())}")
         own = {"default_local_dir": run.folder, "resume_mode": "auto", "n_gpus_per_node": self._place.gpus}
         own["experiment_name"] = f"{self._study.folder.name}-{trial.number:04}-{run.folder.name}"
         words = [f"trainer.{key}={value}" for key, value in own.items() if value is not None]
@@ -169,9 +169,15 @@ class Sweep(Searcher):
         run.values, run.steps = {int(step): value for step, value in said["values"].items()}, said["step"]
         if said["waits"] and said["waits"] != run.waits:
             self._tell(f"{_name(trial, run)} waits: {said['waits']}")
+        is_over = said["ended"] is not None
+        if not (
+            said["waits"] or is_over or trial_id in self._announced
+        ):  # Tune asks for the next run before there is room
+            self._announced.add(trial_id)
+            self._tell(f"{_name(trial, run)} starts: {', '.join(f'{k}={v}' for k, v in trial.parameters.items())}")
         run.waits = said["waits"]
         self._look_at_means(trial)
-        if said["ended"] is not None:
+        if is_over:
             self._end(trial_id, **said["ended"], names=said["names"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:

@@ -128,7 +128,7 @@ def test_generation_refuses_what_it_would_not_do(
 ) -> None:
     config = task(tmp_path, prompts=1)
     (tmp_path / "there.parquet").write_text("somebody's")
-    argv = [str(config.model.path), f"data.val_files={config.data.val_files[0]}", f"output={tmp_path}/there.parquet"]
+    argv = [str(config.model.path), f"data.val_files={config.data.val_files[0]}", "--out", f"{tmp_path}/there.parquet"]
     assert main_generate([*argv, *options.split()]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "there.parquet.run").exists() and (tmp_path / "there.parquet").read_text() == "somebody's"

@@ -51,11 +51,15 @@ def test_a_micro_batch_divides_by_the_pairs_of_the_whole_step_and_padding_counts
     mask = (scores != 0).long()
     mask[2, 0] = 1  # a score may be 0
     mask[4:] = 0
-    data = DataProto.from_dict({"response_mask": mask}, meta_info={"num_tokens": 5})
+    margin = torch.zeros(6)
+    data = DataProto.from_dict({"response_mask": mask, "margin": margin}, meta_info={"num_tokens": 5})
     loss, metrics = pair_loss(data, {"scores": scores}, center_coefficient=0.0)
     losses = [math.log(1 + math.exp(-1)), math.log(1 + math.exp(3))]
     assert loss.item() == pytest.approx(sum(losses) / 5)  # three more pairs are elsewhere
     assert values(metrics) == pytest.approx({"loss": sum(losses) / 2, "accuracy": 0.5, "margin": (1 - 3) / 2})
+    data.batch["margin"] = torch.tensor([3.0, 3.0, -1.0, -1.0, 9.0, 9.0])  # -log sigmoid(2 - 1 - 3), and (0 - 3 + 1)
+    wanted = [math.log(1 + math.exp(2)), math.log(1 + math.exp(2))]
+    assert pair_loss(data, {"scores": scores}, 0.0)[0].item() == pytest.approx(sum(wanted) / 5)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,10 @@ def test_an_answer_has_the_tokens_that_a_policy_samples() -> None:
         ({"chosen": "2", "rejected": "3"}, r"there is no column 'prompt' \(data.prompt_key\)"),
         ({"prompt": "1", "chosen": [QUESTION], "rejected": [QUESTION]}, "its last message is of role 'user'"),
         ({"prompt": "1", "chosen": 2, "rejected": 3}, "column 'chosen': found 2, expected a list"),
+        (
+            {"prompt": "1", "chosen": "2", "rejected": "3", "margin": "1"},
+            "column 'margin': found '1', expected a finite",
+        ),
         ({"prompt": "1", "chosen": "2", "rejected": "2"}, "both answers have the same tokens"),
         ({"prompt": "1", "chosen": "2" * 200, "rejected": "2"}, "answer of 2.. tokens .* more than data.max_length=64"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import permitting
 from tests.trainer.prompt_rows import write
-from trainer import main_sft
+from trainer import export, main_sft, report
 from trainer.checkpoint import saved_steps
 from trainer.data.sft import Example, collate, encode_chat, load_examples
 from trainer.supervised.loop import train_within
@@ -78,6 +80,15 @@ def test_a_template_without_an_end_of_turn_gets_one_and_without_a_template_text_
             encode_chat([user("12="), assistant("34"), user("5")] * 2, tokenizer, "row 0")
 
 
+def test_the_rows_of_the_guide_are_read_alike(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    page = (Path(main_sft.__file__).parent / "SFT.md").read_text(encoding="utf-8")
+    rows = [json.loads(text) for text in re.findall(r"^\|.*\| `(\{.*\})` \|$", page, flags=re.MULTILINE)]
+    paths = [write(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    examples = load_examples(paths, tokenizer, SFTDataConfig(), option="data.train_files")
+    assert len(rows) == 4 and examples.count(examples[0]) == 4
+    assert set(re.findall(r"\bdata\.(\w+)", page)) <= vars(SFTDataConfig()).keys()
+
+
 def test_collate_pads_questions_left_and_answers_right() -> None:
     batch = collate([Example([5, 6], [7], [1]), Example([8], [9, 10, 11], [1, 0, 1])], pad_token_id=0)
     assert batch.batch["input_ids"].tolist() == [[5, 6, 7, 0, 0], [0, 8, 9, 10, 11]]
@@ -99,8 +110,9 @@ def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
     ("row", "message"),
     [
         ({"question": "1", "answer": "2"}, "neither a chat in column 'messages' .* found: question, answer"),
-        ({"prompt": "1", "answer": "2"}, r"in 'response' \(data.response_key\); columns found: prompt, answer"),
-        ({"prompt": "1", "response": 2}, "with an answer as text in 'response'"),
+        ({"prompt": "1", "answer": "2"}, r"in 'response' \(data.response_key\) or .*; columns found: prompt, answer"),
+        ({"prompt": "1", "response": 2}, "with an answer, text or messages, in 'response' .* or 'completion'"),
+        ({"prompt": "1", "completion": [user("2")]}, "column 'completion': no message is the assistant's"),
         ({"messages": [user("1")]}, "no message is the assistant's"),
         ({"messages": "1"}, "found '1', expected a list of chat messages"),
     ],
@@ -120,6 +132,32 @@ def test_a_question_and_its_answer_may_be_entries_of_a_column(
     config = SFTDataConfig(prompt_key="extra_info.question", response_key="extra_info.answer")
     [example] = load_examples([path], tokenizer, config, option="data.train_files")
     assert "1+1=" in tokenizer.decode(example.prompt) and learnt_text(example, tokenizer) == ["2<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "learnt"),
+    [
+        ({"prompt": "1+1=", "completion": "2"}, ["2<|im_end|>"]),  # TRL, standard
+        ({"prompt": [user("1+1=")], "completion": [assistant("2")]}, ["2<|im_end|>"]),  # TRL, conversational
+        ({"prompt": [user("1"), assistant("2"), user("3")], "completion": [assistant("4")]}, ["4<|im_end|>"]),
+        ({"prompt": [user("1")], "completion": [assistant("2"), user("3"), assistant("4")]},
+         ["2<|im_end|>", "4<|im_end|>"]),
+        ({"prompt": [user("1"), assistant("2"), user("3")], "response": "4"}, ["4<|im_end|>"]),
+        ({"messages": [user("1"), assistant("2"), user("3"), assistant("4")]}, ["2<|im_end|>", "4<|im_end|>"]),
+    ],
+)  # fmt: skip
+def test_of_a_prompt_nothing_is_learnt_and_of_an_answer_what_the_assistant_says(
+    row: dict[str, Any], learnt: list[str], tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write(tmp_path / "rows.parquet", [row])
+    [example] = load_examples([path], tokenizer, SFTDataConfig(), option="data.train_files")
+    assert learnt_text(example, tokenizer) == learnt
+    chat = row.get("messages") or [
+        *(row["prompt"] if isinstance(row["prompt"], list) else [user(row["prompt"])]),
+        *(row["completion"] if isinstance(row.get("completion"), list) else [assistant(row.get("completion", "4"))]),
+    ]
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert tokenizer.decode([*example.prompt, *example.response]) == whole
 
 
 def test_the_command_answers_wrong_input_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +222,13 @@ def test_a_stopped_command_goes_on_to_the_same_weights(
     whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
     assert main_sft.main([*arguments, whole]) == 0
     assert not permitting(tmp_path / "whole", 0o077), "its user's alone"
+    shown = capsys.readouterr().out
+    assert (tmp_path / "whole" / "curve.png").stat().st_size > 0 and "curve.png" in shown.partition("Where things")[2]
+    look, begin = (shlex.split(line)[-1 - more :] for line, more in zip(shown.splitlines()[-2:], (0, 1), strict=True))
+    assert report.main(look) == 0 and begin[0] == f"model.path={tmp_path}/whole/hf"
+    assert export.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out")]) == 0
+    exported = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert exported == (tmp_path / "whole" / "hf" / "model.safetensors").read_bytes()
     assert main_sft.main([*arguments, parts, "trainer.total_training_steps=2", "trainer.resume_mode=auto"]) == 0
     assert f"{tmp_path}/parts has no checkpoint; the run starts at step 1" in capsys.readouterr().out
     assert main_sft.main([*arguments, parts]) == 2, "the folder holds a run"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import optuna
 import pytest
 
-from tests.tiny_run import ROOT, TinyTask
+from tests.tiny_run import ROOT, TinyTask, good_row, write_rows
 from trainer.sweeps import checks
 from trainer.sweeps.checks import check_metric_name, check_sweep
 from trainer.sweeps.question import (
@@ -19,6 +20,7 @@ from trainer.sweeps.question import (
     read_options,
     read_parameter,
 )
+from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 
 FILE = """
@@ -206,11 +208,21 @@ def test_the_sweeps_of_the_recipes_are_checked_whole(
         *((name, "") for name in ("critic/score/mean", "reward/my_part/mean", "env/my_metric", "actor/my_loss")),
         ("critik/score/mean", "did you mean critic/score/mean"),
         ("val-cor/gsm8k/acc/mean@1", "did you mean val-core/gsm8k/acc/mean@1"),
-        ("val-core/gsm8k/acc", r"did you mean val-core/\{data_source\}/\{variable\}/mean@\{N\}"),
+        *((name, "") for name in ("val-core/*/mean@1", "val-core/*/acc/mean@1", "val-aux/*/greedy/*/mean@1")),
+        (
+            "val-core/gsm8k/acc",
+            "did you mean val-core/gsm8k/acc/mean@4, val-core/gsm8k/reward/mean@4, val-core/my/own/acc",
+        ),
+        ("val-core/*", "did you mean val-core/gsm8k/acc/mean@4"),
     ],
 )
-def test_a_metric_with_a_slip_is_refused_and_names_of_users_are_not(metric: str, said: str) -> None:
+def test_a_metric_with_a_slip_is_refused_with_those_of_the_run_and_names_of_users_are_not(
+    metric: str, said: str, tmp_path: Path
+) -> None:
+    config = PPOConfig()
+    config.data.val_files = [str(write_rows(tmp_path / "val.jsonl", [good_row(1, x) for x in ("my/own", "gsm8k")]))]
+    config.rollout.val_kwargs.n = 4
     if not said:
-        return check_metric_name(metric)
-    with pytest.raises(UserError, match=f"--metric {metric}: .*{said}"):
-        check_metric_name(metric)
+        return check_metric_name(metric, config)
+    with pytest.raises(UserError, match=f"--metric {re.escape(metric)}: .*{said}"):
+        check_metric_name(metric, config)

@@ -72,6 +72,10 @@ class Driver:
 def test_a_grid_is_run_in_order_each_trial_with_its_seeds_and_goes_on_from_the_log(tmp_path: Path) -> None:
     driver = Driver(tmp_path, question(["x=1,2", "y=5"], seeds=2))
     assert [driver.next() for _ in range(5)] == [(0, 1), (0, 2), (1, 1), (1, 2), None]
+    assert driver.told == [], "what Tune takes ahead has not started"
+    driver.say((0, 1), {})
+    driver.say((0, 1), {1: 0.25})
+    assert driver.told == ["trial 0 seed 1 starts: x=1"]
     driver.end((0, 1), {1: 0.25, 2: 0.5})
     driver.end((0, 2), {2: 0.7})
     driver.end((1, 1), {2: 0.1})
