@@ -47,7 +47,7 @@ from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_
 from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentRolloutWorker
 from workers.critic import CriticWorker
-from workers.frozen import ReferenceWorker, RewardModelWorker
+from workers.frozen_models import ReferenceWorker, RewardModelWorker
 from workers.policy.loading import empty_network, load_model_config, longest_context, packing_note
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer

@@ -26,7 +26,7 @@ from verl_lite.schema import column
 
 PACKAGES = ("torch", "vllm", "ray", "transformers", "peft", "tensordict", "omegaconf", "numpy")
 BEFORE_THE_BATCH = ("gen", "reward")  # phases that make the batch: they run again in a replay, as do these writers
-COMPUTED_BY = ("workers/actor_rollout.py", "workers/frozen.py", "workers/critic.py", "trainer/advantage.py")
+COMPUTED_BY = ("workers/actor_rollout.py", "workers/frozen_models.py", "workers/critic.py", "trainer/advantage.py")
 STEP = "step.pkl"
 END_OF_LOG = 64 << 10  # bytes kept of each
 

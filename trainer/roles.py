@@ -62,7 +62,7 @@ class ModelRole:
         """A pass without gradient over all rows, by a method of the worker group; meta_info goes with the batch."""
         plan = self.plan(batch, stage)
         columns = [*TRAIN_COLUMNS, *self.replayed] if stage == "log_prob" else TRAIN_COLUMNS
-        return answer_of(call, arrange(batch, plan, columns, **meta_info), plan.restore, blocking)
+        return dispatch_planned(call, apply_plan(batch, plan, columns, **meta_info), plan.restore, blocking)
 
     @property
     def replayed(self) -> list[str]:
@@ -95,14 +95,16 @@ class ModelRole:
         )
 
 
-def arrange(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_info: Any) -> DataProto:
+def apply_plan(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_info: Any) -> DataProto:
     """Those columns as the ranks get them."""
     data = plan.apply(batch.select(batch_keys=list(columns), non_tensor_batch_keys=[], meta_info_keys=[]))
     data.meta_info |= meta_info
     return data
 
 
-def answer_of(call: Callable[..., Any], data: DataProto, then: Callable[[Any], DataProto], blocking: bool) -> Any:
+def dispatch_planned(
+    call: Callable[..., Any], data: DataProto, then: Callable[[Any], DataProto], blocking: bool
+) -> Any:
     """`then` of what a method of a worker group answers; with blocking=False a future of it, as the ranks begin."""
     if blocking:
         return then(call(data))
@@ -174,10 +176,10 @@ class ActorRole(ModelRole, SavedByWorkers):
         columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
         columns += ["rollout_is_weights"] if correction.rollout_is and not correction.bypass_mode else []
         batch = batch | DataProto.from_dict(chosen)
-        data = arrange(batch, plan, [*columns, *chosen], temperature=config.rollout.temperature)
+        data = apply_plan(batch, plan, [*columns, *chosen], temperature=config.rollout.temperature)
         lengths = batch.batch["attention_mask"].sum(1).numpy()
         shape = {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
-        return answer_of(self.group.update_actor, data, lambda results: joined_metrics(results, shape), blocking)
+        return dispatch_planned(self.group.update_actor, data, lambda results: joined_metrics(results, shape), blocking)
 
     def update_weights(self, version: int) -> Metrics:
         """Makes the rollout engines use the trained weights; samples drawn from now on carry `version`."""
@@ -252,8 +254,8 @@ class CriticRole(ModelRole, SavedByWorkers):
             epochs=critic.ppo_epochs or actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
         )
-        data = arrange(batch, plan, [*TRAIN_COLUMNS, "values", "returns"])
-        return answer_of(self.group.update_critic, data, lambda results: joined_metrics(results, {}), blocking)
+        data = apply_plan(batch, plan, [*TRAIN_COLUMNS, "values", "returns"])
+        return dispatch_planned(self.group.update_critic, data, lambda results: joined_metrics(results, {}), blocking)
 
 
 class ReferenceRole(ModelRole):

@@ -18,8 +18,8 @@ from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.engine.fsdp import FSDPEngine
-from workers.frozen import ref_log_prob
-from workers.losses import actor_loss, check_parts, loss_of_batch, own_loss
+from workers.frozen_models import ref_log_prob
+from workers.losses import actor_loss, check_loss_is_additive, loss_of_batch, user_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
@@ -28,7 +28,7 @@ from workers.rollout.base import Completion, RolloutEngine, SamplingParams, buil
 from workers.rollout.single_turn import generate
 from workers.training_worker import TrainingWorker
 
-OWN_LOSS_REMEDY = (
+USER_LOSS_REMEDY = (
     "divide by the counts of the mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; "
     "or say actor.policy_loss.loss_mode=module:function"
 )
@@ -38,7 +38,7 @@ class ActorWorker(TrainingWorker):
     """Generates with the policy and trains it.
 
     rewards: handle of the reward pool; finished samples are sent to it while others still generate. None = no reward
-        function is called. Other arguments: as of `EngineWorker`.
+        function is called. Other arguments: as of `ModelWorker`.
     """
 
     config: PPOConfig
@@ -193,8 +193,9 @@ class ActorWorker(TrainingWorker):
     def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The same of a micro-batch that the driver prepared, in parts that add up to a step's metrics."""
         if type(self).loss_func is not ActorWorker.loss_func:
-            own = partial(own_loss, self.loss_func)
-            self._adds_up = self._adds_up or check_parts(own, data, outputs, "loss_func", OWN_LOSS_REMEDY)
+            own = partial(user_loss, self.loss_func)
+            if not self._adds_up:
+                self._adds_up = check_loss_is_additive(own, data, outputs, "loss_func", USER_LOSS_REMEDY)
             loss, metrics = own(data, outputs)
         else:
             loss, metrics = actor_loss(data, outputs, self.config.actor, self.config.algorithm.rollout_correction)

@@ -73,7 +73,7 @@ class AgentRolloutWorker(ActorWorker):
         self.groups = GroupRun(runner, rows)
         for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
             if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
-                trained.between = self.groups.pump
+                trained.interleave = self.groups.pump
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def begin_episodes(

@@ -29,7 +29,7 @@ ROLL_COUNTS = {"batch_num_tokens": "num_tokens", "global_valid_samples": "num_se
 LossFunc = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, Any]]]
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 _additive_losses: set[Any] = set()
-"""Losses of users that passed `check_parts` in this process."""
+"""Losses of users that passed `check_loss_is_additive` in this process."""
 LOSS_COLUMNS = ("selected", "scores")
 """Columns that the driver sends where the policy loss names them: see `trainer.requirements`."""
 
@@ -143,7 +143,11 @@ def _policy_loss(
         name = f"actor.policy_loss.loss_mode={loss_mode}"
         remedy = "divide by batch_num_tokens or global_batch_size, as agg_loss does, not by counts of the columns given"
         data, outputs = DataProto.from_dict(given), {"log_probs": log_probs}
-        if check_parts(lambda part, of: loss_of(dict(part.batch), of["log_probs"]), data, outputs, name, remedy):
+
+        def part_loss(part: DataProto, of: dict[str, torch.Tensor]) -> LossAndMetrics:
+            return loss_of(dict(part.batch), of["log_probs"])
+
+        if check_loss_is_additive(part_loss, data, outputs, name, remedy):
             _additive_losses.add(function)
     loss, metrics = loss_of(given, log_probs)
     return loss, metrics | found
@@ -237,7 +241,7 @@ def loss_of_batch(
     return loss, metrics | found
 
 
-def own_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor]) -> LossAndMetrics:
+def user_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor]) -> LossAndMetrics:
     """What a user's `loss_func` gives of a micro-batch, with ROLL's counts of the mini-batch in meta_info beside ours,
     and its metrics by `declared`."""
     counts = {theirs: {"response_mask": data.meta_info[ours]} for theirs, ours in ROLL_COUNTS.items()}
@@ -246,7 +250,9 @@ def own_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tens
     return loss, declared(metrics, tokens, data.meta_info["num_tokens"])
 
 
-def check_parts(loss: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor], name: str, remedy: str) -> bool:
+def check_loss_is_additive(
+    loss: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor], name: str, remedy: str
+) -> bool:
     """Raises UserError where the loss of a micro-batch in two parts (of its one row twice) has another gradient by the
     outputs than that of the whole. False where both are zero, which says nothing. name, remedy: for the message."""
     rows = data.batch["response_mask"].any(-1).nonzero().flatten().tolist()

@@ -14,7 +14,7 @@ from workers.phase import process_phases
 from workers.rollout.base import resolve_engine_name
 
 
-class EngineWorker(Worker):
+class ModelWorker(Worker):
     """A worker with a training engine. `init_model` of the subclass builds it.
 
     config: the whole configuration. total_training_steps: for the learning-rate schedule.
@@ -58,7 +58,7 @@ class EngineWorker(Worker):
         self.engine.move_out()
 
 
-class TrainingWorker(EngineWorker):
+class TrainingWorker(ModelWorker):
     """A worker whose engine trains."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -33,12 +33,12 @@ class TrainableEngine(Protocol):
         ...
 
 
-Between = Callable[[], None]
+Interleave = Callable[[], None]
 """Called after each forward and backward pass and each optimizer step: other work that the process does meanwhile."""
 
 
 def train_epochs(
-    engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, between: Between = lambda: None
+    engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, interleave: Interleave = lambda: None
 ) -> dict[str, Metric]:
     """One optimizer step per mini-batch, in the planned order, over all planned epochs. Returns combined metrics.
 
@@ -62,14 +62,16 @@ def train_epochs(
                 else:  # nothing to train here, but the other ranks wait for this one's backward
                     loss = sum((0.0 * output.sum() for output in outputs.values()), start=torch.zeros(()))
                 engine.backward(loss, is_last=micro_index == mini_batch.num_micro_batches - 1)
-                between()
+                interleave()
             metrics.append(engine.optimizer_step())
-            between()
+            interleave()
     return combine(to_host(metrics))
 
 
 @torch.no_grad()
-def infer_batch(engine: TrainableEngine, data: DataProto, between: Between = lambda: None) -> dict[str, torch.Tensor]:
+def infer_batch(
+    engine: TrainableEngine, data: DataProto, interleave: Interleave = lambda: None
+) -> dict[str, torch.Tensor]:
     """The forward's outputs (n, ...) for all rows in their order, zero where nothing was predicted; on the CPU."""
     results: dict[str, torch.Tensor] = {}
     [mini_batches] = data.meta_info["schedule"]
@@ -81,7 +83,7 @@ def infer_batch(engine: TrainableEngine, data: DataProto, between: Between = lam
                 if name not in results:
                     results[name] = torch.zeros(len(data), *values.shape[1:], dtype=values.dtype)
                 results[name][rows] = values.cpu()
-            between()
+            interleave()
     return results
 
 

@@ -29,7 +29,7 @@ from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.device import DETERMINISTIC
 from verl_lite.protocol import DataProto
 from workers import training_worker
-from workers.training_worker import EngineWorker
+from workers.training_worker import ModelWorker
 
 
 def test_segments_grow_where_no_engine_sleeps_and_the_user_has_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_worker_meets_the_others_on_its_device_and_knows_what_repeats(
         config = PPOConfig()
         config.rollout.name = engine
     config.trainer.deterministic = deterministic
-    worker, device, given = EngineWorker(config), torch.device("cuda", 0), {}
+    worker, device, given = ModelWorker(config), torch.device("cuda", 0), {}
     environment = {name: value for name, value in os.environ.items() if name not in DETERMINISTIC}
     monkeypatch.setattr(training_worker.os, "environ", environment)
     monkeypatch.setattr(training_worker, "get_device", lambda name: device)
@@ -105,7 +105,7 @@ def test_an_operation_that_does_not_repeat_is_told_by_name_and_other_work_may_us
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
         return loss, {}
 
-    engine.between = lambda: done.append(torch.are_deterministic_algorithms_enabled())
+    engine.interleave = lambda: done.append(torch.are_deterministic_algorithms_enabled())
     arguments: Any = {"temperature": TEMPERATURE, "calculate_entropy": False}
     engine.train(data, put, **arguments)
     engine.deterministic = True

@@ -18,8 +18,8 @@ from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
 from workers.policy.chat_template import ChatTemplateError, render_chats
-from workers.policy.guarded import told_as
 from workers.policy.loading import NetworkSpec, build_network, count_parameters, load_model_config
+from workers.policy.model_errors import user_error_on_failure
 from workers.policy.tokenizer import load_tokenizer, plain_template
 
 
@@ -146,5 +146,5 @@ def test_weights_of_another_size_are_named(good: Path) -> None:
 
 def test_want_of_memory_is_not_the_users() -> None:
     for error in (MemoryError, torch.OutOfMemoryError):
-        with pytest.raises(error), told_as("x", "y"):
+        with pytest.raises(error), user_error_on_failure("x", "y"):
             raise error

@@ -151,7 +151,7 @@ def share_of_other_experts(path: str, data: DataProto, routed: torch.Tensor, pac
     """Of pairs of token and layer: those that others than the rollout's experts compute, and what is reported."""
     engine, found, total = update_engine(path, Case(packed=packed)), 0, 0
     given = watch_experts(engine.policy)
-    inputs, _ = engine.policy.arrange(data, torch.device("cpu"))
+    inputs, _ = engine.policy.prepare_inputs(data, torch.device("cpu"))
     replayed = "routed_experts" in data.batch.keys()
     outputs = engine.policy(inputs, temperature=1.0, calculate_entropy=False, count_router_replay=replayed)
     rows, columns = (inputs.token_index >= 0).nonzero(as_tuple=True)
@@ -195,4 +195,4 @@ def test_tokens_without_experts_are_an_error(path: str, sampled: DataProto) -> N
     lacking = replace(sampled, batch=sampled.batch.clone())
     lacking.batch["routed_experts"][3] = -1
     with pytest.raises(ValueError, match="rollout.router_replay: .* routed_experts"):
-        update_engine(path, Case()).policy.arrange(lacking, torch.device("cpu"))
+        update_engine(path, Case()).policy.prepare_inputs(lacking, torch.device("cpu"))

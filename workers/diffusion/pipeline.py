@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from verl_lite.config.diffusion import EXPERTS, DiffusionModelConfig
 from verl_lite.errors import UserError
 from workers.diffusion.memory_saving import Placement
-from workers.policy.guarded import told_as
+from workers.policy.model_errors import user_error_on_failure
 
 INDEX = "model_index.json"
 NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
@@ -178,7 +178,7 @@ def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype | None) 
     how = {option: dtype} if option is not None and dtype is not None else {}
     remedy = f"the folder has to hold what {'.'.join(entry)}.from_pretrained reads"
     component = component_class(name, entry)
-    with told_as(f"model.path: the component {name} ({folder / name}) cannot be loaded", remedy):
+    with user_error_on_failure(f"model.path: the component {name} ({folder / name}) cannot be loaded", remedy):
         loaded = component.from_pretrained(str(folder / name), **how)
     return loaded if how or dtype is None else loaded.to(dtype)
 
@@ -197,7 +197,8 @@ def _fuse(expert: Any, file: str, option: str) -> None:
     """Merges an adapter into the expert's weights: diffusers' files, and those it can convert."""
     from diffusers.loaders import WanLoraLoaderMixin
 
-    with told_as(f"{option}={file!r} cannot be merged", "expected LoRA weights for this expert, as safetensors"):
+    remedy = "expected LoRA weights for this expert, as safetensors"
+    with user_error_on_failure(f"{option}={file!r} cannot be merged", remedy):
         state, metadata = WanLoraLoaderMixin.lora_state_dict(str(Path(file).expanduser()), return_lora_metadata=True)
         expert.load_lora_adapter(state, metadata=metadata, adapter_name="fused")
         if not getattr(expert, "peft_config", None):

@@ -125,7 +125,7 @@ class RewardFlowPolicy(EngineNetwork):
         (Path(path) / "pipeline.txt").write_text(f"{self.config.model.path}\n", encoding="utf-8")
 
     @torch.no_grad()
-    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[FlowInputs, bool]:
+    def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[FlowInputs, bool]:
         """Noise, conditions and references of the rows that are no padding; where all are, of the first.
 
         Reads video, noise_seed, row, prompt, is_padding.

@@ -81,7 +81,7 @@ class SDEPolicy(EngineNetwork):
         """Modules of the classes that the network declares as not to be split."""
         return blocks_named(self, set(getattr(self.model, "_no_split_modules", None) or ()))
 
-    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[DataProto, bool]:
+    def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[DataProto, bool]:
         """The micro-batch itself: prompt, first_seed, path_seed; latents (b, T + 1, *latent_shape) fp32 and
         response_mask where stored paths are to be judged."""
         batch = micro_batch.batch

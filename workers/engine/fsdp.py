@@ -29,7 +29,7 @@ from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
 from workers.engine.optimizer import ShardedAdamW, lr_factor
 from workers.engine.parameters import fill_shards, gather_full, saved_buffers
 from workers.policy.adapter import adapter_off, merged, scale_of
-from workers.update import Between, LossFunction, infer_batch, train_epochs
+from workers.update import Interleave, LossFunction, infer_batch, train_epochs
 
 
 class FSDPEngine:
@@ -67,7 +67,7 @@ class FSDPEngine:
         self.optimizer = None
         if optim_config is not None:
             self.optimizer = ShardedAdamW(self.trained, optim_config, self.shard_group)
-        self.between: Between = lambda: None  # other work of the process, done between micro-batches
+        self.interleave: Interleave = lambda: None  # other work of the process, done between micro-batches
         self._forward_arguments: dict[str, Any] = {}
         self._saving: Future[Any] | None = None
         self._save_group: dist.ProcessGroup | None = None  # of its own: its thread must not meet training's collectives
@@ -165,7 +165,7 @@ class FSDPEngine:
         self.policy.train()
         self._forward_arguments = forward_arguments
         with self._kernels(True):
-            metrics = train_epochs(self, data, loss_fn, self._do_other_work)
+            metrics = train_epochs(self, data, loss_fn, self._run_interleaved)
         metrics["lr"] = Metric.last(self.lr)
         self.scheduler_step += 1
         return metrics
@@ -178,13 +178,13 @@ class FSDPEngine:
         self.policy.eval()
         self._forward_arguments = forward_arguments
         with self._kernels(True):
-            outputs = infer_batch(self, data, self._do_other_work)
+            outputs = infer_batch(self, data, self._run_interleaved)
         self._reshard()
         return outputs
 
-    def _do_other_work(self) -> None:
+    def _run_interleaved(self) -> None:
         with self._kernels(False):  # vLLM's sampler has operations without a deterministic kernel
-            self.between()
+            self.interleave()
 
     def _kernels(self, repeat: bool) -> AbstractContextManager[None]:
         """Where the engine is not deterministic, torch stays as the user has set it."""
@@ -202,7 +202,7 @@ class FSDPEngine:
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
         """Outputs (b, ...) of one micro-batch, and whether any entry counts (see `workers.update`)."""
-        inputs, is_counting = self.policy.arrange(micro_batch, self.device)
+        inputs, is_counting = self.policy.prepare_inputs(micro_batch, self.device)
         micro_batch.to(self.device)
         return self.policy(inputs, **self._forward_arguments), is_counting
 

@@ -42,8 +42,8 @@ class BuildArguments:
 class EngineNetwork(nn.Module):
     """A network for the engine. Its parameters are all that the engine shards, moves and trains.
 
-    forward takes what `arrange` made and options of its own, and gives outputs (b, ...) by name; what learns has to
-    take part in one of them. adapter: peft's config where only an adapter learns (the other parameters are frozen).
+    forward takes what `prepare_inputs` made and options of its own, and gives outputs (b, ...) by name; what learns has
+    to take part in one of them. adapter: peft's config where only an adapter learns (the other parameters are frozen).
     prefix: in front of parameters' names, left out in checkpoints. is_cast: compute with all parameters cast to the
     compute dtype; False = each in the dtype that it has.
     """
@@ -57,7 +57,7 @@ class EngineNetwork(nn.Module):
         """The repeated parts, each of which the engine may shard on its own."""
 
     @abstractmethod
-    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[Any, bool]:
+    def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[Any, bool]:
         """The forward's inputs on `device`, and whether any of its outputs will count.
 
         Where none does, they are a stand-in: ranks must take part in collectives alike.

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.errors import UserError
-from workers.policy.guarded import told_as
+from workers.policy.model_errors import user_error_on_failure
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -67,7 +67,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(model.path),
     )
-    with told_as(f"model.target_modules={targets}", "peft has no adapter for these layers; name others"):
+    with user_error_on_failure(f"model.target_modules={targets}", "peft has no adapter for these layers; name others"):
         inject_adapter_in_model(config, place)
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):

@@ -18,8 +18,8 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import add_adapter
-from workers.policy.guarded import told_as
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
+from workers.policy.model_errors import user_error_on_failure
 from workers.policy.router import Routers, load_balancing_loss, replay_counts, with_recorded_routes
 
 # Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
@@ -108,9 +108,9 @@ class CausalLMPolicy(Policy):
         named = statistics._asdict().items()
         return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
 
-    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
+    def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
         """As every policy's, with the experts of the rollout where the batch has them."""
-        inputs, is_counting = super().arrange(micro_batch, torch.device("cpu"))
+        inputs, is_counting = super().prepare_inputs(micro_batch, torch.device("cpu"))
         if "routed_experts" in micro_batch.batch.keys():
             inputs = with_recorded_routes(inputs, micro_batch.batch["routed_experts"])
         return inputs.to(device), is_counting
@@ -165,7 +165,8 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
 
     try:
         backbone.forward, head.forward = lambda *args, **kwargs: _Outputs(hidden), known
-        with told_as(f"model.path: what a {type(model).__name__} does to its logits cannot be found", _REMEDY):
+        problem = f"model.path: what a {type(model).__name__} does to its logits cannot be found"
+        with user_error_on_failure(problem, _REMEDY):
             found = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double()
     finally:
         del backbone.forward, head.forward

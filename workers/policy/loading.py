@@ -25,7 +25,7 @@ from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
 from workers.policy.classifier import classifier_of
-from workers.policy.guarded import told_as
+from workers.policy.model_errors import user_error_on_failure
 from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers
 
 
@@ -61,7 +61,7 @@ class Policy(EngineNetwork):
         """The decoder layers: the modules that a Hugging Face model declares as not to be split."""
         return blocks_named(self.model, set(getattr(self.model, "_no_split_modules", None) or ()))
 
-    def arrange(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
+    def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
         """A micro-batch's tokens as the network takes them, and whether any predicted token counts."""
         inputs = self.arrangement(micro_batch.batch)
         return inputs.to(device), inputs.num_active > 0
@@ -131,7 +131,7 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
         "expected a folder with config.json and weights in Hugging Face format, or the name of a model in the local "
         "hub cache"
     )
-    with told_as(f"model.path={model.path!r} cannot be read", remedy):
+    with user_error_on_failure(f"model.path={model.path!r} cannot be read", remedy):
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if causal is not None and causal.config_class is type(config.get_text_config()):
@@ -140,7 +140,7 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
         if not hasattr(config, name):
             raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
         entry = f"model.override_config.{name}={value!r} is not accepted"
-        with told_as(entry, f"a {config.model_type} config has {getattr(config, name)!r} there"):
+        with user_error_on_failure(entry, f"a {config.model_type} config has {getattr(config, name)!r} there"):
             setattr(config, name, value)
     return config
 
@@ -185,7 +185,7 @@ def empty_network(model: NetworkConfig) -> PreTrainedModel:
     """The causal language model by its config alone: parameters without memory. UserError if it cannot be built."""
     config = load_model_config(model)
     remedy = "its config.json has to describe a causal language model; mend it, or the entries of model.override_config"
-    with told_as(f"{shown(model)} cannot be built", remedy), torch.device("meta"):
+    with user_error_on_failure(f"{shown(model)} cannot be built", remedy), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
 
 
@@ -235,7 +235,7 @@ def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrai
         set_verbosity_error()
     remedy = "its weights have to be whole, and to fit its config.json and model.override_config"
     try:
-        with told_as(f"{shown(spec.model)}: the weights cannot be loaded", remedy):
+        with user_error_on_failure(f"{shown(spec.model)}: the weights cannot be loaded", remedy):
             network, report = auto_class.from_pretrained(
                 str(spec.model.path),
                 config=spec.config,

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
-from workers.policy.guarded import told_as
+from workers.policy.model_errors import user_error_on_failure
 
 NO_TEMPLATE = (
     "The tokenizer of model.path has no chat template, which {} need. Give one with data.chat_template: a file, the "
@@ -27,7 +27,7 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
     path = model.tokenizer_path or model.path
     key = "model.path" if model.tokenizer_path is None else "model.tokenizer_path"
     remedy = "expected a folder with tokenizer_config.json and tokenizer.json as Hugging Face writes them"
-    with told_as(f"{key}={path!r}: its tokenizer cannot be read", remedy):
+    with user_error_on_failure(f"{key}={path!r}: its tokenizer cannot be read", remedy):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:

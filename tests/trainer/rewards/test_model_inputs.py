@@ -16,7 +16,7 @@ from trainer.roles import RewardModelRole
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.frozen import RewardModelWorker
+from workers.frozen_models import RewardModelWorker
 from workers.rollout.base import Completion
 from workers.rollout.single_turn import lay_out
 

@@ -93,7 +93,7 @@ def plain_gradient(
             if parameter.requires_grad:
                 parameter.copy_(start(name, parameter.shape))
     for row in range(rows):
-        outputs = policy(policy.arrange(data[[row]], CPU)[0])
+        outputs = policy(policy.prepare_inputs(data[[row]], CPU)[0])
         (outputs["loss"].sum() / rows).backward()
         divergence += float(outputs["kl_loss"].detach()) / rows
     found = {name: value.grad.numpy() for name, value in policy.model.named_parameters() if value.grad is not None}

@@ -136,7 +136,7 @@ def paths_of(path: str, rows: int) -> DataProto:
     torch.manual_seed(1)
     data = seeds_of(rows)
     policy = engine_of(config_of(path)).policy
-    inputs, _ = policy.arrange(data, CPU)
+    inputs, _ = policy.prepare_inputs(data, CPU)
     with torch.no_grad():
         outputs = policy(inputs, steps=STEPS, noise_level=LEVEL)
     mask = torch.ones(rows, STEPS, dtype=torch.long)

@@ -44,7 +44,7 @@ def test_frames_are_those_of_diffusers_own_pipeline(
     monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan_i2v.prompt_clean", str)
     policy = policy_of(folders[layout])
     data = planned(clips(2), world=1, micro_batch_size=2)[0]
-    inputs, _ = policy.arrange(data, CPU)
+    inputs, _ = policy.prepare_inputs(data, CPU)
     with torch.no_grad():
         frames = policy(inputs, is_scored=False)["frames"]
     pipeline = diffusers.WanImageToVideoPipeline.from_pretrained(folders[layout])
@@ -136,11 +136,11 @@ def test_clips_of_another_size_than_the_decoder_gives(folders: dict[str, str]) -
         wrong = data.select()
         wrong.batch["video"] = video
         with pytest.raises(UserError, match=message):
-            policy.arrange(wrong, CPU)
+            policy.prepare_inputs(wrong, CPU)
 
 
 def test_a_clip_that_the_reward_cannot_use_is_named(folders: dict[str, str]) -> None:
     policy, data = policy_of(folders["i2v"]), planned(clips(2), 1, 2)[0]
     data.batch["video"][1] = 1.0
     with pytest.raises(UserError, match="row 1, .*MeanColourReward: all of it is white"):
-        policy.arrange(data, CPU)
+        policy.prepare_inputs(data, CPU)

@@ -27,7 +27,7 @@ def moved(policy: RewardFlowPolicy, scale: float = 0.2) -> RewardFlowPolicy:
 
 
 def outputs_of(policy: RewardFlowPolicy, data: DataProto) -> dict[str, torch.Tensor]:
-    outputs: dict[str, torch.Tensor] = policy(policy.arrange(data, CPU)[0])
+    outputs: dict[str, torch.Tensor] = policy(policy.prepare_inputs(data, CPU)[0])
     return outputs
 
 
@@ -51,7 +51,7 @@ def test_loss_divergence_and_frames_by_a_naive_loop(path: str) -> None:
     """Step by step with two plain experts: one with the adapter in its weights, one without."""
     policy, data = moved(policy_of(path)), batch(2)
     found = outputs_of(policy, data)
-    inputs, _ = policy.arrange(data, CPU)
+    inputs, _ = policy.prepare_inputs(data, CPU)
     base = policy_of(path).model
     base.disable_adapters()
     high, sigmas, kl = policy._high_noise[0], flow_sigmas(4, 5.0), torch.zeros(2)
@@ -124,7 +124,7 @@ def test_padding_is_not_sampled_and_a_micro_batch_of_padding_gives_zero_gradient
     assert found["loss"][1] == 0 and found["frames"][1].abs().max() == 0
     torch.testing.assert_close(found["loss"][2], expected["loss"][2], rtol=1e-5, atol=1e-7)
     data.batch["is_padding"] = torch.tensor([True, True, True])
-    inputs, is_counting = policy.arrange(data, CPU)
+    inputs, is_counting = policy.prepare_inputs(data, CPU)
     assert not is_counting and len(inputs.noise) == 1
     nothing = gradients(policy, data)
     assert nothing and all(value.abs().max() == 0 for value in nothing.values())

@@ -9,7 +9,7 @@ from verl_lite.errors import UserError
 
 
 @contextmanager
-def told_as(problem: str, remedy: str) -> Iterator[None]:
+def user_error_on_failure(problem: str, remedy: str) -> Iterator[None]:
     """What is raised inside becomes a UserError: the problem, the cause, the remedy. Want of memory stays that."""
     try:
         yield

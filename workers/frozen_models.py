@@ -12,10 +12,10 @@ from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import load_model_config, token_network
 from workers.policy.sequence_score import scored_rows, sequence_score
-from workers.training_worker import EngineWorker
+from workers.training_worker import ModelWorker
 
 
-class ReferenceWorker(EngineWorker):
+class ReferenceWorker(ModelWorker):
     """Holds the initial policy and never changes it."""
 
     config: PPOConfig
@@ -39,7 +39,7 @@ def ref_log_prob(engine: FSDPEngine, data: DataProto) -> DataProto:
     return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
 
 
-class RewardModelWorker(EngineWorker):
+class RewardModelWorker(ModelWorker):
     """Holds the reward model and never changes it."""
 
     config: PPOConfig
