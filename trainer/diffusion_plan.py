@@ -1,7 +1,7 @@
-"""`python -m trainer.diffusion_plan [--like MODEL] [--memory_gb 80] key=value ...`: the memory that a step of reward
-flow takes of one device, from its options alone; see `planner.diffusion_memory`.
+"""`python -m trainer.diffusion_plan [--like MODEL] [--memory_gb 80] key=value ...`: predicts the memory that a step of
+reward flow needs on one device, from its options; see `planner.diffusion_memory`.
 
-Exit status: 0 it fits, 1 it does not, 2 wrong options.
+Exit status: 0 the step fits, 1 it does not fit, 2 invalid options.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from trainer.cli import command
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     from trainer.planner.diffusion_memory import FP32, PUBLISHED, clip_of, plan, published_shape, read_shape
     from trainer.planner.memory import GIB
     from trainer.recipe import prepare_recipe, recipe_overrides
@@ -20,9 +20,9 @@ def main(argv: list[str]) -> int:
     from verl_lite.errors import UserError
 
     parser = argparse.ArgumentParser(prog="python -m trainer.diffusion_plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--like", choices=sorted(PUBLISHED), help="published shapes, in place of model.path")
-    parser.add_argument("--memory_gb", type=float, help="GiB of one device, to say whether it fits")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="what a GPU computes in, or a CPU")
+    parser.add_argument("--like", choices=sorted(PUBLISHED), help="published model to plan for, instead of model.path")
+    parser.add_argument("--memory_gb", type=float, help="memory of one device in GiB, to check that the step fits")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="compute dtype (CPU: fp32)")
     given, rest = parser.parse_known_args(argv)
     config = load_schema(rest, RewardFlowConfig, recipe_loader=recipe_overrides).config
     if given.memory_gb is not None and not given.memory_gb > 0:

@@ -1,8 +1,8 @@
-"""`python -m trainer.main_reward_flow key=value ...`: an adapter of an image-to-video diffusion model learns through a
-differentiable reward; DIFFUSION.md beside this file is the guide.
+"""`python -m trainer.main_reward_flow key=value ...`: trains an adapter of an image-to-video diffusion model with a
+differentiable reward. The guide is trainer/DIFFUSION.md.
 
-With neither model nor data it runs the embedded default, `recipes/reward_flow`. `--help-config` lists the options,
-`--print-config` shows them resolved. Exit status: see `trainer.cli`.
+Without a model and data it runs the embedded recipe `recipes/reward_flow`. `--help-config` lists the options,
+`--print-config` prints the resolved configuration. Exit status: see `trainer.cli`.
 """
 
 from trainer.cli import command, leave
@@ -12,7 +12,7 @@ from verl_lite.config.diffusion import RewardFlowConfig
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     return start("trainer.diffusion.reward_flow:RewardFlowJob", RewardFlowConfig, argv, "reward_flow")
 
 

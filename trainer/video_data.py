@@ -1,7 +1,7 @@
-"""`python -m trainer.video_data FILE.csv [data.KEY=VALUE ...]`: what becomes of each clip, and what cannot be used.
+"""`python -m trainer.video_data FILE.csv [data.KEY=VALUE ...]`: lists each clip's size in training, and all problems.
 
-Takes the data options of `trainer.main_reward_flow`. Exit status: 0 if every row can be used and all come to one size,
-else 1.
+Takes the data options of `trainer.main_reward_flow`. Exit status: 0 if every row can be used and all clips get one
+size, else 1.
 """
 
 import sys
@@ -18,14 +18,14 @@ from verl_lite.errors import printable
 
 @dataclass
 class VideoReportConfig:
-    """Options beside the file."""
+    """Options of the command, in addition to the csv files."""
 
     data: VideoDataConfig = section(VideoDataConfig, "clips and prompts, as for training")
 
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status. Raises UserError for options or csv files that cannot be used."""
+    """Runs the command and returns its exit status. Raises UserError for invalid options or csv files."""
     if argv[:1] == ["--help-config"]:
         print(help_config(VideoReportConfig))
         return 0
@@ -40,14 +40,14 @@ def main(argv: list[str]) -> int:
     found = data.selections()
     print(f"{'row':>5}  {'file':<32}{'frames':>7}  {'size':<12}becomes")
     for row, taken in enumerate(found):
-        told = "cannot be used"
+        columns = "cannot be used"
         if isinstance(taken, Selection):
-            had, becomes = (f"{size.width} x {size.height}" for size in (taken.header, taken))
-            told = f"{taken.header.frames:>7}  {had:<12}{becomes}"
-        print(printable(f"{row:>5}  {'/'.join(data.rows[row].path.parts[-2:]):<32}{told}"))
+            original, becomes = (f"{size.width} x {size.height}" for size in (taken.header, taken))
+            columns = f"{taken.header.frames:>7}  {original:<12}{becomes}"
+        print(printable(f"{row:>5}  {'/'.join(data.rows[row].path.parts[-2:]):<32}{columns}"))
     problems = data.problems(found)
-    told = f"{sum(isinstance(taken, Selection) for taken in found)} of {len(found)} rows can be used"
-    print("", *map(printable, problems), told, sep="\n")
+    summary = f"{sum(isinstance(taken, Selection) for taken in found)} of {len(found)} rows can be used"
+    print("", *map(printable, problems), summary, sep="\n")
     return int(bool(problems))
 
 

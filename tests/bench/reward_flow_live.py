@@ -97,7 +97,7 @@ def measure(config: RewardFlowConfig, *, warm_up: bool = True) -> Measured:
         worker.train_step(data)
     found = plan(config, read_shape(str(config.model.path)), 1, size=FP32)
     beside = sum(found.phases[found.worst].values())
-    gathered = 0.0 if warm_up else found.always["gathered of it: root and two blocks"]  # FSDP keeps these storages
+    gathered = 0.0 if warm_up else found.always["gathered: root and two blocks"]  # FSDP keeps these storages
     return Measured(live.peak, beside + gathered, rss, seconds)
 
 

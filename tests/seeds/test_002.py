@@ -189,5 +189,5 @@ def test_two_ranks_share_the_batch_and_both_give_the_whole_steps_numbers(path: s
         assert {name: metrics[name] for name in NAMES} == pytest.approx({n: expected[n] for n in NAMES}, rel=1e-5)
         for name, value in weights.items():
             np.testing.assert_allclose(after[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
-    with pytest.raises(RuntimeError, match="train_step: a batch that was not planned was cut over the ranks"):
+    with pytest.raises(RuntimeError, match="train_step: an unplanned batch was split over the ranks"):
         ranks.run(step_of, path, True, size=2)

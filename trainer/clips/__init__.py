@@ -1,1 +1,1 @@
-"""Clips of video: read, checked, written, shown."""
+"""Video clips: reads, checks, writes and draws them."""

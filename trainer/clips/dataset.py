@@ -1,6 +1,7 @@
-"""Clips and prompts for reward flow: metadata.csv -> checked clips -> the batch of each step.
+"""The data of reward flow: reads metadata.csv, checks the clips and builds the batch of each step.
 
-The noise of a sample is a function of the seed, the step and the row alone, as the rows of a step are (`EpochSteps`).
+The noise of a sample depends only on the seed, the step and the row. The rows of a step depend only on the seed and the
+step (`EpochSteps`).
 """
 
 import hashlib
@@ -30,7 +31,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class VideoRow:
-    """One line of a csv. path: absolute, not opened yet. place: option, csv and row, for messages."""
+    """One row of a csv file. path: absolute path of the clip. place: option, csv file and row, for messages."""
 
     path: Path
     prompt: str
@@ -38,9 +39,9 @@ class VideoRow:
 
 
 def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]:
-    """The rows of data.train_files, data.train_max_samples at most, or those of data.val_files (split="val").
+    """Reads the rows of data.train_files (at most data.train_max_samples), or of data.val_files with split="val".
 
-    A folder stands for its metadata.csv. Raises UserError for a file or row that cannot be used.
+    A folder means its metadata.csv. Raises UserError for an unreadable file or an incomplete row.
     """
     option, rows = f"data.{split}_files", list[VideoRow]()
     names = [config.video_key, config.prompt_key]
@@ -68,7 +69,7 @@ def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]
 
 @dataclass(frozen=True)
 class Selection:
-    """A file, and the size that its frames are brought to."""
+    """The header of a clip's file, and the height and width of its frames in training."""
 
     header: Header
     height: int
@@ -76,12 +77,12 @@ class Selection:
 
 
 class VideoDataset:
-    """The clips of data.train_files, by row, and after them those of data.val_files.
+    """The clips of data.train_files followed by those of data.val_files, indexed by row.
 
-    Its length is the number of rows to train on. May be read from several threads.
+    Its length is the number of training rows. Several threads may read it at the same time.
 
     Raises:
-        UserError: options or csv files that cannot be used.
+        UserError: invalid options or csv files.
     """
 
     def __init__(self, config: VideoDataConfig) -> None:
@@ -98,11 +99,11 @@ class VideoDataset:
 
     @property
     def validation(self) -> range:
-        """The rows of data.val_files, or where it is empty those of data.train_files."""
+        """The rows of data.val_files, or those of data.train_files if data.val_files is empty."""
         return range(len(self) if self.config.val_files else 0, len(self.rows))
 
     def frames(self, row: int) -> Frames:
-        """uint8 (F, H, W, 3). Raises UserError for a file that cannot be decoded."""
+        """Decodes the frames of a row, uint8 (F, H, W, 3). Raises UserError for a file that cannot be decoded."""
         try:
             taken = self.selection(row)
             return read_frames(self.rows[row].path, self.config.num_frames, taken.height, taken.width)
@@ -110,7 +111,7 @@ class VideoDataset:
             raise UserError(self.sentence(row, error)) from error
 
     def batch(self, rows: Sequence[int], noise_seeds: Sequence[int]) -> DataProto:
-        """video (B, F, 3, H, W) float32 in [0, 1]; noise_seed and row (B,) int64; prompt (B,).
+        """Returns video (B, F, 3, H, W) float32 in [0, 1], noise_seed and row (B,) int64, and prompt (B,).
 
         Raises UserError for a file that cannot be decoded.
         """
@@ -125,7 +126,7 @@ class VideoDataset:
         return DataProto.from_dict(columns, non_tensors={"prompt": prompts})
 
     def selection(self, row: int) -> Selection:
-        """What is taken of a row's file, from its header. Raises ClipError for one that is no clip."""
+        """Reads the header of a row's file and computes its frame size. Raises ClipError for an invalid clip."""
         path, config = self.rows[row].path, self.config
         if path not in self._selections:
             header = read_header(path)
@@ -139,19 +140,19 @@ class VideoDataset:
         return self._selections[path]
 
     def selections(self) -> list[Selection | ClipError]:
-        """What is taken of every row, or what is wrong with it; of a file no more than the first frame is decoded."""
+        """Returns each row's `selection`, or the ClipError that it raised. Decodes only one frame of each file."""
 
-        def look(row: int) -> Selection | ClipError:
+        def select(row: int) -> Selection | ClipError:
             try:
                 return self.selection(row)
             except ClipError as error:
                 return error
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-check") as pool:
-            return list(pool.map(look, range(len(self.rows))))
+            return list(pool.map(select, range(len(self.rows))))
 
     def check(self) -> None:
-        """Looks into every file. Raises UserError with the first few that cannot be used, or for clips of two sizes."""
+        """Checks all files. Raises UserError that lists the first few invalid ones, or if clips have several sizes."""
         problems = self.problems(self.selections())
         if len(problems) > _SHOWN_PROBLEMS:
             rest = f"... and {len(problems) - _SHOWN_PROBLEMS} more, of {len(self.rows)} rows."
@@ -160,7 +161,7 @@ class VideoDataset:
             raise UserError("\n".join(problems))
 
     def problems(self, found: Sequence[Selection | ClipError]) -> list[str]:
-        """A sentence for each row that cannot be used; where all can, one if they come to several sizes."""
+        """Returns one message per invalid row; if all rows are valid, one message in case their sizes differ."""
         if broken := [self.sentence(row, taken) for row, taken in enumerate(found) if isinstance(taken, ClipError)]:
             return broken
         sizes = [(taken.height, taken.width) for taken in found if isinstance(taken, Selection)]
@@ -171,25 +172,27 @@ class VideoDataset:
         odd = next(row for row, size in enumerate(sizes) if size != (height, width))
         listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counted[:_SHOWN_PROBLEMS])
         return [
-            f"Clips come to {len(counted)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
-            f"{listed}; {self.rows[odd].place} is the first of another than the most frequent. All clips of a run have "
-            f"one size: data.height={height} data.width={width} scales and crops them all to the most frequent one"
+            f"The clips have {len(counted)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
+            f"{listed}; the first clip without the most frequent size is {self.rows[odd].place}. All clips of a run "
+            f"need one size: data.height={height} data.width={width} scales and crops them to the most frequent one"
         ]
 
     def sentence(self, row: int, error: Exception) -> str:
-        """What is wrong with the file of a row, with its place."""
+        """Returns the message of `error` with the row's place and path."""
         return f"{self.rows[row].place}, {self.rows[row].path}: {error}"
 
     def fingerprint(self) -> str:
-        """Changes with the rows to train on: their number, order and prompts, the names and sizes of their files."""
+        """Returns a hash of the training rows: their number, order, prompts, and the names and sizes of their files."""
         rows = self.rows[: len(self)]
         sizes = [row.path.stat().st_size if row.path.is_file() else 0 for row in rows]
         return fingerprint(f"{row.path.name}\0{size}\0{row.prompt}" for row, size in zip(rows, sizes, strict=True))
 
 
 def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None = None) -> list[int]:
-    """A seed in [0, 2^63) for the noise of each sample: a hash of (seed, step, row, how often the row came before in
-    the batch); or `constant` for all."""
+    """Returns the noise seed of each sample, in [0, 2^63), or `constant` for all samples.
+
+    A seed is a hash of (seed, step, row, number of earlier occurrences of the row in the batch).
+    """
     if constant is not None:
         return [constant] * len(rows)
     found = []
@@ -200,7 +203,7 @@ def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None 
 
 
 def batch_of_step(data: VideoDataset, steps: EpochSteps, step: int, noise_seed: int | None) -> DataProto:
-    """The batch of a step, from 1, with meta_info["global_step"]. noise_seed: sampler.noise_seed.
+    """Returns the batch of a step (counted from 1), with meta_info["global_step"]. noise_seed: sampler.noise_seed.
 
     Raises UserError for a file that cannot be decoded.
     """

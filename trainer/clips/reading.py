@@ -1,8 +1,8 @@
-"""Clips as files: how many frames they have, and the first of them at the size of training.
+"""Reads clips from files: counts their frames, and decodes the first frames at the size of training.
 
-PyAV reads them all: video containers, and a folder of pictures, each of which is a file of one frame. Frames are uint8
-(F, H, W, 3), upright, in the order in which they are shown. What is wrong with a file is a `ClipError`, a sentence that
-goes on after the path: "it has 5 frames ...".
+PyAV decodes video containers and folders of pictures (one frame per file). Frames are uint8 (F, H, W, 3), upright, in
+presentation order. An invalid file raises `ClipError`, whose message continues a sentence that begins with the path:
+"it has 5 frames ...".
 """
 
 import math
@@ -24,15 +24,15 @@ from verl_lite.registry import did_you_mean
 Frames = NDArray[np.uint8]
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-"""Files of a folder that are frames."""
+"""Extensions of the files in a folder that are its frames."""
 
 
 class ClipError(ValueError):
-    """A file that is no clip for this training."""
+    """A file or folder cannot be used as a clip."""
 
 
 def require_av() -> Any:
-    """The PyAV module. Raises UserError where it is not installed."""
+    """Imports and returns PyAV. Raises UserError if it is not installed."""
     try:
         import av
     except ImportError:
@@ -42,7 +42,7 @@ def require_av() -> Any:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a clip before it is decoded. height, width: of an upright frame."""
+    """Properties of a clip read without decoding all of it. height, width: size of an upright frame."""
 
     height: int
     width: int
@@ -50,10 +50,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Decodes the first frame and counts the others. Raises ClipError for what is no clip."""
+    """Decodes the first frame and counts all frames. Raises ClipError if `path` is not a clip."""
     if not path.exists():
-        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ClipError(f"there is no such file or folder{did_you_mean(path.name, beside)}")
+        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ClipError(f"there is no such file or folder{did_you_mean(path.name, siblings)}")
     with closing(_decode(path)) as frames:
         height, width = next(frames).shape[:2]
     if path.is_dir():
@@ -63,25 +63,25 @@ def read_header(path: Path) -> Header:
 
 
 def fitted_size(height: int, width: int, *, max_pixels: int, multiple: int) -> tuple[int, int]:
-    """(H, W) scaled down to max_pixels, with the sides rounded down to a multiple.
+    """Returns (H, W) scaled down to at most max_pixels, with both sides rounded down to a multiple of `multiple`.
 
-    Raises ClipError for frames smaller than one multiple.
+    Raises ClipError if a side becomes 0.
     """
     scale = min(1.0, math.sqrt(max_pixels / (height * width)))
     sides = [int(side * scale + 1e-6) // multiple * multiple for side in (height, width)]
     if min(sides) == 0:
         raise ClipError(
-            f"its frames are {width} x {height}, which leaves a side below {multiple} at data.max_pixels={max_pixels}: "
+            f"its frames are {width} x {height}, and a side is below {multiple} at data.max_pixels={max_pixels}: "
             "set data.height and data.width"
         )
     return sides[0], sides[1]
 
 
 def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
-    """The first `number` frames (F, H, W, 3), scaled until they cover height x width and cropped around the centre.
+    """Decodes the first `number` frames (F, H, W, 3), scales them to cover height x width and crops their centre.
 
     Raises:
-        ClipError: the file holds fewer frames than its header says, or one cannot be decoded.
+        ClipError: the file has fewer frames than its header says, or a frame cannot be decoded.
     """
     taken: list[Frames] = []
     with closing(_decode(path)) as frames:
@@ -97,7 +97,7 @@ def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
 
 
 def _decode(path: Path) -> Generator[Frames, None, None]:
-    """Upright frames (H, W, 3), one after another. Raises ClipError where one cannot be decoded, or there is none."""
+    """Yields upright frames (H, W, 3). Raises ClipError if a frame cannot be decoded or there is none."""
     is_empty = True
     for file in _pictures(path) if path.is_dir() else [path]:
         with _opened(file) as (container, stream):
@@ -112,10 +112,10 @@ def _decode(path: Path) -> Generator[Frames, None, None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
-    """The container and its stream of pictures; what PyAV raises inside becomes a ClipError."""
+    """Opens a container and its video stream; turns PyAV's errors inside the context into ClipError."""
     av = require_av()
     try:
-        with av.open(str(path), metadata_errors="replace") as container:  # titles in old encodings do not matter
+        with av.open(str(path), metadata_errors="replace") as container:  # ignores titles in old encodings
             stream = container.streams.best("video")
             if stream is None:
                 raise ClipError("it has no pictures")
@@ -125,7 +125,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    """The folder's pictures in natural order: frame_2 before frame_10. Raises ClipError where there is none."""
+    """Returns a folder's pictures in natural order (frame_2 before frame_10). Raises ClipError if there are none."""
     files = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES and not path.name.startswith(".")]
     if not files:
         raise ClipError(f"the folder holds no picture ({', '.join(PICTURES)})")

@@ -1,4 +1,4 @@
-"""Clips written as files, and the picture of before and after."""
+"""Writes clips as mp4 files, and draws the picture that compares samples before and after training."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from trainer.clips.reading import Frames, require_av
 from verl_lite.errors import UserError
 
 FPS = 16
-"""Wan's, and ROLL's."""
+"""Frame rate of Wan and ROLL."""
 
 CODEC = "libx264"
-_BT601 = 6  # what PyAV makes of RGB; without the word players take 720 lines and more for BT.709
+_BT601 = 6  # PyAV's colour space for RGB; players assume BT.709 from 720 lines on if the file names none
 
 
 def write_mp4(path: Path, frames: Frames) -> None:
-    """Writes frames (F, H, W, 3) as H.264, yuv420p, which every player shows; an odd side gets its last line twice."""
+    """Writes frames (F, H, W, 3) as H.264 in yuv420p for every player; repeats the last line of odd sides."""
     av = require_av()
     height, width = frames.shape[1:3]
     even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
@@ -38,15 +38,15 @@ def write_mp4(path: Path, frames: Frames) -> None:
 
 
 def as_frames(video: torch.Tensor) -> Frames:
-    """(F, 3, H, W) in [0, 1], of any device and floating type, as uint8 (F, H, W, 3); values outside are clipped."""
+    """Converts (F, 3, H, W) in [0, 1], of any device and floating dtype, to uint8 (F, H, W, 3); clips other values."""
     scaled = video.detach().to(torch.float32).clamp(0.0, 1.0).mul(255.0).round()
     return scaled.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
 def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: Callable[[str], None]) -> None:
-    """Writes clips (n, F, 3, H, W) in [0, 1] of these rows into `folder`, each there whole or not at all.
+    """Writes the clips (n, F, 3, H, W) in [0, 1] of `rows` into `folder`. Each file is complete or missing.
 
-    tell: hears of a clip that is lost, since an encoder that fails must not end a run.
+    tell: called with a message for each clip that could not be written.
     """
     for place, (row, video) in enumerate(zip(rows, videos, strict=True)):
         path = folder / (f"row_{row}" + f"_{rows[:place].count(row)}" * (row in rows[:place]) + ".mp4")
@@ -55,20 +55,20 @@ def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: C
             folder.mkdir(parents=True, exist_ok=True)
             write_mp4(draft, as_frames(video))
             draft.replace(path)
-        except Exception as error:  # whatever the encoder raises
-            tell(f"videos: {path}: {type(error).__name__}: {error}. The run goes on without it")
+        except Exception as error:  # a failing encoder must not end the run
+            tell(f"videos: {path}: {type(error).__name__}: {error}. The run continues without this clip")
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
 
 
 def require_encoder() -> None:
-    """Raises UserError where PyAV or its H.264 encoder is missing."""
+    """Raises UserError if PyAV or its H.264 encoder is missing."""
     if CODEC not in require_av().codecs_available:
         raise UserError(f"The installed PyAV cannot write {CODEC}: pip install av, or set trainer.video_freq=0")
 
 
 class Strip(NamedTuple):
-    """A row of frames (n, H, W, 3) in a picture, with what stands before it; green where it is better."""
+    """A row of frames (n, H, W, 3) in a picture. label: text to its left, green if is_better and red if not."""
 
     label: str
     frames: Frames
@@ -79,10 +79,10 @@ _COLOURS = {None: "#1c2126", True: "#2f7d4a", False: "#b5495b"}
 
 
 def draw_strips(path: Path, groups: Sequence[tuple[str, Sequence[Strip]]], title: str, columns: int = 6) -> Path:
-    """Writes a PNG: for each prompt its strips below each other, of each `columns` frames from the first to the last.
+    """Draws a PNG with the strips of each prompt below each other, with `columns` evenly spaced frames per strip.
 
     Args:
-        groups: prompts with their strips; all frames have one size, all strips one number of them.
+        groups: prompts with their strips; all frames have the same size, all strips the same number of frames.
     """
     strips = [(prompt if row == 0 else "", strip) for prompt, group in groups for row, strip in enumerate(group)]
     count, high, wide = strips[0][1].frames.shape[:3]

@@ -1,1 +1,1 @@
-"""Training of diffusion models: the loop of their drivers, and reward flow."""
+"""Training of diffusion models: the driver's training loop, and reward flow."""

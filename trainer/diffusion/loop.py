@@ -1,8 +1,7 @@
-"""What runs of diffusion models share, reward flow and recipes/flow_grpo: the job around a run and the trainer's loop.
+"""The job and the training loop shared by all runs of diffusion models (reward flow and recipes/flow_grpo).
 
-A job reads the data and builds the trainer; a trainer gives the stages: `train_step`, which is its algorithm, and
-`validate`. Which rows a step has is a function of the seed and the step alone, so that a resumed run needs to know
-nothing but where it stands.
+A job reads the data and builds the trainer. A trainer implements `train_step`, which is its algorithm, and `validate`.
+The rows of a step depend only on the seed and the step, so a resumed run needs no state of the data but its step.
 """
 
 import hashlib
@@ -34,25 +33,25 @@ Options = TypeVar("Options", bound=RunOptions)
 
 @dataclass
 class DiffusionResult(FitResult):
-    """first, last: the samples of the first validation and of the last one after it; None where there was none."""
+    """Result of a run. first, last: samples of the validation before training and of the last one after it, or None."""
 
     first: DataProto | None = None
     last: DataProto | None = None
 
 
 class DiffusionJob(Job[Options]):
-    """worker: class of the workers."""
+    """A run of a diffusion model: counts its steps and starts its workers. worker: class of the workers."""
 
     worker: ClassVar[type[Any]]
     config: Any
 
     def prepare(self) -> None:
-        """Options are checked first: what a recipe makes takes minutes."""
-        self.check(None)
+        """Checks the options, then runs the recipe."""
+        self.check(None)  # first, because a recipe can take minutes
         super().prepare()
 
     def count_steps(self, rows: int, dataset: str, repeat: int = 1) -> int:
-        """Fills in `steps`; returns how many there are. dataset: fingerprint of the rows."""
+        """Sets `steps` and returns their number. dataset: fingerprint of the rows."""
         config, data = self.config, self.config.data
         self.steps = EpochSteps(
             rows, data.train_batch_size, config.trainer, shuffle=data.shuffle, repeat=repeat, dataset=dataset
@@ -64,7 +63,7 @@ class DiffusionJob(Job[Options]):
 
     @contextmanager
     def workers(self, tracking: Tracking, modules: Sequence[str]) -> Iterator[WorkerGroup]:
-        """Started; ended with the context. modules: what a worker process imports before it begins."""
+        """Starts the workers; ends them with the context. modules: modules that each worker process imports first."""
         with ExitStack() as stack:
             join_ray(self.config, self.run_dir.name, tracking.note, stack)
             roles = {"actor": ClassWithInitArgs(self.worker, self.config, self.steps.total)}
@@ -72,7 +71,10 @@ class DiffusionJob(Job[Options]):
 
 
 class DiffusionTrainer:
-    """Holds the parts of a run. options: `trainer` of its configuration."""
+    """Base class of the trainers: runs the training loop, validation, logging and saving.
+
+    options: section `trainer` of the configuration.
+    """
 
     def __init__(self, options: RunConfig, *, steps: EpochSteps, tracking: Tracking, saver: Saver) -> None:
         self.options = options
@@ -82,25 +84,29 @@ class DiffusionTrainer:
         self.timing: dict[str, float] = {}
 
     def train_step(self) -> None:
-        """One step of the algorithm; leaves its metrics in `metrics` and the number of its samples in `samples`."""
+        """Runs one step of the algorithm; stores its metrics in `metrics` and its number of samples in `samples`."""
         raise NotImplementedError
 
     def validate(self) -> tuple[dict[str, float], DataProto]:
-        """Metrics and samples (frames (B, F, 3, H, W) in [0, 1], face_score (B,)) of the same noise each time."""
+        """Samples with the same noise in each call.
+
+        Returns:
+            Metrics, and samples: frames (B, F, 3, H, W) in [0, 1], face_score (B,).
+        """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm keeps from step to step beside the models."""
+        """Returns the state that the algorithm keeps between steps, without the models."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
 
     def fit(self) -> DiffusionResult:
-        """Trains to the end of the configured steps. The validation before is of the untrained model, always."""
+        """Trains for the configured number of steps."""
         result, frequency = DiffusionResult(), self.options.test_freq
         if frequency != 0 and self.options.val_before_train:
-            result.before, result.first = self.validate()
+            result.before, result.first = self.validate()  # of the untrained model, therefore before `restore`
         if (state := self.saver.restore(self.steps)) is not None:
             self.load_state_dict(state)
         if result.before and self.steps.global_step == 0:
@@ -115,7 +121,7 @@ class DiffusionTrainer:
                     result.after, result.last = self.validate()
                 validation = result.after
             self.log_step(validation)
-            if self.saver.is_due(self.steps):  # last, so that a resumed run finds the whole history before it
+            if self.saver.is_due(self.steps):  # after logging, so that a resumed run finds the complete history
                 with self.timed("save_checkpoint"):
                     self.saver.save(self.steps, self.state_dict())
                 self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=step)
@@ -123,7 +129,7 @@ class DiffusionTrainer:
         return result
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Adds the block's seconds to timing_s/<name>."""
+        """Adds the duration of the block in seconds to timing_s/<name>."""
         return timed(self.timing, name, self.steps.global_step)
 
     def log_step(self, validation: Mapping[str, float]) -> None:
@@ -141,14 +147,16 @@ class DiffusionTrainer:
 
 
 class DiffusionRole(SavedByWorkers):
-    """The model on a worker group, as the driver sees it: each call plans the batch, dispatches it and puts the answer
-    back in order. together: samples of a micro-batch."""
+    """The driver's handle of the model on a worker group.
+
+    Each call plans a batch, dispatches it and restores the order of the results. together: samples per micro-batch.
+    """
 
     def __init__(self, group: WorkerGroup, together: int) -> None:
         self.group, self.together = group, together
 
     def plan_of(self, rows: DataProto) -> BatchPlan:
-        """All samples in one optimizer step, cut evenly. A row is a sample, whatever its size."""
+        """Returns a plan that splits the rows evenly over the ranks for one optimizer step."""
         return plan_samples(len(rows), self.group.world_size, self.together)
 
 
@@ -159,11 +167,15 @@ def draw_before_and_after(
     references: Sequence[torch.Tensor] = (),
     columns: int = 6,
 ) -> Path | None:
-    """Writes RUN/before_after.png from the samples of the first and the last validation; None without them.
+    """Draws RUN/before_after.png from the samples of the first and the last validation.
 
     Args:
-        groups: prompts, and which of the samples are theirs: a single one, or several of which first frames are shown.
-        references: clips (F, 3, H, W) in [0, 1] that stand above the samples, one for each prompt.
+        groups: prompts with the slices of their samples. A single sample is drawn as a clip; of several samples, the
+            first frame of each is drawn.
+        references: clips (F, 3, H, W) in [0, 1] drawn above the samples, one per prompt.
+
+    Returns:
+        The path of the picture, or None if a validation is missing.
     """
     if result.first is None or result.last is None:
         return None
@@ -180,7 +192,7 @@ def draw_before_and_after(
 
 
 def fingerprint(entries: Iterable[str]) -> str:
-    """Changes with the number of entries, their order and their text."""
+    """Returns a hash of the entries, which depends on their number, order and text."""
     digest = hashlib.sha256()
     for entry in entries:
         digest.update(f"{entry}\n".encode())

@@ -1,8 +1,7 @@
-"""Reward flow: an adapter of a video diffusion model learns from a reward with a gradient; `trainer.main_reward_flow`
-for the frame of all commands (`trainer.run`).
+"""Reward flow: trains an adapter of a video diffusion model with a differentiable reward.
 
-There is no rollout beside the training, no advantage and no old policy. A step is one call of the workers, which sample
-clips with gradient, score them and update.
+This is the job that `trainer.main_reward_flow` runs in `trainer.run`. There is no separate rollout, no advantage and no
+old policy: a step is one call of the workers, which sample clips with gradient, score them and update the adapter.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from verl_lite.visual_rewards.base import VISUAL_REWARDS, build_visual_reward, s
 from workers.diffusion.reward_flow_worker import RewardFlowWorker
 
 LORA = "lora"
-"""The folder of a checkpoint that diffusers' `load_lora_weights` reads."""
+"""Folder in a checkpoint that diffusers' `load_lora_weights` reads."""
 
 SHOWN_CLIPS = 3
 CURVES = (
@@ -46,10 +45,12 @@ CURVES = (
 
 
 class RewardFlowTrainer(DiffusionTrainer):
-    """Args:
-    read_batch: the clips of a step, by its number.
-    validation: the clips that are sampled before, on the way and after, with the seeds of their noise.
-    save_clips: takes a step of trainer.video_freq, with the rows and frames of its samples.
+    """The trainer of reward flow.
+
+    Args:
+        read_batch: returns the batch of a step number.
+        validation: batch of clips and noise seeds for the validations.
+        save_clips: called every trainer.video_freq steps with the step, and the rows and frames of its samples.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class RewardFlowTrainer(DiffusionTrainer):
         self.validation, self.save_clips = validation, save_clips
 
     def train_step(self) -> None:
-        """Reads clips, samples and learns from them; saves the samples of some steps."""
+        """Reads the step's clips and trains on them; saves the sampled clips every `trainer.video_freq` steps."""
         step = self.steps.global_step
         with self.timed("data"):
             batch = self.read_batch(step)
@@ -80,7 +81,7 @@ class RewardFlowTrainer(DiffusionTrainer):
                 self.save_clips(step, samples.batch["row"].tolist(), samples.batch["frames"])
 
     def validate(self) -> tuple[dict[str, float], DataProto]:
-        """The mean score over the samples that count, and the share of those that do not."""
+        """Samples the validation clips; metrics: mean score of the counted samples, and the share of the others."""
         samples = self.actor.sample(self.validation)
         counted = samples.batch["counted"].bool()
         scores = samples.batch["face_score"][counted]
@@ -92,35 +93,35 @@ class RewardFlowTrainer(DiffusionTrainer):
 
 
 class FlowActorRole(DiffusionRole):
-    """Beside what is resumed from, a checkpoint gets the adapter as diffusers reads it."""
+    """The driver's handle of the policy. Its checkpoints also contain the adapter in the format of diffusers."""
 
     def train_step(self, batch: DataProto) -> dict[str, Metric]:
-        """One optimizer step on the batch. Without noise_seed, as ROLL has it, the ranks plan it themselves."""
+        """Takes one optimizer step on the batch. Without a column noise_seed, as in ROLL, the ranks plan the batch."""
         if "noise_seed" not in batch:
             of_step = self.group.execute_all_sync("train_step", batch)[0].meta_info["metrics"]
             return {name: Metric.last(value) for name, value in of_step.items()}
         return join(self.group.train_step(self.plan_of(batch).apply(batch)).meta_info["metrics"])
 
     def sample(self, batch: DataProto) -> DataProto:
-        """frames (B, F, 3, H, W) in [0, 1], face_score (B,) and counted (B,) of each row, without gradient."""
+        """Samples each row without training: frames (B, F, 3, H, W) in [0, 1], face_score (B,) and counted (B,)."""
         plan = self.plan_of(batch)
         return plan.restore(self.group.sample(plan.apply(batch)))
 
     def last_frames(self) -> DataProto:
-        """frames and row of the samples that the last step was trained on, without padding, in no order."""
+        """Returns frames, row and face_score of the last step's samples, without padding and in no fixed order."""
         return DataProto.concat([part for part in self.group.last_frames() if len(part)])
 
     def save(self, folder: str, background: bool = False) -> None:
-        """The adapter, optimizer and random states, and beside their folder the one for diffusers."""
+        """Saves adapter, optimizer and random states in `folder`, and the adapter for diffusers in a sibling folder."""
         super().save(folder, background)
         self.group.export_lora(str(Path(folder).with_name(LORA)))
 
 
 class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
-    """Reward flow."""
+    """The job of `trainer.main_reward_flow`."""
 
     module, worker = "trainer.main_reward_flow", RewardFlowWorker
-    is_prepared = False  # else what a recipe makes is not looked for
+    is_prepared = False  # True once the recipe has run and its files can be checked
 
     def prepare(self) -> None:
         super().prepare()
@@ -139,10 +140,10 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
     def plan(self) -> str:
         config, sampler = self.config, self.config.sampler
         first, last = sampler.mid_timestep, sampler.final_timestep
-        learns = f"{last + 1} of {sampler.num_inference_steps} denoising steps, {last - first + 1} with gradient"
+        denoising = f"{last + 1} of {sampler.num_inference_steps} denoising steps, {last - first + 1} with gradient"
         text = (
             f"{len(self.data)} clips; {self.steps.total} steps of {config.data.train_batch_size} samples on "
-            f"{slots_text(config.trainer, self.slots)}; {learns}"
+            f"{slots_text(config.trainer, self.slots)}; {denoising}"
         )
         if device_type(config.trainer.device) == "cuda" and (memory := launch_plan(config, self.slots)):
             text += f"\nmemory of one device: {memory}   (python -m trainer.diffusion_plan)"
@@ -151,7 +152,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[RewardFlowTrainer]:
         config, data, run_dir = self.config, self.data, self.run_dir
-        # where the reward is registered, workers have to import as well
+        # workers must also import the modules that register the reward
         modules = [*recipe_modules(config), *foreign_modules([VISUAL_REWARDS.get_fn(config.reward.name)])]
         if config.trainer.video_freq != 0:
             require_encoder()
@@ -182,19 +183,19 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
             "frames": draw_before_and_after(self.run_dir, result, groups, clips.batch["video"]),
         }
         has_two = (Path(str(self.config.model.path)).expanduser() / "transformer_2").is_dir()
-        where = ", load_into_transformer_2=True" * has_two  # of two experts the second has the adapter
+        where = ", load_into_transformer_2=True" * has_two  # the second of two experts has the adapter
         use = f'pipeline.load_lora_weights("{result.checkpoint}/{LORA}"{where})   # in diffusers'
         return Report(pictures=pictures, commands={"use it": use} if result.checkpoint else {})
 
 
-_NOISE = 0.02  # of the trial's frames beside the reference: far enough from the best score for a gradient
+_NOISE = 0.02  # added to the reference frames of the trial, because at the best score the gradient can be 0
 
 
 def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
-    """Tries the reward on the first clip before anything heavy starts; the workers tell of others when they come.
+    """Tries the reward on the first clip before the workers start, which check the other clips during training.
 
     Raises:
-        UserError: the reward cannot be made, gives no gradient, or finds nothing to compare with in the clip.
+        UserError: the reward cannot be built, has no gradient, or cannot use the clip as a reference.
     """
     reward, frames = build_visual_reward(options), data.batch([0], [0]).batch["video"][0]
     try:
@@ -203,12 +204,12 @@ def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
     except ValueError as error:
         raise UserError(f"{data.sentence(0, error)}. Take this clip out, or choose another reward.name") from error
     noise = torch.from_numpy(np.random.default_rng(0).standard_normal(frames.shape, dtype=np.float32))
-    given = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1).requires_grad_()
-    score = score_frames(reward, given, reference)
-    gradient = torch.autograd.grad(score.value, given, allow_unused=True)[0] if score.counted else noise
+    noisy = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1).requires_grad_()
+    score = score_frames(reward, noisy, reference)
+    gradient = torch.autograd.grad(score.value, noisy, allow_unused=True)[0] if score.counted else noise
     if gradient is None or not gradient.isfinite().all() or not gradient.any():
         raise UserError(
-            f"reward.name={options.name!r} cannot be learnt from: the score of the first clip has no gradient towards "
-            "its frames, or one that is 0 or not finite. Compute it by differentiable torch operations on the frames; "
-            "for a reward without a gradient use recipes/flow_grpo"
+            f"reward.name={options.name!r} cannot be trained with: the score of the first clip has no gradient with "
+            "respect to the frames, or the gradient is 0 or not finite. Compute the score by differentiable torch "
+            "operations on the frames; for a reward without a gradient use recipes/flow_grpo"
         )

@@ -1,9 +1,9 @@
-"""The memory of reward flow before it starts: what each part and each phase of a step takes on one device.
+"""Predicts the memory of a reward-flow run on one device, for each module and each phase of a step.
 
-Takes the options of `trainer.main_reward_flow` and the config files of `model.path` (no weights are read), or those of
-a published model. A step is run on the meta device, which has shapes and no numbers, by the code that trains
-(`workers.diffusion.reward_policy`); the bytes of the tensors that are alive at the same time are the plan. `python -m
-tests.bench reward_flow_memory` compares it with a measured step.
+Inputs are the options of `trainer.main_reward_flow` and the config files in `model.path` (no weights are read) or those
+of a published model. The training code (`workers.diffusion.reward_policy`) runs a step on the meta device: tensors
+have shapes but no data. The plan counts the bytes of all tensors that are alive at the same time. `python -m
+tests.bench reward_flow_memory` compares the plan with a measured step.
 """
 
 import json
@@ -48,7 +48,7 @@ _VAE22 |= {"in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
 _VAE22 |= {"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}
 _INDEX = {"vae": ["diffusers", "AutoencoderKLWan"], "text_encoder": ["transformers", "UMT5EncoderModel"]}
 _TWO: dict[str, Any] = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
-PUBLISHED: dict[str, dict[str, Any]] = {  # as the files of a folder
+PUBLISHED: dict[str, dict[str, Any]] = {  # contents of the config files of a model's folder
     "wan2.2-i2v-a14b": {"model_index": _INDEX | _TWO, "transformer": _A14B, "vae": {}, "text_encoder": UMT5_XXL},
     "wan2.2-ti2v-5b": {
         "model_index": _INDEX | {"expand_timesteps": True},
@@ -61,7 +61,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # as the files of a folder
 
 @dataclass(frozen=True, eq=False)
 class PipelineShape:
-    """A pipeline. transformer: its config. vae, text_encoder: frozen, on the meta device."""
+    """Shapes of a pipeline. transformer: its config. vae, text_encoder: frozen modules on the meta device."""
 
     transformer: dict[str, Any]
     vae: Any
@@ -74,12 +74,12 @@ class PipelineShape:
 
 @lru_cache
 def published_shape(name: str) -> PipelineShape:
-    """That of a model of `PUBLISHED`."""
+    """Returns the shape of a model in `PUBLISHED`."""
     return _shape(PUBLISHED[name])
 
 
 def read_shape(path: str) -> PipelineShape:
-    """That of the pipeline in a folder, by its config files. UserError where one is missing."""
+    """Reads the shape of the pipeline in a folder from its config files. Raises UserError if one is missing."""
     folder = Path(path).expanduser()
     files = {name: folder / name / "config.json" for name in ("transformer", "vae", "text_encoder")}
     files["model_index"] = folder / "model_index.json"
@@ -107,17 +107,17 @@ def _shape(files: dict[str, Any]) -> PipelineShape:
 
 
 def _on_meta(name: str, entry: list[str], config: dict[str, Any]) -> Any:
-    """A component by its config, of diffusers' kind or of transformers'."""
+    """Builds a component of diffusers or transformers on the meta device from its config."""
     kind = component_class(name, entry)
     if not hasattr(kind, "from_config") and not hasattr(kind, "config_class"):
-        raise UserError(f"model.path: the memory of {name}, {'.'.join(entry)}, is not known: it has no from_config")
+        raise UserError(f"model.path: cannot plan the memory of {name}: {'.'.join(entry)} has no from_config")
     with torch.device("meta"):
         made = kind.from_config(config) if hasattr(kind, "from_config") else kind(kind.config_class(**config))
     return made.requires_grad_(False)
 
 
 def count(module: nn.Module, *, learns: bool = False) -> int:
-    """Its numbers, or those that learn."""
+    """Returns the number of a module's parameter elements, or with learns=True of its trainable ones."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not learns)
 
 
@@ -125,7 +125,7 @@ def count(module: nn.Module, *, learns: bool = False) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, follows the bytes of storages that operations make and that are still alive: `now`, `peak`."""
+    """Counts the bytes of live storages that operations inside the context allocate: current (`now`) and `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def peak_of(self, peaks: dict[str, float], name: str) -> Iterator[None]:
-        """Notes the most that is alive inside."""
+        """Stores the peak of live bytes inside the context as peaks[name]."""
         self.peak = self.now
         with self, _fused_kernels():
             yield
@@ -164,7 +164,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def _fused_kernels() -> Iterator[None]:
-    """Inside, attention and RMS norm keep what their fused kernels do: on the meta device PyTorch takes them apart."""
+    """Makes attention and RMS norm save the same tensors for backward as their fused kernels on a GPU.
+
+    On the meta device PyTorch decomposes both into operations that save more.
+    """
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False)[0]
@@ -181,11 +184,11 @@ def _fused_kernels() -> Iterator[None]:
 
 
 def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype, layers: int) -> RewardFlowPolicy:
-    """The network that trains, on the meta device, with so many blocks in a transformer."""
+    """Builds the trained network on the meta device. layers: number of blocks per transformer."""
     entry, transformer = ["diffusers", "WanTransformer3DModel"], {**shape.transformer, "num_layers": layers}
     experts = [_on_meta("transformer", entry, transformer) for _ in range(shape.experts)]
     for module in (*experts, shape.vae):
-        nn.Module.to(module, dtype)  # not its own, which warns
+        nn.Module.to(module, dtype)  # diffusers' own `to` would log a warning
     expert = experts[-1]
     add_adapter(expert, config.model)
     if config.model.enable_gradient_checkpointing:
@@ -199,21 +202,23 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
         boundary_ratio=config.model.boundary_ratio or shape.boundary_ratio,
         expand_timesteps=shape.expand_timesteps,
     )
-    reward: Any = SimpleNamespace(to=lambda device: None)  # nothing to hold
-    placed = replace(config, model=replace(config.model, offload_frozen=False))  # what is offloaded is counted apart
+    reward: Any = SimpleNamespace(to=lambda device: None)  # a reward without weights; `plan` adds their bytes
+    placed = replace(config, model=replace(config.model, offload_frozen=False))  # `plan` counts offloaded modules
     return RewardFlowPolicy(parts, reward, placed, torch.device("meta")).train()
 
 
 def clip_of(config: RewardFlowConfig) -> tuple[int, int, int]:
-    """(frames, height, width); a square of `data.max_pixels` where no size is given."""
+    """Returns the clip's (frames, height, width); a square of `data.max_pixels` if no size is configured."""
     data = config.data
     side = int(math.sqrt(data.max_pixels)) // data.side_multiple * data.side_multiple
     return data.num_frames, data.height or side, data.width or side
 
 
 def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
-    """The most that is alive in each phase of the VAE's work beside what the steps keep, and what the experts read of
-    the clip."""
+    """Returns the peak of live bytes in each phase of encoding, decoding and reward, and `FlowInputs.condition`.
+
+    The peaks do not include tensors that the denoising steps keep.
+    """
     peaks: dict[str, float] = {}
     live, frames, (height, width) = LiveBytes(), video.shape[1], video.shape[3:]
     with torch.no_grad(), live.peak_of(peaks, "first frame"):
@@ -230,8 +235,11 @@ def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict
 def bytes_of_steps(
     policy: RewardFlowPolicy, video: torch.Tensor, condition: torch.Tensor, tokens: int
 ) -> dict[str, float]:
-    """The most that is alive in each phase of the denoising steps; `kept` for their backward pass; `numbers` of the
-    expert, and those that `learn`."""
+    """Returns the peak of live bytes in each phase of the denoising steps.
+
+    The key `kept` holds the bytes that the steps keep for the backward pass, `learn` the number of trainable elements
+    of the expert, and `numbers` that of its frozen ones.
+    """
     frames, (height, width), model = video.shape[1], video.shape[3:], policy.model
     with torch.device("meta"):
         noise = torch.empty(len(video), *policy.codec.latent_shape(frames, height, width))
@@ -251,11 +259,11 @@ def bytes_of_steps(
 
 
 def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: int = 2) -> MemoryPlan:
-    """The memory of a train step. Transformers of two and of three blocks are looked at; all else grows by their
-    difference.
+    """Predicts the memory of a train step by extrapolation from transformers with two and with three blocks.
 
-    slots: ranks of the run, all of one node as to host memory. size: bytes of a number in the compute dtype, 2 for bf16
-    (CUDA), 4 for fp32 (CPU).
+    Args:
+        slots: ranks of the run; the host memory is computed as if all of them were on one node.
+        size: bytes of an element in the compute dtype: 2 for bf16 (CUDA), 4 for fp32 (CPU).
     """
     dtype = torch.float32 if size == FP32 else torch.bfloat16
     frames, height, width = clip_of(config)
@@ -274,13 +282,13 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
     host = {name: value for name, value in frozen.items() if value and offloads}
     always = {
         "low-noise expert, this rank's shard": size * numbers / ranks,
-        "gathered of it: root and two blocks": size * gathered,
+        "gathered: root and two blocks": size * gathered,
         "adapter, Adam": (FP32 + MOMENTS) * learn / ranks,
         "VAE": float(size * count(shape.vae)),
         "reward": float(FACE_MODEL_BYTES * has_faces),
         **({} if offloads else frozen),
     }
-    kept = {"kept of the steps": found["kept"]}
+    kept = {"kept by the steps": found["kept"]}
     phases = {
         "prompts": {"text encoder": host.get("text encoder", 0.0)},
         "first frame": {"VAE": coding["first frame"]},
@@ -298,7 +306,7 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
 
 
 def launch_plan(config: RewardFlowConfig, slots: int) -> str:
-    """For the table at launch: what one device has to have, calculated. Empty where config files are missing."""
+    """Returns the required memory of one device for the table at launch, or "" if config files are missing."""
     try:
         found = plan(config, read_shape(str(config.model.path)), slots)
     except UserError:

@@ -1,1 +1,1 @@
-"""Diffusion models: loading a pipeline, sampling with gradient, the policy and its worker."""
+"""Workers of diffusion models: pipeline loading, differentiable sampling, policies and their workers."""

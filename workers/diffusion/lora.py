@@ -1,6 +1,6 @@
-"""The adapter of a diffusion model: put beside its linear layers, and written as diffusers reads it.
+"""LoRA adapters of diffusion models: injects them into linear layers and saves them in the format of diffusers.
 
-The layers are peft's, as in `workers.policy.adapter`; B starts as zeros, so the model starts as the base model.
+The layers are peft's, as in `workers.policy.adapter`. Matrix B starts as zeros, so training starts at the base model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 
 def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
-    """Puts an adapter beside the linear layers that `model.target_modules` names, and freezes all else.
+    """Adds a LoRA adapter to the linear layers in `model.target_modules` and freezes all other parameters.
 
-    The adapter's parameters are fp32 and compute in the dtype of their inputs. Raises UserError for a name that fits no
-    linear layer.
+    The adapter's parameters are fp32 and compute in the dtype of their inputs.
+
+    Raises:
+        UserError: `model.target_modules` is empty, or one of its names matches no linear layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -38,14 +40,14 @@ def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> 
     if unmatched or not targets:
         known = sorted({re.sub(r".*\.\d+\.", "", name) for name in layers})
         raise UserError(
-            f"model.target_modules={targets}: {', '.join(unmatched) or 'an empty list'} fits no linear layer of "
-            f"{type(network).__name__}; there are {', '.join(known)}. A name, or its end after a dot, is expected"
+            f"model.target_modules={targets}: {', '.join(unmatched) or 'an empty list'} matches no linear layer of "
+            f"{type(network).__name__}; expected names of layers, or their last parts, such as {', '.join(known)}"
         )
     config = LoraConfig(
         r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, base_model_name_or_path=str(model.path)
     )
     network.requires_grad_(False)
-    if hasattr(network, "add_adapter"):  # a model of diffusers, which notes that it has one
+    if hasattr(network, "add_adapter"):  # a diffusers model, which records the adapter's config
         network.add_adapter(config)
     else:
         inject_adapter_in_model(config, network)
@@ -58,9 +60,9 @@ def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> 
 
 
 class _InputDtypeLinear(nn.Linear):
-    """A linear layer with fp32 weights that computes in its input's dtype, as mixed precision does.
+    """A linear layer with fp32 weights that computes in the dtype of its input, as mixed precision does.
 
-    peft would take the input, which is far larger than the weights, to fp32 instead.
+    peft would instead convert the input to fp32, which needs far more memory than converting the weights.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -70,8 +72,10 @@ class _InputDtypeLinear(nn.Linear):
 def write_lora(path: str, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
     """Writes pytorch_lora_weights.safetensors into the folder `path`, for diffusers' `load_lora_weights`.
 
-    weights: whole tensors by the names in the expert. An adapter of `transformer_2` is loaded with
-    load_into_transformer_2=True.
+    The caller of `load_lora_weights` passes load_into_transformer_2=True for an adapter of `transformer_2`.
+
+    Args:
+        weights: full (unsharded) tensors by their parameter names in the expert.
     """
     from diffusers.loaders import WanLoraLoaderMixin
 

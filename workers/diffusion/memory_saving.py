@@ -1,7 +1,6 @@
-"""Tools that trade time for memory where gradients run through a video decoder and frozen parts stand beside it:
-recomputing, and having frozen parts on the device only while they work.
+"""Trades time for memory in reward flow: recomputes the video decoder in the backward pass, offloads frozen modules.
 
-They change no number: gradients with and without them are equal. `trainer.diffusion_plan` predicts what they save.
+Gradients with and without these tools are equal. `trainer.diffusion_plan` predicts the memory that they save.
 """
 
 import inspect
@@ -18,11 +17,11 @@ Decode = Callable[[torch.Tensor], torch.Tensor]
 
 
 def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
-    """`decode` from latents to frames by `vae`, recomputed in the backward pass.
+    """Wraps `decode`, which turns latents into frames with `vae`, so that the backward pass recomputes its activations.
 
-    If the decoder works in chunks of time with a feature cache, as that of `AutoencoderKLWan` does, each chunk is a
-    checkpoint: between forward and backward only the cache's tensors are kept, and the activations of a single chunk
-    exist at one time.
+    A decoder that processes chunks of time with a feature cache (as in `AutoencoderKLWan`) gets one checkpoint per
+    chunk: only the cache's tensors are kept between forward and backward, and the activations of at most one chunk
+    exist at a time.
     """
     decoder: Any = getattr(vae, "decoder", None)
     if decoder is None or "feat_cache" not in inspect.signature(decoder.forward).parameters:
@@ -46,20 +45,20 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
         try:
             return decode(latents)
         finally:
-            del decoder.forward  # the class's own is found again
+            del decoder.forward  # uncovers the method of the class
 
     return decode_in_checkpoints
 
 
 class Placement:
-    """Frozen modules that are on the device only while they work (text encoder, high-noise expert).
+    """Holds frozen modules (text encoder, high-noise expert) and keeps each on the device only while it is in use.
 
-    A module's weights never change, so its copy on the host (pinned, for a CUDA device) stays: bringing it costs one
-    copy, and sending it back none.
+    The weights of these modules never change, so their host copies (pinned for a CUDA device) remain valid: moving a
+    module to the device costs one copy, and removing it from the device costs none.
 
     Args:
-        device: where they work.
-        offload: False = all stay there.
+        device: device on which the modules compute.
+        offload: True moves modules to the host between uses; False keeps them on the device.
     """
 
     def __init__(self, device: torch.device, offload: bool) -> None:
@@ -67,7 +66,7 @@ class Placement:
         self._homes: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def add(self, module: nn.Module) -> None:
-        """Takes charge of a frozen, whole `module`, which goes to the device, or to the host until it works."""
+        """Registers a frozen, unsharded `module` and moves it to the device, or to the host if `offload` is set."""
         module.to("cpu" if self.offload else self.device)
         self._homes[module] = []
         for tensor in (*module.parameters(), *module.buffers()) if self.offload else ():
@@ -76,11 +75,11 @@ class Placement:
 
     @contextmanager
     def at_work(self, module: nn.Module) -> Iterator[None]:
-        """Inside, `module` is on the device and runs without gradients: they would need its weights later."""
+        """Keeps `module` on the device inside the context, where gradients are disabled."""
         for tensor, home in self._homes[module]:
             tensor.data = home.to(self.device, non_blocking=True)
         try:
-            with torch.no_grad():
+            with torch.no_grad():  # a backward pass would need the weights after they have left the device
                 yield
         finally:
             for tensor, home in self._homes[module]:

@@ -1,11 +1,12 @@
-"""From a folder in diffusers format to the parts of an image-to-video pipeline, ready for training an adapter.
+"""Loads an image-to-video pipeline from a folder in diffusers format, for training a LoRA adapter.
 
-Two layouts are known, both of Wan2.2. I2V-A14B has two experts (`transformer` for high noise, `transformer_2` for low
-noise, with a boundary between them), which read the noisy latents beside a mask and the latents of the first frame.
-TI2V-5B has one, which is told a timestep for each token, and whose first latent frame is that of the clip. A component
-whose library is neither diffusers nor transformers is imported by the name that model_index.json gives.
+Two layouts are supported, both from Wan2.2. I2V-A14B has two experts: `transformer` denoises at high noise,
+`transformer_2` at low noise, and `boundary_ratio` separates them; their input is the noisy latents concatenated with a
+mask and the latents of the first frame. TI2V-5B has one expert, which takes one timestep per token; its first latent
+frame is replaced by that of the clip. A component whose library in model_index.json is neither diffusers nor
+transformers is imported from the module that model_index.json names.
 
-diffusers is imported where it is used: it takes seconds, and nothing else needs it.
+Functions import diffusers where they use it, because the import takes seconds and other runs do not need it.
 """
 
 import html
@@ -27,14 +28,15 @@ from workers.policy.model_errors import user_error_on_failure
 
 INDEX = "model_index.json"
 NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-LONGEST_PROMPT = 512  # tokens that a Wan transformer reads
+LONGEST_PROMPT = 512  # maximum number of prompt tokens of a Wan transformer
 
 
 class LatentCodec:
-    """The way between clips and latents: a video VAE, with the latents normalised as the model knows them.
+    """Converts clips to latents and back with a video VAE; latents are normalised as the transformer expects them.
 
-    vae: frozen, diffusers' AutoencoderKLWan, or a module with its `decode` and its `config` that encodes by
-    `encode_video(video) -> latents`. Its weights' dtype is that of the computation; latents and frames are fp32.
+    Args:
+        vae: frozen AutoencoderKLWan of diffusers, or a module with the same `decode` and `config` and a method
+            `encode_video(video) -> latents`. It computes in the dtype of its weights; latents and frames are fp32.
     """
 
     def __init__(self, vae: nn.Module) -> None:
@@ -46,9 +48,13 @@ class LatentCodec:
         self._std = torch.tensor(config.latents_std, dtype=torch.float32).view(1, -1, 1, 1, 1)
 
     def latent_shape(self, frames: int, height: int, width: int, multiple: int = 1) -> tuple[int, int, int, int]:
-        """(C, T, h, w) of a clip's latents. multiple: that h and w have to be of, a transformer's patch.
+        """Returns the shape (C, T, h, w) of a clip's latents.
 
-        Raises UserError for a clip that the VAE cannot bring back at its own size.
+        Args:
+            multiple: h and w must be multiples of this number, the transformer's patch size.
+
+        Raises:
+            UserError: decoding the latents would not restore the clip's size.
         """
         sides = self.spatial_factor * multiple
         if (frames - 1) % self.temporal_factor or height % sides or width % sides:
@@ -60,22 +66,25 @@ class LatentCodec:
         return self.channels, latent_frames, height // self.spatial_factor, width // self.spatial_factor
 
     def encode(self, video: torch.Tensor) -> torch.Tensor:
-        """Normalised latents (b, C, T, h, w) of a clip (b, 3, F, H, W) in [-1, 1]: the most likely ones."""
+        """Returns normalised latents (b, C, T, h, w), the posterior mode, of clips (b, 3, F, H, W) in [-1, 1]."""
         own, video = getattr(self.vae, "encode_video", None), video.to(self.vae.dtype)
         latents = (self.vae.encode(video).latent_dist.mode() if own is None else own(video)).float()
         return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Frames (b, F, 3, H, W) in [-1, 1] of normalised latents (b, C, T, h, w), differentiable."""
+        """Decodes normalised latents (b, C, T, h, w) into frames (b, F, 3, H, W) in [-1, 1]; differentiable."""
         plain = latents * self._std.to(latents.device) + self._mean.to(latents.device)
         video = self.vae.decode(plain.to(self.vae.dtype), return_dict=False)[0]
         return video.float().clamp(-1, 1).transpose(1, 2)
 
 
 class PromptEncoder:
-    """Embeddings of prompts, kept on the host; the frozen encoder works only for prompts that it has not seen.
+    """Embeds prompts with a frozen text encoder and caches the embeddings on the host.
 
-    placement: takes charge of the encoder. Every prompt is encoded alone, so that nothing depends on its neighbours.
+    Each prompt is encoded alone, so its embedding does not depend on the other prompts of a batch.
+
+    Args:
+        placement: moves the encoder to the device when a prompt is not in the cache.
     """
 
     def __init__(self, tokenizer: Any, text_encoder: nn.Module, placement: Placement) -> None:
@@ -85,7 +94,7 @@ class PromptEncoder:
         placement.add(text_encoder)
 
     def __call__(self, prompts: Sequence[str], device: torch.device) -> torch.Tensor:
-        """(b, L, D) with zeros behind each prompt's tokens, as diffusers' pipeline has them."""
+        """Returns embeddings (b, L, D), padded with zeros after each prompt's tokens as in diffusers' pipeline."""
         if new := set(prompts) - set(self._known):
             with self.placement.at_work(self.text_encoder):
                 for prompt in new:
@@ -101,10 +110,11 @@ class PromptEncoder:
 
 @dataclass
 class DiffusionParts:
-    """What a pipeline is made of; all of it frozen, on the CPU.
+    """The components of a pipeline, frozen and on the CPU.
 
-    low_noise: the expert of the last steps, the one that learns. high_noise: that of the steps with t >= 1000
-    boundary_ratio, which stays as it is; None = there is one expert. expand_timesteps: the layout of TI2V-5B.
+    low_noise: the expert of the last denoising steps, which gets the adapter.
+    high_noise: the expert of the steps with t >= 1000 boundary_ratio, which is not trained; None for a single expert.
+    expand_timesteps: True for the layout of TI2V-5B, False for that of I2V-A14B.
     """
 
     low_noise: nn.Module
@@ -117,10 +127,13 @@ class DiffusionParts:
 
 
 def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionParts:
-    """The parts in the folder `model.path`, with `model.fused_loras` merged into their experts.
+    """Loads the pipeline in the folder `model.path` and merges `model.fused_loras` into its experts.
 
-    dtype: of all weights but those that a model's class keeps in fp32. Raises UserError where the folder is no such
-    pipeline.
+    Args:
+        dtype: dtype of the weights, except those that a model's class keeps in fp32.
+
+    Raises:
+        UserError: the folder does not contain an image-to-video pipeline of a supported layout.
     """
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()
@@ -133,7 +146,7 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
         )
     names = [name for name in EXPERTS if name in there]
     if unknown := set(model.fused_loras) - set(names):
-        raise UserError(f"model.fused_loras: {sorted(unknown)} name no expert; this pipeline has {names}")
+        raise UserError(f"model.fused_loras: {sorted(unknown)} are not experts of this pipeline; expected {names}")
     experts: dict[str, nn.Module] = {}
     for name in names:
         experts[name] = _load(folder, name, index[name], dtype)
@@ -155,6 +168,7 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
 
 
 def _check_layout(parts: DiffusionParts, path: str) -> None:
+    """Raises UserError if the experts do not match `boundary_ratio` or the input channels of a Wan2.2 layout."""
     if (parts.high_noise is None) != (parts.boundary_ratio is None):
         raise UserError(
             f"model.boundary_ratio={parts.boundary_ratio}: expected a number with two experts (0.9), null with one; "
@@ -166,17 +180,17 @@ def _check_layout(parts: DiffusionParts, path: str) -> None:
         config: Any = expert.config
         if getattr(config, "image_dim", None) is not None or config.in_channels != expected:
             raise UserError(
-                f"model.path={path!r}: its transformer has {config.in_channels} input channels; expected {expected} in "
-                f"Wan2.2's layout, {'TI2V' if parts.expand_timesteps else 'I2V'}, with {codec.channels} latent "
-                "channels, and no embedding of an image encoder (Wan2.1)"
+                f"model.path={path!r}: its transformer has {config.in_channels} input channels; expected {expected} "
+                f"for the {'TI2V' if parts.expand_timesteps else 'I2V'} layout of Wan2.2 with {codec.channels} latent "
+                "channels, and no image encoder (image_dim) as in Wan2.1"
             )
 
 
 def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype | None) -> Any:
-    """A component with its weights. dtype: None = it has none."""
+    """Loads a component with `from_pretrained`. dtype: dtype of its weights; None for a component without weights."""
     option = {"transformers": "dtype", "diffusers": "torch_dtype"}.get(entry[0])
     how = {option: dtype} if option is not None and dtype is not None else {}
-    remedy = f"the folder has to hold what {'.'.join(entry)}.from_pretrained reads"
+    remedy = f"expected a folder that {'.'.join(entry)}.from_pretrained can read"
     component = component_class(name, entry)
     with user_error_on_failure(f"model.path: the component {name} ({folder / name}) cannot be loaded", remedy):
         loaded = component.from_pretrained(str(folder / name), **how)
@@ -184,9 +198,10 @@ def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype | None) 
 
 
 def component_class(name: str, entry: list[str]) -> Any:
+    """Imports the class of component `name`. entry: its (library, class name) in model_index.json."""
     library, class_name = entry
     if name == "tokenizer" and library == "transformers":
-        class_name = "AutoTokenizer"  # the class of an older release may have another name in this one
+        class_name = "AutoTokenizer"  # releases of transformers name tokenizer classes differently
     try:
         return getattr(importlib.import_module(library), class_name)
     except (ImportError, AttributeError) as error:
@@ -194,7 +209,10 @@ def component_class(name: str, entry: list[str]) -> Any:
 
 
 def _fuse(expert: Any, file: str, option: str) -> None:
-    """Merges an adapter into the expert's weights: diffusers' files, and those it can convert."""
+    """Merges the adapter in `file`, in the format of diffusers or one that it can convert, into the expert's weights.
+
+    option: configuration key that names the file, for messages.
+    """
     from diffusers.loaders import WanLoraLoaderMixin
 
     remedy = "expected LoRA weights for this expert, as safetensors"
@@ -202,6 +220,6 @@ def _fuse(expert: Any, file: str, option: str) -> None:
         state, metadata = WanLoraLoaderMixin.lora_state_dict(str(Path(file).expanduser()), return_lora_metadata=True)
         expert.load_lora_adapter(state, metadata=metadata, adapter_name="fused")
         if not getattr(expert, "peft_config", None):
-            raise UserError(f"{option}={file!r}: none of its weights fits {type(expert).__name__}")
+            raise UserError(f"{option}={file!r}: none of its weights matches a layer of {type(expert).__name__}")
         expert.fuse_lora(adapter_names=["fused"])
         expert.unload_lora()

@@ -1,6 +1,6 @@
-"""The worker of reward flow: samples clips with the policy and trains its adapter through the score of their frames.
+"""The worker of reward flow: samples clips and trains the policy's adapter with the gradient of their score.
 
-Takes and gives `DataProto`; the network is in `reward_policy.py`, its loss in `verl_lite.flow_match`.
+Inputs and outputs are `DataProto`. The network is in `reward_policy.py`, its loss in `verl_lite.flow_match`.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ EXPORT_BUCKET_BYTES = 256 << 20
 
 
 class RewardFlowWorker(TrainingWorker):
-    """Samples and learns."""
+    """One rank of the reward-flow policy: samples clips and trains the adapter."""
 
     config: RewardFlowConfig
 
@@ -38,14 +38,18 @@ class RewardFlowWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def train_step(self, data: DataProto) -> DataProto:
-        """One optimizer step on the batch. Gives metrics in meta_info; `last_frames` has what was sampled.
+        """Takes one optimizer step on the batch and returns its metrics in meta_info.
 
-        Reads video (B, F, 3, H, W) in [0, 1] and prompt (B,). As the driver plans it (`BatchPlan.apply`), with
-        noise_seed and row (B,), a rank gets its part, and gives a `Metric` for what it saw. A batch that nobody planned
-        goes whole to every rank, `execute_all_sync("train_step", batch)`: each takes its part, and gives the numbers of
-        the whole step. Metrics: actor/loss, which is what the step minimises; actor/face_score, the mean over the
-        samples that count; actor/kl_loss, over all; actor/no_face_frac, the share of those that do not count;
-        actor/grad_norm, actor/lr.
+        `last_frames` returns the clips that this step sampled. Metrics: actor/loss (the minimised loss),
+        actor/face_score (mean over the counted samples), actor/kl_loss (mean over all samples), actor/no_face_frac
+        (share of samples that are not counted), actor/grad_norm, actor/lr.
+
+        Args:
+            data: columns video (B, F, 3, H, W) in [0, 1] and prompt (B,). Either this rank's part of a batch that the
+                driver planned (`BatchPlan.apply`), with columns noise_seed and row (B,); metrics are then `Metric`
+                objects of this rank. Or the whole unplanned batch, passed to every rank by
+                `execute_all_sync("train_step", batch)`; each rank then trains on its part and returns the metrics of
+                the whole step as numbers.
         """
         if "schedule" in data.meta_info:
             return DataProto(meta_info={"metrics": self._train(data)})
@@ -62,8 +66,11 @@ class RewardFlowWorker(TrainingWorker):
         return result
 
     def _own_part(self, data: DataProto) -> DataProto:
-        """This rank's part of a whole batch, planned, with the noise of each sample and a name for each clip where the
-        batch does not say them. Raises ValueError for what is no such batch."""
+        """Returns this rank's planned part of a whole batch; adds the columns noise_seed and row if they are missing.
+
+        Raises:
+            ValueError: a column is missing or out of range, or the ranks received different batches.
+        """
         check(data, ["video", "prompt"], "train_step")
         video, seed = data.batch["video"], self.config.sampler.noise_seed
         if not (video.is_floating_point() and 0 <= video.min() and video.max() <= 1):
@@ -76,8 +83,8 @@ class RewardFlowWorker(TrainingWorker):
         dist.all_gather_object(of_ranks, clips)
         if "is_padding" in data or any(others != clips for others in of_ranks):
             raise ValueError(
-                "train_step: a batch that was not planned was cut over the ranks; give each the whole of it, by "
-                'execute_all_sync("train_step", batch) or by `FlowActorRole.train_step`'
+                "train_step: an unplanned batch was split over the ranks; pass the whole batch to every rank with "
+                'execute_all_sync("train_step", batch), or call `FlowActorRole.train_step`'
             )
         step, root = self.engine.scheduler_step + 1, self.config.trainer.seed
         made = {
@@ -90,10 +97,11 @@ class RewardFlowWorker(TrainingWorker):
         return plan.apply(whole).chunk(len(of_ranks))[dist.get_rank()]
 
     def _loss(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The loss of a micro-batch from the network's outputs, divided by the samples of the whole optimizer step.
+        """Computes the loss and metrics of a micro-batch from the network's outputs.
 
-        A sample that does not count has weight 0 there and stays in the divisor, which is known before sampling; so
-        the gradient does not depend on how the batch was cut.
+        The divisor is the number of samples in the whole optimizer step, so the gradient does not depend on how the
+        batch is split. Samples that are not counted have loss 0 and are part of the divisor, which is fixed before
+        sampling.
         """
         is_real, row = ~data.batch["is_padding"], data.batch["row"]
         frames = {"frames": output_tensor["frames"], "row": row, "face_score": output_tensor["face_score"].detach()}
@@ -108,11 +116,15 @@ class RewardFlowWorker(TrainingWorker):
     def loss_func(
         self, data: DataProto, loss: torch.Tensor | None, face_score: torch.Tensor, kl_loss: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """ROLL's one loss entry: passes the loss of a micro-batch through, with its metrics.
+        """Returns the loss of a micro-batch and its metrics; the counterpart of ROLL's `loss_func`.
 
-        loss: scalar, this micro-batch's part of the step's loss; None = the mean of `RewardFlowPolicy.loss`.
-        face_score: (n,) of the samples that count, or a scalar. kl_loss: (m,) of those that are no padding, or a
-        scalar. Metrics: actor/loss, the sum of the parts; actor/face_score and actor/kl_loss, means.
+        Args:
+            loss: scalar, this micro-batch's part of the step's loss; None computes the mean of `RewardFlowPolicy.loss`.
+            face_score: (n,) scores of the counted samples, or a scalar.
+            kl_loss: (m,) divergences of the samples that are not padding, or a scalar.
+
+        Returns:
+            The loss, and the metrics actor/loss (sum over micro-batches), actor/face_score and actor/kl_loss (means).
         """
         face_score, kl_loss = torch.atleast_1d(face_score), torch.atleast_1d(kl_loss)
         if loss is None:
@@ -126,21 +138,24 @@ class RewardFlowWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def sample(self, data: DataProto) -> DataProto:
-        """Clips of a planned batch without training: frames (n, F, 3, H, W) in [0, 1], face_score and counted (n,).
+        """Samples the clips of a planned batch without training.
 
-        The same as a train step samples with the same weights; zero in padding rows.
+        With equal weights the clips equal those of a train step.
+
+        Returns:
+            frames (n, F, 3, H, W) in [0, 1], face_score and counted (n,); zero in padding rows.
         """
         self.phases.enter(self.engine)
         return DataProto.from_dict(dict(self.engine.infer(data, is_scored=False)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def last_frames(self) -> DataProto:
-        """What this rank sampled in the last train step: frames (n, F, 3, H, W) in [0, 1], row and face_score (n,)."""
+        """Returns this rank's samples of the last step: frames (n, F, 3, H, W) in [0, 1], row and face_score (n,)."""
         return DataProto.concat(self._frames)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_lora(self, path: str) -> None:
-        """Writes the adapter, fp32, into the folder `path` as diffusers' `load_lora_weights` reads it."""
+        """Writes the adapter in fp32 into the folder `path`, in the format of diffusers' `load_lora_weights`."""
         self.phases.enter(self.engine)
         engine = self.engine
         gathered = gather_full(engine.trained, torch.float32, engine.shard_group, EXPORT_BUCKET_BYTES)

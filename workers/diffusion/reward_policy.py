@@ -1,8 +1,9 @@
-"""The network of reward flow: from noise, a first frame and a prompt to frames, and what they are worth.
+"""The network of reward flow: generates frames from noise, a first frame and a prompt, and scores them.
 
-Its parameters are the low-noise expert's alone, of which the engine trains the adapter. All else (the high-noise
-expert, text encoder, decoder, reward) is frozen, whole on every rank, and on the device as `model.offload_frozen` says.
-Every output belongs to one sample and depends on that sample alone: its clip, prompt and noise seed.
+Its parameters are those of the low-noise expert, whose adapter the engine trains. The other modules (high-noise expert,
+text encoder, decoder, reward) are frozen and unsharded on every rank; `model.offload_frozen` moves the high-noise
+expert and the text encoder to the host while they are not in use. The outputs of a sample depend only on its own clip,
+prompt and noise seed.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,19 +39,21 @@ def denoise(
     condition: Callable[[torch.Tensor], torch.Tensor],
     base_velocity: Velocity | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Euler steps; where gradients are on, one differentiable function: latents are not detached between steps.
+    """Runs Euler steps. Latents are not detached between steps, so gradients flow through all of them.
 
     Args:
-        x: (b, C, T, h, w) at sigmas[steps.start].
-        condition: puts the first frame in its place, after each step.
-        base_velocity: the base model's, asked without gradient; None = not asked, the divergence is 0.
+        x: (b, C, T, h, w) latents at sigmas[steps.start].
+        condition: function applied to the latents after each step, which restores the given first frame.
+        base_velocity: velocity of the base model, called without gradient; None skips it, and the divergence is 0.
 
     Returns:
-        Latents after `steps`, and how far the velocities are from the base model's, (b,), averaged over the steps.
+        The latents after `steps`, and the divergence of the velocities from the base model's (`flow_kl`), (b,),
+        averaged over the steps.
     """
     kl = torch.zeros(len(x), device=x.device)
     for step in steps:
-        sigma, v = sigmas[step], velocity(x, sigmas[step])
+        sigma = sigmas[step]
+        v = velocity(x, sigma)
         if base_velocity is not None:
             with torch.no_grad():
                 base = base_velocity(x, sigma)
@@ -60,18 +63,23 @@ def denoise(
 
 
 def noise_of(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Standard normal (b, *shape), fp32: each sample's depends on its own seed alone, on every device alike."""
+    """Returns standard normal noise (b, *shape) in fp32; a sample's noise depends only on its seed, on any device."""
     rows = [torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]
     return torch.stack(rows).to(device)
 
 
 @dataclass(frozen=True)
 class FlowInputs:
-    """What n of the b rows of a micro-batch are sampled from.
+    """Inputs of the n rows of a micro-batch of b rows that are sampled.
 
-    noise: (n, C, T, h, w). condition: what the experts read beside the latents, (n, 4 + C, T, h, w); or, where
-    timesteps are expanded, the first frame's latents (n, C, 1, h, w). prompts: (n, L, D). references: what the reward
-    prepared of each clip. places: (n,) of the rows among the b.
+    noise: (n, C, T, h, w) start of the denoising.
+    condition: (n, 4 + C, T, h, w) channels concatenated to the latents; with `expand_timesteps` instead the latents of
+        the first frame, (n, C, 1, h, w).
+    prompts: (n, L, D) prompt embeddings.
+    references: result of the reward's `prepare` for each clip.
+    places: (n,) indices of the sampled rows in the micro-batch.
+    rows: b.
+    is_counting: False if all rows are padding, and the single sampled row only stands in for them.
     """
 
     noise: torch.Tensor
@@ -84,13 +92,16 @@ class FlowInputs:
 
 
 class RewardFlowPolicy(EngineNetwork):
-    """parts: the pipeline, whose low-noise expert has the adapter by now. reward: what frames are worth.
+    """The policy of reward flow: samples clips with gradient, decodes them into frames and scores the frames.
 
-    device: where all of it computes.
+    Args:
+        parts: components of the pipeline; `add_adapter` was already called on the low-noise expert.
+        reward: scores the frames.
+        device: device on which all modules compute.
     """
 
     prefix = "model."
-    is_cast = False  # parts of the expert stay fp32 in half precision, as diffusers has them; the adapter casts itself
+    is_cast = False  # diffusers keeps some modules of a half-precision expert in fp32; the adapter casts its weights
 
     def __init__(
         self, parts: DiffusionParts, reward: VisualReward, config: RewardFlowConfig, device: torch.device
@@ -101,7 +112,7 @@ class RewardFlowPolicy(EngineNetwork):
         self.expand_timesteps = parts.expand_timesteps
         self.sigmas = flow_sigmas(config.sampler.num_inference_steps, config.sampler.shift)
         self.high_steps = high_noise_steps(self.sigmas, parts.boundary_ratio)
-        # in tuples: the engine must not shard, move or save them as parts of this module
+        # tuples hide these modules from nn.Module, so that the engine does not shard, move or save them
         self._high_noise, self._reward = (parts.high_noise,), (reward,)
         self.placement = Placement(device, config.model.offload_frozen)
         if parts.high_noise is not None:
@@ -115,20 +126,20 @@ class RewardFlowPolicy(EngineNetwork):
         self._references: dict[int, Any] = {}
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer's blocks."""
+        """Returns the transformer's blocks, which FSDP shards one by one."""
         return blocks_named(self.model, set(getattr(self.model, "_no_split_modules", None) or ()))
 
     def save_assets(self, path: str) -> None:
-        """The adapter's config, and the path of the pipeline that it belongs to."""
+        """Writes the adapter's config and the path of its pipeline into the folder `path`."""
         assert self.adapter is not None
         self.adapter.save_pretrained(path)
         (Path(path) / "pipeline.txt").write_text(f"{self.config.model.path}\n", encoding="utf-8")
 
     @torch.no_grad()
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[FlowInputs, bool]:
-        """Noise, conditions and references of the rows that are no padding; where all are, of the first.
+        """Prepares the inputs of the rows that are not padding, or of the first row if all are padding.
 
-        Reads video, noise_seed, row, prompt, is_padding.
+        Reads the columns video, noise_seed, row, prompt, is_padding. The second result is False if all are padding.
         """
         is_real = ~micro_batch.batch["is_padding"]
         is_counting = bool(is_real.any())
@@ -149,18 +160,18 @@ class RewardFlowPolicy(EngineNetwork):
         return inputs, is_counting
 
     def _condition(self, video: torch.Tensor) -> torch.Tensor:
-        """See `FlowInputs`. video: (n, F, 3, H, W) in [0, 1]."""
+        """Returns `FlowInputs.condition`. video: (n, F, 3, H, W) in [0, 1]."""
         clip = video.transpose(1, 2) * 2 - 1  # (n, 3, F, H, W)
         if self.expand_timesteps:
             return self.codec.encode(clip[:, :, :1])
         clip[:, :, 1:] = 0
         latents = self.codec.encode(clip)
         is_given = latents.new_zeros(len(latents), self.codec.temporal_factor, *latents.shape[2:])
-        is_given[:, :, 0] = 1  # one channel for each frame that a latent frame stands for
+        is_given[:, :, 0] = 1  # a mask channel for each of the frames that one latent frame encodes
         return torch.cat([is_given, latents], dim=1)
 
     def _reference(self, row: int, clip: torch.Tensor) -> Any:
-        """What the reward wants to know of a clip of the data, prepared once. clip: (F, 3, H, W) in [0, 1]."""
+        """Returns the reward's `prepare` of a clip, cached by row. clip: (F, 3, H, W) in [0, 1]."""
         if row not in self._references:
             try:
                 self._references[row] = self._reward[0].prepare(clip)
@@ -170,10 +181,14 @@ class RewardFlowPolicy(EngineNetwork):
         return self._references[row]
 
     def forward(self, inputs: FlowInputs, *, is_scored: bool = True) -> dict[str, torch.Tensor]:
-        """loss, face_score, kl_loss, counted (b,), and frames (b, F, 3, H, W) in [0, 1] without gradient.
+        """Samples clips and scores them.
 
-        loss: of each sample that counts, 0 of the others (no face in its frames, padding). is_scored: False gives the
-        score without the loss and divergence, as nothing is to be learnt.
+        Args:
+            is_scored: False omits loss and kl_loss, which only training needs.
+
+        Returns:
+            loss, face_score, kl_loss and counted, (b,); frames (b, F, 3, H, W) in [0, 1] without gradient. The loss
+            is 0 for samples that are not counted (no face in the frames, or padding).
         """
         latents, kl = self._sample(inputs, is_scored)
         decoded = self.decode(latents)
@@ -189,24 +204,24 @@ class RewardFlowPolicy(EngineNetwork):
         if is_scored:
             outputs |= {"loss": self.loss(outputs["face_score"], kl) * outputs["counted"], "kl_loss": kl}
         whole = {name: value.new_zeros(inputs.rows, *value.shape[1:]) for name, value in outputs.items()}
-        if not inputs.is_counting:  # a stand-in: 0 with its gradient
+        if not inputs.is_counting:  # only padding: zeros that still depend on the parameters, for FSDP's backward
             return {name: zeros + 0.0 * outputs[name].sum() for name, zeros in whole.items()}
         return {name: zeros.index_copy(0, inputs.places, outputs[name]) for name, zeros in whole.items()}
 
     def loss(self, face_score: torch.Tensor, kl_loss: torch.Tensor) -> torch.Tensor:
-        """`reward_flow_loss` of each sample, with the configured constants."""
+        """Returns `reward_flow_loss` of each sample with the configured constants."""
         reward, kl_coef = self.config.reward, self.config.actor.kl_loss_coef
         return reward_flow_loss(
             face_score, kl_loss, baseline=reward.baseline, std=reward.std, coef=reward.coef, kl_coef=kl_coef
         )
 
     def _sample(self, inputs: FlowInputs, with_divergence: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents (n, C, T, h, w) after the last step, and the divergence (n,)."""
+        """Runs the denoising steps; returns the final latents (n, C, T, h, w) and the divergence (n,)."""
         sampler, high = self.config.sampler, self._high_noise[0]
         first, last = sampler.mid_timestep, sampler.final_timestep + 1
 
         def keep(x: torch.Tensor) -> torch.Tensor:
-            """Latents whose first frame is the clip's, in the layout that has it there."""
+            """Replaces the first latent frame by the clip's with `expand_timesteps`; otherwise returns x."""
             given = inputs.condition
             return torch.cat([given.to(x.dtype), x[:, :, given.shape[2] :]], dim=2) if self.expand_timesteps else x
 
@@ -222,33 +237,35 @@ class RewardFlowPolicy(EngineNetwork):
             with adapter_off(self.model):
                 return velocity(x, sigma)
 
-        # blocks with checkpoints of their own then hold their inputs for one step at a time instead of for all
-        learnt: Any = partial(checkpoint, velocity, use_reentrant=False)
-        learnt = learnt if self.config.model.checkpoint_steps else velocity
-        return denoise(x, self.sigmas, range(first, last), learnt, keep, base if with_divergence else None)
+        # with a checkpoint per step, checkpointed blocks hold their inputs for one step at a time instead of for all
+        trained: Any = partial(checkpoint, velocity, use_reentrant=False)
+        trained = trained if self.config.model.checkpoint_steps else velocity
+        return denoise(x, self.sigmas, range(first, last), trained, keep, base if with_divergence else None)
 
     def _velocity(self, expert: Any, inputs: FlowInputs) -> Velocity:
+        """Returns the velocity of `expert` as a function of (latents, sigma), with the conditions of `inputs`."""
         dtype = expert.patch_embedding.weight.dtype
         prompts = inputs.prompts.to(dtype)
 
         def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
             timestep = torch.full((len(x),), TRAIN_TIMESTEPS * sigma, device=x.device)
-            if self.expand_timesteps:  # one for each token, 0 for those of the first latent frame, which has no noise
+            if self.expand_timesteps:  # one timestep per token; 0 in the first latent frame, which has no noise
                 _, patch_h, patch_w = self.model.config.patch_size
                 is_noisy = torch.ones(x.shape[2], (x.shape[3] // patch_h) * (x.shape[4] // patch_w), device=x.device)
                 is_noisy[0] = 0
-                seen, timestep = x, timestep.unsqueeze(1) * is_noisy.flatten()
+                hidden = x
+                timestep = timestep.unsqueeze(1) * is_noisy.flatten()
             else:
-                seen = torch.cat([x, inputs.condition], dim=1)
+                hidden = torch.cat([x, inputs.condition], dim=1)
             return expert(
-                hidden_states=seen.to(dtype), timestep=timestep, encoder_hidden_states=prompts, return_dict=False
+                hidden_states=hidden.to(dtype), timestep=timestep, encoder_hidden_states=prompts, return_dict=False
             )[0]
 
         return velocity
 
 
 def reward_flow_network(config: RewardFlowConfig) -> NetworkBuilder:
-    """The network of the engine: the pipeline of `config.model` with an adapter, and the reward of `config.reward`."""
+    """Returns a builder of the engine's network: the pipeline of `config.model` with an adapter, and the reward."""
 
     def build(arguments: BuildArguments) -> RewardFlowPolicy:
         parts = load_pipeline(config.model, arguments.compute_dtype)

@@ -1,10 +1,10 @@
 """A flow-matching model as a policy: its denoising steps are actions with log-probabilities (`verl_lite.flow_sde`).
 
-As the engine's network it takes rows with a prompt and does one of two things. Sampling: from each row's seeds to
-frames, with the path and the log-probability of each of its T steps. Judging: the log-probabilities (b, T) of stored
-paths under the weights of now, with gradient, and in closed form their KL to the model that training began with. From
-there on a path is what an answer of T tokens is: the same losses, metrics, optimizer steps and checkpoints
-(`workers.losses`, `workers.update`, `workers.engine`) with response_mask 1 on all steps.
+As the engine's network it takes rows with a prompt and has two modes. `sample` turns each row's seeds into frames and
+returns the path and the log-probability of each of its T steps. `judge` computes the log-probabilities (b, T) of stored
+paths under the current weights, with gradient, and their closed-form KL to the initial model. A path is then handled
+like a response of T tokens whose response_mask is 1 on all steps: losses, metrics, optimizer steps and checkpoints
+are those of language models (`workers.losses`, `workers.update`, `workers.engine`).
 """
 
 from __future__ import annotations
@@ -39,30 +39,38 @@ if TYPE_CHECKING:
 
 
 REFERENCE = "reference."
-"""Before the names of the frozen copy that a KL compares with."""
+"""Prefix of the parameter names of the frozen reference model."""
 
 
 class FlowNetwork(Protocol):
-    """What `model.network` names: an nn.Module with a classmethod from_pretrained(folder).
+    """Interface of the class in `model.network`: an nn.Module with a classmethod from_pretrained(folder).
 
-    latent_shape: of one sample. Linear layers may get an adapter; modules of the classes in _no_split_modules, if there
-    is such a list, are sharded one by one.
+    Its linear layers can get an adapter. Modules of the classes in its optional list `_no_split_modules` are sharded
+    one by one.
+
+    latent_shape: shape of the latents of one sample.
     """
 
     latent_shape: tuple[int, ...]
 
     def encode(self, prompts: Sequence[str]) -> torch.Tensor:
-        """Conditions (n, ...) on the CPU or the network's device. No gradient goes through it."""
+        """Returns conditions (n, ...) on the CPU or the network's device. Called without gradient."""
 
     def __call__(self, latents: torch.Tensor, sigma: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """Velocity x_1 - x_0 towards noise: latents (n, *latent_shape) in the compute dtype, sigma (n,) fp32."""
+        """Returns the velocity x_1 - x_0 towards noise. latents: (n, *latent_shape) in the compute dtype.
+
+        sigma: (n,) fp32.
+        """
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Frames (n, F, 3, H, W) in [0, 1] of latents; an image has F = 1."""
+        """Decodes latents into frames (n, F, 3, H, W) in [0, 1]; an image has F = 1."""
 
 
 class SDEPolicy(EngineNetwork):
-    """The policy. reference: the model that the KL compares with, where that is not the model without its adapter."""
+    """The policy. With a KL loss and no adapter it holds a frozen copy of the initial model as `reference`.
+
+    With an adapter, the reference of the KL is the model with its adapter disabled.
+    """
 
     prefix = "model."
 
@@ -78,20 +86,23 @@ class SDEPolicy(EngineNetwork):
             self.reference = copy.deepcopy(model).requires_grad_(False)
 
     def blocks(self) -> list[nn.Module]:
-        """Modules of the classes that the network declares as not to be split."""
+        """Returns the modules of the classes in the network's `_no_split_modules`."""
         return blocks_named(self, set(getattr(self.model, "_no_split_modules", None) or ()))
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[DataProto, bool]:
-        """The micro-batch itself: prompt, first_seed, path_seed; latents (b, T + 1, *latent_shape) fp32 and
-        response_mask where stored paths are to be judged."""
+        """Returns the micro-batch unchanged; the second result is False if all its rows are masked.
+
+        Columns: prompt, first_seed, path_seed; for stored paths also latents (b, T + 1, *latent_shape) in fp32 and
+        response_mask.
+        """
         batch = micro_batch.batch
         return micro_batch, "latents" not in batch.keys() or bool(batch["response_mask"].any())
 
     def save_assets(self, path: str) -> None:
-        """Nothing: `FlowActorWorker.export` writes what others read."""
+        """Does nothing: `FlowActorWorker.export` writes the files for other programs."""
 
     def forward(self, rows: DataProto, *, steps: int, noise_level: float, with_kl: bool = False) -> dict[str, Any]:
-        """Outputs by name: see `sample` and `judge`, one of which is done. steps: T."""
+        """Returns the outputs of `judge` if the rows have latents, else those of `sample`. steps: T."""
         sigmas = flow_sigmas(steps, self.shift)
         with torch.no_grad():
             condition = self.model.encode([str(prompt) for prompt in rows.non_tensor_batch["prompt"]])
@@ -104,9 +115,12 @@ class SDEPolicy(EngineNetwork):
     def sample(
         self, rows: DataProto, condition: torch.Tensor, sigmas: list[float], noise_level: float
     ) -> dict[str, torch.Tensor]:
-        """frames (b, F, 3, H, W); with noise also latents (b, T + 1, *latent_shape) and log_probs (b, T).
+        """Samples one path per row.
 
-        Noise comes from each row's own seeds, on the CPU: it depends on neither ranks nor micro-batches nor device.
+        Noise is drawn on the CPU from each row's seeds, so it depends on neither ranks, micro-batches nor device.
+
+        Returns:
+            frames (b, F, 3, H, W); with noise_level > 0 also latents (b, T + 1, *latent_shape) and log_probs (b, T).
         """
         shape, device = tuple(self.model.latent_shape), condition.device
         x = noise_of(rows.batch["first_seed"].tolist(), shape, device)
@@ -128,36 +142,40 @@ class SDEPolicy(EngineNetwork):
     def judge(
         self, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float, with_kl: bool
     ) -> dict[str, torch.Tensor]:
-        """log_probs (b, T) of stored paths, with gradient; with_kl: also kl (b, T) to the reference, with gradient."""
-        stds, others = [step_std(*pair, noise_level) for pair in pairwise(sigmas)], []
+        """Returns log_probs (b, T) of stored paths and, if with_kl, their kl (b, T) to the reference; with gradient."""
+        stds = [step_std(*pair, noise_level) for pair in pairwise(sigmas)]
+        ref_means: list[torch.Tensor] = []
         if with_kl:
-            other = self.model if self.reference is None else self.reference
-            with torch.no_grad(), adapter_off(self.model) if other is self.model else nullcontext():
-                others = self._means(other, latents, condition, sigmas, noise_level)
-        own = self._means(self.model, latents, condition, sigmas, noise_level)
-        log_probs = [step_log_prob(latents[:, t + 1], own[t], std) for t, std in enumerate(stds)]
+            reference = self.model if self.reference is None else self.reference
+            with torch.no_grad(), adapter_off(self.model) if reference is self.model else nullcontext():
+                ref_means = self._means(reference, latents, condition, sigmas, noise_level)
+        means = self._means(self.model, latents, condition, sigmas, noise_level)
+        log_probs = [step_log_prob(latents[:, t + 1], means[t], std) for t, std in enumerate(stds)]
         outputs = {"log_probs": torch.stack(log_probs, dim=1)}
         if with_kl:
-            outputs["kl"] = torch.stack([step_kl(own[t], others[t], std) for t, std in enumerate(stds)], dim=1)
+            outputs["kl"] = torch.stack([step_kl(means[t], ref_means[t], std) for t, std in enumerate(stds)], dim=1)
         return outputs
 
     def _means(
         self, model: Any, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float
     ) -> list[torch.Tensor]:
-        """Means (b, *latent_shape) of the T steps from the stored latents, by one call of the network: none of them
-        has another one's state as its input."""
+        """Returns the means (b, *latent_shape) of the T steps that start at the stored latents.
+
+        One network call computes all steps, because the input of each step is stored.
+        """
         count, steps = len(latents), len(sigmas) - 1
         inputs = latents[:, :-1].flatten(0, 1).to(self.compute_dtype)
         sigma_of_rows = torch.tensor(sigmas[:-1], device=latents.device).repeat(count)
-        found = model(inputs, sigma_of_rows, condition.repeat_interleave(steps, dim=0)).float()
-        velocities = found.unflatten(0, (count, steps)).unbind(1)
+        predicted = model(inputs, sigma_of_rows, condition.repeat_interleave(steps, dim=0)).float()
+        velocities = predicted.unflatten(0, (count, steps)).unbind(1)
         return [step_mean(latents[:, t], velocities[t], *pair, noise_level) for t, pair in enumerate(pairwise(sigmas))]
 
 
 def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
-    """The engine's network: `model.network` from `model.path`, with an adapter where model.lora_rank asks for one.
+    """Returns a function that builds the engine's network from `model.network` and `model.path`.
 
-    Raises UserError as `load_network` and `add_adapter` do.
+    The network gets an adapter if `model.lora_rank` is above 0. The function raises the `UserError`s of `load_network`
+    and `add_adapter`.
     """
 
     def build(arguments: BuildArguments) -> SDEPolicy:
@@ -171,9 +189,10 @@ def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
 
 
 def load_network(options: FlowModelConfig) -> nn.Module:
-    """The `FlowNetwork` that model.network names, read from model.path.
+    """Loads the `FlowNetwork` in model.network from the folder model.path.
 
-    Raises UserError if there is no such class or folder, or the class has not what `FlowNetwork` asks for.
+    Raises:
+        UserError: the class or folder does not exist, or the class lacks a member of `FlowNetwork`.
     """
     name = f"model.network={options.network!r}"
     try:
@@ -192,7 +211,7 @@ def load_network(options: FlowModelConfig) -> nn.Module:
 
 
 class FlowActorWorker(TrainingWorker):
-    """One rank of the policy. The engine that learns is the one that samples, so nothing is ever out of date."""
+    """One rank of the policy. The training engine also samples, so sampling always uses the current weights."""
 
     config: FlowGRPOConfig
 
@@ -203,10 +222,14 @@ class FlowActorWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, data: DataProto) -> DataProto:
-        """One sample for each row of a planned batch: frames (B, F, 3, H, W) in [0, 1] and, with noise on the way,
-        latents (B, T + 1, ...) and old_log_probs (B, T).
+        """Samples one path for each row of a planned batch.
 
-        Reads prompt, first_seed, path_seed; meta_info steps and noise_level.
+        Args:
+            data: columns prompt, first_seed, path_seed; meta_info steps (T) and noise_level.
+
+        Returns:
+            frames (B, F, 3, H, W) in [0, 1]; with noise_level > 0 also latents (B, T + 1, ...) and old_log_probs
+            (B, T).
         """
         self.phases.enter(self.engine)
         outputs = self.engine.infer(data, steps=data.meta_info["steps"], noise_level=data.meta_info["noise_level"])
@@ -216,10 +239,14 @@ class FlowActorWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Trains on a planned batch of paths, one optimizer step per mini-batch. Gives actor/* metrics in meta_info.
+        """Trains on a planned batch of paths, with one optimizer step per mini-batch.
 
-        Reads what `generate` read and latents, response_mask, advantages; old_log_probs where there are several
-        optimizer steps.
+        Args:
+            data: the columns of `generate`, latents, response_mask and advantages; old_log_probs for several optimizer
+                steps.
+
+        Returns:
+            The actor/* metrics in meta_info.
         """
         self.phases.enter(self.engine)
         sampler, actor = self.config.sampler, self.config.actor
@@ -234,7 +261,7 @@ class FlowActorWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, path: str) -> None:
-        """Writes the network of now, an adapter merged into it, by its own save_pretrained into the folder `path`."""
+        """Saves the current network, with its adapter merged, into the folder `path` by its `save_pretrained`."""
         weights = {n: value.cpu() for n, value in self.engine.full_params() if not n.startswith(REFERENCE)}
         if dist.get_rank() == 0:
             network = load_network(self.config.model)

@@ -64,7 +64,7 @@ def test_pictures_of_a_folder_in_natural_order_and_upright(tmp_path: Path) -> No
 )
 def test_sizes_by_area(size: tuple[int, int], expected: tuple[int, int]) -> None:
     assert fitted_size(*size, max_pixels=480 * 480, multiple=16) == expected
-    with pytest.raises(ClipError, match="its frames are 2000 x 20, which leaves a side below 16"):
+    with pytest.raises(ClipError, match="its frames are 2000 x 20, and a side is below 16"):
         fitted_size(20, 2000, max_pixels=20_000, multiple=16)
 
 

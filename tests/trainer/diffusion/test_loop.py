@@ -242,8 +242,8 @@ class Brightness:
         ({"counted": False, "value_of": staticmethod(lambda frames: torch.zeros(()))}, ""),  # says nothing of gradients
         ({"limit": 0.01}, r"data.train_files: .*, row 0, .*clip0: no face in any .* Take this clip out"),
         ({"value_of": staticmethod(lambda frames: frames.detach().mean())}, "is not differentiable"),
-        ({"value_of": staticmethod(lambda frames: (frames * 4).round().mean())}, "cannot be learnt from"),
-        ({"value_of": staticmethod(lambda frames: torch.zeros(3, requires_grad=True).sum())}, "cannot be learnt from"),
+        ({"value_of": staticmethod(lambda frames: (frames * 4).round().mean())}, "cannot be trained with"),
+        ({"value_of": staticmethod(lambda frames: torch.zeros(3, requires_grad=True).sum())}, "cannot be trained with"),
     ],
 )
 def test_a_reward_is_tried_on_the_first_clip(

@@ -44,7 +44,7 @@ def test_counts_are_the_published_ones() -> None:
     adapter = 40 * 32 * (8 * (5120 + 5120) + 2 * (5120 + 13824))
     assert a14b.always[SHARD] == a14b.always["high-noise expert"] == 2 * 14_288_901_184
     assert a14b.always["text encoder"] == 2 * 5_680_910_336 and a14b.always["adapter, Adam"] == 12 * adapter
-    kept = a14b.phases["decoding"]["kept of the steps"]
+    kept = a14b.phases["decoding"]["kept by the steps"]
     assert kept == pytest.approx(2 * 5120 * (40 * 32 + 512), rel=0.06)
     for name, autoencoder in ((A14B, 127e6), (TI2V, 705e6)):
         assert count(published_shape(name).vae) == pytest.approx(autoencoder, rel=2e-3)

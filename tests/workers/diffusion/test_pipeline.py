@@ -95,7 +95,7 @@ def test_prompts_are_encoded_once_and_alone(folders: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_modules": ["to_q", "q_proj"]}, r"model.target_modules=.*q_proj fits no linear layer.*attn1.to_q"),
+        ({"target_modules": ["to_q", "q_proj"]}, r"model.target_modules=.*q_proj matches no linear layer.*attn1.to_q"),
         ({"target_modules": []}, "model.target_modules=.*an empty list"),
         ({"fused_loras": {"transformer_3": "x"}}, "fused_loras.*transformer_3"),
         ({"layout": "ti2v wan", "boundary_ratio": 0.9}, "model.boundary_ratio=0.9: expected .* null with one"),
@@ -113,7 +113,7 @@ def test_settings_that_cannot_work(folders: dict[str, str], options: dict[str, A
         ("boundary_ratio", None, "boundary_ratio=None: expected a number with two experts"),
         ("text_encoder", [None, None], "names no text_encoder"),
         ("vae", ["no.such.module", "Codec"], "vae is no.such.module.Codec, which cannot be imp"),
-        ("expand_timesteps", True, "12 input channels; expected 4 in Wan2.2's layout, TI2V"),
+        ("expand_timesteps", True, "12 input channels; expected 4 for the TI2V layout of Wan2.2"),
         ("transformer_2", "without weights", "component transformer_2 .* cannot be loaded"),
     ],
 )

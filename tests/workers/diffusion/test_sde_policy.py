@@ -183,6 +183,6 @@ def test_wrong_networks_are_one_sentence(path: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing: the folder"):
         load_network(config_of(str(tmp_path / "missing")).model)
     with pytest.raises(
-        UserError, match=r"model\.target_modules=\['to_q'\]: to_q fits no linear layer .* block.linear, inner, outer"
+        UserError, match=r"model\.target_modules=\['to_q'\]: to_q matches no linear layer .* block.linear, inner, outer"
     ):
         add_adapter(TinyField(), options(lora_rank=2, target_modules=["to_q"]))
