@@ -57,4 +57,4 @@ def test_how_it_is_called(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["--help-config"]) == 0 and "data.num_frames" in capsys.readouterr().out
     assert main([str(folder), "data.num_frams=5"]) == 2
     assert "did you mean data.num_frames" in capsys.readouterr().err
-    assert main([str(folder), "data.num_frames=6"]) == 2 and "4 k + 1 is expected" in capsys.readouterr().err
+    assert main([str(folder), "data.num_frames=6"]) == 2 and "expected 4 k + 1" in capsys.readouterr().err

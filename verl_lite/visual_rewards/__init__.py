@@ -1,7 +1,7 @@
-"""Rewards for generated clips: how frames become a number through which the gradient flows.
+"""Differentiable rewards for generated clips.
 
-`base` says what a reward is, `identity` scores a likeness, `arcface` is the door for real face models. The
-guide: trainer/DIFFUSION.md.
+`base` defines the interface of a reward, `identity` scores the similarity of faces, and `arcface` loads real face
+models. The guide is trainer/DIFFUSION.md.
 """
 
 from verl_lite.visual_rewards.base import (

@@ -1,11 +1,11 @@
-"""Real face models as a visual reward: SCRFD finds faces, ArcFace makes vectors, both from ONNX files of your own.
+"""Face models for the identity reward, loaded from ONNX files: SCRFD detects faces, ArcFace embeds them.
 
     reward.name=cosine_identity
     'reward.kwargs={embedder: /models/antelopev2/glintr100.onnx, detector: /models/antelopev2/scrfd_10g_bnkps.onnx}'
 
-The files are not part of this project and it fetches none. InsightFace's antelopev2, which ROLL's reward flow was
-measured with, is licensed by its authors for non-commercial research only; whoever sets these paths answers for the
-licence of the weights. `onnx2torch` makes torch modules of the files, so that the gradient passes through the embedder.
+This project neither contains nor downloads these files. ROLL's reward flow was measured with InsightFace's antelopev2,
+which its authors license for non-commercial research only; the user who sets these paths is responsible for the licence
+of the weights. `onnx2torch` converts the files to torch modules, so that gradients flow through the embedder.
 """
 
 import importlib.util
@@ -24,14 +24,14 @@ from verl_lite.visual_rewards.base import Faces
 STRIDES = (8, 16, 32)
 ANCHORS = 2
 NUMBERS = (1, 4, 10)
-"""Of an anchor: its score, the distances of its box, those of its five points."""
+"""Numbers per anchor in the three kinds of outputs: score, distances of the box, distances of the five points."""
 
 
 class ArcFaceEmbedder(nn.Module):
-    """Crops to face vectors, differentiable; ArcFace and its successors in InsightFace's ONNX files.
+    """Embeds crops as face vectors, differentiably, with ArcFace or a successor from InsightFace's ONNX files.
 
-    path: FILE.onnx of a model that takes (n, 3, 112, 112), (pixel - 127.5) / 127.5, and gives (n, D).
-    channels: order that the model is given. InsightFace feeds its own models rgb; ROLL's reward flow turns to bgr.
+    path: FILE.onnx of a model from (n, 3, 112, 112), normalised as (pixel - 127.5) / 127.5, to (n, D).
+    channels: channel order of the model's input. InsightFace passes rgb to its models, ROLL's reward flow bgr.
     """
 
     crop_size = 112
@@ -42,17 +42,20 @@ class ArcFaceEmbedder(nn.Module):
         self.network = load_onnx(path, "reward.kwargs.embedder")
 
     def forward(self, crops: torch.Tensor) -> torch.Tensor:
-        """crops: (n, 3, 112, 112) in [0, 1], RGB. Gives (n, D)."""
-        given = crops.flip(-3) if self.is_flipped else crops
-        return self.network(given * 2 - 1).flatten(1)
+        """Returns the vectors (n, D) of RGB crops (n, 3, 112, 112) in [0, 1]."""
+        ordered = crops.flip(-3) if self.is_flipped else crops
+        return self.network(ordered * 2 - 1).flatten(1)
 
 
 class ScrfdDetector(nn.Module):
-    """The largest face of each frame by SCRFD (Guo et al. 2021) with five points, from InsightFace's ONNX files.
+    """Detects the largest face of each frame and its five points with SCRFD (Guo et al. 2021) from an ONNX file.
 
-    path: FILE.onnx of a model with nine outputs, of strides 8, 16, 32: scores, then box distances, then point
-    distances. threshold: least score. overlap: intersection over union from which the lower score is dropped.
-    size: of the square that the frame is scaled into. channels: as for `ArcFaceEmbedder`.
+    path: FILE.onnx of an InsightFace model with nine outputs: scores, box distances and point distances, each at the
+        strides 8, 16, 32.
+    threshold: minimum score of a face.
+    overlap: intersection over union above which the face with the lower score is dropped.
+    size: side in pixels of the square into which frames are scaled.
+    channels: channel order of the model's input, as in `ArcFaceEmbedder`.
     """
 
     def __init__(
@@ -67,14 +70,14 @@ class ScrfdDetector(nn.Module):
 
     @torch.no_grad()
     def forward(self, frames: torch.Tensor) -> Faces:
-        """frames: (F, 3, H, W) in [0, 1], RGB."""
+        """Returns the largest face of each frame. frames: (F, 3, H, W) in [0, 1], RGB."""
         height, width = frames.shape[-2:]
         ratio = self.size / max(height, width)
         inside = max(round(height * ratio), 1), max(round(width * ratio), 1)
         shrunk = F.interpolate(frames.float(), inside, mode="bilinear", antialias=True, align_corners=False)
         canvas = ((shrunk.flip(-3) if self.is_flipped else shrunk) * 255 - 127.5) / 128
         canvas = F.pad(canvas, (0, self.size - inside[1], 0, self.size - inside[0]), value=-127.5 / 128)  # black
-        # the files of InsightFace take one picture at a time
+        # InsightFace's files accept only one picture per call
         largest = [self.largest(self.network(picture[None])) for picture in canvas]
         points = torch.stack([shrunk.new_zeros(5, 2) if one is None else one for one in largest])
         scale = shrunk.new_tensor([width / inside[1], height / inside[0]])
@@ -82,7 +85,7 @@ class ScrfdDetector(nn.Module):
         return Faces(found, (points + 0.5) * scale - 0.5)
 
     def largest(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The five points (5, 2) of the largest face in one picture, or None."""
+        """Returns the five points (5, 2) of the largest face in one picture, or None if there is no face."""
         scores, boxes, points = decode_scrfd(outputs, self.size, self.threshold)
         kept = suppress(boxes, scores, self.overlap)
         return points[kept[_areas(boxes[kept]).argmax()]] if len(kept) else None
@@ -91,27 +94,27 @@ class ScrfdDetector(nn.Module):
 def decode_scrfd(
     outputs: Sequence[torch.Tensor], size: int, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What scores at least `threshold`, in pixels.
+    """Converts SCRFD's outputs to the faces with a score of at least `threshold`, in pixels.
 
     Args:
-        outputs: for strides 8, 16, 32 each: scores, box distances, point distances; (cells * ANCHORS, 1 | 4 | 10) or
-            the same with a leading 1. Cells run along rows; a cell's anchors stand at (column, row) * stride; distances
-            are in units of the stride.
+        outputs: the scores at strides 8, 16, 32, then the box distances, then the point distances, each of shape
+            (cells * ANCHORS, 1 | 4 | 10), optionally with a leading dimension of 1. Cells are in row-major order, the
+            anchors of a cell are at (column, row) * stride, and distances are in units of the stride.
 
     Returns:
         Scores (n,), boxes (n, 4) as left, top, right, bottom, and points (n, 5, 2).
 
     Raises:
-        UserError: there are not nine outputs, or of another size.
+        UserError: the number or the sizes of the outputs differ from those of SCRFD.
     """
     anchors = [(size // stride) ** 2 * ANCHORS for stride in STRIDES]
     expected = [count * numbers for numbers in NUMBERS for count in anchors]
     sizes = [part.numel() for part in outputs]
     if sizes != expected:
         raise UserError(
-            f"reward.kwargs.detector: the model gives {len(outputs)} outputs of sizes {sizes}; "
-            f"for {size} x {size} pixels 9 with {expected} numbers are expected (scores, boxes and five points at "
-            "strides 8, 16, 32). Use an SCRFD file with points, as scrfd_10g_bnkps.onnx"
+            f"reward.kwargs.detector: the model has {len(outputs)} outputs of sizes {sizes}; "
+            f"expected 9 of sizes {expected} for {size} x {size} pixels (scores, boxes and five points at strides 8, "
+            "16, 32). Use an SCRFD file with points, such as scrfd_10g_bnkps.onnx"
         )
     found = []
     for level, stride in enumerate(STRIDES):
@@ -129,8 +132,11 @@ def decode_scrfd(
 
 
 def suppress(boxes: torch.Tensor, scores: torch.Tensor, overlap: float) -> torch.Tensor:
-    """Indices of the boxes that stay, best first: each drops those after it whose intersection over union with it is
-    above `overlap`. boxes: (n, 4) as left, top, right, bottom. scores: (n,)."""
+    """Non-maximum suppression: returns the indices of the kept boxes, best score first.
+
+    A kept box removes all boxes with a lower score whose intersection over union with it exceeds `overlap`.
+    boxes: (n, 4) as left, top, right, bottom. scores: (n,).
+    """
     order = scores.argsort(descending=True)
     kept = []
     while len(order):
@@ -148,17 +154,17 @@ def _areas(boxes: torch.Tensor) -> torch.Tensor:
 
 
 def load_onnx(path: str, option: str) -> nn.Module:
-    """The model of an ONNX file as a frozen torch module. option: the key that names it, for messages.
+    """Loads an ONNX file as a frozen torch module. option: configuration key of the path, for messages.
 
     Raises:
-        UserError: there is no such file, onnx2torch is not installed, or it cannot convert the file.
+        UserError: the file does not exist, onnx2torch is not installed or cannot convert the file.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"{option}={path!r}: no such file (looked for {file.absolute()}); expected an ONNX file")
     stand_ins: dict[str, ModuleType] = {}
     if importlib.util.find_spec("torchvision") is None:
-        # onnx2torch imports it for two operators that no face model has, NonMaxSuppression and RoiAlign
+        # onnx2torch imports torchvision for two operators that face models do not use, NonMaxSuppression and RoiAlign
         operators = ModuleType("torchvision.ops")
         operators.__dict__.update(dict.fromkeys(("roi_align", "nms", "box_convert")))
         stand_ins = {"torchvision": ModuleType("torchvision"), "torchvision.ops": operators}

@@ -1,6 +1,6 @@
-"""What a visual reward is: it prepares what it wants to know of a reference clip, then scores generated frames.
+"""The interface of visual rewards: a reward prepares a reference clip once, then scores generated frames.
 
-`@register_visual_reward("name")` files a class (or a function that makes the object) under `reward.name`;
+`@register_visual_reward("name")` registers a class (or a factory function) for `reward.name`;
 `reward.name=my_pkg.module:MyReward` needs no registration. `reward.kwargs` are its arguments.
 """
 
@@ -18,10 +18,11 @@ from verl_lite.registry import Registry
 
 @dataclass(frozen=True)
 class VisualScore:
-    """What one generated clip is worth.
+    """The score of one generated clip.
 
-    value: scalar tensor, differentiable in the frames. counted: False = this clip shows nothing to score (no face in
-    any frame); it is left out of the loss, and its value is 0 without a gradient.
+    value: scalar tensor, differentiable with respect to the frames.
+    counted: False if the clip shows nothing to score (no face in any frame). Such a clip is excluded from the loss, and
+        `score_frames` sets its value to 0 without a gradient.
     """
 
     value: torch.Tensor
@@ -29,27 +30,31 @@ class VisualScore:
 
 
 class Faces(NamedTuple):
-    """The largest face of each frame. found: (F,) bool. keypoints: (F, 5, 2), x and y in pixels, in the template's
-    order, pixel centres at whole numbers; what stands where nothing was found is never read."""
+    """The largest face of each frame.
+
+    found: (F,) bool, True for frames with a face. keypoints: (F, 5, 2), x and y in pixels with pixel centres at whole
+    numbers, in the order of `ARCFACE_TEMPLATE`; ignored in frames without a face.
+    """
 
     found: torch.Tensor
     keypoints: torch.Tensor
 
 
 class VisualReward(Protocol):
-    """An nn.Module or a plain object. Its weights are frozen by `build_visual_reward`."""
+    """A visual reward: an nn.Module, whose weights `build_visual_reward` freezes, or a plain object."""
 
     def prepare(self, reference_frames: torch.Tensor) -> Any:
-        """What `score` needs of the reference clip, tensors on the frames' device; once per clip, without gradient.
+        """Computes the data of a reference clip that `score` needs; called once per clip, without gradient.
 
-        reference_frames: (F, 3, H, W) in [0, 1]. Raises ValueError if nothing in them can be compared with.
+        Tensors in the result stay on the device of the frames. reference_frames: (F, 3, H, W) in [0, 1]. Raises
+        ValueError if the clip cannot serve as a reference.
         """
 
     def score(self, frames: torch.Tensor, reference: Any) -> VisualScore:
-        """frames: (F, 3, H, W) in [-1, 1], with gradient. reference: from `prepare`."""
+        """Scores frames (F, 3, H, W) in [-1, 1], with gradient. reference: result of `prepare`."""
 
     def to(self, device: Any) -> Any:
-        """Moves what it holds, in place, as nn.Module.to does."""
+        """Moves the reward's tensors to the device in place, like nn.Module.to."""
 
 
 VISUAL_REWARDS: Registry[Callable[..., VisualReward]] = Registry("visual reward")
@@ -57,10 +62,10 @@ register_visual_reward = VISUAL_REWARDS.register
 
 
 def build_visual_reward(config: FlowRewardConfig) -> VisualReward:
-    """The reward that config.name and config.kwargs say, frozen.
+    """Builds the reward of config.name with config.kwargs, and freezes its weights.
 
     Raises:
-        UserError: an unknown name, arguments it does not take, or an object without `prepare`, `score` and `to`.
+        UserError: the name is unknown, the arguments do not match, or the object lacks `prepare`, `score` or `to`.
     """
     try:
         make = VISUAL_REWARDS.get_fn(config.name)
@@ -80,22 +85,22 @@ def build_visual_reward(config: FlowRewardConfig) -> VisualReward:
 
 
 def score_frames(reward: VisualReward, frames: torch.Tensor, reference: Any) -> VisualScore:
-    """`reward.score`, and that its answer can be learnt from; a clip that does not count comes back as 0.
+    """Calls `reward.score` and checks its result. A clip that is not counted gets the value 0.
 
     Args:
         frames: (F, 3, H, W) in [-1, 1].
 
     Raises:
-        UserError: the value is no finite scalar, or frames have a gradient and the value has none.
+        UserError: the value is not a finite scalar, or it does not require grad although the frames do.
     """
     score = reward.score(frames, reference)
     name = f"{type(reward).__name__}.score"
     if not isinstance(score, VisualScore) or not isinstance(score.value, torch.Tensor):
-        raise UserError(f"{name} gave {type(score).__name__}; expected VisualScore(value=tensor, counted=bool)")
+        raise UserError(f"{name} returned {type(score).__name__}; expected VisualScore(value=tensor, counted=bool)")
     if not score.counted:
         return VisualScore(torch.zeros((), device=frames.device), counted=False)
     if score.value.shape != () or not bool(torch.isfinite(score.value)):
-        raise UserError(f"{name} gave {score.value}; expected a finite scalar, shape ()")
+        raise UserError(f"{name} returned {score.value}; expected a finite scalar, shape ()")
     if frames.requires_grad and not score.value.requires_grad:
         raise UserError(
             f"{name} is not differentiable: compute it by torch operations on the frames, without detach(), item(), "
@@ -105,5 +110,5 @@ def score_frames(reward: VisualReward, frames: torch.Tensor, reference: Any) -> 
 
 
 def as_pixels(frames: torch.Tensor) -> torch.Tensor:
-    """Frames of [-1, 1] as reference frames are: fp32 in [0, 1]."""
+    """Converts frames in [-1, 1] to fp32 in [0, 1], the range of reference frames."""
     return (frames.float() + 1) / 2

@@ -1,8 +1,9 @@
-"""The likeness of a generated face to the face of a reference clip, differentiable in the generated frames.
+"""The identity reward: similarity of a generated face to the face of a reference clip, differentiable.
 
-A detector finds a face's five points in each frame, without gradient; the frame is turned and scaled so that they lie
-on the template of ArcFace, and an embedder makes a vector of the crop, both with gradient; the score is the mean cosine
-between the vectors of generated and reference frames. Real detectors and embedders come from ONNX files (`arcface`).
+A detector finds the five points of a face in each frame, without gradient. The frame is rotated, scaled and cropped so
+that the points lie on ArcFace's template, and an embedder computes a vector of the crop; both steps are differentiable.
+The score is the mean cosine between the vectors of generated and reference frames. `arcface` loads real detectors and
+embedders from ONNX files.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,24 +20,25 @@ from verl_lite.visual_rewards.base import Faces, VisualScore, as_pixels, registe
 
 TEMPLATE_SIZE = 112
 ARCFACE_TEMPLATE = ((38.2946, 51.6963), (73.5318, 51.5014), (56.0252, 71.7366), (41.5493, 92.3655), (70.7299, 92.2041))
-"""Left eye, right eye, nose, left and right corner of the mouth, as seen in the picture: (x, y) in pixels of a crop of
-112 x 112, pixel centres at whole numbers. The layout on which ArcFace (Deng et al. 2019) and its successors train."""
+"""Left eye, right eye, nose, left and right corner of the mouth, as seen by the viewer: (x, y) in pixels of a 112 x 112
+crop, pixel centres at whole numbers. ArcFace (Deng et al. 2019) and its successors are trained on this layout."""
 
 
 Detector = Callable[[torch.Tensor], Faces]
-"""Frames (F, 3, H, W) in [0, 1], RGB, to faces; called without gradient."""
+"""Finds faces in RGB frames (F, 3, H, W) in [0, 1]; called without gradient."""
 
 Embedder = Callable[[torch.Tensor], torch.Tensor]
-"""Crops (n, 3, S, S) in [0, 1], RGB, to vectors (n, D) of any length; differentiable. Its attribute `crop_size` says S
-(112 if it has none)."""
+"""Embeds RGB crops (n, 3, S, S) in [0, 1] as vectors (n, D) of any norm; differentiable. S is its attribute `crop_size`
+(default 112)."""
 
 
 @register_visual_reward("cosine_identity")
 class CosineIdentityReward(nn.Module):
-    """Mean cosine between the face vectors of generated and reference frames, by `pooled_similarity`.
+    """Mean cosine between the face vectors of generated and reference frames; see `pooled_similarity`.
 
-    embedder, detector: an object, or how to make it: FILE.onnx (see `arcface`), pkg.module:object for a class or
-    function without arguments, or {name: one of both, ...: its arguments}. detector=None: the face fills the frame.
+    embedder, detector: an object, FILE.onnx (see `arcface`), pkg.module:object (a class or function, called without
+    arguments), or a mapping with one of these strings as `name` and arguments. Without a detector, the face fills the
+    frame.
     """
 
     def __init__(
@@ -49,10 +51,10 @@ class CosineIdentityReward(nn.Module):
 
     @torch.no_grad()
     def prepare(self, reference_frames: torch.Tensor) -> torch.Tensor:
-        """(F, D), zero where a frame has no face.
+        """Returns the face vectors of the frames, (F, D); zeros for frames without a face.
 
-        reference_frames: (F, 3, H, W) in [0, 1]. Raises ValueError if no frame after the first, which is the condition
-        and does not count, has a face.
+        reference_frames: (F, 3, H, W) in [0, 1]. Raises ValueError if no frame after the first has a face; the first
+        is the model's input and is not compared.
         """
         found, vectors = self.embed(reference_frames.float())
         if not bool(found[1:].any()):
@@ -62,15 +64,14 @@ class CosineIdentityReward(nn.Module):
         return rows
 
     def score(self, frames: torch.Tensor, reference: torch.Tensor) -> VisualScore:
-        """frames: (F, 3, H, W) in [-1, 1]. reference: (R, D) of `prepare`. Without a face in any frame the clip does
-        not count."""
+        """Scores frames (F, 3, H, W) in [-1, 1]; a clip without any face is not counted. reference: (R, D)."""
         found, vectors = self.embed(as_pixels(frames))
         if not bool(found.any()):
             return VisualScore(torch.zeros((), device=frames.device), counted=False)
         return VisualScore(pooled_similarity(vectors, reference))
 
     def embed(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """found (F,) and the vectors (n, D) of the n frames with a face. pixels: (F, 3, H, W) in [0, 1]."""
+        """Returns `Faces.found` (F,) and the vectors (n, D) of its n faces. pixels: (F, 3, H, W) in [0, 1]."""
         with torch.no_grad():
             faces = self.detector(pixels.detach())
         crops = align(pixels[faces.found], faces.keypoints[faces.found].to(pixels), self.crop_size)
@@ -78,11 +79,14 @@ class CosineIdentityReward(nn.Module):
 
 
 def pooled_similarity(vectors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Mean over generated frames of the mean cosine to the reference frames that count; a scalar.
+    """Returns the mean over generated frames of the mean cosine to the compared reference frames, a scalar.
 
-    vectors: (n, D), of the generated frames with a face (the first frame too). reference: (R, D); row 0, the frame that
-    is given as condition, and rows of zeros (no face) do not count. As ROLL's reward flow pools, whose small constants
-    in the denominators are not needed here: no row at all is an error of the caller.
+    Same pooling as in ROLL's reward flow, but without the small constants in the denominators: callers must pass at
+    least one generated and one compared reference frame.
+
+    Args:
+        vectors: (n, D) vectors of the generated frames with a face, including the first frame.
+        reference: (R, D). Row 0 (the model's input frame) and rows of zeros (no face) are not compared.
     """
     counts = reference.abs().sum(-1) > 0  # (R,)
     counts[0] = False
@@ -91,7 +95,7 @@ def pooled_similarity(vectors: torch.Tensor, reference: torch.Tensor) -> torch.T
 
 
 def make_part(role: str, given: Any) -> Any:
-    """The embedder or detector that `CosineIdentityReward` was given, or given a name of."""
+    """Returns the embedder or detector of `CosineIdentityReward`; builds it if `given` is a string or a mapping."""
     if not isinstance(given, str | Mapping):
         return given
     arguments = {"name": given} if isinstance(given, str) else dict(given)
@@ -110,7 +114,10 @@ def make_part(role: str, given: Any) -> Any:
 
 
 def whole_frame(frames: torch.Tensor) -> Faces:
-    """The detector for clips that show nothing but a face: it fills the frame. frames: (F, 3, H, W)."""
+    """Detector for clips whose frames consist of a face only: returns a face that fills the frame.
+
+    frames: (F, 3, H, W).
+    """
     count, _, height, width = frames.shape
     scale = torch.tensor([width / TEMPLATE_SIZE, height / TEMPLATE_SIZE], device=frames.device)
     points = (torch.tensor(ARCFACE_TEMPLATE, device=frames.device) + 0.5) * scale - 0.5
@@ -118,10 +125,10 @@ def whole_frame(frames: torch.Tensor) -> Faces:
 
 
 def align(pixels: torch.Tensor, keypoints: torch.Tensor, size: int) -> torch.Tensor:
-    """Crops (n, 3, size, size) in which the points lie on ArcFace's template, bilinear, black beyond the frame;
-    differentiable in the pixels.
+    """Crops frames to (n, 3, size, size) so that their keypoints lie on ArcFace's template.
 
-    pixels: (n, 3, H, W). keypoints: (n, 5, 2) in pixels.
+    Bilinear, black outside the frame, differentiable with respect to the pixels. pixels: (n, 3, H, W). keypoints: (n,
+    5, 2) in pixels.
     """
     if len(pixels) == 0:
         return pixels.new_zeros(0, pixels.shape[1], size, size)
@@ -134,10 +141,10 @@ def align(pixels: torch.Tensor, keypoints: torch.Tensor, size: int) -> torch.Ten
 
 
 def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(n, 3, 3): the turn, scale and shift that bring points (n, k, 2) nearest to targets (k, 2), in squared distance.
+    """Fits the rotation, scale and translation from points (n, k, 2) to targets (k, 2) by least squares; (n, 3, 3).
 
-    With (x, y) as the complex number x + iy this is a line: target = a point + b, so a and b are those of least
-    squares; equal to Umeyama (1991) without reflection.
+    With (x, y) as the complex number x + iy this is the linear regression target = a point + b. Equal to Umeyama (1991)
+    without reflection.
     """
     middle, target_middle = points.mean(1, keepdim=True), targets.mean(0)
     x, y = (points - middle).unbind(-1)  # (n, k)
@@ -151,5 +158,5 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def _to_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
-    """From grid_sample's [-1, 1] (borders of the picture) to pixels with centres at whole numbers."""
+    """Returns the 3 x 3 map from grid_sample's coordinates, [-1, 1] at the borders, to pixels with integer centres."""
     return like.new_tensor([[width / 2, 0, (width - 1) / 2], [0, height / 2, (height - 1) / 2], [0, 0, 1]])
