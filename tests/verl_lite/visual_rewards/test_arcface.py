@@ -133,7 +133,7 @@ def test_decoding_by_hand() -> None:
 
 
 def test_decoding_refuses_outputs_of_another_model() -> None:
-    with pytest.raises(UserError, match="gives 6 outputs of .* 9 with"):
+    with pytest.raises(UserError, match="has 6 outputs of .* expected 9 of"):
         decode_scrfd(empty_outputs(64)[:6], 64, 0.5)
     with pytest.raises(UserError, match="for 96 x 96 pixels 9 with .288, "):
         decode_scrfd(empty_outputs(64), 96, 0.5)
