@@ -1,1 +1,1 @@
-"""Recipes: one folder is one reproducible result."""
+"""Recipes: each folder reproduces one result."""

@@ -1,23 +1,22 @@
 """The task on which algorithms are compared: the quickstart's model, data and warm start, with one budget for all.
 
-Recipes of single algorithms are `settings()` and what makes the algorithm. What they share is said here once, so that
-nothing but the algorithm differs; `comparison.yaml` runs them all.
+The recipe of an algorithm is `settings()` plus the options of the algorithm, so that runs differ only in the algorithm;
+`comparison.yaml` runs all of them.
 """
 
 from recipes.quickstart import recipe as quickstart
 
 SAMPLES = 512
-"""Answers that a step samples, greedy ones of a baseline included."""
+"""Responses sampled per step, including the greedy responses of a baseline."""
 
 MINI_BATCHES = 4
-"""Optimizer steps on the samples of a step: with a single one every ratio is 1, and no clip takes part."""
+"""Optimizer steps per step: with only one, every ratio is 1 and no clipping occurs."""
 
 
 def settings(answers: int = 8, baselines: int = 0) -> dict[str, object]:
-    """Settings that all algorithms share, by dotted key: what the quickstart has, and one budget, which makes runs
-    comparable.
+    """Returns the settings of all algorithms by dotted key: those of the quickstart, with the common budget.
 
-    answers: to each question; baselines: greedy answers beside them.
+    answers: sampled responses per question. baselines: additional greedy responses per question.
     """
     questions = SAMPLES // (answers + baselines)
     return quickstart.overrides() | {

@@ -1,8 +1,8 @@
-"""What recipes that bring their own model share: a small Qwen2, its supervised warm start, and the cache for both.
+"""Shared code of recipes with their own model: builds a small Qwen2, its supervised warm start, and the cache for both.
 
-A recipe's files are made once and kept under VERL_LITE_CACHE (or ~/.cache/verl_lite), in a folder named after the
-content of the code that decides them. It is there whole or not at all, whoever is interrupted, and however many runs
-begin at once.
+The files of a recipe are built once and cached under VERL_LITE_CACHE (or ~/.cache/verl_lite), in a folder whose name
+contains a hash of the code that builds them. The folder only appears when it is complete, even if a build is stopped or
+several runs start at the same time.
 """
 
 from __future__ import annotations
@@ -33,23 +33,27 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Two tokens around a question: with prompts of a dozen characters every marker counts."""
+"""Puts only two tokens around a question, because the prompts have only about a dozen characters."""
 
 INITIALIZER_RANGE = 0.06
-"""Of all weight matrices. A supervised start of 120 steps learns twice as much from it as from the usual 0.02."""
+"""Standard deviation of all weight matrices. A warm start of 120 steps learns twice as much with it as with 0.02."""
 
 HEAD_DIMENSIONS = 32
-"""The smallest that vLLM takes."""
+"""Size of an attention head, the smallest that vLLM supports."""
 
 ONE_GROUP = 10_000_000
-"""wrap_policy.min_num_params above any model here: on one this small a collective for each layer costs more than it
-saves."""
+"""wrap_policy.min_num_params above the size of every model here: in small models, one collective per layer costs more
+time than sharding saves."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a recipe makes once and keeps. name: of the recipe. build: writes it into a folder. files: the code that
-    decides it; this file and `sizes` count too."""
+    """The cached files of a recipe.
+
+    name: name of the recipe.
+    build: function that writes the files into a folder.
+    files: source files whose content determines the result; changing them, this file or `sizes` causes a new build.
+    """
 
     name: str
     build: Callable[[Path], None]
@@ -58,7 +62,7 @@ class Made:
 
     @property
     def folder(self) -> Path:
-        """Where this version is kept; what decides it is part of its name."""
+        """The cache folder of this version; its name contains a hash of `files`, this file and `sizes`."""
         digest = hashlib.sha256(self.sizes.encode())
         for file in [*self.files, Path(__file__)]:
             digest.update(file.read_bytes())
@@ -66,13 +70,13 @@ class Made:
         return Path(root).expanduser().absolute() / f"{self.name}-{digest.hexdigest()[:12]}"
 
     def prepare(self, config: Any) -> None:
-        """Makes what the run needs and the cache does not hold; a model or data of the user's own are left alone."""
+        """Builds the files if the run uses them; does nothing for a model and data of the user's own."""
         wanted = [config.model.path or "", *config.data.train_files, *config.data.val_files]
         if any(Path(path).is_relative_to(self.folder) for path in wanted):
             self.make()
 
     def make(self) -> None:
-        """Makes it if it is not there."""
+        """Builds the folder if it does not exist."""
         folder = self.folder
         if folder.is_dir():
             return
@@ -84,7 +88,7 @@ class Made:
             self.build(building)
             building.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster, and its folder stays
+            if not folder.is_dir():  # otherwise another process was faster, and its folder is used
                 raise
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -93,12 +97,15 @@ class Made:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a recipe begins without a model and data of the user's own: data made by rule, and a random model after a
-    supervised warm start on their demonstrations, because a model that is never right has nothing to be reinforced for.
+    """The default model and data of a recipe: generated data, and a random model after a supervised warm start.
 
-    name: of the recipe. data: the module that makes the data, by `write_data(folder, seed)`: test.parquet,
-    train.parquet and demonstrations.parquet. words: that are one token each. hidden: size of the model. steps: of the
-    warm start, each of `rows` conversations of at most `max_length` tokens, at the learning rate `lr`.
+    The warm start trains on demonstrations, because RL cannot improve a model that never gets a reward.
+
+    name: name of the recipe.
+    data: module whose `write_data(folder, seed)` writes test.parquet, train.parquet and demonstrations.parquet.
+    hidden, layers: size of the model. words: words that are one token each.
+    steps, rows, max_length, lr: steps of the warm start, conversations per step, maximum number of tokens of a
+        conversation, learning rate.
     """
 
     name: str
@@ -114,7 +121,7 @@ class Start:
 
     @property
     def made(self) -> Made:
-        """This version of model, data and warm start."""
+        """The cached files of this version of model, data and warm start."""
         sizes = [getattr(self, field.name) for field in fields(self) if field.name != "data"]
         code = [Path(self.data.__file__ or ""), Path(__file__).with_name("made_data.py")]
         return Made(self.name, self.build, code, str(sizes))
@@ -124,7 +131,7 @@ class Start:
         return self.made.folder
 
     def settings(self) -> dict[str, object]:
-        """Options that name the model and the data, by dotted key."""
+        """Returns the options of the model and data paths by dotted key."""
         return {
             "model.path": str(self.folder / "model"),
             "data.train_files": [str(self.folder / "data" / "train.parquet")],
@@ -143,15 +150,15 @@ class Start:
         warm_start(folder, self.name, steps=self.steps, rows=self.rows, max_length=self.max_length, lr=self.lr)
 
     def write_random_model(self, folder: Path) -> None:
-        """The model before its warm start, and its tokenizer."""
+        """Writes the model before its warm start, and its tokenizer, into `folder`."""
         write_qwen2(folder, byte_tokenizer(self.words), self.seed, layers=self.layers, hidden=self.hidden)
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """One token for each of `words`, one a byte for any other text: a byte-level BPE with an empty merge list, so any
-    text goes in and comes out unchanged.
+    """Builds a tokenizer with one token for each of `words` and one per byte of other text; any text round-trips.
 
-    transformers loads Qwen2Tokenizer for every Qwen2 model, whatever the folder says, and that one is a byte-level BPE.
+    It is a byte-level BPE with an empty merge list, because transformers loads Qwen2Tokenizer, a byte-level BPE, for
+    every Qwen2 model.
     """
     from tokenizers import AddedToken
     from tokenizers.pre_tokenizers import ByteLevel
@@ -161,7 +168,7 @@ def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
     tokenizer = Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
         merges=[],
-        unk_token=None,  # there is nothing unknown: all bytes are tokens
+        unk_token=None,  # not needed, because every byte is a token
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=[USER, ASSISTANT],
@@ -174,8 +181,10 @@ def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
 def write_qwen2(
     folder: Path, tokenizer: Qwen2Tokenizer, seed: int, *, layers: int, hidden: int, widening: int = 4
 ) -> None:
-    """Writes config, random fp32 weights, generation config and tokenizer into `folder`: an ordinary Hugging Face
-    folder, so it loads through the code that loads any model. Same seed, same bytes."""
+    """Writes a model folder in Hugging Face format: config, random fp32 weights, generation config and tokenizer.
+
+    The same seed gives the same bytes.
+    """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -205,8 +214,10 @@ def write_qwen2(
 
 
 def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: int, lr: float) -> None:
-    """From folder/random and folder/demonstrations.parquet to folder/model, by `steps` optimizer steps of `rows`
-    conversations of at most `max_length` tokens."""
+    """Trains folder/random on folder/demonstrations.parquet and writes folder/model.
+
+    Takes `steps` optimizer steps on `rows` conversations each, of at most `max_length` tokens.
+    """
     from trainer.supervised.sft import SFTJob
     from verl_lite.config import SFTConfig
 
@@ -225,9 +236,10 @@ def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: in
 
 
 def train_small(job: Any, options: Any, folder: Path, what: str, settings: Mapping[str, object]) -> None:
-    """Trains a model this small under supervision, inside this process, and moves it to folder/model.
+    """Trains a small model with supervision in this process and moves it to folder/model.
 
-    job, options: the kind of training and the class of its options. settings: by dotted key, beside what suits all.
+    job, options: class of the training job and class of its configuration. what: prefix of the printed progress lines.
+    settings: options by dotted key, in addition to defaults for small models.
     """
     from trainer.supervised.loop import train_within
     from verl_lite.config import load_schema

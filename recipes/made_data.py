@@ -1,7 +1,7 @@
-"""What recipes with data made by rule share: questions as rows, a careless teacher, files.
+"""Shared code of recipes with generated data: converts questions to rows, corrupts demonstrations, writes files.
 
-The demonstrations, from which a model learns before it is reinforced, come from a teacher whose answers are wrong as
-often as the recipe says. No question stands in two files: what is tested and reinforced is new to the model.
+The demonstrations for the warm start contain wrong answers at a rate that the recipe sets. No question appears in two
+files, so test and training questions are new to the model after its warm start.
 """
 
 import random
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Question:
-    """One question with its answer. extra: entries of extra_info, beside split and index."""
+    """One question with its answer. extra: entries of extra_info in addition to split and index."""
 
     data_source: str
     ability: str
@@ -29,7 +29,7 @@ class Question:
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def row(self, split: str, index: int) -> dict[str, object]:
-        """In verl's row schema."""
+        """Returns the question as a row in verl's schema."""
         return {
             "data_source": self.data_source,
             "prompt": [{"role": "user", "content": self.prompt}],
@@ -39,7 +39,7 @@ class Question:
         }
 
     def answered(self, answer: str) -> dict[str, object]:
-        """As a row of supervised training, with this answer."""
+        """Returns the question with this answer as a row for supervised training."""
         chat = [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": answer}]
         return {"messages": chat}
 
@@ -47,7 +47,7 @@ class Question:
 def write_files(
     folder: Path, *, test: Sequence[Question], train: Sequence[Question], taught: Iterable[dict[str, object]]
 ) -> None:
-    """test.parquet and train.parquet (verl's row schema) and demonstrations.parquet (chats), in `folder`."""
+    """Writes test.parquet and train.parquet (verl's row schema) and demonstrations.parquet (chats) into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = {
         "test": [question.row("test", index) for index, question in enumerate(test)],
@@ -59,7 +59,7 @@ def write_files(
 
 
 def careless(answer: str, wrong_share: float, rng: random.Random) -> str:
-    """The answer, each digit and letter of which is with this probability a random one of its kind."""
+    """Replaces each digit and letter of the answer by a random digit or letter with probability `wrong_share`."""
     return "".join(
         rng.choice(string.digits if right.isdigit() else string.ascii_lowercase)
         if right != "-" and rng.random() < wrong_share
@@ -69,7 +69,7 @@ def careless(answer: str, wrong_share: float, rng: random.Random) -> str:
 
 
 def unique(things: Iterable[T], key: Callable[[T], Hashable]) -> Iterator[T]:
-    """The first of those that have the same key."""
+    """Yields the things whose key did not occur before."""
     seen: set[Hashable] = set()
     for thing in things:
         if key(thing) not in seen:
@@ -78,9 +78,9 @@ def unique(things: Iterable[T], key: Callable[[T], Hashable]) -> Iterator[T]:
 
 
 def reasoning_gym_entries(task: str, **arguments: Any) -> Any:
-    """A dataset of reasoning-gym."""
+    """Creates the dataset of a reasoning-gym task. arguments: arguments of its generator."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # a dependency's, at its first compilation
-        from reasoning_gym import create_dataset  # imports a hundred generators: seconds, and needed only here
+        warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
+        from reasoning_gym import create_dataset  # imported here, because it takes seconds
 
     return create_dataset(task, **arguments)

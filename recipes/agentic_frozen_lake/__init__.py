@@ -1,1 +1,1 @@
-"""An agent learns to cross a frozen lake by crossing it."""
+"""An agent learns to cross a frozen lake."""

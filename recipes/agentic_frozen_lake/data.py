@@ -1,8 +1,8 @@
-"""The model of the agentic recipes, a random Qwen2 of 230,000 parameters, and its warm start: conversations of a clumsy
-player, from which it learns the notation and a little of the game.
+"""The model of the agentic recipes, a random Qwen2 of 230,000 parameters, and its warm start on demonstrations.
 
-The player knows a shortest way, but every other of its moves is a random one; it answers in the right notation, always.
-Same seed, same bytes.
+The demonstrations are conversations of a player who knows a shortest path and always answers in the right format, but
+makes random moves at a configured rate. They teach the format and a little of the game. The same seed gives the same
+bytes.
 """
 
 import random
@@ -20,10 +20,10 @@ _STEPS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
 
 Chat = list[dict[str, str]]
 Player = Callable[[], int]
-"""Says its next move in the world as it stands."""
+"""Returns the next move in the current state of its environment."""
 
 WORDS = ("<answer>", "</answer>", "Left", "Down", "Right", "Up", "√")
-"""One token each, so that a turn of the agent, <answer>Right</answer>, has three and its end; other text is bytes."""
+"""Words with one token each: a turn of the agent, <answer>Right</answer>, has three tokens and the end token."""
 
 SEED = 1
 LAYERS, HIDDEN = 4, 64
@@ -40,9 +40,10 @@ def make_player(
     steps: int,
     length: int,
 ) -> None:
-    """Writes model/, after the warm start, and demonstrations.parquet into `folder`.
+    """Writes demonstrations.parquet, and the model after its warm start as model/, into `folder`.
 
-    name: of the recipe. number: of conversations. steps: of the warm start. length: tokens of a conversation at most.
+    name: name of the recipe. number: number of conversations. steps: optimizer steps of the warm start. length: maximum
+    number of tokens of a conversation.
     """
     from recipes.embedded import warm_start
 
@@ -53,7 +54,7 @@ def make_player(
 
 
 def write_model(folder: Path, seed: int, *, layers: int = LAYERS, hidden: int = HIDDEN) -> None:
-    """Writes the model before its warm start, and its tokenizer, into `folder`. Same seed, same bytes."""
+    """Writes the model before its warm start, and its tokenizer, into `folder`. The same seed gives the same bytes."""
     from recipes.embedded import byte_tokenizer, write_qwen2
 
     write_qwen2(folder, byte_tokenizer(WORDS), seed, layers=layers, hidden=hidden, widening=3)
@@ -68,9 +69,9 @@ def write_demonstrations(
     number: int,
     random_share: float,
 ) -> None:
-    """Writes the pieces of `number` conversations, of the templates' worlds in turn, as parquet of chat messages.
+    """Plays `number` conversations, alternating between the templates, and writes their `pieces` as parquet.
 
-    player: gives the player of a world. random_share: of its moves; some of them are right by chance.
+    player: returns the player of an environment. random_share: share of random moves (some are right by chance).
     """
     worlds = []
     for template in templates.values():
@@ -84,17 +85,17 @@ def write_demonstrations(
 
 
 def pieces(chat: Chat, rng: random.Random) -> list[Chat]:
-    """Each of its turns alone, and its last turns, two or more.
+    """Splits a conversation into its single turns, and adds a piece with two or more of its last turns.
 
-    From single turns the model learns to read the grid, much faster than from conversations; from the others, that the
-    last grid is the one that counts.
+    The model learns to read the grid much faster from single turns than from conversations. The longer pieces teach it
+    to use the last grid.
     """
     turns = [chat[start : start + 2] for start in range(0, len(chat), 2)]
     return [*turns, chat[-2 * rng.randint(2, 10) :]]
 
 
 def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float) -> Player:
-    """The player, whose hand slips."""
+    """Wraps a player so that a share `random_share` of its moves is random."""
     moves = sorted(env.names)
 
     def choose() -> int:
@@ -104,7 +105,7 @@ def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float
 
 
 def play(template: EnvTemplate, env: GridEnv, player: Player, seed: int) -> Chat:
-    """An episode as the model would see it; it ends with the move that ends it."""
+    """Plays an episode and returns it as the chat that the model would see, up to the final move."""
     observation, info = env.reset(seed)
     chat: Chat = []
     for turn in range(template.max_steps):
@@ -119,12 +120,12 @@ def play(template: EnvTemplate, env: GridEnv, player: Player, seed: int) -> Chat
 
 
 def lake_player(rng: random.Random) -> Callable[[GridEnv], Player]:
-    """Knows the ways over the ice; of several shortest ones it takes any."""
+    """Returns a player who follows a random shortest path."""
     return lambda env: lambda: rng.choice(best_moves(env.rows()))
 
 
 def best_moves(rows: list[str]) -> list[int]:
-    """The first moves of all shortest ways from P to G; every move where there is no way."""
+    """Returns the first moves of all shortest paths from P to G, or every move if there is no path."""
     cells = {(row, column): letter for row, line in enumerate(rows) for column, letter in enumerate(line)}
     start = next(cell for cell, letter in cells.items() if letter == "P")
     distance = {cell: 0 for cell, letter in cells.items() if letter == "G"}

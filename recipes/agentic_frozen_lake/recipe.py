@@ -1,8 +1,7 @@
-"""An agent of 230,000 parameters learns to cross a frozen lake: gymnasium's fixed 4x4 map, and random ones.
+"""An agent of 230,000 parameters learns to cross a frozen lake: gymnasium's fixed 4x4 map, and random maps.
 
-Episodes are conversations of up to ten turns, learnt from by GRPO: eight episodes on the same map are compared with
-each other. `overrides` gives the settings; `prepare` makes the model and its warm start where the cache does not hold
-them yet.
+Episodes are conversations of up to ten turns. GRPO compares eight episodes on the same map. `overrides` returns the
+settings; `prepare` builds the model with its warm start unless it is in the cache.
 """
 
 from pathlib import Path
@@ -12,7 +11,7 @@ from recipes.embedded import ONE_GROUP
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return {f"agentic.custom_envs.{tag}": entry for tag, entry in CUSTOM_ENVS.items()} | {
         **small_model(MADE.folder / "model"),
         "data.max_prompt_length": PROMPT_TOKENS,
@@ -25,7 +24,7 @@ def overrides() -> dict[str, object]:
 
 
 def small_model(model: Path) -> dict[str, object]:
-    """What the agentic recipes share: the model, GRPO, numbers of episodes, and how a model this small runs fastest."""
+    """Returns the settings shared by the agentic recipes: GRPO, number of episodes, fast options for a small model."""
     return {
         "model.path": str(model),
         "model.enable_gradient_checkpointing": False,

@@ -1,9 +1,9 @@
-"""The recipe with its loop written out in the calls of ROLL's AgenticPipeline, for who wants another order of things:
+"""The recipe with an explicit training loop in the calls of ROLL's AgenticPipeline, as a start for custom loops:
 
 python -m trainer.main_ppo recipe=recipes.agentic_frozen_lake.roll_loop
 """
 
-from recipes.agentic_frozen_lake.recipe import overrides, prepare  # noqa: F401  what a recipe has
+from recipes.agentic_frozen_lake.recipe import overrides, prepare  # noqa: F401  required in every recipe
 from trainer.agentic.agentic_pipeline import AgenticPipeline
 from trainer.agentic.metrics import compute_data_metrics
 from trainer.final_report import FitResult
@@ -12,7 +12,7 @@ from verl_lite.protocol import DataProto
 
 
 class RollLoop(AgenticPipeline):
-    """Steps count from 0, as in ROLL; what is logged and saved counts those that are done."""
+    """A training loop with steps counted from 0, as in ROLL. Logs and checkpoints count completed steps."""
 
     def fit(self) -> FitResult:
         config, scheduler, result = self.pipeline_config, self.train_rollout_scheduler, self.result
@@ -24,9 +24,9 @@ class RollLoop(AgenticPipeline):
             self._evaluate()
             batch = scheduler.get_batch(DataProto(meta_info={"global_step": global_step}), config.rollout_batch_size)
             metrics.update(batch.meta_info.pop("metrics"))
-            if global_step + 1 < config.max_steps:  # the next ones, with agentic.async_generation_ratio
+            if global_step + 1 < config.max_steps:  # starts the next episodes, with agentic.async_generation_ratio
                 scheduler.begin_ahead(batch, config.rollout_batch_size)
-            batch = self.score(batch)  # counts episodes that failed, and masks them
+            batch = self.score(batch)  # also counts and masks failed episodes
             old_log_probs = self.actor_train.compute_log_probs(batch, blocking=False)
             if self.critic:
                 batch.union(self.critic.compute_values(batch, blocking=False).get())

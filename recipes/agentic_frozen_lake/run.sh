@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The recipe, from the root of the checkout; further key=value arguments win over the recipe's settings.
+# Runs the recipe from the root of the checkout; key=value arguments override the recipe's settings.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 exec "${PYTHON:-python}" -m trainer.main_ppo recipe=agentic_frozen_lake "$@"

@@ -1,4 +1,4 @@
-"""The lakes of the recipe, and what its model is made from: entries of agentic.custom_envs, model, warm start."""
+"""The lakes of the recipe as entries of agentic.custom_envs, and the builder of its model with the warm start."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from recipes.embedded import Made
 NAME = "agentic_frozen_lake"
 MAX_STEPS = 10
 PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 24, 4, 256
-"""A turn is <answer>, a move, </answer> and the end; a 4x4 grid with its two marks has 21 tokens."""
+"""A turn has 4 tokens: <answer>, a move, </answer> and the end. A 4x4 grid with its two markers has 21 tokens."""
 
 _GRID_ONLY = {"env_instruction": "", "feedback": False}
 _LAKE = {
@@ -23,11 +23,11 @@ CUSTOM_ENVS: dict[str, dict[str, Any]] = {
     "lake_random": _LAKE | {"env_config": _GRID_ONLY | {"size": 4, "p": 0.7, "split": "train"}},
     "lake_unseen": _LAKE | {"env_config": _GRID_ONLY | {"size": 4, "p": 0.7, "split": "test"}},
 }
-"""lake_unseen: random maps, none of which is played in the warm start or in training."""
+"""Environments by tag. lake_unseen: random maps that occur neither in the warm start nor in training."""
 
 
 def build(folder: Path) -> None:
-    """The player of the recipe: 260 steps on 3,000 conversations, one in four on the fixed map."""
+    """Builds the model: a warm start of 260 steps on 3,000 conversations, a quarter of them on the fixed map."""
     from recipes.agentic_frozen_lake.data import lake_player, make_player
     from verl_lite.envs.base import env_templates
 

@@ -1,1 +1,1 @@
-"""An agent learns to push a box onto its target by pushing it."""
+"""An agent learns to push a box onto its target."""

@@ -1,6 +1,6 @@
 """An agent of 230,000 parameters learns to push a box onto its target, in rooms that it has not seen.
 
-Model, warm start and settings are those of agentic_frozen_lake; only the world differs.
+Model and settings are those of agentic_frozen_lake; the environments and demonstrations differ.
 """
 
 from recipes.agentic_frozen_lake.recipe import small_model
@@ -8,7 +8,7 @@ from recipes.agentic_sokoban.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, MAD
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return {f"agentic.custom_envs.{tag}": entry for tag, entry in CUSTOM_ENVS.items()} | {
         **small_model(MADE.folder / "model"),
         "data.max_prompt_length": PROMPT_TOKENS,

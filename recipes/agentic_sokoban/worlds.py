@@ -1,4 +1,4 @@
-"""The rooms of the recipe, and what its model is made from: entries of agentic.custom_envs, model, warm start."""
+"""The rooms of the recipe as entries of agentic.custom_envs, and the builder of its model with the warm start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAME = "agentic_sokoban"
 MAX_STEPS = 10
 PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 40, 4, 384
-"""A turn is <answer>, a move, </answer> and the end; a 5x6 room with its two marks has 36 tokens."""
+"""A turn has 4 tokens: <answer>, a move, </answer> and the end. A 5x6 room with its two markers has 36 tokens."""
 
 _ROOM = {
     "env_instruction": "",
@@ -38,11 +38,11 @@ CUSTOM_ENVS: dict[str, dict[str, Any]] = {
     "sokoban": _SOKOBAN | {"env_config": _ROOM | {"split": "train"}},
     "sokoban_unseen": _SOKOBAN | {"env_config": _ROOM | {"split": "test"}},
 }
-"""sokoban_unseen: rooms none of which is played in the warm start or in training."""
+"""Environments by tag. sokoban_unseen: rooms that occur neither in the warm start nor in training."""
 
 
 def build(folder: Path) -> None:
-    """The player of the recipe: 180 steps on 4,000 conversations."""
+    """Builds the model: a warm start of 180 steps on 4,000 conversations."""
     from recipes.agentic_frozen_lake.data import make_player
     from verl_lite.envs.base import env_templates
 
@@ -51,7 +51,7 @@ def build(folder: Path) -> None:
 
 
 def room_player(rng: random.Random) -> Callable[[GridEnv], Player]:
-    """Takes the first move of a shortest solution; any move where the box is stuck."""
+    """Returns a player who makes the first move of a shortest solution, or a random move if the box is stuck."""
     from verl_lite.envs.sokoban import DIRECTIONS, Sokoban, solution
 
     def player(env: GridEnv) -> Player:

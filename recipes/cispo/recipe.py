@@ -1,10 +1,10 @@
-"""CISPO (2506.13585): a ratio that grew too large is capped as a weight, so that no token loses its gradient."""
+"""CISPO (2506.13585): clips the ratio as a weight of the gradient, so that no token loses its gradient."""
 
 from recipes import common_task
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings() | {
         "algorithm.adv_estimator": "grpo",
         "actor.policy_loss.loss_mode": "cispo",

@@ -1,14 +1,14 @@
-"""Dr.GRPO (2503.20783): GRPO without its two divisions, by the group's deviation and by an answer's length."""
+"""Dr.GRPO (2503.20783): GRPO without division by the group's standard deviation and by the response length."""
 
 from recipes import common_task
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings() | {
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": False,
-        "actor.loss_agg_mode": "seq-mean-token-sum-norm",  # divided by the response width, the same for all answers
+        "actor.loss_agg_mode": "seq-mean-token-sum-norm",  # divides all responses by the maximum length
     }
 
 

@@ -1,7 +1,7 @@
 """`python -m recipes.flow_grpo key=value ...`: policy gradients for a flow-matching model.
 
-With neither model nor data it runs the embedded default. `--help-config` lists the options, `--print-config` shows them
-resolved. Exit status: see `trainer.cli`.
+Without a model and data it runs the embedded default. `--help-config` lists the options, `--print-config` prints the
+resolved configuration. Exit status: see `trainer.cli`.
 """
 
 from trainer.cli import command, leave
@@ -11,7 +11,7 @@ from verl_lite.config.flow_grpo import FlowGRPOConfig
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     return start("recipes.flow_grpo.run:FlowGRPOJob", FlowGRPOConfig, argv, "flow_grpo")
 
 

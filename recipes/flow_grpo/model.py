@@ -1,7 +1,7 @@
-"""A flow-matching model small enough to learn squares in seconds: a residual network over all pixels of an image.
+"""A small flow-matching model that learns to draw squares in seconds: a residual network over all pixels of an image.
 
-It is what `workers.diffusion.sde_policy` asks of a model: `encode` makes conditions of prompts, `forward` gives the
-velocity, `decode` makes frames of latents (which here are the pixels).
+It implements `workers.diffusion.sde_policy.FlowNetwork`: `encode` turns prompts into conditions, `forward` computes the
+velocity, `decode` turns latents, which are pixels in this model, into frames.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recipes.flow_grpo.world import SIZE, WORDS, captioned_images
 
 WIDTH, BLOCKS, FREQUENCIES = 160, 3, 16
 LEAST_SIGMA = 0.05
-"""The network guesses the image x_0, and v = (x - x_0) / sigma, which is bounded by this."""
+"""Lower bound of sigma in v = (x - x_0) / sigma, where x_0 is the image that the network predicts."""
 WEIGHTS_FILE = "model.safetensors"
 
 IMAGES, IMAGES_SEED, MODEL_SEED = 20_000, 1, 1
@@ -26,7 +26,7 @@ STEPS, BATCH, PEAK_LR = 1200, 160, 3e-3
 
 
 class Block(nn.Module):
-    """x + W2 silu(W1 norm(x)), with scale and shift of the norm from the condition (adaptive layer norm)."""
+    """A residual block x + W2 silu(W1 norm(x)) with adaptive layer norm: the condition sets its scale and shift."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class TinyFlow(nn.Module):
-    """Velocity of SIZE x SIZE images in [-1, 1], given a prompt's words."""
+    """Predicts the velocity of SIZE x SIZE images in [-1, 1], conditioned on the words of a prompt."""
 
     latent_shape = (3, SIZE, SIZE)
 
@@ -56,7 +56,7 @@ class TinyFlow(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str) -> TinyFlow:
-        """The model that `save_pretrained` wrote."""
+        """Loads a model from a folder that `save_pretrained` wrote."""
         network = cls()
         network.load_state_dict(load_file(Path(folder) / WEIGHTS_FILE))
         return network
@@ -67,28 +67,34 @@ class TinyFlow(nn.Module):
         save_file(self.state_dict(), Path(folder) / WEIGHTS_FILE)
 
     def encode(self, prompts: Sequence[str]) -> torch.Tensor:
-        """(n, len(WORDS)): which words each prompt has."""
+        """Returns (n, len(WORDS)), 1 for the words in each prompt and 0 for the others."""
         return torch.tensor([[float(word in prompt.split()) for word in WORDS] for prompt in prompts])
 
     def forward(self, latents: torch.Tensor, sigma: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """v(x, sigma): latents (n, 3, SIZE, SIZE), sigma (n,), condition (n, len(WORDS)) -> (n, 3, SIZE, SIZE)."""
+        """Returns the velocity (n, 3, SIZE, SIZE) of latents (n, 3, SIZE, SIZE).
+
+        sigma: (n,). condition: (n, len(WORDS)).
+        """
         rates = torch.exp(torch.linspace(0, math.log(100.0), FREQUENCIES, device=sigma.device))
         angles = sigma[:, None] * rates
         time = self.time(torch.cat([angles.sin(), angles.cos()], dim=-1).to(latents.dtype))
-        said = nn.functional.silu(condition.to(latents.dtype) @ self.words.weight + time)
+        embedding = nn.functional.silu(condition.to(latents.dtype) @ self.words.weight + time)
         x = self.pixels(latents.flatten(1))
         for block in self.blocks:
-            x = block(x, said)
+            x = block(x, embedding)
         image = self.image(self.norm(x)).view_as(latents)
         return (latents - image) / sigma.clamp(min=LEAST_SIGMA).view(-1, 1, 1, 1).to(latents.dtype)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Frames (n, 1, 3, SIZE, SIZE) in [0, 1]."""
+        """Converts latents to frames (n, 1, 3, SIZE, SIZE) in [0, 1]."""
         return ((latents + 1) / 2).clamp(0, 1).unsqueeze(1)
 
 
 def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyFlow:
-    """A model trained by flow matching: mean of (v(x_t, t) - (x_1 - x_0))^2 with t uniform (Liu et al. 2023)."""
+    """Trains a model by flow matching: mean of (v(x_t, t) - (x_1 - x_0))^2 with t uniform (Liu et al. 2023).
+
+    tell: called with lines on the progress.
+    """
     images, captions = captioned_images(IMAGES, IMAGES_SEED)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(MODEL_SEED)

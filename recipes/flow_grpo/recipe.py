@@ -1,7 +1,7 @@
-"""A tiny flow-matching model learns to draw what its prompts say, by a judge without a gradient.
+"""A tiny flow-matching model learns to follow its prompts from a reward without a gradient.
 
-The model learnt from images whose captions were careless (`world.py`): it draws squares of any colour anywhere. GRPO on
-its denoising steps teaches it to follow the prompt. `prepare` makes model and prompts where the cache has none yet.
+The model was pretrained on images with unreliable captions (`world.py`), so it draws squares of any colour anywhere.
+GRPO on its denoising steps trains it to follow the prompt. `prepare` builds model and prompts unless they are cached.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ STEPS = 150
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     folder = MADE.folder
     return {
         "data.train_files": [str(folder / "prompts.txt")],
@@ -35,7 +35,7 @@ def overrides() -> dict[str, object]:
         "trainer.total_training_steps": STEPS,
         "trainer.test_freq": 25,
         "trainer.device": "cpu",
-        "trainer.backend": "inline",  # a network this small is not worth a second process
+        "trainer.backend": "inline",  # a second process does not pay off for such a small network
     }
 
 

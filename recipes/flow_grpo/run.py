@@ -1,4 +1,4 @@
-"""`python -m recipes.flow_grpo` for the frame of all commands (`trainer.run`): its checks, data, trainer and report."""
+"""The job that `python -m recipes.flow_grpo` runs in `trainer.run`: checks, data, trainer and report."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from workers.diffusion.sde_policy import FlowActorWorker
 
 NAME = "flow_grpo"
 SHOWN_PROMPTS = 6
-"""That the picture of before and after shows."""
+"""Number of prompts in the picture that compares samples before and after training."""
 CLIPPED = (
     "Denoising steps outside the clip range",
     "share",
@@ -32,33 +32,34 @@ CLIPPED = (
 )
 
 NOT_HERE = ("values", "reward_baselines", "sum_pi_squared", "traj_id", "state_hash")
-"""Arguments of an estimator that nothing here could give it: there is no critic, greedy answer, vocabulary, episode."""
+"""Arguments of estimators that do not exist here: there is no critic, greedy response, vocabulary or episode."""
 
 
 def problems_of(config: FlowGRPOConfig) -> Problems:
-    """What a model of images has not, and what a run cannot do without; the rest is checked as for language models."""
+    """Yields problems specific to this recipe: missing options, and options that need a language model."""
     for name in ("data.train_files", "model.path", "model.network", "reward.name"):
         if not attrgetter(name)(config):
-            yield f"{name} is needed where no recipe gives it; `recipe=flow_grpo` shows how"
+            yield f"{name} is not set: set it, or start from recipe=flow_grpo, which sets it"
     if config.algorithm.use_kl_in_reward or config.actor.entropy_coeff:
-        yield "algorithm.use_kl_in_reward, actor.entropy_coeff: not here; actor.use_kl_loss=true is the KL of flow_grpo"
+        yield "algorithm.use_kl_in_reward, actor.entropy_coeff: not supported; flow_grpo's KL is actor.use_kl_loss=true"
     chosen, actor, steps = config.algorithm.adv_estimator, config.actor, config.sampler.num_train_steps
     function = ADV_ESTIMATOR_REGISTRY.get(chosen)
     if function is None and ":" not in chosen:
         yield unknown_value("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
     for argument in NOT_HERE:
         if function is not None and takes(function, argument):
-            yield f"algorithm.adv_estimator={chosen} needs {argument}, which flow_grpo has not: use grpo, rloo or opo"
+            yield f"algorithm.adv_estimator={chosen} needs {argument}, which flow_grpo lacks: use grpo, rloo or opo"
     if config.rollout.n == 1 and chosen.startswith(("grpo", "rloo", "opo", "gpg")):
         yield f"rollout.n=1: {chosen} compares the samples of one prompt with each other; set at least 2, such as 8"
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < steps:
-        yield f"actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu}: at least {steps} steps of one sample"
+        limit = f"actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu}"
+        yield f"{limit}: expected at least {steps}, the denoising steps of one sample"
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
-        yield "actor.use_dynamic_bsz=false needs actor.ppo_micro_batch_size_per_gpu, samples of one micro-batch"
+        yield "actor.use_dynamic_bsz=false: set actor.ppo_micro_batch_size_per_gpu, the samples of a micro-batch"
 
 
 class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
-    """Policy gradients for a flow-matching model."""
+    """The job of `python -m recipes.flow_grpo`: policy gradients for a flow-matching model."""
 
     module, worker = "recipes.flow_grpo", FlowActorWorker
 
@@ -114,12 +115,12 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
 
 
 def read_prompts(files: list[str]) -> list[str]:
-    """The lines of all files that are not empty, in order. UserError if a file is missing or there is none."""
+    """Returns the non-empty lines of all files in order. Raises UserError for a missing file, or if there are none."""
     try:
         text = "\n".join(Path(file).expanduser().read_text(encoding="utf-8") for file in files)
     except OSError as error:
         raise UserError(f"data.train_files, data.val_files: {error.filename}: {error.strerror}") from None
     prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise UserError(f"data.train_files={files}: no prompts in there; one in each line is expected")
+        raise UserError(f"data.train_files={files}: the files contain no prompts; expected one per line")
     return prompts

@@ -1,7 +1,7 @@
-"""The driver: GRPO as for language models, with other samples.
+"""The driver of flow_grpo: GRPO as for language models, with denoising paths as responses.
 
-A step draws prompts, samples `rollout.n` paths for each, scores the images, estimates advantages by a registered
-estimator and updates by a registered loss. Only sampling and scoring are particular to images.
+A step draws prompts, samples `rollout.n` paths for each, scores the images, estimates advantages with a registered
+estimator and updates the policy with a registered loss. Only sampling and scoring are specific to images.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from verl_lite.seqlen_balance import plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup
 
 SOURCE = "prompts"
-"""The data source under which the evaluation is reported."""
+"""Name of the data source in the validation metrics."""
 
 FIRST, PATH, EVALUATION = 0, 1, 2
-"""What a seed is for; it follows from trainer.seed, this, the step, the prompt's row and the sample's number."""
+"""Purposes of a seed, which is derived from trainer.seed, its purpose, the step, the prompt's row and the sample."""
 
 
 class Reward(Protocol):
-    def __call__(self, frames: torch.Tensor, prompts: Sequence[str], **kwargs: Any) -> Sequence[float | None]:
-        """A score for each sample; None or NaN = it cannot be scored. frames: (B, F, 3, H, W) in [0, 1].
+    """A reward function, which need not be differentiable: it may count, threshold or call a detector."""
 
-        No gradient is asked for, so it may count, threshold, call a detector or a person.
-        """
+    def __call__(self, frames: torch.Tensor, prompts: Sequence[str], **kwargs: Any) -> Sequence[float | None]:
+        """Returns a score per sample, None or NaN if it cannot be scored. frames: (B, F, 3, H, W) in [0, 1]."""
 
 
 class FlowGRPOTrainer(DiffusionTrainer):
-    """prompts: of the training; steps gives their rows."""
+    """The trainer of flow_grpo. prompts, val_prompts: prompts of training and validation, by row."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
         self.running_moments = RunningMoments()
 
     def train_step(self) -> None:
-        """Samples, scores, compares the samples of a prompt, and learns."""
+        """Samples, scores, estimates advantages within the samples of a prompt, and updates the policy."""
         step = self.steps.global_step
         with self.timed("gen"):
             batch = self.sample([(row, self.prompts[row]) for row in self.steps.rows_of(step)])
@@ -73,14 +72,14 @@ class FlowGRPOTrainer(DiffusionTrainer):
         self.metrics |= data_metrics(batch)
 
     def sample(self, prompts: Sequence[tuple[int, str]]) -> DataProto:
-        """rollout.n paths for each prompt, by the sampler with noise and its few steps."""
+        """Samples rollout.n paths for each prompt with the noisy sampler and sampler.num_train_steps steps."""
         sampler, rows = self.config.sampler, self.rows_of(prompts, self.config.rollout.n, PATH)
         batch = rows | self.actor.generate(rows, sampler.num_train_steps, sampler.noise_level)
         batch.batch["response_mask"] = torch.ones_like(batch.batch["old_log_probs"], dtype=torch.long)
         return batch
 
     def rows_of(self, prompts: Sequence[tuple[int, str]], n: int, purpose: int) -> DataProto:
-        """n rows for each prompt, with its name and their seeds; those of the evaluation are the same in each step."""
+        """Returns n rows per prompt, with prompt, uid and seeds. Seeds of the evaluation do not depend on the step."""
         step = 0 if purpose == EVALUATION else self.steps.global_step
         shares = self.config.sampler.share_first_noise and purpose == PATH
 
@@ -99,14 +98,14 @@ class FlowGRPOTrainer(DiffusionTrainer):
         )
 
     def score(self, batch: DataProto) -> DataProto:
-        """token_level_scores (B, T): the reward of a sample on its last step. What cannot be scored does not count."""
+        """Adds token_level_scores (B, T) with each reward at the last step; masks samples that cannot be scored."""
         scores = self._scores(batch)
         failed = torch.tensor([score is None for score in scores])
         batch = batch.select()
         mask = batch.batch["response_mask"].masked_fill(failed[:, None], 0)
-        placed = torch.zeros(mask.shape)
-        placed[:, -1] = torch.tensor([score or 0.0 for score in scores])
-        batch.batch["response_mask"], batch.batch["token_level_scores"] = mask, placed
+        token_scores = torch.zeros(mask.shape)
+        token_scores[:, -1] = torch.tensor([score or 0.0 for score in scores])
+        batch.batch["response_mask"], batch.batch["token_level_scores"] = mask, token_scores
         self.metrics["reward/error_rate"] = float(failed.float().mean())
         return batch
 
@@ -115,11 +114,11 @@ class FlowGRPOTrainer(DiffusionTrainer):
         found = self.reward(batch.batch["frames"], prompts, **self.config.reward.kwargs)
         scores = [None if score is None or not is_score(float(score)) else float(score) for score in found]
         if len(scores) != len(batch):
-            raise ValueError(f"{self.config.reward.name} gave {len(scores)} scores for {len(batch)} samples")
+            raise ValueError(f"{self.config.reward.name} returned {len(scores)} scores for {len(batch)} samples")
         return scores
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
-        """Adds token_level_rewards, advantages and returns, as for answers of T tokens."""
+        """Adds token_level_rewards, advantages and returns, as for responses of T tokens."""
         algorithm = self.config.algorithm
         batch, score_metrics = reward_postprocess(batch, algorithm, self.running_moments)
         batch, reward_metrics = compute_token_reward(batch, algorithm)
@@ -137,7 +136,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
         return batch
 
     def validate(self) -> tuple[dict[str, float], DataProto]:
-        """Samples by the ODE, from the same noise each time; NaN in face_score = could not be scored."""
+        """Samples with the ODE from the same noise in each call. face_score is NaN if a sample cannot be scored."""
         rows = self.rows_of(list(enumerate(self.val_prompts)), self.config.rollout.val_kwargs.n, EVALUATION)
         batch = rows | self.actor.generate(rows, self.config.sampler.num_inference_steps, 0.0)
         scores = self._scores(batch)
@@ -146,36 +145,36 @@ class FlowGRPOTrainer(DiffusionTrainer):
         return name_metrics(process_validation_metrics([SOURCE] * len(batch), uids, {"reward": scores})), batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The moments of the scores."""
+        """Returns the running moments of the scores."""
         return {"running_moments": self.running_moments.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
         self.running_moments.load_state_dict(state["running_moments"])
 
 
 class FlowActor(DiffusionRole):
-    """The policy."""
+    """The driver's handle of the policy on its worker group."""
 
     def __init__(self, group: WorkerGroup, config: FlowGRPOConfig) -> None:
         super().__init__(group, config.rollout.max_num_seqs)
         self.config = config
 
     def generate(self, rows: DataProto, steps: int, noise_level: float) -> DataProto:
-        """One sample for each row; see `FlowActorWorker.generate`."""
+        """Samples one path for each row; see `FlowActorWorker.generate`."""
         plan = self.plan_of(rows)
         data = plan.apply(rows)
         data.meta_info |= {"steps": steps, "noise_level": noise_level}
         return plan.restore(self.group.generate(data)).select(meta_info_keys=[])
 
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Trains on the batch; see `actor.ppo_mini_batch_size` and `actor.ppo_epochs` for how many optimizer steps."""
+        """Trains on the batch; `actor.ppo_mini_batch_size` and `actor.ppo_epochs` set the number of optimizer steps."""
         actor, mask = self.config.actor, batch.batch["response_mask"]
-        chosen = loss_columns(batch, cast("Any", self.config), step)  # of which it reads actor and trainer.seed
+        chosen = loss_columns(batch, cast("Any", self.config), step)  # reads only `actor` and `trainer.seed`
         columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *chosen]
         is_whole = actor.ppo_mini_batch_size == -1
         if actor.ppo_epochs > 1 or not (is_whole or actor.ppo_mini_batch_size >= self.config.data.train_batch_size):
-            columns.append("old_log_probs")  # of a single optimizer step every ratio is 1 without them
+            columns.append("old_log_probs")  # not needed for a single optimizer step, where every ratio is 1
         data = (batch | DataProto.from_dict(chosen)) if chosen else batch
         plan = plan_batch(
             np.full(len(batch), mask.shape[1]),
@@ -192,7 +191,8 @@ class FlowActor(DiffusionRole):
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
-    """critic/score, rewards, advantages, returns (mean, max, min), over what counts; frac_reward_zero_std."""
+    """Returns mean, max and min of critic/score, rewards, advantages and returns over unmasked entries, and
+    frac_reward_zero_std."""
     columns, mask = batch.batch, batch.batch["response_mask"] != 0
     counted = mask.any(1)
     scores = columns["token_level_scores"].sum(1)[counted]

@@ -1,9 +1,9 @@
-"""Small images of one coloured square, what is said of them, and a judge that looks whether it is so.
+"""Small images of one coloured square with captions, and a reward that checks whether an image matches its prompt.
 
-A prompt names a colour and a place, `a red square at the top left`; an image is 8 x 8 pixels. The captions from which
-the model first learns are careless: colour and place are each right only with probability `CARE`, else any. So it draws
-squares, and only sometimes the one that was asked for. The judge thresholds, finds connected pixels and compares names:
-nothing in it has a gradient.
+A prompt names a colour and a place, `a red square at the top left`; an image has 8 x 8 pixels. In the captions of the
+pretraining data, colour and place are each right with probability `CARE` and otherwise random, so the pretrained model
+draws squares but seldom the requested one. The reward thresholds pixels, finds connected ones and compares names; it
+has no gradient.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ PLACES = {"top left": (0, 0), "top right": (0, 1), "bottom left": (1, 0), "botto
 PROMPTS = tuple(f"a {color} square at the {place}" for color in COLORS for place in PLACES)
 WORDS = ("a", "square", "at", "the", *COLORS, "top", "bottom", "left", "right")
 CARE = 0.5
-"""Share of the captions' words that were written by one who looked; the others are right by chance only."""
+"""Probability that a caption's colour (or place) is copied from the image; otherwise it is random."""
 
 _BRIGHT = 0.5
 _LEAST_PIXELS, _MOST_PIXELS = 6, 12
 
 
 def draw(color: str, place: str, rng: np.random.Generator) -> np.ndarray:
-    """(3, SIZE, SIZE) in [0, 1]: black, with a square somewhere in the named quarter."""
+    """Draws an image (3, SIZE, SIZE) in [0, 1]: black, with a square somewhere in the named quarter."""
     half = SIZE // 2
     top, left = (half * part + rng.integers(0, half - SQUARE + 1) for part in PLACES[place])
     image = np.zeros((3, SIZE, SIZE), dtype=np.float32)
@@ -34,22 +34,22 @@ def draw(color: str, place: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def captioned_images(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
-    """Images (count, 3, SIZE, SIZE) in [0, 1], and careless captions. Same seed, same images."""
+    """Generates images (count, 3, SIZE, SIZE) in [0, 1] and unreliable captions, determined by the seed."""
     rng = np.random.default_rng(seed)
     images, captions = [], []
     for _ in range(count):
-        said = {"color": str(rng.choice([*COLORS])), "place": str(rng.choice([*PLACES]))}
+        caption = {"color": str(rng.choice([*COLORS])), "place": str(rng.choice([*PLACES]))}
         shown = {
-            "color": said["color"] if rng.random() < CARE else str(rng.choice([*COLORS])),
-            "place": said["place"] if rng.random() < CARE else str(rng.choice([*PLACES])),
+            "color": caption["color"] if rng.random() < CARE else str(rng.choice([*COLORS])),
+            "place": caption["place"] if rng.random() < CARE else str(rng.choice([*PLACES])),
         }
         images.append(draw(shown["color"], shown["place"], rng))
-        captions.append(f"a {said['color']} square at the {said['place']}")
+        captions.append(f"a {caption['color']} square at the {caption['place']}")
     return torch.from_numpy(np.stack(images)), captions
 
 
 def follows_prompt(frames: torch.Tensor, prompts: Sequence[str]) -> list[float]:
-    """The reward: 1 for an image that shows one square of the named colour at the named place, else 0.
+    """Scores each image: 1 if it shows one square of the prompt's colour at the prompt's place, else 0.
 
     frames: (B, 1, 3, SIZE, SIZE) in [0, 1].
     """
@@ -58,7 +58,7 @@ def follows_prompt(frames: torch.Tensor, prompts: Sequence[str]) -> list[float]:
 
 
 def describe(image: np.ndarray) -> str | None:
-    """The prompt that an image (3, SIZE, SIZE) answers; None if it does not show exactly one square of one colour."""
+    """Returns the prompt that matches an image (3, SIZE, SIZE), or None unless it shows one square of one colour."""
     is_bright = image > _BRIGHT
     lit = np.asarray(is_bright.any(0))
     rows, columns = np.nonzero(lit)
@@ -75,7 +75,7 @@ def describe(image: np.ndarray) -> str | None:
 
 
 def is_connected(mask: np.ndarray) -> bool:
-    """Whether all set pixels of mask (SIZE, SIZE) hang together at their sides; there is at least one."""
+    """Returns True if all set pixels of mask (SIZE, SIZE), at least one, are connected along their sides."""
     found, before = np.zeros_like(mask), None
     found.flat[mask.argmax()] = True
     while before is None or found.sum() > before:

@@ -1,9 +1,9 @@
-"""`python -m recipes.gsm8k.prepare --from FOLDER_OR_NAME --out FOLDER`: GSM8K as train.parquet and test.parquet in
-verl's row schema.
+"""`python -m recipes.gsm8k.prepare --from FOLDER_OR_NAME --out FOLDER`: writes GSM8K as train.parquet and test.parquet
+in verl's row schema.
 
-FOLDER_OR_NAME: a folder that holds files with train and test in their names (parquet, json or jsonl, at any depth, as
-in OpenAI's repository or a copy of the hub's), a folder written by `datasets`, or a name that `datasets` loads, such as
-openai/gsm8k. Rows need `question` and `answer`, and answers a last line `#### N`.
+FOLDER_OR_NAME is a folder with files whose names contain train and test (parquet, json or jsonl, at any depth, as in
+OpenAI's repository or a copy of the hub's), a folder written by `datasets`, or a name that `datasets` loads, such as
+openai/gsm8k. Rows need the columns `question` and `answer`; the last line of an answer is `#### N`.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from verl_lite.errors import UserError
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status. Raises UserError for rows that are not there or not GSM8K's."""
+    """Runs the command and returns its exit status. Raises UserError for missing rows or rows in another format."""
     parser = argparse.ArgumentParser(prog="python -m recipes.gsm8k.prepare", description=__doc__)
-    parser.add_argument("--from", dest="source", required=True, help="a folder, or a name that datasets loads")
-    parser.add_argument("--out", "--to", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--from", dest="source", required=True, help="folder, or a name that `datasets` loads")
+    parser.add_argument("--out", "--to", type=Path, required=True, help="folder for the parquet files")
     options = parser.parse_args(argv)
     for split in ("train", "test"):
         rows = []
@@ -41,9 +41,9 @@ def main(argv: list[str]) -> int:
 
 
 def load_split(source: str, split: str) -> list[RowTable]:
-    """The rows of "train" or "test". Raises UserError if they are not there."""
+    """Loads the rows of the split "train" or "test". Raises UserError if they are missing."""
     folder = Path(source).expanduser()
-    if not folder.exists():  # the hub's other configuration, socratic, asks in between
+    if not folder.exists():  # the hub's other configuration, socratic, has questions inside of its answers
         return open_place(f"{source}:main@{split}", "--from", split)
     if (folder / "dataset_dict.json").is_file():
         return open_place(f"{source}@{split}", "--from", split)

@@ -1,11 +1,11 @@
-"""Word problems of one and two steps, made by rule, with solutions as GSM8K writes them.
+"""Generates word problems of one and two steps, with solutions in the format of GSM8K.
 
     Tom has 12 apples. Tom gets 5 more and gives away 8. How many apples are left?   12+5=17
                                                                                     17-8=9
                                                                                     #### 9
 
-The teacher of the demonstrations miscalculates, takes the wrong sign and forgets `####`, each with a probability of its
-own. Same seed, same bytes.
+The demonstrations contain three kinds of errors, each with its own probability: wrong results, wrong signs and missing
+`####`. The same seed gives the same bytes.
 """
 
 import operator
@@ -33,9 +33,9 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": oper
 
 @dataclass(frozen=True)
 class Kind:
-    """Problems of one form. text: the question. steps: (sign, number) of each step, applied to `a` in turn.
+    """A template of problems. text: question with placeholders. steps: (sign, name of number), applied to `a` in order.
 
-    numbers: of a, b, c from least to most.
+    numbers: lower and upper limits of the numbers a, b, c.
     """
 
     text: str
@@ -65,12 +65,12 @@ WORDS = (
     INSTRUCTION,
     "####",
 )
-"""What is one token for the model that this recipe brings along."""
+"""Strings that are one token each for the recipe's own model."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A kind with its numbers."""
+    """A problem with its numbers. start: value of `a`. steps: (sign, number) of each step."""
 
     question: str
     start: int
@@ -93,16 +93,16 @@ def write_data(folder: Path, seed: int) -> None:
 
 
 def as_question(question: str, answer: str, where: str) -> Question:
-    """With the sentence that asks for the format of the answer. Raises UserError for one without a line `#### N`."""
+    """Adds the instruction on the answer's format. Raises UserError for an answer without a line `#### N`."""
     found = re.findall(r"#### *(-?\$?-?[0-9.,]+)", answer)
     if not found:
-        raise UserError(f"{where}: the answer {answer[-80:]!r} has no number behind ####, which is the ground truth")
+        raise UserError(f"{where}: the answer {answer[-80:]!r} has no number after ####, which is the ground truth")
     truth = found[-1].replace(",", "").replace("$", "").rstrip(".")
     return Question(DATA_SOURCE, "math", question + INSTRUCTION, truth, {"question": question, "answer": answer})
 
 
 def draw(rng: random.Random) -> Iterator[Problem]:
-    """Problems of all kinds, about as many of each."""
+    """Yields problems of all kinds with equal probability."""
     while True:
         kind = rng.choice(KINDS)
         numbers = {name: rng.randint(*limits) for name, limits in kind.numbers.items()}
@@ -111,7 +111,7 @@ def draw(rng: random.Random) -> Iterator[Problem]:
 
 
 def solution(problem: Problem, careless: random.Random | None = None) -> str:
-    """A line for each step, and `#### N`; with `careless` by somebody who goes on with what was wrong."""
+    """Returns one line per step, then `#### N`. `careless` adds random errors, which later steps build on."""
     lines, value = [], problem.start
     for sign, number in problem.steps:
         if careless is not None and careless.random() < WRONG_SIGN:

@@ -1,7 +1,7 @@
-"""Grade-school word problems with a checked answer behind `####`.
+"""Grade-school word problems whose answer after `####` is checked.
 
-Without a model and data of the user's own, a model of 0.2 million parameters learns on problems made by rule, so that
-the recipe runs anywhere at once; `real_model.yaml` has the settings for GSM8K itself and an instruct model on GPUs.
+By default, a model of 0.2 million parameters learns on generated problems, so that the recipe runs without downloads.
+`real_model.yaml` has the settings for GSM8K itself and an instruct model on GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ START = Start("gsm8k", problems, hidden=64, steps=360, max_length=64, lr=4e-3, w
 RL_STEPS = 60
 
 REAL = (
-    "gsm8k: this is a model of 0.2 million parameters on problems made by rule. For GSM8K and a real model:\n"
+    "gsm8k: this is a model of 0.2 million parameters on generated problems. For GSM8K and a real model:\n"
     "  python -m recipes.gsm8k.prepare --from openai/gsm8k --out FOLDER    (--from also takes a folder)\n"
     "  python -m trainer.main_ppo recipe=gsm8k --config recipes/gsm8k/real_model.yaml model.path=MODEL \\\n"
     "      data.train_files=FOLDER/train.parquet data.val_files=FOLDER/test.parquet"
@@ -28,7 +28,7 @@ REAL = (
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return (
         quickstart.overrides()
         | START.settings()
@@ -45,7 +45,7 @@ def overrides() -> dict[str, object]:
 
 
 def prepare(config: PPOConfig) -> None:
-    """Makes what the run needs and the cache does not hold; a model or data of the user's own are left alone."""
+    """Builds the missing files of the run in the cache; does nothing for a model or data of the user's own."""
     if Path(config.model.path or "").is_relative_to(START.folder):
         print(REAL, flush=True)
     START.prepare(config)

@@ -1,10 +1,10 @@
-"""GSPO (2507.18071): ratio and clip of whole answers, since the score is one of the whole answer."""
+"""GSPO (2507.18071): ratio and clipping per response, because the score also belongs to the whole response."""
 
 from recipes import common_task
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings() | {
         "algorithm.adv_estimator": "grpo",
         "actor.policy_loss.loss_mode": "gspo",

@@ -1,7 +1,7 @@
-"""PPO with a critic (GAE) on the task of the quickstart: its model, data and warm start, another estimator.
+"""PPO with a critic (GAE) on the quickstart's task, with its model, data and warm start.
 
-One answer to each question: what GRPO learns from a group of answers, the critic has to know here. As many samples a
-step as the quickstart, so that the two compare.
+There is one response per question: the critic takes the role of GRPO's comparison within a group. The number of samples
+per step equals that of the quickstart, so that the runs are comparable.
 """
 
 from recipes.quickstart import recipe as quickstart
@@ -10,7 +10,7 @@ RL_STEPS = 130
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return quickstart.overrides() | {
         "algorithm.adv_estimator": "gae",
         "algorithm.gamma": 1.0,

@@ -1,10 +1,10 @@
-"""The data of the quickstart: three small verifiable tasks, as parquet files in verl's row schema.
+"""Generates the data of the quickstart: three small verifiable tasks, as parquet files in verl's row schema.
 
     verl_lite/sort                   sort 52817        ->  12578
     verl_lite/add                    421+356=          ->  777       (no column carries)
     reasoning_gym/spell_backward     reverse crane     ->  enarc     (words and scorer of reasoning-gym)
 
-Same seed, same bytes.
+The same seed gives the same bytes.
 """
 
 import json
@@ -19,10 +19,11 @@ ADD_DIGITS = 3
 WORD_LETTERS = 5
 WORD_TASK = "spell_backward"
 WRONG_SHARE = 0.15
-"""Of the characters of a demonstration: about half of the teacher's answers are wrong."""
+"""Share of wrong characters in demonstrations, with which about half of the demonstrated answers are wrong."""
 
 EQUAL_PARTS, DEMONSTRATED_PARTS = (1, 1, 1), (3, 5, 4)
-"""Of sort, add and spell_backward. Sorting needs no positions and is learnt first; the teacher shows less of it."""
+"""Proportions of sort, add and spell_backward. Demonstrations contain less sorting, which is learnt first because it
+does not depend on positions."""
 
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 15_360
 
@@ -39,7 +40,7 @@ def write_data(folder: Path, seed: int) -> None:
 
 
 def draw(sources: list[Iterator[Question]], number: int, rng: random.Random, parts: tuple[int, ...]) -> list[Question]:
-    """`number` new questions, shuffled; `parts` says how many come from each source, by proportion."""
+    """Draws `number` new questions from the sources in the proportions `parts`, and shuffles them."""
     turns = [source for source, part in zip(sources, parts, strict=True) for _ in range(part)]
     questions = [next(turns[place % len(turns)]) for place in range(number)]
     rng.shuffle(questions)
@@ -47,19 +48,19 @@ def draw(sources: list[Iterator[Question]], number: int, rng: random.Random, par
 
 
 def _question(source: str, ability: str, prompt: str, answer: str, entry: str = "") -> Question:
-    """entry: JSON of reasoning-gym's entry, for its scorer; empty for other sources."""
+    """Builds a question. entry: JSON of reasoning-gym's entry, for its scorer; empty for other sources."""
     return Question(source, ability, prompt, answer, {"entry": entry, "full_marks_only": True})
 
 
 def sort_questions(rng: random.Random) -> Iterator[Question]:
-    """Digit strings to be sorted."""
+    """Yields digit strings to be sorted."""
     while True:
         digits = rng.choices("0123456789", k=rng.randint(MIN_SORT_DIGITS, MAX_SORT_DIGITS))
         yield _question("verl_lite/sort", "sorting", f"sort {''.join(digits)}", "".join(sorted(digits)))
 
 
 def add_questions(rng: random.Random) -> Iterator[Question]:
-    """Sums of two numbers of equal length in which no column carries; each column's digit sum is uniform."""
+    """Yields sums of two numbers of equal length in which no column carries; each column's digit sum is uniform."""
     while True:
         left = right = 0
         for column in range(ADD_DIGITS):
@@ -72,7 +73,7 @@ def add_questions(rng: random.Random) -> Iterator[Question]:
 
 
 def word_questions(rng: random.Random) -> Iterator[Question]:
-    """reasoning-gym's words to be spelt backward, in a wording short enough for a tokenizer of characters."""
+    """Yields reasoning-gym's words to be spelt backward, with a prompt that is short for a character tokenizer."""
     lengths = {"min_word_len": WORD_LETTERS, "max_word_len": WORD_LETTERS}
     while True:
         for entry in reasoning_gym_entries(WORD_TASK, **lengths, seed=rng.randrange(2**31), size=4096):

@@ -1,7 +1,7 @@
-"""The embedded default: what `python -m trainer.main_ppo` does when it is given neither model nor data.
+"""The quickstart, which `python -m trainer.main_ppo` runs without options for a model and data.
 
-A model of 1.1 million parameters learns to sort digits, to add and to spell backward. `overrides` gives the settings;
-`prepare` makes the model, the data and the supervised warm start where the cache does not hold them yet.
+A model of 1.1 million parameters learns to sort digits, to add and to spell backward. `overrides` returns the settings;
+`prepare` builds the data and the model with its supervised warm start unless they are in the cache.
 """
 
 from recipes.embedded import ONE_GROUP, Start
@@ -12,7 +12,7 @@ RL_STEPS = 190
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return START.settings() | {
         "model.enable_gradient_checkpointing": False,
         "data.train_batch_size": 128,

@@ -1,8 +1,8 @@
-"""A curriculum as a sampler: questions of the open levels of each task, and a further level when the last is learnt.
+"""A curriculum for `data.sampler`: draws questions of the open levels of each task, and opens further levels.
 
-For `data.sampler`: rows need extra_info["level"], a whole number from 1. Half of a task's questions are of its highest
-open level, the others of all open ones alike. A level opens when in the last STEPS steps more than BOUND of the answers
-to the highest open one were right.
+Rows need extra_info["level"], a whole number from 1. Half of a task's questions come from its highest open level, the
+others with equal probability from all open levels. The next level opens when more than BOUND of the responses to the
+highest open level were right in the last STEPS steps.
 """
 
 from collections import defaultdict
@@ -23,8 +23,10 @@ SHARES = {source(task): weight for task, weight in WEIGHTS.items()}
 
 
 class Curriculum:
-    """See `trainer.data.order.Sampler`. Sources that have no share in WEIGHTS get that of the smallest. Raises
-    UserError for a row without a level, and for a level that cannot fill a batch."""
+    """A curriculum; see `trainer.data.order.Sampler`. Sources missing in WEIGHTS get its smallest weight.
+
+    Raises UserError for a row without a level, and for a level with fewer questions than a batch.
+    """
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
         found: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
@@ -33,7 +35,7 @@ class Curriculum:
         for position, (name, info) in enumerate(rows):
             if not isinstance(level := info.get("level"), int):
                 raise UserError(
-                    f"data.sampler: the curriculum needs extra_info['level'] in every row, a whole number; row "
+                    f"data.sampler: the curriculum needs a whole number as extra_info['level'] in every row; row "
                     f"{position} of data.train_files has {level!r}"
                 )
             found[name, level].append(position)
@@ -45,14 +47,14 @@ class Curriculum:
         self.batch_size = data_config.train_batch_size
         self.length = len(data_source) // self.batch_size * self.batch_size
         self.rng = np.random.default_rng(data_config.seed)
-        self.drawn = 0  # of this epoch
+        self.drawn = 0  # in this epoch
         self.levels = {name: self.levels_of[name][0] for name in self.sources}
         self.recent: dict[str, list[tuple[float, int]]] = {name: [] for name in self.sources}
         smallest = min(len(pool) for pool in self.pools.values())
         if smallest < self.batch_size:
             raise UserError(
-                f"data.train_batch_size={self.batch_size}: the curriculum has a level of {smallest} questions, which "
-                "cannot fill a batch; lower it, or make more questions"
+                f"data.train_batch_size={self.batch_size}: the curriculum has a level of only {smallest} questions, "
+                "which cannot fill a batch; lower data.train_batch_size, or make more questions"
             )
 
     def __len__(self) -> int:
@@ -68,7 +70,7 @@ class Curriculum:
         self.drawn = 0
 
     def _draw(self, taken: set[int]) -> int:
-        """A question that this batch does not have yet."""
+        """Draws a question that the batch does not contain yet."""
         name = self.sources[self.rng.choice(len(self.sources), p=self.shares)]
         level = self.levels[name]
         if self.rng.random() < 0.5:
@@ -80,7 +82,7 @@ class Curriculum:
         return position
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Counts what was right at the highest open levels, and opens further ones."""
+        """Counts right responses at the highest open levels and opens further levels; returns accuracies and levels."""
         outcomes, counted = outcomes_of(batch, None)
         columns = batch.non_tensor_batch
         levels = np.array([info["level"] for info in columns["extra_info"]])

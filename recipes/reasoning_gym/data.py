@@ -1,8 +1,7 @@
 """The questions of the recipe: three tasks of reasoning-gym at three levels each, in verl's row schema.
 
-A level is a set of arguments of reasoning-gym's generator. Another task is one more entry in LEVELS, WEIGHTS and
-DEMONSTRATED_TASKS; TOKENS only makes the sentences around the questions short for the small model. Same seed, same
-bytes.
+A level is a set of arguments of reasoning-gym's generator. A further task needs an entry in LEVELS, WEIGHTS and
+DEMONSTRATED_TASKS; TOKENS only shortens the prompts for the small model. The same seed gives the same bytes.
 """
 
 import json
@@ -31,7 +30,7 @@ LEVELS: dict[str, tuple[dict[str, int], ...]] = {
 }
 
 WEIGHTS = {"spell_backward": 0.4, "chain_sum": 0.4, "letter_counting": 0.2}
-"""Of each batch."""
+"""Share of each task in a batch."""
 
 TOKENS = (
     "Spell this word backward (example: sun -> nus): ",
@@ -39,10 +38,10 @@ TOKENS = (
     'How many times does the letter "',
     '" appear in the text: "',
 )
-"""What is one token for the model that this recipe brings along."""
+"""Strings that are one token each for the recipe's own model."""
 
 POOL = 2400
-"""Questions of a task and level at most; of single-digit sums there are fewer."""
+"""Maximum number of questions per task and level; there are fewer single-digit sums."""
 
 TEST_SHARE, TEST_MOST = 0.2, 48
 DEMONSTRATIONS = 12_288
@@ -52,7 +51,7 @@ WRONG_SHARE = 0.12
 
 
 def source(task: str) -> str:
-    """The data_source of a task."""
+    """Returns the data_source of a task."""
     return f"reasoning_gym/{task}"
 
 
@@ -76,7 +75,7 @@ def write_data(folder: Path, seed: int) -> None:
 
 
 def questions(task: str, level: int, seed: int) -> list[Question]:
-    """Different questions of one level, POOL of them where there are so many; in ASCII, as the small model reads."""
+    """Returns up to POOL different questions of one level, in ASCII for the small model's tokenizer."""
     entries = reasoning_gym_entries(task, seed=seed, size=2 * POOL, **LEVELS[task][level - 1])
     found = unique((entry for entry in entries if entry["question"].isascii()), lambda entry: entry["question"])
     made = []
@@ -87,7 +86,7 @@ def questions(task: str, level: int, seed: int) -> list[Question]:
 
 
 def draw(pools: dict[tuple[str, int], list[Question]], rng: random.Random) -> Question:
-    """A question to demonstrate, by DEMONSTRATED_TASKS and DEMONSTRATED_LEVELS."""
+    """Draws a question for a demonstration, weighted by DEMONSTRATED_TASKS and DEMONSTRATED_LEVELS."""
     [task] = rng.choices(list(LEVELS), weights=[DEMONSTRATED_TASKS[task] for task in LEVELS])
     [level] = rng.choices(range(1, len(LEVELS[task]) + 1), weights=DEMONSTRATED_LEVELS[: len(LEVELS[task])])
     return rng.choice(pools[task, level])

@@ -1,7 +1,7 @@
 """Three tasks of reasoning-gym at three levels each, mixed by weight, with a curriculum that opens levels as the model
 learns.
 
-`curriculum.py` is the sampler; `mixed.yaml` beside this file takes it away and draws all levels from the beginning.
+`curriculum.py` is the sampler. With `mixed.yaml` there is no curriculum, and all levels are drawn from the first step.
 """
 
 from recipes.embedded import Start
@@ -13,7 +13,7 @@ RL_STEPS = 100
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return (
         quickstart.overrides()
         | START.settings()

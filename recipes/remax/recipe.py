@@ -1,13 +1,13 @@
-"""ReMax (2310.10505): one sampled answer to a question, and the score of a greedy one as its baseline."""
+"""ReMax (2310.10505): one sampled response per question, whose baseline is the score of a greedy response."""
 
 from recipes import common_task
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings(answers=1, baselines=1) | {
         "algorithm.adv_estimator": "remax",
-        "actor.loss_agg_mode": "seq-mean-token-sum",  # the paper's action is the whole answer
+        "actor.loss_agg_mode": "seq-mean-token-sum",  # the paper's action is the whole response
     }
 
 

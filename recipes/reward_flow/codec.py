@@ -1,8 +1,8 @@
-"""Between clips and latents of the embedded run: eigenfaces (Turk and Pentland 1991) in place of a video autoencoder.
+"""The codec of the embedded run: eigenfaces (Turk and Pentland 1991) in place of a video autoencoder.
 
-As Wan's autoencoder it makes one latent frame of the first frame and one of every four after it, whose mean it keeps:
-how it differs from the mean picture, along the directions in which pictures vary most, in their standard deviations.
-Decoding is linear, so any latents give something like a face.
+Like Wan's autoencoder it encodes the first frame as one latent frame, and each following block of four frames as one.
+A latent frame holds the principal components of the block's mean frame, in units of their standard deviations.
+Decoding is linear, so all latents decode to something like a face.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ NUMBERS = CHANNELS * GRID * GRID
 
 
 class EigenfaceCodec(ModelMixin, ConfigMixin):
-    """Linear encoder and decoder for clips of one size, (3, size, size) in [-1, 1].
+    """Linear encoder and decoder for clips with frames (3, size, size) in [-1, 1].
 
-    mean (d,); basis (d, NUMBERS) with the standard deviations in its columns' lengths.
+    mean: (d,). basis: (d, NUMBERS) principal directions; the norm of a column is the standard deviation.
     """
 
     @register_to_config
@@ -38,7 +38,7 @@ class EigenfaceCodec(ModelMixin, ConfigMixin):
 
     @classmethod
     def fit(cls, clips: torch.Tensor) -> EigenfaceCodec:
-        """clips: (n, 1 + BLOCK, 3, H, W) in [-1, 1]. Draws the start of the search for directions."""
+        """Fits a codec to clips (n, 1 + BLOCK, 3, H, W) in [-1, 1]. Uses torch's random state for a low-rank SVD."""
         codec = cls(clips.shape[-1], clips.shape[-1] // GRID)
         pixels = clips.flatten(2)  # (n, F, d)
         codec.mean.data = pixels.flatten(0, 1).mean(0)
@@ -48,14 +48,14 @@ class EigenfaceCodec(ModelMixin, ConfigMixin):
         return codec
 
     def encode_video(self, video: torch.Tensor) -> torch.Tensor:
-        """Latents (B, CHANNELS, f, GRID, GRID) with f = 1 + (F - 1) / BLOCK of a video (B, 3, F, H, W) in [-1, 1]."""
+        """Encodes a video (B, 3, F, H, W) in [-1, 1] as (B, CHANNELS, f, GRID, GRID) with f = 1 + (F - 1) / BLOCK."""
         pixels = video.transpose(1, 2).flatten(2)  # (B, F, d)
         frames = torch.cat([pixels[:, :1], pixels[:, 1:].unflatten(1, (-1, BLOCK)).mean(2)], 1)
         numbers = (frames - self.mean) @ (self.basis / self.basis.square().sum(0))
         return numbers.unflatten(-1, (CHANNELS, GRID, GRID)).transpose(1, 2)
 
     def decode(self, latents: torch.Tensor, return_dict: bool = False) -> tuple[torch.Tensor]:
-        """The video (B, 3, F, H, W), not clamped, of latents (B, CHANNELS, f, GRID, GRID)."""
+        """Decodes latents (B, CHANNELS, f, GRID, GRID) into a video (B, 3, F, H, W), not clamped."""
         frames = latents.transpose(1, 2).flatten(2) @ self.basis.T + self.mean  # (B, f, d)
         pixels = torch.cat([frames[:, :1], frames[:, 1:].repeat_interleave(BLOCK, 1)], 1)
         return (pixels.unflatten(-1, (3, self.size, self.size)).transpose(1, 2),)

@@ -1,8 +1,8 @@
-"""The people of the embedded run: drawn faces, and an identity embedder for them in closed form.
+"""The people of the embedded run: draws clips of faces, and embeds the identity of a face in closed form.
 
-A person is a skin, hair, iris, shirt and background colour and the shape of head and hair; a clip is a few frames in
-which the head sways and the mouth moves. `FisherEmbedder` is Fisherfaces (Belhumeur et al. 1997): the directions of the
-middle of a frame in which people differ most against how one person's frames differ.
+A person is defined by the colours of skin, hair, iris, shirt and background and by the shapes of head and hair. In a
+clip, the head sways and the mouth moves. `FisherEmbedder` implements Fisherfaces (Belhumeur et al. 1997): it projects
+the middle of a frame on the directions with the largest ratio of variance between people to variance within a person.
 """
 
 from pathlib import Path
@@ -18,8 +18,10 @@ DRAWN_AT_ONCE = 8
 
 
 class Cast(NamedTuple):
-    """n people, and how the head of each moves in one clip. traits: (n, TRAITS) in [0, 1]. sway: (n, F, 2) pixels.
-    mouth: (n, F), how far it is open, in [0, 1]."""
+    """n people with the motion of each in one clip.
+
+    traits: (n, TRAITS) in [0, 1]. sway: (n, F, 2) offset of the head in pixels. mouth: (n, F) opening in [0, 1].
+    """
 
     traits: torch.Tensor
     sway: torch.Tensor
@@ -27,7 +29,7 @@ class Cast(NamedTuple):
 
 
 def cast_of(traits: torch.Tensor, generator: torch.Generator) -> Cast:
-    """A clip of each of these people (n, TRAITS), the head swaying and the mouth moving at a random phase."""
+    """Draws a random motion of head and mouth for each of the people (n, TRAITS)."""
     time = torch.linspace(0, 1, FRAMES)
     phase, speed, height, mouth_phase, mouth_speed = torch.rand(len(traits), 5, 1, generator=generator).unbind(1)
     turn = 2 * torch.pi * phase + 2 * torch.pi * (0.2 + 0.2 * speed) * time  # (n, F)
@@ -37,20 +39,20 @@ def cast_of(traits: torch.Tensor, generator: torch.Generator) -> Cast:
 
 
 def draw(cast: Cast) -> torch.Tensor:
-    """(n, F, 3, SIZE, SIZE) in [0, 1]."""
+    """Renders a clip of each person, (n, F, 3, SIZE, SIZE) in [0, 1]."""
     parts = zip(*(part.split(DRAWN_AT_ONCE) for part in cast), strict=True)
     return torch.cat([_paint_people(Cast(*part)) for part in parts])
 
 
 def _paint_people(cast: Cast) -> torch.Tensor:
-    """As `draw`; from the background to the mouth, each part over those before it."""
+    """Renders clips like `draw`, painting from the background to the mouth."""
     pixel = torch.arange(SIZE, dtype=torch.float32) - SIZE / 2
     x = pixel.view(1, 1, 1, SIZE) - cast.sway[..., 0, None, None]
     y = pixel.view(1, 1, SIZE, 1) - cast.sway[..., 1, None, None]
     number = iter(cast.traits.T.reshape(TRAITS, -1, 1, 1, 1))  # each (n, 1, 1, 1)
 
     def colour(low: float, high: float) -> torch.Tensor:
-        """(n, 1, 3, 1, 1)"""
+        """Returns a colour from the next three traits, (n, 1, 3, 1, 1)."""
         return low + (high - low) * torch.stack([next(number) for _ in range(3)], 2)
 
     background, shirt = colour(0.1, 0.9), colour(0.1, 0.9)
@@ -60,7 +62,7 @@ def _paint_people(cast: Cast) -> torch.Tensor:
     white, lips = skin.new_ones(1, 1, 3, 1, 1), skin.new_tensor([0.65, 0.1, 0.15]).view(1, 1, 3, 1, 1)
 
     def ellipse(cx: float, cy: float, rx: torch.Tensor | float, ry: torch.Tensor | float) -> torch.Tensor:
-        """Roughly the distance to its border in pixels, positive inside: (n, F, SIZE, SIZE)."""
+        """Returns the approximate distance to an ellipse's border in pixels, positive inside, (n, F, SIZE, SIZE)."""
         radius = (((x - cx) / rx) ** 2 + ((y - cy) / ry) ** 2).sqrt()
         return (1 - radius) * torch.as_tensor(rx).clamp_max(torch.as_tensor(ry))
 
@@ -81,9 +83,9 @@ def _paint_people(cast: Cast) -> torch.Tensor:
 
 
 class FisherEmbedder(nn.Module):
-    """Frames to vectors in which people differ and one person's frames do not: a linear map of the frame's middle.
+    """Embeds the identity of a face by a linear map of the frame's middle.
 
-    path: file with `mean` (d,) and `directions` (d, D), as `fit` makes it.
+    path: file with `mean` (d,) and `directions` (d, D), written by `fit`.
     """
 
     crop_size = SIZE
@@ -94,15 +96,15 @@ class FisherEmbedder(nn.Module):
         self.mean, self.directions = nn.Buffer(tensors["mean"]), nn.Buffer(tensors["directions"])
 
     def forward(self, crops: torch.Tensor) -> torch.Tensor:
-        """crops: (n, 3, SIZE, SIZE) in [0, 1]. Gives (n, D)."""
+        """Returns vectors (n, D) of crops (n, 3, SIZE, SIZE) in [0, 1]."""
         return (_middle(crops) - self.mean) @ self.directions
 
     @staticmethod
     def fit(path: Path, clips: torch.Tensor, dimensions: int = 16, ridge: float = 0.02) -> None:
-        """Writes a file of `dimensions` directions, in each of which people spread alike.
+        """Writes a file with `dimensions` directions, scaled to equal variance between people.
 
-        clips: (people, F, 3, SIZE, SIZE) in [0, 1]. ridge: variance that is added to every pixel within a person, so
-        that no faint pixel decides.
+        clips: (people, F, 3, SIZE, SIZE) in [0, 1]. ridge: variance added to every pixel within a person, so that
+        nearly constant pixels do not dominate.
         """
         pixels = _middle(clips.flatten(0, 1)).view(*clips.shape[:2], -1).double()
         person = pixels.mean(1)
@@ -117,5 +119,5 @@ class FisherEmbedder(nn.Module):
 
 
 def _middle(frames: torch.Tensor) -> torch.Tensor:
-    """(n, d): where the face is in frames (n, 3, SIZE, SIZE), at half the resolution."""
+    """Crops the middle of frames (n, 3, SIZE, SIZE), where the face is, at half resolution; (n, d)."""
     return F.avg_pool2d(frames[..., SIZE // 4 : -SIZE // 4, SIZE // 4 : -SIZE // 4], 2).flatten(1)

@@ -1,7 +1,7 @@
-"""The embedded default: what `python -m trainer.main_reward_flow` does when it is given neither model nor data.
+"""The embedded recipe, which `python -m trainer.main_reward_flow` runs without options for a model and data.
 
-A small image-to-video pipeline that draws people, but seldom the one it is shown, learns to keep who they are, from a
-differentiable identity score. `prepare` makes pipeline, clips and faces where the cache does not hold them yet.
+A small image-to-video pipeline draws people, but seldom the person in its first frame. It learns to preserve the
+identity from a differentiable score. `prepare` builds pipeline, clips and face embedder unless they are in the cache.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ SEED, STEPS = 1, 60
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     folder = MADE.folder
     return {
         "model.path": str(folder / "model"),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Reward flow on the tiny world of this folder, from the root of the checkout: installs what is missing into .venv, then
-# trains; further key=value arguments win over the recipe's settings.
+# Runs reward flow with the recipe's small model from the root of the checkout: installs missing packages into .venv, then
+# trains; key=value arguments override the recipe's settings.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 .install/install.sh diffusion

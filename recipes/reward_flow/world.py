@@ -1,14 +1,14 @@
-"""The small world of the embedded run: clips of drawn people, and an image-to-video pipeline that knows them a little.
+"""The data and model of the embedded run: clips of drawn people, and a pretrained image-to-video pipeline.
 
-`write_world` makes, from one seed and with nothing but this project's code:
+`write_world` generates from one seed, without downloads:
 
     data/metadata.csv   video, prompt; the videos are folders of frames
-    faces.safetensors   what the identity embedder reads
+    faces.safetensors   weights of the identity embedder
     model/              a pipeline in diffusers format: two Wan transformers, text encoder, tokenizer, scheduler, codec
 
-The transformers learn by flow matching to draw people who move. In most of the clips that they learn from, the first
-frame that is given shows somebody else: so the pipeline draws a person, but seldom the one that it is shown, and the
-identity score begins near 0. To look at the first frame is what reward flow has to teach.
+The transformers learn by flow matching to draw moving people. In most of their training clips, the first frame that
+they get as input shows another person. Therefore the pretrained pipeline seldom draws the person in its input, the
+identity score starts near 0, and reward flow has to teach the model to use the first frame.
 """
 
 import json
@@ -38,13 +38,17 @@ COMPONENTS = {
 }
 
 Examples = Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""A batch to learn from: latents (b, C, f, h, w), what the transformer reads beside its noisy latents, prompts."""
+"""Draws a training batch: latents (b, C, f, h, w), channels concatenated to the noisy latents, prompt embeddings."""
 
 
 @dataclass(frozen=True)
 class WorldSize:
-    """How much is drawn and learnt. people: in the clips that the models learn from. clips: rows of metadata.csv, of
-    other people. same_person: share of clips to learn from whose first frame is their own."""
+    """Sizes of data and training.
+
+    people: people in the pretraining clips, of which known_people fit the embedder. clips: rows of metadata.csv, which
+    show other people. high_steps, low_steps, batch: steps of the two experts, and their batch size. same_person: share
+    of pretraining clips with their own first frame as input.
+    """
 
     people: int = 1024
     known_people: int = 256
@@ -56,14 +60,14 @@ class WorldSize:
 
 
 def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Callable[[str], None] = print) -> None:
-    """Writes data/, faces.safetensors and model/ into `folder`. Same seed, same bytes on one kind of processor.
+    """Writes data/, faces.safetensors and model/ into `folder`. The same seed gives the same bytes on one CPU type.
 
-    tell: hears what is being made.
+    tell: called with lines on the progress.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     size, threads = size or WorldSize(), torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in the same order wherever this runs
+    torch.set_num_threads(1)  # the order of sums must not depend on the number of cores
     with torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
@@ -94,7 +98,7 @@ def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Ca
 
 
 def write_clips(folder: Path, cast: Cast) -> None:
-    """metadata.csv and a folder of frames for each person."""
+    """Writes metadata.csv and a folder of frames for each person."""
     rows = ["video,prompt"]
     for row, clip in enumerate(draw(cast)):
         name = f"person_{row:02d}"
@@ -107,14 +111,14 @@ def write_clips(folder: Path, cast: Cast) -> None:
 
 
 def prompt_of(cast: Cast, row: int) -> str:
-    """What happens in a clip; who it is, the first frame says."""
+    """Returns the prompt of a clip, which describes its motion but not the person."""
     way = "right" if cast.sway[row, -1, 0] > cast.sway[row, 0, 0] else "left"
     speech = " and speaks" if float(cast.mouth[row].max() - cast.mouth[row].min()) > 0.5 else ""
     return f"a person moves {way}{speech}"
 
 
 def tiny_transformer() -> Any:
-    """A random Wan transformer of 330 thousand parameters, for which a latent frame is one token."""
+    """Returns a random Wan transformer of 330 thousand parameters, for which a latent frame is one token."""
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
@@ -134,7 +138,7 @@ def tiny_transformer() -> Any:
 
 
 def tiny_tokenizer(words: str = "a person moves right left and speaks", longest: int = LONGEST_PROMPT) -> Any:
-    """One token a word; those that `prompt_of` uses."""
+    """Returns a tokenizer with one token for each word of `prompt_of`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -147,7 +151,7 @@ def tiny_tokenizer(words: str = "a person moves right left and speaks", longest:
 
 
 def tiny_text_encoder(width: int = TEXT_WIDTH) -> Any:
-    """A random encoder: what matters is that prompts differ."""
+    """Returns a random text encoder, whose embeddings distinguish the prompts."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     config = UMT5Config(d_model=width, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=16, dropout_rate=0.0)
@@ -155,7 +159,7 @@ def tiny_text_encoder(width: int = TEXT_WIDTH) -> Any:
 
 
 def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tensor, size: WorldSize) -> Examples:
-    """What the experts learn from. clips: (n, F, 3, SIZE, SIZE) in [0, 1]. prompts: (n, L, D)."""
+    """Returns the function that draws training batches. clips: (n, F, 3, SIZE, SIZE) in [0, 1]. prompts: (n, L, D)."""
     video = (clips * 2 - 1).transpose(1, 2)
     first = torch.zeros_like(video)  # clips that are grey after the first frame
     first[:, :, 0] = video[:, :, 0]
@@ -166,8 +170,8 @@ def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tenso
     def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, others = torch.randint(len(latents), (2, size.batch), generator=generator)
         is_same = torch.rand(size.batch, generator=generator) < size.same_person
-        beside = torch.cat([is_given, first_frames[torch.where(is_same, rows, others)]], 1)
-        return latents[rows], beside, prompts[rows]
+        condition = torch.cat([is_given, first_frames[torch.where(is_same, rows, others)]], 1)
+        return latents[rows], condition, prompts[rows]
 
     return batch
 
@@ -181,12 +185,12 @@ def flow_match(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / 20) * max(0.02, 1 - step / steps)
-        latents, beside, prompts = examples(generator)
+        latents, condition, prompts = examples(generator)
         sigma = low + (high - low) * torch.rand(len(latents), generator=generator)
         noise = torch.randn(latents.shape, generator=generator)
         noisy = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
-        found = expert(torch.cat([noisy, beside], 1), 1000 * sigma, prompts, return_dict=False)[0]
-        (found - (noise - latents)).square().mean().backward()
+        velocity = expert(torch.cat([noisy, condition], 1), 1000 * sigma, prompts, return_dict=False)[0]
+        (velocity - (noise - latents)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(expert.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

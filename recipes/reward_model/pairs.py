@@ -1,8 +1,8 @@
-"""Pairs of answers to the quickstart's questions, of which a labeller prefers one.
+"""Generates preference pairs: two answers to a question of the quickstart, and which of them is preferred.
 
-Both answers are a careless teacher's: each character is with some probability another one. The labeller prefers the
-answer with more right characters, and is wrong about one pair in ten. Pairs to learn from are about the quickstart's
-training questions, pairs to measure on about its test questions, without wrong labels. Same seed, same bytes.
+Each character of an answer is wrong with some probability. The answer with more right characters is preferred, except
+that one label in ten is wrong. Training pairs use the quickstart's training questions; held-out pairs use its test
+questions and have no wrong labels. The same seed gives the same bytes.
 """
 
 import random
@@ -16,7 +16,7 @@ from recipes.made_data import careless
 PAIRS_PER_QUESTION = 2
 WRONG_LABELS = 0.1
 WRONG_SHARES = (0.0, 0.15, 0.4)
-"""Of an answer's characters; an answer's share is drawn from these."""
+"""Possible shares of wrong characters in an answer; each answer draws one of them."""
 
 
 def write_pairs(questions: Path, folder: Path, seed: int) -> None:
@@ -36,7 +36,7 @@ def write_pairs(questions: Path, folder: Path, seed: int) -> None:
 
 
 def make_pair(prompt: str, truth: str, rng: random.Random, wrong_labels: float) -> dict[str, str]:
-    """A pair of answers of different worth; the labels are exchanged with probability `wrong_labels`."""
+    """Returns a pair of answers of different quality; its labels are swapped with probability `wrong_labels`."""
     while True:
         answers = [careless(truth, rng.choice(WRONG_SHARES), rng) for _ in range(2)]
         answers.sort(key=lambda answer: right_characters(answer, truth), reverse=True)
@@ -48,5 +48,5 @@ def make_pair(prompt: str, truth: str, rng: random.Random, wrong_labels: float) 
 
 
 def right_characters(answer: str, truth: str) -> int:
-    """Places at which an answer is right."""
+    """Returns the number of right characters in an answer."""
     return sum(a == b for a, b in zip(answer, truth, strict=True))

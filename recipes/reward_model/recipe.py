@@ -1,8 +1,8 @@
-"""A reward model is trained from pairs of answers, and a policy by it: what the model likes, and what is right.
+"""Trains a reward model from preference pairs, and a policy with its scores.
 
-The policy, the questions and the warm start are the quickstart's. The score is the reward model's alone; the true rule
-is called too, with weight 0, so that `acc` says what the model does not know. `prepare` makes policy, pairs and reward
-model where the cache does not hold them yet.
+The policy, the questions and the warm start are those of the quickstart. The reward is the reward model's score. The
+rule-based reward has weight 0 and only logs `acc`, which shows how far the two differ. `prepare` builds policy, pairs
+and reward model unless they are in the cache.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ EPOCHS, PAIRS_PER_STEP = 2, 64
 LONGEST_TEXT = 32
 RL_STEPS = 40
 KL_COEFFICIENT = 1.0
-"""Smaller ones let the policy find what the reward model likes and is not right: README.md has the curves."""
+"""Weight of the KL; with smaller values the policy exploits errors of the reward model (README.md has the curves)."""
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return quickstart.overrides() | {
         "data.train_batch_size": 64,
         "actor.ppo_mini_batch_size": 64,
@@ -51,14 +51,14 @@ def prepare(config: PPOConfig) -> None:
 
 
 def made() -> embedded.Made:
-    """This version of pairs and reward model."""
+    """Returns the cached files of this version of pairs and reward model."""
     code = [Path(__file__).with_name("pairs.py"), Path(__file__).parents[1] / "made_data.py"]
     sizes = f"{quickstart.START.folder.name} {EPOCHS} {PAIRS_PER_STEP} {LONGEST_TEXT}"
     return embedded.Made(NAME, build, code, sizes)
 
 
 def build(folder: Path) -> None:
-    """Writes pairs.parquet, held_out_pairs.parquet and model/, the reward model, into `folder`."""
+    """Writes pairs.parquet, held_out_pairs.parquet and the reward model as model/ into `folder`."""
     from recipes.reward_model.pairs import write_pairs
     from trainer.supervised.reward_training import RewardTrainingJob
     from verl_lite.config import RewardTrainingConfig

@@ -1,13 +1,13 @@
-"""RLOO (2402.14740): the baseline of an answer is the mean score of the others, so the gradient has no bias."""
+"""RLOO (2402.14740): the baseline of a response is the mean score of the others, so the gradient is unbiased."""
 
 from recipes import common_task
 
 
 def overrides() -> dict[str, object]:
-    """The settings of the run, by dotted key; whatever the command line says wins over them."""
+    """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings() | {
         "algorithm.adv_estimator": "rloo",
-        "actor.loss_agg_mode": "seq-mean-token-sum",  # the paper's action is the whole answer: its log-prob is a sum
+        "actor.loss_agg_mode": "seq-mean-token-sum",  # the paper's action is the response; its log-prob is a sum
     }
 
 

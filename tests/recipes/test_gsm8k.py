@@ -76,7 +76,7 @@ def test_gsm8k_becomes_verls_rows_from_any_copy(write: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"question": "1+1?", "answer": "two"}], "train.jsonl: the answer 'two' has no number behind ####"),
+        ([{"question": "1+1?", "answer": "two"}], "train.jsonl: the answer 'two' has no number after ####"),
         ([*ROWS, {"question": "1+1?", "solution": "#### 2"}], "train row 3 of"),
     ],
 )

@@ -135,7 +135,7 @@ def test_decoding_by_hand() -> None:
 def test_decoding_refuses_outputs_of_another_model() -> None:
     with pytest.raises(UserError, match="has 6 outputs of .* expected 9 of"):
         decode_scrfd(empty_outputs(64)[:6], 64, 0.5)
-    with pytest.raises(UserError, match="for 96 x 96 pixels 9 with .288, "):
+    with pytest.raises(UserError, match="expected 9 of sizes .288, .* for 96 x 96 pixels"):
         decode_scrfd(empty_outputs(64), 96, 0.5)
 
 
