@@ -133,5 +133,5 @@ def test_it_goes_on_exactly_where_it_was() -> None:
 def test_rows_without_a_level_and_batches_larger_than_a_level_are_refused() -> None:
     with pytest.raises(UserError, match="needs a whole number as extra_info.'level'. in every row; row 0 .* 'easy'"):
         Curriculum(data_source=Rows("easy"), data_config=DataConfig(train_batch_size=4, seed=1))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="data.train_batch_size=31: the curriculum has a level of 30 questions"):
+    with pytest.raises(UserError, match="data.train_batch_size=31: the curriculum has a level of only 30 questions"):
         curriculum(batch_size=31)
