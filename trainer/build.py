@@ -37,7 +37,7 @@ from trainer.run import Job, Report, ResourceRequest, Trainer, run
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
-from verl_lite.config import PPOConfig, handed_over, load_config
+from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
@@ -181,11 +181,9 @@ class PPOJob(Job[PPOConfig]):
         return Report([measured], {"picture": draw_curve(run_dir)}, commands)
 
 
-def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None, typed: list[str] | None = None) -> int:
-    """Runs a whole training from its command line; returns the exit status. trainer_class: see `PPOJob`. typed: see
-    `LoadedConfig`."""
+def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
+    """Runs a whole training from its command line; returns the exit status. trainer_class: see `PPOJob`."""
     loaded = load_config(argv, recipe_loader=recipe_overrides)
-    loaded.typed = typed
     return run(PPOJob, loaded, argv, trainer_class=trainer_class)
 
 
@@ -253,7 +251,6 @@ def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> Ser
     """The reward pool as a service, its processes starting; it ends with `stack`. None if no function is called."""
     if not needs_reward_function(config):
         return None
-    handed_over(config.reward)
     number, modules = config.reward.num_workers, reward_modules()
     pool = start_service(
         config.trainer.backend,

@@ -57,7 +57,7 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
     folder = Path(given[-1]).expanduser() if given else target.folder / f"{target.name}-{name}"
     argv.append(f"{FOLDER}{folder}")
     if config.is_agentic:
-        status = run_ppo(argv, typed=overrides)
+        status = run_ppo(argv)
         rows = {} if status else read_metrics(folder / "metrics.jsonl")
         return status, list(rows.values())[-1] if rows else {}
     known = finished_metrics(folder, settings)
@@ -68,7 +68,7 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
         return 0, known
     # auto: a folder with answers is continued; Evaluation takes no weights from it
     again = ["trainer.resume_mode=auto"] if target.is_model else []
-    status = run_ppo([*argv, *again], trainer_class=Evaluation, typed=overrides)
+    status = run_ppo([*argv, *again], trainer_class=Evaluation)
     return status, {} if status else json.loads((folder / RESULTS).read_text(encoding="utf-8"))["metrics"]
 
 

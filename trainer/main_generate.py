@@ -52,7 +52,7 @@ def generate(name: str, output: Path, overrides: list[str]) -> int:
         if settings == answer_settings(loaded.config, are_scored=False):
             print(f"{output} has all answers under these settings already")
             return 0
-    status = run_ppo(argv, trainer_class=Generation, typed=overrides)
+    status = run_ppo(argv, trainer_class=Generation)
     if not status:
         print(f"answers: {output}")
     return status

@@ -52,7 +52,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
     kept = "sampled again" if failed.batch is None else "from the dump"
     weights = failed.checkpoint or "the model"
     print(f"Step {failed.step}, which failed in {failed.phase}: answers {kept}, weights of {weights}")
-    return run_ppo([*arguments, *overrides], trainer_class=Replay, typed=overrides)
+    return run_ppo([*arguments, *overrides], trainer_class=Replay)
 
 
 @command

@@ -123,8 +123,3 @@ def require_shared_folder(group: WorkerGroup, run_dir: Path) -> None:
             "machine. All machines must share it, since each rank writes its part of a checkpoint there: give a folder "
             "on a file system that all of them mount under this path (NFS, Lustre)"
         )
-
-
-def worker_reads() -> list[set[str]]:
-    """The options that each worker of this process's run has read."""
-    return [reads for group in _groups for reads in group.execute_all_sync("option_reads")]

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.cli import NOTHING_LEFT
-from verl_lite.config import RunConfig, RunOptions, uncounted
+from verl_lite.config import RunConfig, RunOptions
 from verl_lite.errors import UserError
 
 # `model.tokenizer_path`: the data's fingerprint tells if the tokens are others
@@ -49,8 +49,7 @@ def flat_config(config: Any) -> dict[str, Any]:
     """A configuration as dotted keys and plain values; free dictionaries stay whole."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
-        with uncounted():
-            value = getattr(config, field.name)
+        value = getattr(config, field.name)
         inner = {f".{name}": each for name, each in flat_config(value).items()} if is_dataclass(value) else {"": value}
         flat |= {f"{field.name}{name}": each for name, each in inner.items()}
     return flat

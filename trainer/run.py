@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
 from trainer.inspect import closing_findings
 from trainer.recipe import prepare_recipe
-from trainer.resources import reserved_devices, resolve_slots, worker_reads
+from trainer.resources import reserved_devices, resolve_slots
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.tracking import Tracking, check_trackers
@@ -34,11 +35,8 @@ from verl_lite.config import (
     RunConfig,
     RunOptions,
     help_text,
-    idle_options,
     print_config,
-    record_reads,
     save_config,
-    uncounted,
 )
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
@@ -137,7 +135,6 @@ def run(job_class: type[Job[Options]], loaded: LoadedConfig[Options], argv: list
     if loaded.action == "help":
         print(help_text(loaded))
         return 0
-    record_reads(config)
     slots = resolve_slots(config)
     if loaded.action == "print":
         print(print_config(loaded))
@@ -193,18 +190,13 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
     total_steps = job.read_data()
     make_run_dir(config, stack)
     folder = HeldFolder(run_dir, console.note, stack)
-    with uncounted():
-        check_run_dir(job, total_steps)
-        plan = job.plan()
+    check_run_dir(job, total_steps)
+    plan = job.plan()
     folder.config_file = save_config(loaded, run_dir / "config.yaml").read_text(encoding="utf-8")
     seed_random_state(config.trainer.seed)
     if plan:
         console.print(plan)
         console.start(total_steps)
-
-    def tell_idle_options(at_end: bool = False) -> None:
-        if line := idle_options(loaded, worker_reads(), at_end):
-            console.note(line)
 
     with (
         Tracking(run_dir, config, console) as tracking,
@@ -213,11 +205,9 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         stopping_on_signal(trainer.steps.stop, console.note),
         dump_on_failure(trainer, run_dir),
     ):
-        tracking.after_first_step, saver = tell_idle_options, trainer.saver
-        tracking.before_log = lambda: folder.restore(saver)
+        tracking.before_log = partial(folder.restore, trainer.saver)
         result = trainer.fit()
         folder.restore()
-        tell_idle_options(at_end=True)
     report = job.report(trainer, result)
     for part in [*report.lines, closing_findings(run_dir) if plan else None]:
         if part:

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from trainer.console import Console, following
 from trainer.evaluate.sample import Sample
 from trainer.tracking.trackers import OWN, TRACKERS, TrackedRun, Tracker, check_trackers, register_tracker
-from verl_lite.config import RunOptions, uncounted
+from verl_lite.config import RunOptions
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracking", "check_trackers", "read_metrics", "register_tracker"]
 FINISH_TIMEOUT_S = 15.0
@@ -35,15 +35,13 @@ class Tracking:
     """
 
     before_log: Callable[[], object] | None = None
-    after_first_step: Callable[[], None] | None = None
 
     def __init__(self, run_dir: Path, config: RunOptions, console: Console) -> None:
         names = list(config.trainer.logger)
         check_trackers(names)
-        with uncounted():
-            trainer, options = config.trainer, dataclasses.asdict(config)
-            name = trainer.experiment_name or Path(run_dir).name
-            run = TrackedRun(Path(run_dir), trainer.project_name, name, options, console)
+        trainer, options = config.trainer, dataclasses.asdict(config)
+        name = trainer.experiment_name or Path(run_dir).name
+        run = TrackedRun(Path(run_dir), trainer.project_name, name, options, console)
         self.note = console.note
         self._console, self._shows = console, "console" in names
         self._following = following(run.run_dir / "logs", console)
@@ -71,9 +69,6 @@ class Tracking:
         if step > self._last_before or (step == self._last_before and TRAINED not in metrics):
             known = {name: value for name, value in metrics.items() if math.isfinite(value)}
             self._call(lambda tracker: tracker.log(known, step))
-        if step > 0 and (callback := self.after_first_step) is not None:
-            self.after_first_step = None
-            callback()
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Sends what the policy wrote, with its scores."""

@@ -3,7 +3,7 @@
 from verl_lite.config.agentic import AgenticConfig, EnvManagerConfig, EnvPoolConfig, RewardNormalizationConfig
 from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.data import HUB_NAME, CustomClassConfig, DataConfig, SamplerConfig
-from verl_lite.config.fields import FINITE, Range, handed_over, option_reads, record_reads, uncounted, unknown_value
+from verl_lite.config.fields import FINITE, Range, unknown_value
 from verl_lite.config.learners import (
     ActorConfig,
     CriticConfig,
@@ -18,7 +18,7 @@ from verl_lite.config.learners import (
 )
 from verl_lite.config.loader import LoadedConfig, Verbosity, load_config, load_schema, parse_value, split_choices
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.printing import help_config, help_text, idle_options, print_config, save_config
+from verl_lite.config.printing import help_config, help_text, print_config, save_config
 from verl_lite.config.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig, ScoreConfig
 from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig

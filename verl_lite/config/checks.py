@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_lite.config.data import python_file
-from verl_lite.config.fields import Options, Problems, uncounted, unknown_value
+from verl_lite.config.fields import Options, Problems, unknown_value
 from verl_lite.config.learners import ActorConfig
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.run import RunOptions
@@ -42,19 +42,18 @@ def validate(
     Raises:
         ConfigError: all problems together.
     """
-    with uncounted():
-        if slots is None and config.trainer.n_gpus_per_node is not None:
-            slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
-        problems = [
-            *section_problems(config),
-            *loss_problems(config.actor),
-            *estimator_problems(config),
-            *reward_problems(config.reward, alone=not config.reward_model.enable),
-            *_engine(config, slots, engines),
-            *(_agent(config) if config.is_agentic else ()),
-            *machine_problems(config, slots, available),
-            *_models(config),
-        ]
+    if slots is None and config.trainer.n_gpus_per_node is not None:
+        slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    problems = [
+        *section_problems(config),
+        *loss_problems(config.actor),
+        *estimator_problems(config),
+        *reward_problems(config.reward, alone=not config.reward_model.enable),
+        *_engine(config, slots, engines),
+        *(_agent(config) if config.is_agentic else ()),
+        *machine_problems(config, slots, available),
+        *_models(config),
+    ]
     if problems:
         raise ConfigError(problems)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_lite.config.checks import machine_problems, section_problems
 from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig
-from verl_lite.config.fields import Problems, uncounted
+from verl_lite.config.fields import Problems
 from verl_lite.config.schema import ConfigError
 from verl_lite.flow_match import flow_sigmas, high_noise_steps
 from verl_lite.visual_rewards.base import VISUAL_REWARDS
@@ -36,18 +36,17 @@ def validate_reward_flow(
     Raises:
         ConfigError: the configuration has problems; the error lists all of them.
     """
-    with uncounted():
-        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-        problems = [
-            *(f"{name}: not installed; reward flow needs it: pip install 'verl_lite[diffusion]'" for name in missing),
-            *section_problems(config),
-            *(_pipeline(config, Path(config.model.path)) if files and config.model.path else ()),
-            *machine_problems(config, count, available),
-        ]
-        try:
-            VISUAL_REWARDS.get_fn(config.reward.name)
-        except ValueError as error:
-            problems.append(f"reward.name={config.reward.name!r}: {error}")
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    problems = [
+        *(f"{name}: not installed; reward flow needs it: pip install 'verl_lite[diffusion]'" for name in missing),
+        *section_problems(config),
+        *(_pipeline(config, Path(config.model.path)) if files and config.model.path else ()),
+        *machine_problems(config, count, available),
+    ]
+    try:
+        VISUAL_REWARDS.get_fn(config.reward.name)
+    except ValueError as error:
+        problems.append(f"reward.name={config.reward.name!r}: {error}")
     if problems:
         raise ConfigError(problems)
 

@@ -69,8 +69,7 @@ class LoadedConfig(Generic[C]):
     config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
     key "default", "recipe:NAME", "file:PATH", "command line" or another source. notes: sentences about keys of verl
     that were renamed or have no effect here. action: "run", "print" (--print-config) or "help"; help_prefix: what of
-    the reference --help-config asks for. verbosity: "quiet" (--quiet), "normal" or "verbose" (--verbose). typed: the
-    user's words where the command adds others, such as the options of a saved run; None = all words are the user's.
+    the reference --help-config asks for. verbosity: "quiet" (--quiet), "normal" or "verbose" (--verbose).
     """
 
     config: C
@@ -80,19 +79,6 @@ class LoadedConfig(Generic[C]):
     action: Action = "run"
     verbosity: Verbosity = "normal"
     help_prefix: str | None = None
-    typed: list[str] | None = None
-
-    def given(self) -> list[str]:
-        """The dotted keys that the user set, in a file or on the command line."""
-        found = {name: source for name, source in self.provenance.items() if _rank(source) > 1}
-        if self.typed is None:
-            return list(found)
-        typed = {word.partition("=")[0].lstrip("+~").removeprefix(f"{PREFIX}.") for word in self.typed}
-        return [
-            name
-            for name, source in found.items()
-            if {name, source.rpartition(", as ")[2], source.removeprefix("file:")} & typed
-        ]
 
 
 def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -> LoadedConfig[PPOConfig]:

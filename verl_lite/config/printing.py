@@ -3,14 +3,12 @@
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
-from verl_lite.config.fields import option_reads, uncounted
 from verl_lite.config.loader import SWITCHES, LoadedConfig
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.schema import Schema, schema_of, value_of
@@ -27,12 +25,11 @@ _MOST_USED = (
 def print_config(loaded: LoadedConfig[Any]) -> str:
     """YAML of every option, resolved, with the source of each value behind it (`# command line`)."""
     schema, sources = schema_of(type(loaded.config)), dict(loaded.provenance)
-    with uncounted():
-        resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
-        for name in schema.keys:
-            then = OmegaConf.select(loaded.omega, name)
-            if value_of(loaded.config, name) != (OmegaConf.to_object(then) if OmegaConf.is_config(then) else then):
-                sources[name] = "filled in at launch"  # devices counted, files made by a recipe
+    resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
+    for name in schema.keys:
+        then = OmegaConf.select(loaded.omega, name)
+        if value_of(loaded.config, name) != (OmegaConf.to_object(then) if OmegaConf.is_config(then) else then):
+            sources[name] = "filled in at launch"  # devices counted, files made by a recipe
     return "\n".join([*(f"# {note}" for note in loaded.notes), *_render(resolved, (), sources, schema)]) + "\n"
 
 
@@ -42,26 +39,6 @@ def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(print_config(loaded), encoding="utf-8")
     return path
-
-
-def idle_options(loaded: LoadedConfig[Any], elsewhere: Iterable[set[str]] = (), at_end: bool = False) -> str | None:
-    """A sentence about what the user set and nothing has read since `record_reads`; None where there is nothing.
-
-    Args:
-        elsewhere: what other processes have read.
-        at_end: the run is over, so that nothing will be read later.
-    """
-    read, schema, idle = option_reads().union(*elsewhere), schema_of(type(loaded.config)), {}
-    with uncounted():
-        for name in loaded.given():
-            key = schema.find(tuple(name.split(".")))
-            if key is None or key.name in read or key.read == "load" or (key.read and not at_end):
-                continue
-            if (value := value_of(loaded.config, key.name)) != key.default:
-                idle[key.name] = _flow(value)
-    when = "nothing in this run has read them" if at_end else "nothing has read them in the first step"
-    shown = ", ".join(f"{name}={value}" for name, value in idle.items())
-    return f"Options without effect ({when}): {shown}" if idle else None
 
 
 def help_text(loaded: LoadedConfig[Any]) -> str:

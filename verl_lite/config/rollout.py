@@ -16,12 +16,12 @@ _SAMPLES = Range("training has to sample: a number above 0 is expected, 1.0 as a
 class ValKwargs(Options):
     """Sampling in validation."""
 
-    n: int = opt(1, "samples per validation prompt", at_least(1), read="validation")
-    do_sample: bool = opt(False, "false = greedy, whatever the temperature", read="validation")
-    temperature: float = opt(0.0, "0 = greedy", at_least(0), read="validation")
-    top_p: float = opt(1.0, "nucleus", POSITIVE_SHARE, read="validation")
-    top_k: int = opt(-1, "-1 = all tokens", ALL_OR_SOME, read="validation")
-    greedy_too: bool = opt(False, "also a greedy one, logged as val-aux/{source}/greedy/*", read="validation")
+    n: int = opt(1, "samples per validation prompt", at_least(1))
+    do_sample: bool = opt(False, "false = greedy, whatever the temperature")
+    temperature: float = opt(0.0, "0 = greedy", at_least(0))
+    top_p: float = opt(1.0, "nucleus", POSITIVE_SHARE)
+    top_k: int = opt(-1, "-1 = all tokens", ALL_OR_SOME)
+    greedy_too: bool = opt(False, "also a greedy one, logged as val-aux/{source}/greedy/*")
 
     def check(self) -> Problems:
         asked = f"rollout.val_kwargs.n={self.n}, greedy_too={self.greedy_too}, temperature={self.temperature}"

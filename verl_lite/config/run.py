@@ -21,8 +21,8 @@ class RunConfig(Options):
 
     total_epochs: int = opt(1, "passes over the training prompts", at_least(1))
     total_training_steps: int | None = opt(None, "stop after this many steps; null = total_epochs", at_least(1))
-    project_name: str = opt("verl_lite", "groups runs in trackers and folders", read="load")
-    experiment_name: str | None = opt(None, "name of the run; null = from recipe, date and time", read="load")
+    project_name: str = opt("verl_lite", "groups runs in trackers and folders")
+    experiment_name: str | None = opt(None, "name of the run; null = from recipe, date and time")
     default_local_dir: str = opt("runs/${trainer.project_name}/${trainer.experiment_name}", "run folder")
     umask: str = opt("077", "permissions that the run's files lack, as of umask: 077 = private; 022 = all read", _UMASK)
     logger: list[str] = opt(["console", "jsonl", "tensorboard"], "trackers, also wandb, mlflow, swanlab")
@@ -35,12 +35,12 @@ class RunConfig(Options):
     deterministic: bool = opt(False, "CUDA: only kernels that repeat their numbers, slower; see the README")
     stall_timeout_s: float | None = opt(3600.0, "a longer call of workers ends the run; null = never", POSITIVE)
     max_retries: int = opt(0, "new starts from the last checkpoint after a lost worker, at most", at_least(0))
-    save_freq: int = opt(-1, "steps between checkpoints; -1 = at the end; 0 = never", at_least(-1), read="save")
-    max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all", at_least(1), read="save")
-    async_save: bool = opt(False, "write checkpoints while training goes on, from a copy in host memory", read="save")
+    save_freq: int = opt(-1, "steps between checkpoints; -1 = at the end; 0 = never", at_least(-1))
+    max_actor_ckpt_to_keep: int | None = opt(None, "newest checkpoints kept; null = all", at_least(1))
+    async_save: bool = opt(False, "write checkpoints while training goes on, from a copy in host memory")
     resume_mode: str = opt("disable", "disable | auto (newest checkpoint of the run folder) | resume_path", _RESUME)
     resume_from_path: str | None = opt(None, "a global_step_N folder, for resume_mode=resume_path")
-    resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide", read="load")
+    resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's although they decide")
     test_freq: int = opt(-1, "steps between validations; -1 = only before and after", at_least(-1))
     val_before_train: bool = opt(True, "validate before the first step")
     dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml and start nothing")
@@ -93,7 +93,7 @@ class RunOptions(Options):
     """What the options of every command that trains have."""
 
     recipe: str | None = opt(
-        None, "name in recipes/, path or module; null = the command's own if no model or data is given", read="load"
+        None, "name in recipes/, path or module; null = the command's own if no model or data is given"
     )
     trainer: RunConfig = section(RunConfig, "the run")
     ray_kwargs: RayKwargs = section(RayKwargs, "Ray")

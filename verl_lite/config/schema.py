@@ -36,7 +36,7 @@ class Key:
     """One leaf of the schema.
 
     kind: int | float | bool | str | list (of `item`) | dict (free: any entry may be added below it). expects: a
-    number's range, or the words that a text may be. read: see `opt`.
+    number's range, or the words that a text may be.
     """
 
     path: Path
@@ -46,7 +46,6 @@ class Key:
     default: Any
     doc: str
     expects: Range | tuple[str, ...] | None
-    read: str | None
 
     @property
     def name(self) -> str:
@@ -118,7 +117,7 @@ def _walk(cls: type, prefix: Path) -> Iterator[Key]:
         kind, said = typing.get_origin(plain) or plain, field.metadata
         item = typing.get_args(plain)[0].__name__ if kind is list else ""
         optional, doc = len(members) > 1, said.get("doc", "")
-        yield Key(path, kind.__name__, item, optional, default, doc, said.get("expects"), said.get("read"))
+        yield Key(path, kind.__name__, item, optional, default, doc, said.get("expects"))
 
 
 def split(text: str) -> Path:

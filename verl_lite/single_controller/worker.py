@@ -79,12 +79,6 @@ class Worker:
         """(dp_rank, dp_size, is_collect) of this rank in each mesh."""
         return dict(self._meshes)
 
-    def option_reads(self) -> set[str]:
-        """Dotted names of the options that this process has read, for the driver's line about those without effect."""
-        from verl_lite.config.fields import option_reads
-
-        return option_reads()
-
     def machine_without(self, path: str, patience_s: float = 10.0) -> str | None:
         """Name of this machine if it does not see the file within some seconds, which network file systems may take."""
         deadline = time.monotonic() + patience_s

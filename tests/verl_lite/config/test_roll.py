@@ -157,7 +157,7 @@ def test_every_key_of_a_whole_file_is_set_or_named(
     assert said == {name for name, _ in leaves(tree)} - {name for name, _ in leaves(accepted)}
     assert str(error.value).count("it would change the run") == len(str(error.value).splitlines()) - 1
     loaded = load(tmp_path, accepted)
-    given = {name for name in loaded.given() if loaded.provenance[name].startswith("file:")}
+    given = {name for name, source in loaded.provenance.items() if source.startswith("file:")}
     assert {name: OmegaConf.select(loaded.omega, name) for name in given} == dict(leaves(yaml.safe_load(became)))
     named = {source.rpartition(", as ")[2] for source in loaded.provenance.values()}
     named |= {note.partition("=")[0].partition(" ")[0] for note in loaded.notes}
