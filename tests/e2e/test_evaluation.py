@@ -66,7 +66,8 @@ def test_killed_evaluations_and_generations_go_on(run: Path, capsys: pytest.Capt
     shown = "trainer.logger=[console,jsonl]"
     assert main_eval([str(run), "--all-checkpoints", "data.val_batch_size=3", shown]) == 0
     output = capsys.readouterr().out
-    assert "2 of 8 prompts are answered" in output or "4 of 8 prompts are answered" in output
+    assert "answering 6 of 8 prompts, 3 at a time" in output or "answering 4 of 8 prompts, 3 at a time" in output
+    assert "8 of 8 prompts are answered" in output and "without effect" not in output
     assert "Validation: acc mean@2" in output and "global_step_1" in output
     assert kept[0].read_bytes() == first
     continued = json.loads((folder / "results.json").read_text())
