@@ -59,7 +59,9 @@ def validate(
 
 
 def section_problems(options: Any) -> Problems:
-    """Numbers out of their range, words that are none of the choices, and what each section says of itself."""
+    """Numbers out of their range, words that are none of the choices, and what each section says of itself, except
+    about these values."""
+    wrong = []
     for key in schema_of(type(options)).keys.values():
         value = value_of(options, key.name)
         if value is None or key.expects is None:
@@ -68,11 +70,14 @@ def section_problems(options: Any) -> Problems:
             if value not in key.expects:
                 yield unknown_value(key.name, value, key.expects) + ("; or null" if key.optional else "")
         elif not key.expects.holds(value):
-            yield f"{key.name}={value}: {key.expects.words}"
+            wrong.append(f"{key.name}={value}")
+            yield f"{wrong[-1]}: {key.expects.words}"
     sections = [options]
     for section in sections:
         sections += [inner for inner in vars(section).values() if isinstance(inner, Options)]
-        yield from section.check() if isinstance(section, Options) else ()
+        for problem in section.check() if isinstance(section, Options) else ():
+            if not any(given in problem for given in wrong):
+                yield problem
 
 
 def machine_problems(config: RunOptions, count: int | None, available: int | None) -> Problems:

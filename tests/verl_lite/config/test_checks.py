@@ -224,6 +224,10 @@ def test_every_range_and_choice_is_checked(good: PPOConfig, key: Any) -> None:
     assert [one for one in found(good, {key.name: wrong}) if f"{key.name}={wrong}" in one and words in one]
 
 
+def test_of_a_value_out_of_its_range_nothing_else_is_said(good: PPOConfig) -> None:
+    assert found(good, {"data.train_batch_size": 0}) == ["data.train_batch_size=0: at least 1 is expected"]
+
+
 def test_words_of_options_are_those_of_the_mathematics() -> None:
     assert learner_options.LOSS_AGG_MODES == LOSS_AGG_MODES
     assert {name.removesuffix("+") for name in learner_options.KL_ESTIMATORS} == set(KL_ALIASES)
