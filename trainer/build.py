@@ -5,7 +5,7 @@
 """
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,8 +30,9 @@ from trainer.recipe import recipe_overrides, trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.resources import DeviceHolder, join_ray, start_workers
 from trainer.rewards.failures import FailureLog
+from trainer.rewards.groups import ACCURACY, SCORE
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
-from trainer.rewards.scores import Rewards
+from trainer.rewards.scores import OVERLONG, Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.run import Job, Report, ResourceRequest, Trainer, run
 from trainer.saving import Saver, checkpoint_bytes
@@ -42,6 +43,7 @@ from verl_lite.config.checks import validate
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
+from verl_lite.registry import did_you_mean
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
 from workers.actor_rollout import ActorWorker
@@ -95,15 +97,49 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     datasets = [data for data in (train, val) if data is not None]
     epoch_prompts = build_order(datasets[0], config).rows
     check_vocabulary(config, datasets)
-    if has_function:  # two rows of each dataset, and every data source
+    named = named_by_options(config) if trains and scores else {}
+    extras: list[list[dict[str, float | str]]] = []
+    if has_function:  # two rows of each dataset; for names that a reward may return for one source only, one of each
         pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
         try:
             for data in datasets:
-                pool.dry_run([data.row(position) for position in range(min(2, len(data)))], data.data_sources())
+                tried = {*range(min(2, len(data)))}
+                tried |= {int(places[0]) for places in data.positions_by_source().values()} if named else set()
+                extras.append(pool.dry_run([data.row(position) for position in sorted(tried)], data.data_sources()))
         finally:
             pool.close()
+    check_named(config, named, extras[0] if extras else [])
     inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
     return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
+
+
+def named_by_options(config: PPOConfig) -> dict[str, str]:
+    """The numbers that a reward has to return, each with the option that names it."""
+    algorithm = config.algorithm
+    keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
+    named = {key.removeprefix("reward/"): "algorithm.gdpo_reward_keys" for key in keys}
+    metric = algorithm.filter_groups.metric if algorithm.filter_groups.enable else None
+    if metric not in (None, SCORE, ACCURACY):  # a score alone is acc
+        named[str(metric)] = "algorithm.filter_groups.metric"
+    return named
+
+
+def check_named(config: PPOConfig, named: Mapping[str, str], extras: Sequence[Mapping[str, float | str]]) -> None:
+    """Raises UserError for a name that is no number in what the reward returned for any of the rows that were tried.
+
+    named: as of `named_by_options`. extras: what the reward returned for each row besides the score.
+    """
+    known = {name for extra in extras for name, value in extra.items() if not isinstance(value, str)}
+    known |= {"model", "function"} if config.reward_model.enable else set()
+    known |= set(OVERLONG) if config.reward.overlong_buffer.enable and config.reward.overlong_buffer.log else set()
+    for name, option in named.items():
+        if name not in known:
+            found = f"the numbers {', '.join(sorted(known))}" if known else "no number"
+            raise UserError(
+                f"{option} names {name!r}, which the reward did not return for any row that was tried with the ground "
+                f"truth as the answer. Besides the score it returned {found}{did_you_mean(name, known)}. Name one of "
+                f"its numbers, or let it return {name!r} for every answer"
+            )
 
 
 class PPOJob(Job[PPOConfig]):

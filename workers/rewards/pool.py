@@ -161,8 +161,11 @@ class RewardPool:
                 missing.difference_update(self._results)
             return {key: self._results.pop(key) for key in keys}
 
-    def dry_run(self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()) -> None:
-        """Scores dataset rows with their ground truth as the answer, before anything heavy starts.
+    def dry_run(
+        self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()
+    ) -> list[dict[str, float | str]]:
+        """Scores dataset rows with their ground truth as the answer, before anything heavy starts. Returns what the
+        reward gave besides the score of each row.
 
         Args:
             rows: data_source, reward_model["ground_truth"] and optionally extra_info.
@@ -182,13 +185,15 @@ class RewardPool:
             for i, (row, truth) in enumerate(zip(rows, truths, strict=True))
         ]
         self.submit(items)
-        for row, result in zip(rows, self.collect(item.key for item in items).values(), strict=True):
+        results = list(self.collect(item.key for item in items).values())
+        for row, result in zip(rows, results, strict=True):
             if result.failed:
                 shown = json.dumps(row, indent=2, default=str)[:4000]
                 raise RewardError(
                     "The reward function fails on a row of the dataset, given its ground truth as the answer. "
                     f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{shown}"
                 )
+        return [result.extra for result in results]
 
     def processes_replaced(self) -> int:
         """How many reward processes were replaced so far: killed, or dead."""
