@@ -110,10 +110,10 @@ def findings_shown(findings: Sequence[Finding], most: int | None = None) -> Rend
     return Group(Text("Findings", style="bold"), table)
 
 
-def closing_findings(run_dir: Path) -> RenderableType | None:
-    """The worst two findings on a run that has ended; None where there is nothing to say, or no metrics were kept."""
+def closing_findings(run_dir: Path) -> list[Finding]:
+    """What is not fine of a run that has ended; nothing where no metrics were kept."""
     findings = findings_of(read_run(run_dir)) if (run_dir / METRICS).is_file() else []
-    return findings_shown(findings, 2) if any(finding.grade != OK for finding in findings) else None
+    return findings if any(finding.grade != OK for finding in findings) else []
 
 
 def _table(title: str) -> Table:

@@ -24,8 +24,9 @@ from trainer.checkpoint import saved_steps, whole_checkpoint
 from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, file_mask, stopping_on_signal
 from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
-from trainer.inspect import closing_findings
+from trainer.inspect import closing_findings, findings_shown
 from trainer.recipe import prepare_recipe
+from trainer.reports.health import DIVERGED
 from trainer.resources import reserved_devices, resolve_slots
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
@@ -209,10 +210,13 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         result = trainer.fit()
         folder.restore()
     report = job.report(trainer, result)
-    for part in [*report.lines, closing_findings(run_dir) if plan else None]:
+    findings = closing_findings(run_dir) if plan else []
+    for part in [*report.lines, findings_shown(findings, 2) if findings else None]:
         if part:
             console.print(part)
     console.print(final_report.final_report(result, run_dir, report.pictures, report.commands))
+    if findings and findings[0].text.startswith(DIVERGED):
+        console.note(f"{findings[0].text}; {findings[0].advice}")
     if result.stopped:
         console.print(how_to_continue(command, run_dir))
     return INTERRUPTED if result.stopped else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.tiny_model import tiny_reward_model
-from tests.tiny_run import write_rows
+from tests.tiny_run import good_row, write_rows
 from tests.trainer import tiny_run
 from tests.trainer.tiny_run import samples
+from trainer.build import run_ppo
 from trainer.checkpoint import saved_steps
-from trainer.cli import failure_text
+from trainer.cli import failure_text, run_command
 from trainer.export import main as export
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.report import main as report
@@ -89,6 +91,42 @@ def run(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
         "trainer.total_training_steps=1",
     ]  # fmt: skip
     return tiny_run.run(folder, name, *given, *options, trainer_class=Watched)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["algorithm.filter_groups.metric=stlye"], "metric names 'stlye'.* the numbers style; did you mean"),
+        (["algorithm.filter_groups.metric=word"], "names 'word', .* the numbers style"),  # a text
+        (["algorithm.filter_groups.metric=model"], "needs reward_model.enable=true"),
+        (["algorithm.filter_groups.metric=style"], None),  # only the source of the third row has it
+        (["algorithm.filter_groups.metric=score"], None),
+        (["algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=nope"], None),
+        (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[style,nope]"], "gdpo_reward_keys names 'nope'"),
+    ],
+)
+def test_a_number_that_the_reward_does_not_return_is_refused_before_anything_starts(
+    tmp_path: Path, options: list[str], message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = "def compute_score(data_source, **_):\n"
+    reward += "    return {'score': 0.5, 'style': 1.0, 'word': 'x'} if data_source == 'styled' else 0.5\n"
+    tiny_run.write_files(tmp_path, QUESTIONS, reward, hidden=32, layers=1)
+    write_rows(tmp_path / "prompts.jsonl", (good_row(n, "styled" if n > 1 else "plain") for n in range(8)))
+    given = [*tiny_run.options_of(tmp_path), "algorithm.filter_groups.enable=true", "trainer.dry_run=true", *options]
+    status = run_command(lambda: run_ppo(given))
+    assert status == (0 if message is None else 2)
+    assert re.search(message or "^$", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_a_run_that_diverged_says_so_at_its_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = folder / "calm.py"
+    own.write_text(tiny_run.REWARD)
+    options = [f"reward.custom_reward_function.path={own}", "trainer.total_training_steps=2"]
+    tiny_run.run(folder, "diverged", *options, "actor.optim.lr=1e10", "actor.ppo_mini_batch_size=2")
+    last = " ".join(capsys.readouterr().out.partition("Where things are")[2].split())
+    assert "note: the run diverged: from step 2 on no gradient is a finite number; lower the learning rate" in last
+    assert "actor.optim.lr=10000000000.0" in last
 
 
 def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

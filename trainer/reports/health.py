@@ -2,6 +2,7 @@
 and the end of a run. Takes series, (step, value) by metric name; gives `Finding`s."""
 
 import fnmatch
+import itertools
 import math
 import re
 import shlex
@@ -18,6 +19,7 @@ BAD, LOOK, OK = GRADES = ("bad", "look", "ok")
 SCORES = ("critic/score/mean", "actor/face_score", "train/loss")
 """What a run is after, the first that it logs; of a loss less is better."""
 
+DIVERGED = "the run diverged"
 LASTING = 0.1  # of a run's steps: outside in so many it is no stray step
 _EARLY = 0.75  # of the steps: what was mended before is past
 _ENOUGH = 20  # steps to speak of a trend
@@ -168,6 +170,16 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
     return Finding(grade, name, text)
 
 
+def diverged(series: Series) -> Finding | None:
+    """No mini-batch of the last step has a gradient that is a finite number, so that nothing is learnt any more."""
+    for role in ("actor", "train", "critic"):
+        name = f"{role}/grad_norm_nonfinite"
+        lost = [step for step, _ in itertools.takewhile(lambda point: point[1] >= 1, reversed(series.get(name, ())))]
+        if lost:
+            return Finding(BAD, name, f"{DIVERGED}: from step {lost[-1]} on no gradient is a finite number")
+    return None
+
+
 def score_falls(series: Series) -> Finding | None:
     """The score rose, then lost much of it. Running means of a tenth of the run; a fall counts if it is more than 4
     standard errors (of one value about its trend, from the differences of neighbours) and 0.3 of the rise."""
@@ -252,6 +264,11 @@ _REWARD = "reward.custom_reward_function.path"
 
 # metrics, range or function, keys; cause; what to change
 RULES = (
+    Rule(
+        ("*/grad_norm_nonfinite",), diverged, ("actor.optim.lr", "actor.optim.clip_grad"),
+        "an update was so large that the weights or their outputs overflow",
+        "lower the learning rate, and start from the last checkpoint before that step",
+    ),
     Rule(
         SCORES, score_falls, ("actor.optim.lr", "actor.kl_loss_coef", "actor.ppo_epochs"),
         "the policy learns too fast: updates went further than the samples could vouch for",
