@@ -133,7 +133,7 @@ def loss(points: list[tuple[int, float]]) -> Series:
         ({"actor/grad_norm": steps(*[1.0] * 30, 3.0, *[1.0] * 30)}, [], ""),
         ({"actor/grad_norm": steps(1.0, 20.0)}, [], ""),
         ({"train/grad_norm_nonfinite": steps(0.0, 0.5, 1.0, 1.0)}, [BAD, BAD], "diverged: from step 3 on"),
-        ({"train/grad_norm_nonfinite": steps(*[0.0] * 60, 1.0, 0.0)}, [LOOK], "in 1 of 62"),  # one step, and then no more
+        ({"train/grad_norm_nonfinite": steps(*[0.0] * 60, 1.0, 0.0)}, [LOOK], "in 1 of 62"),
         (validated(0.55), [LOOK], "cannot tell"),
         (validated(0.7), [], ""),
         (validated(0.3), [BAD], "interval +-0.100), worse"),
