@@ -115,12 +115,15 @@ RAY = [
 @pytest.mark.long
 @pytest.mark.parametrize("ratio", [0, 1])
 def test_with_ray_a_run_that_is_killed_and_goes_on_is_the_run(ratio: int, tmp_path: Path) -> None:
-    runs = Episodes(tmp_path, *RAY, "trainer.n_gpus_per_node=2", f"agentic.async_generation_ratio={ratio}")
-    whole = runs.kill_after(4, "whole", "trainer.total_training_steps=1000")
+    """Both are killed within step 5, of which some episodes have begun at ratio 1."""
+    options = [*RAY, "trainer.n_gpus_per_node=2", f"agentic.async_generation_ratio={ratio}"]
+    runs = Episodes(tmp_path, *options, "trainer.total_training_steps=1000")
+    whole = runs.kill_after(4, "whole")
     start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_2"]
-    resumed = runs.finish("resumed", *start, "trainer.total_training_steps=4")
+    resumed = runs.kill_after(4, "resumed", *start)
     assert_same_end(whole, resumed, 4, ACTOR)
-    assert_same_history({step: history(whole)[step] for step in (3, 4)}, history(resumed))
+    rows = [history(run_dir) for run_dir in (whole, resumed)]
+    assert_same_history(*({step: row[step] for step in (3, 4)} for row in rows))
 
 
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])

@@ -265,7 +265,8 @@ class RayTransport:
         """The error of a rank whose machine does not answer; None if it does."""
         machine = self._machines.get(handle.rank)
         reason = None if machine is None else silence_of(machine.address)
-        return None if reason is None else self._death(handle, f"its machine has left the cluster: {reason}")
+        cause = f"its machine has left the cluster: its raylet at {reason}"
+        return None if reason is None else self._death(handle, cause)
 
     def _death(self, handle: _Handle, cause: str, note: str = "") -> WorkerDiedError:
         node = self._machines[handle.rank].name if handle.rank in self._machines else None
