@@ -123,7 +123,7 @@ def test_it_differs_from_the_common_task_in_its_algorithm_alone(name: str) -> No
     assert {key for key in differing if not key.startswith("trainer.")} == OWN[name]
     assert load_recipe(name).prepare is common_task.prepare is quickstart.prepare
     titles = [line for line in PAGES[name].splitlines() if line.startswith("## ")]
-    assert titles[:3] == ["## What makes it", "## Result", "## A real model on GPUs"]
+    assert titles[:3] == ["## Settings", "## Result", "## A real model on GPUs"]
     assert (ROOT / "recipes" / name / "curve.png").exists()
 
 
