@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A training under Slurm, on one machine or several, that goes on by itself when its time is up or it is preempted:
+# Runs a training under Slurm on one or several machines, and resumes it after its time limit or a preemption:
 #
 #   sbatch --nodes=2 recipes/launch/slurm.sh recipe=grpo model.path=/models/Qwen2.5-7B trainer.save_freq=20
 #
-# Submit it from the project's folder, on a file system that all machines share. Words after the script are options of
-# trainer.main_ppo. RUN names the run folder, PYTHON the interpreter of the environment.
+# Submit it from the project's folder, on a file system that all machines share. Arguments after the script are options of
+# trainer.main_ppo. RUN sets the run folder, PYTHON the interpreter of the environment.
 #SBATCH --job-name=verl_lite
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -14,7 +14,7 @@
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# This script alone hears it, ten minutes before the end: enough for the step at hand and a checkpoint.
+# Signals this script only, ten minutes before the end: enough time for the current step and a checkpoint.
 #SBATCH --signal=B:TERM@600
 set -euo pipefail
 
@@ -28,11 +28,11 @@ options=(
 if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then options+=("trainer.n_gpus_per_node=$SLURM_GPUS_ON_NODE"); fi
 
 if [ "$nodes" -gt 1 ]; then
-    # A Ray cluster of this job alone: whoever has not its token cannot run code in it.
+    # The job's own Ray cluster, in which nobody without its token can run code.
     export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
     RAY_AUTH_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     export RAY_AUTH_TOKEN
-    # A job that is requeued keeps its number, and the port may still be closing: the restart count goes in too.
+    # The port depends on the restart count, because a requeued job keeps its number and the old port may still be closing.
     port=$((20000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 10000))
     mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     one=(srun --nodes=1 --ntasks=1 --overlap)
@@ -52,7 +52,7 @@ fi
 driver=$!
 stopped=
 trap 'stopped=yes; kill -TERM "$driver"' TERM
-# A signal ends a wait, not the driver: it finishes its step and saves.
+# The loop is needed because a signal ends `wait`, while the driver still finishes its step and saves.
 while kill -0 "$driver" 2>/dev/null; do wait "$driver" || true; done
 status=0
 wait "$driver" || status=$?
@@ -60,7 +60,7 @@ trap - TERM
 mapfile -t others < <(jobs -p)
 if [ "${#others[@]}" -gt 0 ]; then kill "${others[@]}" 2>/dev/null || true; fi
 
-# 130: stopped after a step, with a checkpoint, from which the next start of this job goes on; 143: before the first step.
+# 130: stopped after a step with a checkpoint, from which the requeued job resumes; 143: stopped before the first step.
 if [ -n "$stopped" ] && { [ "$status" -eq 130 ] || [ "$status" -eq 143 ]; }; then
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
