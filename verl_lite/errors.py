@@ -1,7 +1,7 @@
-"""What goes wrong: the error a user can mend, and where in a run an error was raised.
+"""Error types: `UserError`, which the user can fix, and the circumstances that are attached to all other errors.
 
 `UserError` is shown without a traceback. Any other exception that leaves a run carries `Circumstances`: the role, rank
-and method of the worker that raised it, and what the driver was doing, so that the end of a run can name its cause.
+and method of the worker that raised it, and the phase of the driver. The end of a run prints them as the cause.
 """
 
 import os
@@ -23,30 +23,33 @@ class UserError(ValueError):
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker's process ended. The message names role, rank and method, and what is known of the cause."""
+    """A worker's process ended. The message names its role, rank and method, and the cause if it is known."""
 
 
 class ClusterLostError(WorkerDiedError):
-    """The Ray cluster of the run is gone as a whole. again: options with which the process's command is to start once
-    more, since this process's part of Ray is lost with it; None = not at all."""
+    """The whole Ray cluster of the run is lost, including this process's connection to it.
+
+    again: options with which the command starts again in a new process; None if it does not start again.
+    """
 
     again: list[str] | None = None
 
 
 class NoRoomError(UserError):
-    """The cluster is not there, or has fewer machines, devices or cores than the run asks for."""
+    """The cluster does not answer, or has fewer machines, devices or cores than the run requests."""
 
 
 class StalledError(RuntimeError):
-    """Workers did not answer for longer than they may; their stacks are in their logs."""
+    """Workers did not answer within `trainer.stall_timeout_s`; their logs contain their stacks."""
 
 
 @dataclass
 class Circumstances:
-    """Where an exception was raised, as far as is known. What is set first stays: the innermost knows best.
+    """Where an exception was raised. Unknown fields are None. A field that is set is not overwritten, because the
+    innermost handler sets it first and knows the place best.
 
-    role, rank, method: of the worker. node: its machine, where there are several. phase, step: of the driver's loop.
-    traceback: the worker's own, as text. log: file with what the worker's process printed.
+    role, rank, method: the worker and its method. node: the worker's machine, in a run on several machines. phase,
+    step: phase and step of the driver's loop. traceback: text of the worker's traceback. log: path of the worker's log.
     """
 
     role: str | None = None
@@ -67,14 +70,14 @@ class Circumstances:
 
 
 def circumstances(error: BaseException) -> Circumstances:
-    """Those of an exception, to read and to add to; they travel with it between processes."""
+    """Returns the circumstances of an exception, which can be changed. They are pickled with the exception."""
     if not hasattr(error, _ATTRIBUTE):
         setattr(error, _ATTRIBUTE, Circumstances())
     return getattr(error, _ATTRIBUTE)
 
 
 def add_circumstances(error: BaseException, **known: str | int | None) -> None:
-    """Fills in what is not known yet; names are those of `Circumstances`."""
+    """Sets the fields of `Circumstances` that are still None."""
     place = circumstances(error)
     for name, value in known.items():
         if getattr(place, name) is None:
@@ -83,7 +86,7 @@ def add_circumstances(error: BaseException, **known: str | int | None) -> None:
 
 @contextmanager
 def during(phase: str, step: int | None = None) -> Iterator[None]:
-    """What is raised inside was raised in this phase of the driver's loop."""
+    """Context manager that adds the phase and step of the driver's loop to every exception raised inside."""
     try:
         yield
     except BaseException as error:
@@ -92,8 +95,8 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of an exception that user code raised, without the frames of this project and of the standard
-    library that called the user's file. A traceback without a frame of the user stays whole."""
+    """Returns the traceback of an exception that user code raised, without the outer frames of this project and of the
+    standard library. A traceback without a frame of user code is returned whole."""
     shown = traceback.TracebackException.from_exception(error)
     first = next((i for i, frame in enumerate(shown.stack) if not frame.filename.startswith(_NOT_THE_USERS)), 0)
     del shown.stack[:first]
@@ -101,7 +104,10 @@ def user_traceback(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of data, user code or a model for a terminal: characters that control it (escapes, the direction of writing,
-    line ends other than `\\n`) are written out, as `\\x1b`. Tabs and spaces of all kinds stay."""
+    """Returns text from data, user code or a model in a form that cannot control the terminal.
+
+    Control characters (escapes, text direction, line ends other than `\\n`) are replaced by their escape sequences,
+    such as `\\x1b`. Tabs and all kinds of spaces are kept.
+    """
     stays = (x.isprintable() or x in "\n\t" or unicodedata.category(x) == "Zs" for x in text)
     return "".join(x if is_so else x.encode("unicode_escape").decode() for x, is_so in zip(text, stays, strict=True))

@@ -1,7 +1,7 @@
-"""Numbers on their way to a dashboard, each with the reduction it needs declared beside it.
+"""Metrics with a declared reduction, combinable over micro-batches and ranks.
 
-A micro-batch on one rank knows a total and a count; what a step reports is their quotient over all of them. A `Metric`
-carries the parts, so that combining it in any order and grouping gives the same number.
+A micro-batch on one rank has a total and a count, and a step reports the quotient over all micro-batches and ranks. A
+`Metric` keeps both parts, so that combining metrics in any order and grouping gives the same number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 _JOIN: dict[Reduction, Any] = {
     "mean": operator.add,
     "sum": operator.add,
-    "max": np.maximum,  # these two keep NaN
+    "max": np.maximum,  # np.maximum and np.minimum propagate NaN
     "min": np.minimum,
     "last": lambda first, last: last,
 }
@@ -30,10 +30,10 @@ _OF_LISTS: dict[str, Any] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A partial result: `total` over `count` things, and how two of them become one.
+    """A partial result: `total` over `count` elements, and the reduction that combines two of them.
 
-    Build it with one of the five class methods. What a loss gives are scalar tensors that stay on their device, so that
-    nobody waits for it; `to_host` makes floats of them, once a batch. Over a count of 0 it is left out of the report.
+    The five class methods construct it. A loss gives scalar tensors, which stay on their device so that the host does
+    not wait; `to_host` converts them to floats once per batch. A metric with a count of 0 is not reported.
     """
 
     reduction: Reduction
@@ -42,7 +42,7 @@ class Metric:
 
     @classmethod
     def mean(cls, total: Part, count: Part) -> Metric:
-        """A sum over `count` things, reported as total / count."""
+        """A sum over `count` elements, reported as total / count."""
         return cls("mean", _part(total), _part(count))
 
     @classmethod
@@ -52,28 +52,28 @@ class Metric:
 
     @classmethod
     def max(cls, value: Part, count: Part = 1) -> Metric:
-        """Of `count` things; reported as the largest part; NaN if any part is."""
+        """A maximum over `count` elements, reported as the largest part; NaN if any part is NaN."""
         return cls("max", _part(value), _part(count))
 
     @classmethod
     def min(cls, value: Part, count: Part = 1) -> Metric:
-        """Of `count` things; reported as the smallest part; NaN if any part is."""
+        """A minimum over `count` elements, reported as the smallest part; NaN if any part is NaN."""
         return cls("min", _part(value), _part(count))
 
     @classmethod
     def last(cls, value: Part) -> Metric:
-        """Reported as the part combined last: a setting, such as a learning rate."""
+        """A setting such as a learning rate, reported as the part that was combined last."""
         return cls("last", _part(value))
 
     @property
     def value(self) -> float:
-        """The number to report; NaN for a mean over nothing."""
+        """The reported number; NaN for a mean with a count of 0."""
         if self.reduction == "mean":
             return float(self.total) / float(self.count) if self.count else math.nan
         return float(self.total)
 
     def __add__(self, other: Metric) -> Metric:
-        """Both parts as one. Raises ValueError if their reductions differ."""
+        """Combines two parts. Raises ValueError if their reductions differ."""
         if self.reduction != other.reduction:
             raise ValueError(f"Metric: cannot combine a {self.reduction} with a {other.reduction}.")
         total = _JOIN[self.reduction](float(self.total), float(other.total))
@@ -85,7 +85,7 @@ def _part(value: Part) -> Part:
 
 
 def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
-    """The same with floats inside, in one transfer for all."""
+    """Returns the same metrics with floats instead of tensors, in one transfer from the device."""
     metrics = [metric for part in parts for metric in part.values()]
     tensors = [each for metric in metrics for each in (metric.total, metric.count) if isinstance(each, torch.Tensor)]
     numbers = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else ())
@@ -100,11 +100,14 @@ def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
 
 
 def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part | None) -> dict[str, Metric]:
-    """A loss's metrics of one micro-batch as Metrics; plain numbers count as means over its `tokens`.
+    """Converts the metrics that a loss returned for one micro-batch to `Metric`s.
 
-    A name may say otherwise by ROLL's suffix, which is taken off: `@sum`, parts that add up over a mini-batch of
-    num_tokens (None = all tokens are here), reported as the mean over mini-batches; `@max` or `@min`, as do names that
-    end in _max or _min; `@mean`. ValueError for other suffixes, which parts do not give.
+    A plain number is a mean over the `tokens` of the micro-batch unless its name has one of ROLL's suffixes, which are
+    removed: `@sum` (parts add up over a mini-batch of num_tokens, and the mean over mini-batches is reported; None =
+    this micro-batch is the whole mini-batch), `@max`, `@min` or `@mean`. Names that end in _max or _min need no suffix.
+
+    Raises:
+        ValueError: for another suffix.
     """
     share = tokens / (tokens.clamp(min=1) if num_tokens is None else max(1, float(num_tokens)))
     result: dict[str, Metric] = {}
@@ -123,7 +126,7 @@ def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part 
 
 
 def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of several ranks or micro-batches as one dict; a name may be missing in some.
+    """Combines the metrics of several ranks or micro-batches. A name can be missing in some of them.
 
     Raises ValueError naming the metric if it was declared with two reductions.
     """
@@ -138,21 +141,21 @@ def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def join(parts: Mapping[str, Sequence[Metric]]) -> dict[str, Metric]:
-    """One Metric per name from those of all ranks, as `DataProto.concat` collects them."""
+    """Combines the metrics of all ranks by name; `DataProto.concat` collects them in lists."""
     return {name: functools.reduce(operator.add, metrics) for name, metrics in parts.items() if len(metrics)}
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers to report; what is over nothing is left out, since it has no value (0 would be a lie)."""
+    """Returns the numbers to report. Metrics with a count of 0 are left out, because they have no value."""
     return {name: metric.value for name, metric in metrics.items() if metric.count}
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """One number per name from a Metric, a list of Metrics, a number, or a list of numbers.
+    """Reduces each entry (a Metric, a list of Metrics, a number or a list of numbers) to one number.
 
-    Plain lists follow ROLL where a name ends in @mean, @sum, @max or @min (ValueError for other suffixes), and verl
-    elsewhere: the largest if the name contains "max", the smallest if it contains "min", else the mean. Empty lists are
-    left out.
+    Lists of numbers are reduced as in ROLL if the name ends in @mean, @sum, @max or @min (ValueError for other
+    suffixes), and otherwise as in verl: by the maximum if the name contains "max", by the minimum if it contains "min",
+    else by the mean. Empty lists are left out.
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():

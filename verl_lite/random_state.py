@@ -1,5 +1,7 @@
-"""The states of a process's random number generators: Python's, numpy's, torch's; taken, kept and put back. Users'
-code may draw from them; our own draws have seeds of their own, derived from trainer.seed."""
+"""Seeds, saves and restores the global random generators of a process: Python's, numpy's and torch's.
+
+User code may draw from these generators. This project draws from generators that are seeded from trainer.seed instead.
+"""
 
 import random
 from typing import Any
@@ -9,20 +11,20 @@ import torch
 
 
 def seed_random_state(seed: int) -> None:
-    """Starts all generators from one seed."""
+    """Seeds all generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def get_random_state() -> dict[str, Any]:
-    """The states of now; torch's of the CPU and, where CUDA is in use, of all devices of this process."""
+    """Returns the current states; torch's for the CPU and, if CUDA is in use, for all devices of this process."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Puts back what `get_random_state` gave. States of CUDA devices that are not there now are left out."""
+    """Restores states from `get_random_state`. States of CUDA devices that do not exist here are ignored."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

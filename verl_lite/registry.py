@@ -1,7 +1,7 @@
-"""Names to objects: the one mechanism by which a config value finds a loss, an estimator, a reward or an engine.
+"""Registries, which map a name in the configuration to a loss, an estimator, a reward or an engine.
 
-Code of the user's own may also be a path `pkg.module:object`, a Python file, or a module given as pkg://package.module.
-Imports nothing heavy.
+User code can also be named by a path `pkg.module:object`, a Python file, or a module pkg://package.module. This module
+imports no heavy package.
 """
 
 import atexit
@@ -28,9 +28,10 @@ MODULE_PREFIX = "pkg://"
 
 
 class Registry(dict[str, T]):
-    """Objects of one kind by name, e.g. `Registry[Callable]("policy loss")`. Names are case-sensitive.
+    """A dictionary from names to objects of one kind, e.g. `Registry[Callable]("policy loss")`. Names are
+    case-sensitive.
 
-    facts: by name what an entry says of itself where it is registered, such as what it needs.
+    facts: properties that an entry declares when it is registered, such as the columns it needs, by name.
     """
 
     def __init__(self, kind: str) -> None:
@@ -39,7 +40,8 @@ class Registry(dict[str, T]):
         self.facts: dict[str, dict[str, Any]] = {}
 
     def register(self, name: str | Enum, **facts: Any) -> Callable[[T], T]:
-        """Decorator that files an object, also twice. Raises ValueError if another object has the name."""
+        """Decorator that registers an object. Registering the same object twice is allowed; ValueError if another
+        object has the name."""
         key = _key(name)
 
         def decorate(item: T) -> T:
@@ -54,10 +56,15 @@ class Registry(dict[str, T]):
         return decorate
 
     def get_fn(self, name: str | Enum, kind: str = "") -> T:
-        """The entry of that name, or the object at "pkg.module:object".
+        """Returns the entry of that name, or the object at "pkg.module:object".
 
-        kind: for the message, in place of the registry's. Raises ValueError for an unknown name (with the nearest and
-        all known ones) or a path that does not resolve.
+        Args:
+            name: a registered name or a path.
+            kind: replaces the registry's kind in the error message.
+
+        Raises:
+            ValueError: for an unknown name (the message lists the nearest and all known names) or a path that does not
+                resolve.
         """
         key, kind = _key(name), kind or self.kind
         if key in self:
@@ -74,7 +81,7 @@ class Registry(dict[str, T]):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X` if a known name is near, else nothing."""
+    """Returns `; did you mean X` if a known name is similar, else an empty text."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}" if close else ""
 
@@ -85,23 +92,23 @@ def is_own(entry: object) -> bool:
 
 
 def foreign_modules(entries: Iterable[object]) -> list[str]:
-    """Modules outside this project that define some of these entries, and so registered them: another process imports
-    them to know the entries too. What is defined in a script that was started itself cannot be imported."""
+    """Returns the modules outside this project that define some of these entries. Another process imports them to
+    register the same entries. Entries defined in `__main__` are left out, because it cannot be imported by name."""
     modules = {getattr(entry, "__module__", "__main__") for entry in entries}
     return sorted(name for name in modules if name.partition(".")[0] not in (*OWN_PACKAGES, "__main__"))
 
 
 def import_modules(modules: Iterable[str]) -> None:
-    """Imports them for what they register."""
+    """Imports modules, which register their entries on import."""
     for module in modules:
         importlib.import_module(module)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, modules are imported without a collector of garbage, which takes a sixth of the time and finds nothing;
-    afterwards it passes over them."""
-    atexit.register(gc.unfreeze)  # else native libraries complain of what is left
+    """Context manager that imports modules with the garbage collector switched off, which saves a sixth of the time.
+    Later collections ignore the imported objects."""
+    atexit.register(gc.unfreeze)  # otherwise native libraries report leaks at exit
     gc.disable()
     try:
         yield
@@ -111,26 +118,32 @@ def importing() -> Iterator[None]:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """True if a function names this parameter; `**kwargs` names none."""
+    """Returns True if the function has a parameter of this name; `**kwargs` does not count."""
     return name in inspect.signature(function).parameters
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """True if a function may be called with this keyword: it names it, or takes any."""
+    """Returns True if the function can be called with this keyword, by a parameter of this name or by `**kwargs`."""
     kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
     return takes(function, name) or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
-    """The callable `name` of `path`. path_key, name_key: the configuration keys, for messages.
+    """Loads the callable `name` from a Python file or a module pkg://package.module.
 
-    The code runs once, here; what it raises is raised. Raises UserError if there is no such file, module or callable.
+    Args:
+        path: the file or module; its code runs once, in this call.
+        name: name of the callable.
+        path_key, name_key: configuration keys of the two, for error messages.
+
+    Raises:
+        UserError: if there is no such file, module or callable. Exceptions of the loaded code pass through.
     """
     return object_of(load_module(path, path_key), path, name, name_key)
 
 
 def object_of(module: ModuleType, path: str, name: str, name_key: str) -> Any:
-    """The callable `name` of a module that came from `path`. Raises UserError if there is none, with those found."""
+    """Returns the callable `name` of a module loaded from `path`. Raises UserError, which lists the callables found."""
     found = getattr(module, name, None)
     if not callable(found):
         own = (k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
@@ -142,9 +155,9 @@ def object_of(module: ModuleType, path: str, name: str, name_key: str) -> Any:
 
 
 def load_module(path: str, key: str) -> ModuleType:
-    """Runs a Python file, or imports pkg://package.module. key: the configuration key, for messages.
+    """Runs a Python file as a module, or imports pkg://package.module. key: the configuration key, for error messages.
 
-    Raises UserError if there is no such file or module; what the code raises is raised.
+    Raises UserError if there is no such file or module. Exceptions of the loaded code pass through.
     """
     file, name = Path(path).expanduser(), path.removeprefix(MODULE_PREFIX)
     problem = "no such file" if not file.is_file() else "not a Python file"
@@ -152,7 +165,7 @@ def load_module(path: str, key: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if not name.startswith(error.name or " "):  # it was found, and something that it imports was not
+            if not name.startswith(error.name or " "):  # the module exists, and one of its own imports is missing
                 raise
             problem = str(error)
     module_name = f"user_code_{file.stem}_{zlib.crc32(str(file.absolute()).encode()):08x}"
@@ -162,7 +175,7 @@ def load_module(path: str, key: str) -> ModuleType:
             f"{key}={path!r}: {problem} (looked in {Path.cwd()}). Expected a Python file NAME.py or pkg://package.module"
         )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look their module up here
+    sys.modules[module_name] = module  # set first, because dataclasses and pickle look up the module by name
     spec.loader.exec_module(module)
     return module
 

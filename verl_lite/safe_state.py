@@ -1,7 +1,8 @@
-"""State in files that may come from a stranger: tensors, numpy arrays, numbers, text and containers of these, no code.
+"""Reads and writes states in files that may come from somebody else: tensors, numpy arrays, numbers, text, containers.
 
-A pickle runs whatever functions it names. These files are read with an allow list, and one that names anything beside
-it is refused. A module whose own types belong into a state adds them: `torch.serialization.add_safe_globals`.
+Loading a pickle can run any function that the pickle names. These files are therefore loaded with an allow list, and a
+file that names anything else is rejected. A module that stores types of its own in a state allows them with
+`torch.serialization.add_safe_globals`.
 """
 
 import io
@@ -22,7 +23,7 @@ _NUMPY = [
     np.dtype,
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
 ]
-_METADATA = {  # what the index of a torch.distributed checkpoint is made of, by module; and any torch.dtype
+_METADATA = {  # types in the index of a torch.distributed checkpoint, by module; any torch.dtype is allowed too
     "pathlib": "PosixPath",
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -34,7 +35,7 @@ _DAMAGE = (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeEr
 
 
 def write_state(path: Path, state: Any) -> None:
-    """Writes a state. Raises TypeError if it holds an object that could not be read again."""
+    """Writes a state. Raises TypeError if it contains an object that `read_state` would reject."""
     torch.save(state, path)
     with safe_globals(_NUMPY):
         unknown = get_unsafe_globals_in_checkpoint(path)
@@ -47,7 +48,7 @@ def write_state(path: Path, state: Any) -> None:
 
 
 def read_state(path: Path) -> Any:
-    """What `write_state` wrote. Raises UserError if the file is damaged, or names something that could run."""
+    """Reads a state that `write_state` wrote. Raises UserError if the file is damaged or names code that could run."""
     try:
         with safe_globals(_NUMPY):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -64,8 +65,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """The index of a torch.distributed checkpoint, its file .metadata, a `Metadata`. Raises UserError if it is damaged,
-    or names something that could run, or files outside its folder."""
+    """Reads `.metadata`, the index of a torch.distributed checkpoint, as a `Metadata`.
+
+    Raises:
+        UserError: if the file is damaged, names code that could run, or names files outside its folder.
+    """
     try:
         metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
         if any(Path(place.relative_path).name != place.relative_path for place in metadata.storage_data.values()):
