@@ -40,6 +40,7 @@ from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
+from verl_lite.config.rollout import SAMPLED
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
@@ -206,13 +207,14 @@ class PPOJob(Job[PPOConfig]):
     def report(self, trainer: Trainer, result: Any) -> Report:
         config, run_dir = self.config, self.run_dir
         measured = measured_line(config, self.slots, run_dir) if self.kind.trains else ""
-        more = "rollout.val_kwargs.n=8"
-        if config.is_agentic and config.agentic.val_batch_size > 0:
+        more = "rollout.val_kwargs.n=8" if config.rollout.val_kwargs.do_sample else SAMPLED.format(8)
+        if config.is_agentic:
             more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
         run = shlex.quote(str(run_dir))
         commands = {"look": f"python -m trainer.report {run}"} if self.kind.trains else {}
-        if result.checkpoint:
+        if result.checkpoint and config.validates:
             commands["evaluate"] = f"python -m trainer.main_eval {run} {more}"
+        if result.checkpoint:
             commands["export"] = f"python -m trainer.export {run} --out {shlex.quote(str(run_dir / 'hf'))}"
         return Report([measured], {"picture": draw_curve(run_dir)}, commands)
 

@@ -4,8 +4,9 @@ prints the table.
 TARGET is a run folder (its newest checkpoint; all of them with --all-checkpoints), a global_step_N folder, or
 a model folder or hub name (then name what to validate on: data.val_files=..., or environments by
 --config FILE or recipe=NAME). The settings are those the run was saved with; key=value replaces them, for example
-rollout.val_kwargs.n=8. The result is a run folder of its own under RUN/eval, with results.json. The same command goes
-on where a killed one was, and does nothing twice: trainer/EVALUATION.md. --help-config lists the options.
+rollout.val_kwargs.n=8, with do_sample=true and a temperature if the run validates greedily. The result is a run folder
+of its own under RUN/eval, with results.json. The same command goes on where a killed one was, and does nothing twice:
+trainer/EVALUATION.md. --help-config lists the options.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ import numpy as np
 from trainer.final_report import validation_means
 from trainer.reports.run_data import Run
 
+_SCORE = "; python -m trainer.score RUN scores the saved answers again"
+"""Part of an advice, for runs whose rewards a function gives."""
+
 BAD, LOOK, OK = GRADES = ("bad", "look", "ok")
 SCORES = ("critic/score/mean", "actor/face_score", "train/loss")
 """What a run is after, the first that it logs; of a loss less is better."""
@@ -109,7 +112,10 @@ def judge(series: Series, options: Options | None = None) -> list[Finding]:
 
 def findings_of(run: Run) -> list[Finding]:
     """The error that ended the run, as its crash dump tells it, if it has not gone on since; then `judge`."""
-    found = judge(run.series(), {key: value.value for key, value in run.config.items()})
+    options = {key: value.value for key, value in run.config.items()}
+    acts = options.get("agentic.train_env_manager.tags", "[]") != "[]"
+    score = "" if acts else _SCORE.replace("RUN", shlex.quote(str(run.folder)))
+    found = [replace(one, advice=one.advice.replace(_SCORE, score)) for one in judge(run.series(), options)]
     dumps = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
     if not dumps or run.is_running or dumps[-1].stat().st_mtime < run.modified - 1.0:
         return found
@@ -288,7 +294,7 @@ RULES = (
         ("reward/error_rate", "reward/timeout_rate", "env/error_rate", "val-aux/*/reward/error_rate"),
         Range(high=0.0, alarm_high=0.05), (_REWARD, "reward.timeout_s", "agentic.env_pool.timeout_s"),
         "the reward function or the environment fails, or is too slow, for some answers; they are left out",
-        "see reward_failures.jsonl or env_failures.jsonl in the run folder; python -m trainer.score RUN tries it again",
+        "see reward_failures.jsonl or env_failures.jsonl in the run folder" + _SCORE,
     ),
     Rule(  # verl's FAQ: below 0.005 is numerics, above 0.01 an error; fp32: 1e-6
         ("training/rollout_probs_diff_mean",), Range(high=0.005, alarm_high=0.01),
@@ -300,8 +306,7 @@ RULES = (
         ("frac_reward_zero_std",), Range(high=0.5, alarm_high=0.9),
         ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
         "most prompts teach nothing: too easy, too hard, n too small, or a reward that does not tell answers apart",
-        "choose prompts that the policy can just do, sample more answers, draw until groups differ; try the reward on "
-        "saved answers: python -m trainer.score RUN",
+        "choose prompts that the policy can just do, sample more answers, draw until groups differ" + _SCORE,
     ),
     Rule(  # a few stragglers are normal; above that the limit shapes what is learnt
         ("response_length/clip_ratio",), Range(high=0.1, alarm_high=0.5),

@@ -12,6 +12,10 @@ _WHOLE_K = Range(_TRUNCATED.format("-1"), lambda value: value == -1)
 _SAMPLES = Range("training has to sample: a number above 0 is expected, 1.0 as a rule", lambda value: value > 0)
 
 
+SAMPLED = "rollout.val_kwargs.n={} rollout.val_kwargs.do_sample=true rollout.val_kwargs.temperature=1.0"
+"""Several answers to each validation prompt, as a user writes it."""
+
+
 @dataclass
 class ValKwargs(Options):
     """Sampling in validation."""
@@ -28,7 +32,7 @@ class ValKwargs(Options):
         if self.do_sample and not self.temperature > 0:
             yield f"{asked} with do_sample=true: a temperature above 0 is expected, such as 1.0; or do_sample=false"
         if not self.do_sample and (self.n > 1 or self.greedy_too):
-            yield f"{asked} with do_sample=false would answer greedily more than once: set do_sample=true"
+            yield f"{asked} with do_sample=false would answer greedily more than once: set {SAMPLED.format(self.n)}"
 
 
 @dataclass

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hints import commands_in, execute
 from tests.ray_machines import AUTH, RayMachines
 from tests.tiny_run import ROOT, TinyTask, permitting
 from tests.trainer.sweeps.fake_trial import METRIC
@@ -165,6 +166,8 @@ def test_failures_by_cause_a_clean_environment_and_the_table(tmp_path: Path) -> 
     assert environment.get("TMPDIR") == os.environ.get("TMPDIR"), "the sweep's own ends with the sweep"
     told = (tmp_path / "study.out").read_text()
     assert f"trial 4 failed: {trials['wrong'].error}"[:80] in told and "To train trial 0 in full:" in told
+    [(module, words)] = commands_in(told)
+    execute(module, words)
 
 
 @pytest.mark.slow

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from verl_lite.algos.masked import LOSS_AGG_MODES
 from verl_lite.config import FINITE, KEYS, ConfigError, PPOConfig, Range, unknown_value, value_of
 from verl_lite.config import learners as learner_options
 from verl_lite.config.checks import validate
+from verl_lite.config.schema import convert
 from verl_lite.core_algos import KL_ALIASES
 from workers.rollout.base import engine_names
 
@@ -190,9 +192,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
-def test_what_cannot_work_is_refused_with_its_remedy(good: PPOConfig, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_refused_and_settings_that_it_names_mend_it(
+    good: PPOConfig, changes: dict[str, Any], message: str
+) -> None:
     problems = found(good, changes)
-    assert [problem for problem in problems if re.search(message, problem)], problems
+    [problem, *_] = [problem for problem in problems if re.search(message, problem)] or pytest.fail(str(problems))
+    for remedy in re.findall(r"(?:set|say) ((?:[a-z_]+\.[\w.]+=[\w.+-]+ ?)+)", problem):
+        words = dict(word.split("=") for word in remedy.split())
+        again = found(good, {name: convert(KEYS[name], yaml.safe_load(raw), raw) for name, raw in words.items()})
+        assert not [one for one in again if re.search(message, one)], f"{remedy} leaves {again}"
 
 
 @pytest.mark.parametrize(
