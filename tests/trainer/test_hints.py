@@ -15,7 +15,7 @@ from tests.hints import commands_in, execute
 from tests.tiny_model import tiny_qwen2
 from tests.trainer import tiny_run
 from tests.workers.counting_env import Counting
-from trainer import main_sft
+from trainer import main_rm, main_sft
 from trainer.build import run_ppo
 from trainer.inspect import main as inspect
 from trainer.tracking.trackers import TrackedRun
@@ -123,9 +123,18 @@ def test_every_command_that_the_code_names_is_there() -> None:
         assert "main(" in Path(spec.origin).read_text(), module
 
 
-def test_supervised_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "response": "2"}\n')
-    files = [f"model.path={tiny_qwen2(tmp_path / 'm')}", f"data.train_files={tmp_path}/rows.jsonl"]
+@pytest.mark.parametrize("main", [main_sft.main, main_rm.main])
+def test_training_without_a_rollout(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The training of a policy that it recommends is a dry run here."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "response": "2", "chosen": "2", "rejected": "3"}\n')
+    tiny_run.write_files(tmp_path, ["1+1", "2+2", "3+3", "4+4"], max_positions=1024)
+    files = [f"model.path={tmp_path}/policy", f"data.train_files={tmp_path}/rows.jsonl"]
     run = ["trainer.device=cpu", f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=1"]
-    assert main_sft.main([*files, *run]) == 0
-    executed(capsys.readouterr().out, capsys)
+    assert main([*files, *run]) == 0
+    commands = dict(commands_in(capsys.readouterr().out))
+    execute("trainer.report", commands.pop("trainer.report"))
+    places = {"=FILE": f"={tmp_path}/prompts.jsonl", "=POLICY": f"={tmp_path}/policy"}
+    small = ["trainer.dry_run=true", "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", *run[:1]]
+    small += [f"reward.custom_reward_function.path={tmp_path}/reward.py", f"trainer.default_local_dir={tmp_path}/next"]
+    for module, words in commands.items():
+        execute(module, [re.sub("=(FILE|POLICY)$", lambda found: places[found[0]], word) for word in words] + small)

@@ -69,7 +69,9 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     """`python -m trainer.main_rm`."""
 
     module = "trainer.main_rm"
-    next_options = "reward_model.enable=true reward_model.model.path={} model.path=POLICY data.train_files=FILE"
+    next_options = (
+        "reward_model.enable=true reward_model.model.path={} model.path=POLICY data.train_files=FILE rollout.n=8"
+    )
 
     def read_task(self) -> Task[Pair]:
         config, model, files = self.config, self.config.model, self.config.data.val_files

@@ -34,7 +34,7 @@ class SFTJob(SupervisedJob[SFTConfig]):
     """`python -m trainer.main_sft`."""
 
     module = "trainer.main_sft"
-    next_options = "model.path={} data.train_files=FILE"
+    next_options = "model.path={} data.train_files=FILE rollout.n=8"
 
     def read_task(self) -> Task[Example]:
         config = self.config

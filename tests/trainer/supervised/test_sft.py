@@ -224,7 +224,7 @@ def test_a_stopped_command_goes_on_to_the_same_weights(
     assert not permitting(tmp_path / "whole", 0o077), "its user's alone"
     shown = capsys.readouterr().out
     assert (tmp_path / "whole" / "curve.png").stat().st_size > 0 and "curve.png" in shown.partition("Where things")[2]
-    look, begin = (shlex.split(line)[-1 - more :] for line, more in zip(shown.splitlines()[-2:], (0, 1), strict=True))
+    look, begin = (shlex.split(line)[-1 - more :] for line, more in zip(shown.splitlines()[-2:], (0, 2), strict=True))
     assert report.main(look) == 0 and begin[0] == f"model.path={tmp_path}/whole/hf"
     assert export.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out")]) == 0
     exported = (tmp_path / "out" / "model.safetensors").read_bytes()
