@@ -1,5 +1,4 @@
-"""CPU and CUDA behind one face: the only file that knows which of the two a run uses. Everything else in the project
-takes a `torch.device` and works on both."""
+"""Selects CPU or CUDA. Only this module knows which of the two a run uses; all other code takes a `torch.device`."""
 
 import ctypes
 import os
@@ -19,10 +18,10 @@ DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat1
 
 
 def device_type(name: str = "auto") -> str:
-    """cpu or cuda: what `trainer.device` stands for here. `auto` is CUDA where a device is visible, else the CPU.
+    """Returns "cpu" or "cuda" for a value of `trainer.device`. `auto` is CUDA if a device is visible, else the CPU.
 
-    Touches no device, so that a driver beside its workers takes none of their memory. Raises UserError for an unknown
-    name or CUDA without a device.
+    The function does not initialize a device, so that the driver uses none of the workers' device memory. Raises
+    UserError for an unknown name, or for CUDA without a device.
     """
     is_there = torch.cuda.is_available()
     if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not is_there):
@@ -32,10 +31,10 @@ def device_type(name: str = "auto") -> str:
 
 
 def get_device(name: str = "auto") -> torch.device:
-    """The device of this process, made current; see `device_type` for names and errors.
+    """Returns the device of this process and makes it the current one; see `device_type` for names and errors.
 
-    A worker process sees the one CUDA device it was given (Ray sets CUDA_VISIBLE_DEVICES); with several visible the
-    launcher's LOCAL_RANK tells which.
+    A worker process sees only its own CUDA device, because Ray sets CUDA_VISIBLE_DEVICES. If several devices are
+    visible, the launcher's LOCAL_RANK selects one.
     """
     if device_type(name) == "cpu":
         return torch.device("cpu")
@@ -45,19 +44,19 @@ def get_device(name: str = "auto") -> torch.device:
 
 
 def dist_backend(device: torch.device) -> str:
-    """Backend of torch.distributed for tensors on `device`; on CUDA host tensors can be sent too."""
+    """Returns the torch.distributed backend for tensors on `device`. The backend for CUDA also sends host tensors."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-# what cuBLAS and vLLM read when they start; see `deterministic_kernels`
+# environment variables that cuBLAS and vLLM read when they start; see `deterministic_kernels`
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
 
 
 @contextmanager
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """Inside, torch runs only operations that give the same numbers each time, or (not wanted) any.
+    """Context manager in which torch runs only operations that repeat their numbers; all operations if not `wanted`.
 
-    It raises RuntimeError, with the operation's name, for one that has no such kernel on its device.
+    An operation without a deterministic kernel on its device raises RuntimeError with its name.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -69,12 +68,13 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 
 def visible_devices(device_type: str) -> int:
-    """Devices that this machine offers: CUDA devices, or cores for the CPU."""
+    """Returns the number of visible CUDA devices, or of CPU cores."""
     return torch.cuda.device_count() if device_type == "cuda" else cpu_count()
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that a config name stands for: `auto` is bf16 on CUDA and fp32 on a CPU. ValueError if unknown."""
+    """Returns the dtype for an option's value: `auto` is bf16 on CUDA and fp32 on a CPU. ValueError for unknown
+    names."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -83,10 +83,10 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """Memory of this process in GiB, now and at most since it began, under verl's metric names without the role; on
-    CUDA also the peak allocated and reserved."""
+    """Returns the current and peak memory of this process in GiB, under verl's metric names without the role. On CUDA
+    the peak allocated and reserved device memory is included."""
     figures = {"host_rss_gb": psutil.Process().memory_info().rss / GIB}
-    status = Path("/proc/self/status")  # getrusage would count the parent's before exec
+    status = Path("/proc/self/status")  # the peak of getrusage includes the parent process before exec
     for line in status.read_text().splitlines() if status.is_file() else ():
         if line.startswith("VmHWM:"):
             figures["host_peak_gb"] = int(line.split()[1]) * 1024 / GIB
@@ -97,16 +97,16 @@ def device_memory(device: torch.device) -> dict[str, float]:
 
 
 def empty_cache() -> None:
-    """Gives cached device memory back, in a process that uses CUDA."""
+    """Releases torch's cached device memory if this process uses CUDA."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU: lets glibc keep up to KEPT_FREED_BYTES of freed memory for the next tensor.
+    """Lets glibc keep up to KEPT_FREED_BYTES of freed memory for later tensors. Does nothing on CUDA.
 
-    Otherwise each tensor above 128 KiB may be mapped anew and its pages cleared by the kernel on first touch, which
-    costs as much as the arithmetic on it.
+    Without this setting glibc maps new memory for each tensor above 128 KiB, and the kernel clears its pages on first
+    access, which takes as long as the arithmetic on the tensor.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
     if mallopt is not None:

@@ -1,6 +1,7 @@
-"""Which groups of episodes teach nothing and are replaced (dynamic sampling): `agentic.*.group_filter_cls`.
+"""Filters that select groups of episodes to replace (dynamic sampling): `agentic.*.group_filter_cls`.
 
-A filter is a class with ROLL's method `filter`; `@register_group_filter(name)`, or name it as pkg.module:Class.
+A filter is a class with ROLL's method `filter`. It is registered with `@register_group_filter(name)` or named as
+pkg.module:Class.
 """
 
 from collections.abc import Callable
@@ -12,15 +13,15 @@ from verl_lite.registry import Registry
 
 
 class GroupFilter(Protocol):
-    """Constructor: (config, env_manager_config, mode), mode being "train".
+    """Interface of a filter. The constructor takes (config, env_manager_config, mode); mode is "train".
 
-    It is asked on the rank that ran the group, as soon as the group has ended. It must not keep anything from one call
-    to the next: copies of it are used on each rank.
+    The rank that ran a group calls the filter as soon as the group has ended. A filter must not keep state between
+    calls, because every rank uses its own copy.
     """
 
     def filter(self, group_id: int, episode_id: int, group: list[DataProto]) -> bool:
-        """Whether to drop the group. group: the rows of each of its episodes, with columns episode_scores,
-        token_level_scores, reward_failed, env_metrics and the others that verl_lite/schema.py names."""
+        """Returns True to drop the group. group: the rows of each episode, with the columns episode_scores,
+        token_level_scores, reward_failed, env_metrics and further columns of verl_lite/schema.py."""
         ...
 
 
@@ -30,9 +31,9 @@ register_group_filter = GROUP_FILTERS.register
 
 @register_group_filter("equal_scores")
 class EqualScores:
-    """Drops groups whose episodes all have the same score: their advantages would be 0 (DAPO's dynamic sampling).
+    """Drops groups whose episodes all have the same score, because their advantages are 0 (DAPO's dynamic sampling).
 
-    Episodes that failed do not count; a group in which fewer than two are left is dropped.
+    Failed episodes are ignored. A group with fewer than two other episodes is dropped.
     """
 
     def __init__(self, config: AgenticConfig, env_manager_config: EnvManagerConfig, mode: str) -> None:
@@ -48,7 +49,7 @@ class EqualScores:
 
 
 def make_group_filter(config: AgenticConfig, manager: EnvManagerConfig, mode: str) -> GroupFilter | None:
-    """The filter that the options name, None for none. Raises ValueError for an unknown name."""
+    """Constructs the filter named by the options, or returns None. Raises ValueError for an unknown name."""
     if manager.group_filter_cls is None:
         return None
     return GROUP_FILTERS.get_fn(manager.group_filter_cls)(config, manager, mode)

@@ -1,1 +1,1 @@
-"""What this machine has and who uses it: cores and memory of control groups, GPUs."""
+"""The resources of this machine and their users: cores, memory, GPUs."""

@@ -1,7 +1,7 @@
-"""Which GPUs this process may use, who uses them already, and which a run takes, before any of them is touched.
+"""Lists the GPUs that this process may use and their other users, and reserves free ones for a run.
 
-NVIDIA's management library (package nvidia-ml-py, module `pynvml`) says what there is; CUDA_VISIBLE_DEVICES, in any of
-its spellings, says which of that is ours. A part of a device that is divided (MIG) counts as a device.
+NVIDIA's management library (package nvidia-ml-py, module `pynvml`) lists the devices without initializing them;
+CUDA_VISIBLE_DEVICES, in any of its spellings, selects from them. Each MIG partition of a device counts as a device.
 """
 
 import importlib
@@ -22,7 +22,7 @@ _IDLE_DEVICE_BYTES = 2 * GIB  # what a driver itself may hold of a large device
 
 
 class GpuProcess(NamedTuple):
-    """A process on a GPU; used_bytes is None where the library does not say."""
+    """A process on a GPU; used_bytes is None if the library does not report it."""
 
     pid: int
     used_bytes: int | None
@@ -30,7 +30,7 @@ class GpuProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a part of one. index: of the whole device, in the order of the bus. uuid: GPU-... or MIG-..."""
+    """A GPU or a MIG partition. index: PCI bus index of the whole device. uuid: GPU-... or MIG-..."""
 
     index: int
     uuid: str
@@ -44,15 +44,17 @@ class Gpu:
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU and the word by which CUDA_VISIBLE_DEVICES names it."""
+    """A GPU and its name in CUDA_VISIBLE_DEVICES."""
 
     token: str
     gpu: Gpu
 
 
 def list_gpus(nvml: Any = None) -> list[Gpu] | None:
-    """The GPUs of this machine, with parts in place of a divided one; None if nvidia-ml-py is not installed or finds
-    no driver. nvml: the module, or one like it."""
+    """Returns the GPUs of this machine, with MIG partitions instead of a partitioned device.
+
+    Returns None if nvidia-ml-py is not installed or finds no driver. nvml: replaces the module `pynvml`.
+    """
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -69,7 +71,7 @@ def list_gpus(nvml: Any = None) -> list[Gpu] | None:
 
 def _parts(nvml: Any, whole: Any) -> list[Any]:
     parts = []
-    with suppress(nvml.NVMLError):  # it cannot be divided, or this place and those after it are empty
+    with suppress(nvml.NVMLError):  # the device has no MIG, or no further partitions
         if nvml.nvmlDeviceGetMigMode(whole)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
             for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
                 parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, place))
@@ -80,7 +82,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # not for this kind of device, or not for this user; the memory in use still shows it
+    except nvml.NVMLError:  # not supported by the device or not permitted; used memory is still known
         processes = []
     words = (nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
     uuid, name = (word.decode() if isinstance(word, bytes) else word for word in words)
@@ -89,13 +91,14 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = None) -> list[VisibleGpu]:
-    """Those of `gpus` that CUDA_VISIBLE_DEVICES leaves to this process, in its order; all of them where it is not set.
+    """Selects the GPUs named by CUDA_VISIBLE_DEVICES, in its order; all GPUs if the variable is not set.
 
-    It may hold numbers, UUIDs (GPU-..., MIG-..., or the beginnings of these), or nothing; -1 ends the list, as in CUDA.
-    Raises UserError for a word that names no device or a device named twice, where CUDA would silently see fewer.
+    The variable contains indices or UUIDs (GPU-..., MIG-..., or prefixes of these), or is empty; -1 ends the list, as
+    in CUDA. Raises UserError for a name that matches no device and for a repeated device; CUDA would ignore the rest of
+    the list.
     """
     setting = (os.environ if environment is None else environment).get(_VARIABLE)
-    if setting is None:  # of a divided device CUDA shows only the first part
+    if setting is None:  # CUDA shows only the first partition of a partitioned device
         first = {gpu.index: gpu for gpu in reversed(gpus)}
         return [VisibleGpu(str(gpu.index), gpu) for gpu in reversed(first.values())]
     chosen: list[VisibleGpu] = []
@@ -113,7 +116,7 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
 
 
 def other_users(gpu: Gpu) -> list[str]:
-    """One line for each process on the device: pid, user, memory, command."""
+    """Returns one line for each other process on the device: pid, user, memory, command."""
     lines = []
     for process in (process for process in gpu.processes if process.pid != os.getpid()):
         memory = "unknown memory" if process.used_bytes is None else f"{process.used_bytes / GIB:.1f} GiB"
@@ -127,17 +130,17 @@ def other_users(gpu: Gpu) -> list[str]:
 
 
 def without_processes(gpu: Gpu, own: Collection[int]) -> Gpu:
-    """The device as if these processes were not there: what others leave of it."""
+    """Returns the device as it would be without these processes."""
     theirs = tuple(process for process in gpu.processes if process.pid not in own)
     freed = sum(process.used_bytes or 0 for process in gpu.processes if process.pid in own)
     return replace(gpu, free_bytes=gpu.free_bytes + freed, processes=theirs)
 
 
 def is_busy(gpu: Gpu) -> bool:
-    """True if others use the device in earnest: by more than a desktop or an idle notebook does.
+    """Returns True if other processes use the device, beyond what a desktop or an idle notebook uses.
 
-    That is processes with together more than 1 GiB, or with memory that is not known; or more than 2 GiB held by nobody
-    that can be seen (another container).
+    The limits are 1 GiB for all other processes together, and 2 GiB of memory that no visible process holds (another
+    container). A process with unknown memory also counts as use.
     """
     others = [process.used_bytes for process in gpu.processes if process.pid != os.getpid()]
     held = sum(used or 0 for used in others)
@@ -147,9 +150,10 @@ def is_busy(gpu: Gpu) -> bool:
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a run asks of one machine.
+    """The devices that a run needs on one machine.
 
-    count: devices. memory_share: of each, to be free for the rollout engine. shared: with others, knowingly.
+    count: number of devices. memory_share: share of each device's memory that must be free for the rollout engine.
+    shared: True to also accept devices that other processes use.
     """
 
     count: int
@@ -161,14 +165,15 @@ class ResourceRequest:
 def reserve_gpus(
     request: ResourceRequest, log: Callable[[str], None], gpus: Sequence[Gpu] | None = None
 ) -> Iterator[None]:
-    """Inside, CUDA_VISIBLE_DEVICES names the first devices that others leave free, in the user's own words.
+    """Context manager that sets CUDA_VISIBLE_DEVICES to the first free devices of its previous value.
 
     Args:
-        log: takes sentences worth knowing: which devices were passed over, who else uses one.
-        gpus: those of this machine, unless given.
+        request: the devices that are needed.
+        log: receives messages about skipped devices and other users of a device.
+        gpus: the devices of this machine; None = `list_gpus()`.
 
     Raises:
-        UserError: too few are free; says who has the others and what to do.
+        UserError: if too few devices are free. The message names the users of the others and the options.
     """
     gpus = list_gpus() if gpus is None else gpus
     if gpus is None:
@@ -202,7 +207,7 @@ def reserve_gpus(
 
 
 def unavailable(gpu: Gpu, request: ResourceRequest) -> str | None:
-    """Why the device cannot be had; None if it can."""
+    """Returns the reason why the device cannot be used, or None."""
     if is_busy(gpu) and not request.shared:
         hidden = f"{(gpu.total_bytes - gpu.free_bytes) / GIB:.1f} GiB by processes that are not visible from here"
         return "is in use:" + "".join(f"\n    {user}" for user in other_users(gpu) or [hidden])
