@@ -1,1 +1,1 @@
-"""What runs beside a device: training engines, rollout engines, rewards, and the roles made of them."""
+"""Code that runs in worker processes: training engines, rollout engines, reward and environment pools, and workers."""

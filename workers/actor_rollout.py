@@ -1,7 +1,6 @@
-"""The policy's worker: one training engine and one rollout engine that share a device, and the calls between them.
+"""The policy's worker, with a training engine and a rollout engine that share a device.
 
-Takes and gives `DataProto`; what it is made of (FSDP engine, rollout engine, loss, phases, weight sync) lives in
-files of its own.
+Its methods take and return `DataProto`. The engines, the loss and the phases are implemented in other modules.
 """
 
 import time
@@ -30,15 +29,15 @@ from workers.training_worker import TrainingWorker
 
 USER_LOSS_REMEDY = (
     "divide by the counts of the mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; "
-    "or say actor.policy_loss.loss_mode=module:function"
+    "or set actor.policy_loss.loss_mode=module:function"
 )
 
 
 class ActorWorker(TrainingWorker):
     """Generates with the policy and trains it.
 
-    rewards: handle of the reward pool; finished samples are sent to it while others still generate. None = no reward
-        function is called. Other arguments: as of `ModelWorker`.
+    rewards: handle of the reward pool, to which finished samples are sent while others are still being generated;
+        None = no reward function is called. The other arguments are those of `ModelWorker`.
     """
 
     config: PPOConfig
@@ -46,15 +45,16 @@ class ActorWorker(TrainingWorker):
     def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
         super().__init__(config, total_training_steps)
         self.rewards = rewards
-        self.version, self._adds_up = 0, False
+        self.version = 0
+        self._is_additive = False  # True after the first successful check of a subclass's loss
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds both engines; the training engine first, so that the rollout engine sees the memory that is left."""
+        """Builds the training engine, then the rollout engine, which sees the remaining memory."""
         config, model = self.config, self.config.model
         assert model.path is not None
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
-        policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers=self._asks_routers)
+        policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers=self._needs_routers)
         network = token_network(model, policy)
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         self.max_model_len = (
@@ -82,10 +82,10 @@ class ActorWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Answers each prompt once. Reads prompts, prompt_mask, uid, sample and what rewards need; writes token
-        columns.
+        """Generates one answer for each prompt and sends finished answers to the reward pool. Returns token columns.
 
-        meta_info: sampling (`SamplingParams`), step, seed and `purpose`, which keys the rewards of this call.
+        prompts: columns prompts, prompt_mask, uid, sample and the columns of rewards; meta_info sampling
+            (`SamplingParams`), step, seed and purpose.
         """
         self.enter_rollout()
         meta, started = prompts.meta_info, time.perf_counter()
@@ -126,38 +126,39 @@ class ActorWorker(TrainingWorker):
         return result
 
     def enter_rollout(self) -> None:
-        """Gives the device to the rollout engine, with its weights."""
+        """Moves the rollout engine onto the device; reloads its weights if they were freed."""
         self.phases.enter(self.rollout)
-        if not self.rollout.has_weights:  # another model took the device since the last update, as a critic's warm-up
+        if not self.rollout.has_weights:  # another model used the device since the last update, such as a critic
             self.update_weights(self.version)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs of the responses under the current weights: old_log_probs (n, R), and entropys and sum_pi_squared
-        (n, R) where asked for.
+        """Computes old_log_probs (n, R) of the responses under the current weights, and on request entropys and
+        sum_pi_squared (n, R).
 
         data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy, calculate_sum_pi_squared.
         """
         self.phases.enter(self.engine)
-        asked = ("temperature", "calculate_entropy", "calculate_sum_pi_squared")
-        outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in asked})
+        options = ("temperature", "calculate_entropy", "calculate_sum_pi_squared")
+        outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in options})
         columns = {"log_probs": "old_log_probs", "entropys": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict(tensors={columns[name]: value for name, value in outputs.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """ref_log_prob (n, R) of a planned batch: the policy without its adapter. As `ReferenceWorker`'s."""
+        """Computes ref_log_prob (n, R) of a planned batch as `ReferenceWorker` does, with the policy's adapter
+        disabled."""
         self.phases.enter(self.engine)
         with self.engine.adapter_off():
             return ref_log_prob(self.engine, data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Trains on a planned batch, one optimizer step per mini-batch. Gives metrics in meta_info."""
+        """Trains on a planned batch, one optimizer step per mini-batch. Returns metrics in meta_info."""
         self.phases.enter(self.engine)
         actor = self.config.actor
         options: dict[str, bool] = {}
-        if self._asks_routers:
+        if self._needs_routers:
             options["calculate_router_aux_loss"] = actor.router_aux_loss_coef > 0
             options["count_router_replay"] = self.config.rollout.router_replay
         metrics = self.engine.train(
@@ -167,43 +168,53 @@ class ActorWorker(TrainingWorker):
             calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
             **options,
         )
-        result = _of_actor(metrics)
+        result = _with_prefix(metrics)
         result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
         return DataProto(meta_info={"metrics": result})
 
     @property
-    def _asks_routers(self) -> bool:
+    def _needs_routers(self) -> bool:
         return self.config.actor.router_aux_loss_coef > 0 or self.config.rollout.router_replay
 
     def loss_func(
         self, data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """ROLL's loss entry, of token and segment ratios alike: (loss, actor/* metrics) of a batch, ROLL's or ours.
+        """Computes the policy's loss as ROLL's actor does, with token or segment ratios.
 
-        output_tensor: logits (b, S, V), or the policy's outputs by name (b, R). See `workers.losses.loss_of_batch`.
-        Metrics are numbers under ROLL's names, without the @sum, @max or @min that its trackers take off.
-        A subclass that has its own trains with it: data is then a micro-batch with columns (b, R), output_tensor the
-        outputs by name, and the losses of micro-batches add up. So it divides by the mini-batch's counts in
-        data.meta_info (num_tokens, num_sequences; or ROLL's): a UserError in the first update tells where it does not.
-        Metrics may carry ROLL's suffixes: see `verl_lite.metrics.declared`.
+        A subclass may override this method and then trains with its own loss. In that case data is a micro-batch with
+        columns (b, R), output_tensor has the outputs by name, and the losses of all micro-batches are added. Therefore
+        the loss must be divided by the counts of the mini-batch in data.meta_info (num_tokens, num_sequences, or
+        ROLL's counts); the first update raises UserError if it is not. Its metrics may have ROLL's suffixes (see
+        `verl_lite.metrics.declared`).
+
+        Args:
+            data: a batch with ROLL's columns or ours; see `workers.losses.loss_of_batch`.
+            output_tensor: logits (b, S, V), or the policy's outputs (b, R) by name.
+
+        Returns:
+            The loss and actor/* metrics under ROLL's names without the suffixes @sum, @max and @min, which its
+            trackers remove.
         """
         loss, metrics = loss_of_batch(data, output_tensor, self.config)
-        return loss, values(_of_actor(metrics))
+        return loss, values(_with_prefix(metrics))
 
     def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The same of a micro-batch that the driver prepared, in parts that add up to a step's metrics."""
+        """Computes the loss and the metrics of a planned micro-batch; both combine to those of a whole step."""
         if type(self).loss_func is not ActorWorker.loss_func:
-            own = partial(user_loss, self.loss_func)
-            if not self._adds_up:
-                self._adds_up = check_loss_is_additive(own, data, outputs, "loss_func", USER_LOSS_REMEDY)
-            loss, metrics = own(data, outputs)
+            loss_func = partial(user_loss, self.loss_func)
+            if not self._is_additive:
+                self._is_additive = check_loss_is_additive(loss_func, data, outputs, "loss_func", USER_LOSS_REMEDY)
+            loss, metrics = loss_func(data, outputs)
         else:
             loss, metrics = actor_loss(data, outputs, self.config.actor, self.config.algorithm.rollout_correction)
-        return loss, _of_actor(metrics)
+        return loss, _with_prefix(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:
-        """Gives the trained weights to the rollout engine, which generates with them from now on."""
+        """Copies the trained weights to the rollout engine. Returns seconds and megabytes as metrics.
+
+        version: number of the weights, which later samples carry.
+        """
         self.version = version
         self.engine.move_out_optimizer()
         self.phases.enter(self.rollout)
@@ -214,19 +225,18 @@ class ActorWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Ends the rollout engine; nothing of it stays behind."""
+        """Closes the rollout engine and releases its resources."""
         self.rollout.close()
 
 
 ActorRolloutWorker = ActorWorker
-"""The name that it had."""
+"""Deprecated alias of `ActorWorker`."""
 
 
 def sync_weights(source: FSDPEngine, rollout: RolloutEngine, version: int, bucket_mb: int) -> dict[str, Metric]:
-    """Streams all parameters into the rollout engine and resets its cache.
+    """Streams all parameters into the rollout engine and resets its cache. Collective.
 
-    All ranks call it together (gathering is collective). bucket_mb: MiB of full tensors alive at one time.
-    Returns seconds and megabytes, for the log.
+    bucket_mb: size of the full tensors that exist at one time, in MiB. Returns seconds and megabytes as metrics.
     """
     started, sent = time.perf_counter(), 0
 
@@ -244,6 +254,6 @@ def sync_weights(source: FSDPEngine, rollout: RolloutEngine, version: int, bucke
     }
 
 
-def _of_actor(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Metrics under actor/, where they have no place of their own."""
+def _with_prefix(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Adds the prefix actor/ to names of metrics without a prefix."""
     return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}

@@ -1,6 +1,6 @@
-"""The critic's worker: one training engine whose network gives the expected return at each token.
+"""The critic's worker, with a training engine whose network computes the expected return at each token.
 
-Takes and gives `DataProto`; the network is in `policy/value_head.py`, the loss in `losses.py`.
+Its methods take and return `DataProto`. The network is in `policy/value_head.py`, the loss in `losses.py`.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from workers.training_worker import TrainingWorker
 
 
 class CriticWorker(TrainingWorker):
-    """Estimates returns and learns from those that came."""
+    """Computes values and trains the critic."""
 
     config: PPOConfig
 
@@ -30,13 +30,13 @@ class CriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
-        """values (n, R) of a planned batch: of the state before each token of the policy, 0 at other tokens."""
+        """Computes values (n, R) of the states before the policy's tokens in a planned batch, 0 at other tokens."""
         self.phases.enter(self.engine)
         return DataProto.from_dict(tensors={"values": self.engine.infer(data)["values"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, data: DataProto) -> DataProto:
-        """Trains on a planned batch, one optimizer step per mini-batch and epoch. Gives metrics in meta_info."""
+        """Trains on a planned batch, one optimizer step per mini-batch and epoch. Returns metrics in meta_info."""
         self.phases.enter(self.engine)
         metrics = self.engine.train(data, self.loss_func)
         return DataProto(meta_info={"metrics": {f"critic/{name}": metric for name, metric in metrics.items()}})
@@ -44,12 +44,12 @@ class CriticWorker(TrainingWorker):
     def loss_func(
         self, data: DataProto, output_tensor: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The critic's one loss entry: (loss, metrics) of a micro-batch; see `workers.losses.critic_loss`."""
+        """Computes (loss, metrics) of a micro-batch; see `workers.losses.critic_loss`."""
         return critic_loss(data, output_tensor, self.config.critic, self.config.actor)
 
 
 def critic_network(config: PPOConfig) -> NetworkConfig:
-    """`critic.model`; without a path of its own the policy's, with what the policy changes in its config."""
+    """Returns `critic.model`. If its path is null, fills in the policy's path and the policy's override_config."""
     network, policy = config.critic.model, config.model
     if network.path is not None:
         return network

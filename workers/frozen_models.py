@@ -1,7 +1,7 @@
-"""Workers whose network never changes: the reference model, whose log-probs KL terms compare the policy with, and the
-reward model, a sequence-classification network that scores prompt and answer, batched and packed.
+"""Workers with a frozen network: the reference model, whose log-probs are used by KL terms, and the reward model, a
+sequence-classification network that scores prompt and answer in packed batches.
 
-A policy that is trained as an adapter needs no reference worker: with the adapter switched off it is the reference.
+A policy that trains an adapter needs no reference worker: with the adapter disabled, the policy is the reference.
 """
 
 from verl_lite.config import PPOConfig
@@ -16,7 +16,7 @@ from workers.training_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
-    """Holds the initial policy and never changes it."""
+    """Worker of the reference model, the frozen initial policy."""
 
     config: PPOConfig
 
@@ -28,19 +28,22 @@ class ReferenceWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """ref_log_prob (n, R) of a planned batch; meta_info temperature."""
+        """Computes ref_log_prob (n, R) of a planned batch. Reads meta_info temperature."""
         self.phases.enter(self.engine)
         return ref_log_prob(self.engine, data)
 
 
 def ref_log_prob(engine: FSDPEngine, data: DataProto) -> DataProto:
-    """ref_log_prob (n, R) of a planned batch by an engine that is the reference now; meta_info temperature."""
+    """Computes ref_log_prob (n, R) of a planned batch with an engine whose current network is the reference model.
+
+    Reads meta_info temperature.
+    """
     outputs = engine.infer(data, temperature=data.meta_info["temperature"], calculate_entropy=False)
     return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
 
 
 class RewardModelWorker(ModelWorker):
-    """Holds the reward model and never changes it."""
+    """Worker of the reward model, which is frozen."""
 
     config: PPOConfig
 
@@ -53,15 +56,15 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """rm_scores (n,) of a planned batch of prompts and answers, fp32; 0 in rows with an empty response_mask.
+        """Computes rm_scores (n,) of a planned batch of prompts and answers, fp32; 0 for an empty response_mask.
 
-        Raises UserError for a token that the model does not know.
+        Raises UserError if a token is not in the model's vocabulary.
         """
         largest, size = int(data.batch["input_ids"].max()), self.text_config.vocab_size
         if largest >= size:
             raise UserError(
                 f"reward_model.model.path={self.config.reward_model.model.path!r}: an answer has token {largest}, and "
-                f"the model knows {size} tokens; set reward_model.retokenize=true"
+                f"the model's vocabulary has {size} tokens; set reward_model.retokenize=true"
             )
         self.phases.enter(self.engine)
         rows = data.select()

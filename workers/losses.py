@@ -1,9 +1,9 @@
-"""The losses on one micro-batch: the actor's (policy loss, entropy bonus, KL to the reference model) and the critic's.
+"""The losses of one micro-batch: the actor's (policy loss, entropy bonus, KL to the reference model) and the critic's.
 
-They take the columns of the batch and the outputs just computed, and give the loss and its metrics. They own no
-normalisation: the denominators in `meta_info` were counted over the whole mini-batch before it was split, so the sum
-of these losses over all micro-batches and ranks is the loss of the mini-batch. Metrics that are parts of a loss are
-weighted so that their mean over a step is the mini-batches' mean.
+Each loss takes the columns of the batch and the outputs of the forward, and returns the loss and its metrics. The
+denominators in `meta_info` are counted over the whole mini-batch before it is split, so the sum of the losses over all
+micro-batches and ranks is the loss of the mini-batch. Metrics that are parts of a loss are weighted so that their mean
+over a step is the mean over its mini-batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,15 +23,15 @@ from verl_lite.rollout_correction import correct_rollout, mismatch_metrics, roll
 from verl_lite.schema import check
 
 REINFORCE = "gpg"
-"""The policy loss -A log pi, which rollout_correction.loss_type=reinforce weighs."""
+"""The policy loss -A log pi, which rollout_correction.loss_type=reinforce multiplies by its weights."""
 ROLL_COLUMNS = {"ref_log_probs": "ref_log_prob", "infer_logprobs": "rollout_log_probs"}
 ROLL_COUNTS = {"batch_num_tokens": "num_tokens", "global_valid_samples": "num_sequences"}
 LossFunc = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, Any]]]
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 _additive_losses: set[Any] = set()
-"""Losses of users that passed `check_loss_is_additive` in this process."""
+"""Users' policy losses that passed `check_loss_is_additive` in this process."""
 LOSS_COLUMNS = ("selected", "scores")
-"""Columns that the driver sends where the policy loss names them: see `trainer.requirements`."""
+"""Columns that the driver sends if the policy loss has parameters of these names: see `trainer.requirements`."""
 
 
 def actor_loss(
@@ -40,20 +40,23 @@ def actor_loss(
     config: ActorConfig,
     correction: RolloutCorrectionConfig | None = None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Loss of one micro-batch, to be summed over micro-batches and ranks.
+    """Computes the actor's loss of one micro-batch, to be summed over micro-batches and ranks.
 
-    data: response_mask, advantages (b, R); old_log_probs, ref_log_prob, rollout_is_weights, selected (b, R) and scores
-        (b,) where the step needs them. Without old_log_probs the update is strictly on-policy and the ratio is 1 by
-        construction.
-    outputs: log_probs (b, R) with gradient; entropys (b, R) where asked for; kl (b, R) with gradient where the policy
-        knows its KL to the reference in closed form, which is then not estimated from ref_log_prob; router_aux_loss
-        (b,) with gradient where its coefficient is set, of which the loss takes the mean over sequences; router_replay
-        (b, 2) to report.
-    data.meta_info: num_tokens, num_sequences of the whole mini-batch (valid tokens; sequences that have any); without
-        them data is taken for the whole mini-batch.
-    correction: with its bypass_mode old_log_probs are the rollout's, and the policy loss is corrected here.
-    Metrics: see `loss_metrics`; those of the policy loss; entropy, entropy_loss, kl_loss, router_aux_loss where
-        there are any; kl_loss wherever there is a reference, in the loss or not.
+    Args:
+        data: response_mask, advantages (b, R); old_log_probs, ref_log_prob, rollout_is_weights, selected (b, R) and
+            scores (b,) if the step needs them. Without old_log_probs the update is strictly on-policy and the ratio is
+            1. meta_info: num_tokens and num_sequences of the whole mini-batch (valid tokens; sequences with valid
+            tokens); without them data is treated as the whole mini-batch.
+        outputs: log_probs (b, R) with gradient; optionally entropys (b, R); kl (b, R) with gradient if the policy
+            computes its KL to the reference in closed form, which replaces the estimate from ref_log_prob;
+            router_aux_loss (b,) with gradient if its coefficient is set, averaged over sequences; router_replay (b, 2)
+            for metrics.
+        correction: rollout correction. With bypass_mode, old_log_probs are the rollout's, and the policy loss is
+            corrected here.
+
+    Returns:
+        The loss, and metrics: those of `loss_metrics` and of the policy loss; entropy, entropy_loss and
+        router_aux_loss if computed; kl_loss if there is a reference, even if it is not part of the loss.
     """
     batch, log_probs, mask = data.batch, outputs["log_probs"], data.batch["response_mask"]
     old_log_probs = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_probs.detach()
@@ -104,21 +107,23 @@ def _policy_loss(
     counts: dict[str, Any],
     correction: RolloutCorrectionConfig | None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The registered loss, with the columns that it names and the global denominators."""
+    """Computes the registered policy loss with the columns that it takes and the global denominators. With bypass_mode
+    also applies the rollout correction."""
     batch, loss_mode = data.batch, config.policy_loss.loss_mode
     mask, weights = batch["response_mask"], batch.get("rollout_is_weights", None)
-    found: dict[str, Metric] = {}
+    correction_metrics: dict[str, Metric] = {}
     if correction is not None and correction.bypass_mode:  # old_log_probs are the rollout's
-        # the denominators stay those of before rejection, since no rank knows what the others reject: a rejected answer
-        # (with token-mean: token) counts as one without loss, and the gradient does not depend on the cut
-        lengths, now = (mask != 0).sum(dim=-1), log_probs.detach()
+        # The denominators are counted before rejection, because no rank has the rejections of the others. A rejected
+        # answer (with token-mean: token) counts with loss 0, and the gradient does not depend on the split.
+        lengths, current = (mask != 0).sum(dim=-1), log_probs.detach()
         whole = {"batch_num_tokens": int(lengths.sum()), "global_batch_size": int((lengths > 0).sum())}
         counts = {name: whole[name] if count is None else count for name, count in counts.items()}
-        weights, kept, told = correct_rollout(now, old_log_probs, mask, correction)
-        # "last": needs the whole batch, as standard deviations and the effective sample size do
-        found = {name: metric for name, metric in told.items() if metric.reduction != "last"}
-        found |= rollout_probs_diff(now, old_log_probs, mask)
-        mask, loss_mode = kept, REINFORCE if correction.loss_type == "reinforce" else loss_mode
+        weights, kept, metrics = correct_rollout(current, old_log_probs, mask, correction)
+        # metrics with reduction "last", such as standard deviations, need the whole batch
+        correction_metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
+        correction_metrics |= rollout_probs_diff(current, old_log_probs, mask)
+        mask = kept
+        loss_mode = REINFORCE if correction.loss_type == "reinforce" else loss_mode
     function = core_algos.get_policy_loss_fn(loss_mode)
     given = {"old_log_probs": old_log_probs, "advantages": batch["advantages"], "response_mask": mask}
     given |= {} if weights is None else {"rollout_is_weights": weights}
@@ -141,7 +146,7 @@ def _policy_loss(
     is_checked = is_own(function) or function in _additive_losses
     if counts["batch_num_tokens"] is not None and log_probs.requires_grad and not is_checked:
         name = f"actor.policy_loss.loss_mode={loss_mode}"
-        remedy = "divide by batch_num_tokens or global_batch_size, as agg_loss does, not by counts of the columns given"
+        remedy = "divide by batch_num_tokens or global_batch_size, as agg_loss does, not by counts of its own arguments"
         data, outputs = DataProto.from_dict(given), {"log_probs": log_probs}
 
         def part_loss(part: DataProto, of: dict[str, torch.Tensor]) -> LossAndMetrics:
@@ -150,7 +155,7 @@ def _policy_loss(
         if check_loss_is_additive(part_loss, data, outputs, name, remedy):
             _additive_losses.add(function)
     loss, metrics = loss_of(given, log_probs)
-    return loss, metrics | found
+    return loss, metrics | correction_metrics
 
 
 @torch.no_grad()
@@ -165,19 +170,26 @@ def loss_metrics(
     num_tokens: int | None,
     aggregate: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, Metric]:
-    """What the actor's update reports of one micro-batch: parts of the loss, and how far the policy has moved from the
-    one that sampled. They stay on the device (`verl_lite.metrics.to_host`); names are those of ROLL's agentic actor.
+    """Metrics of the actor's update on one micro-batch: parts of the loss, and the distance between the current policy
+    and the policy that sampled.
 
-    parts: scalars whose sum over micro-batches and ranks is a mini-batch's value, reported as the mean over the
-        mini-batches of a step. Each counts by its share of num_tokens (null = all tokens are here): 1 in a mini-batch.
-    token_values: (b, R), reported as means over valid tokens.
-    aggregate: as the loss is. How far the policy is from the one that sampled, as further parts:
-      clipfrac   tokens where PPO's clip lowers the objective, whatever the loss makes of them
-      approxkl   d^2 / 2, with d = log pi - log pi_old
-      policykl   d
-    The ratio pi / pi_old is that of each token, or of its run of tokens with ratio_type=segment: ratio_mean (over
-    sequences, of each one's mean), ratio_max, ratio_min, and the shares of tokens outside the clip range:
-    ppo_ratio_high_clipfrac, ppo_ratio_low_clipfrac, ppo_ratio_clipfrac.
+    The values stay on the device (see `verl_lite.metrics.to_host`). The names are those of ROLL's agentic actor.
+
+    Args:
+        parts: scalars whose sum over micro-batches and ranks is the value of a mini-batch, reported as the mean over
+            the mini-batches of a step. Their weight is the micro-batch's share of num_tokens.
+        token_values: (b, R) values, reported as means over valid tokens.
+        num_tokens: valid tokens of the mini-batch; None = this is the whole mini-batch.
+        aggregate: aggregation of (b, R) values to a scalar, the same as for the loss.
+
+    Returns:
+        All parts and token_values, and these metrics:
+          clipfrac   aggregated share of tokens for which PPO's clip lowers the objective, independent of the loss
+          approxkl   aggregated d^2 / 2, where d = log pi - log pi_old
+          policykl   aggregated d
+        The ratio pi / pi_old is the token's, or with ratio_type=segment that of its run of tokens: ratio_mean (mean
+        over sequences of the sequence's mean), ratio_max, ratio_min, and the shares of tokens outside of the clip
+        range: ppo_ratio_high_clipfrac, ppo_ratio_low_clipfrac, ppo_ratio_clipfrac.
     """
     low, high = clip_range(config)
     ratio = importance_log_ratio(log_probs, old_log_probs, response_mask, config).exp()
@@ -214,36 +226,38 @@ def loss_metrics(
 def loss_of_batch(
     data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor, config: PPOConfig
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """`actor_loss` of a batch that no driver prepared: in the layout of ROLL or of ours, with the correction.
+    """Computes `actor_loss` and the rollout correction of a batch that the driver did not plan, in ROLL's layout or
+    ours.
 
-    data: as for `actor_loss`, or with ROLL's names: ref_log_probs, infer_logprobs, meta_info batch_num_tokens and
-        global_valid_samples; a response_mask (b, S) belongs to (b, S - 1) of the others, which are of all that is
-        predicted. Where algorithm.rollout_correction asks for weights or rejection and there are no weights yet, they
-        come from old_log_probs and the rollout's.
-    output_tensor: the policy's outputs by name (b, R), or logits (b, S, V).
+    Args:
+        data: as in `actor_loss`, or with ROLL's names: ref_log_probs, infer_logprobs, meta_info batch_num_tokens and
+            global_valid_samples. With a response_mask (b, S), the other columns are (b, S - 1), one entry per predicted
+            token. If algorithm.rollout_correction needs weights or rejection and data has no weights, they are computed
+            from old_log_probs and the rollout's log-probs.
+        output_tensor: the policy's outputs (b, R) by name, or logits (b, S, V).
     """
-    is_planned = "num_tokens" in data.meta_info  # by the driver, which corrected it
-    data, correction, actor = _of_roll(data), config.algorithm.rollout_correction, config.actor
+    is_planned = "num_tokens" in data.meta_info  # by the driver, which has applied the correction
+    data, correction, actor = _from_roll(data), config.algorithm.rollout_correction, config.actor
     batch, outputs = data.batch, output_tensor
-    found: dict[str, Metric] = {}
+    correction_metrics: dict[str, Metric] = {}
     if isinstance(outputs, torch.Tensor):
         if actor.router_aux_loss_coef:
-            raise ValueError("loss_func: logits do not say what actor.router_aux_loss_coef weighs: name outputs.")
+            raise ValueError("loss_func: actor.router_aux_loss_coef needs outputs by name; logits do not have routes")
         outputs = outputs_of_logits(data, outputs, actor.calculate_entropy or actor.entropy_coeff != 0)
-    asked = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
-    if asked and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():
+    corrects = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
+    if corrects and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():
         log_probs = batch.get("old_log_probs", outputs["log_probs"].detach()), batch["rollout_log_probs"]
-        weights, kept, found = correct_rollout(*log_probs, batch["response_mask"], correction)
+        weights, kept, correction_metrics = correct_rollout(*log_probs, batch["response_mask"], correction)
         batch.update({"response_mask": kept} | ({} if weights is None else {"rollout_is_weights": weights}))
     if actor.loss_scale_factor is None:  # the mask may be wider than a response
         actor = replace(actor, loss_scale_factor=float(config.data.max_response_length))
     loss, metrics = actor_loss(data, outputs, actor, correction)
-    return loss, metrics | found
+    return loss, metrics | correction_metrics
 
 
 def user_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor]) -> LossAndMetrics:
-    """What a user's `loss_func` gives of a micro-batch, with ROLL's counts of the mini-batch in meta_info beside ours,
-    and its metrics by `declared`."""
+    """Calls a user's `loss_func` on a micro-batch. meta_info has the mini-batch's counts under our names and ROLL's;
+    `declared` converts the metrics."""
     counts = {theirs: {"response_mask": data.meta_info[ours]} for theirs, ours in ROLL_COUNTS.items()}
     loss, metrics = loss_func(DataProto(data.batch, data.non_tensor_batch, data.meta_info | counts), outputs)
     tokens = data.batch["response_mask"].bool().sum().double()
@@ -253,8 +267,11 @@ def user_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Ten
 def check_loss_is_additive(
     loss: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor], name: str, remedy: str
 ) -> bool:
-    """Raises UserError where the loss of a micro-batch in two parts (of its one row twice) has another gradient by the
-    outputs than that of the whole. False where both are zero, which says nothing. name, remedy: for the message."""
+    """Raises UserError if splitting a micro-batch in two changes the gradient of the summed losses.
+
+    The gradient is that of the outputs. A micro-batch with a single row is used twice. Returns False if the gradients
+    are zero, so that the check proves nothing. name, remedy: texts for the message.
+    """
     rows = data.batch["response_mask"].any(-1).nonzero().flatten().tolist()
     parts = [slice(rows[1]), slice(rows[1], None)] if len(rows) > 1 else [slice(None)] * 2
     leaves = [{name: each[part].detach() for name, each in outputs.items()} for part in parts]
@@ -269,12 +286,12 @@ def check_loss_is_additive(
     found = (torch.autograd.grad(each, trained, materialize_grads=True) for each in (together, added))
     one, other = (torch.cat([gradient.flatten() for gradient in gradients]) for gradients in found)
     if not torch.allclose(one, other, rtol=1e-3, atol=1e-4 * float(one.abs().max())):
-        raise UserError(f"the gradient of {name} depends on how the batch is cut into micro-batches: {remedy}")
+        raise UserError(f"the gradient of {name} depends on how the batch is split into micro-batches: {remedy}")
     return bool(one.any())
 
 
-def _of_roll(data: DataProto) -> DataProto:
-    """The same with our names and shapes; what has them already stays as it is."""
+def _from_roll(data: DataProto) -> DataProto:
+    """Converts ROLL's names and shapes to ours; entries in our layout are unchanged."""
     columns = {ROLL_COLUMNS.get(name, name): data.batch[name] for name in map(str, data.batch.keys())}
     mask, meta_info = columns["response_mask"], dict(data.meta_info)
     if mask.shape[1] == columns["advantages"].shape[1] + 1:
@@ -284,10 +301,11 @@ def _of_roll(data: DataProto) -> DataProto:
 
 
 def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: bool) -> dict[str, torch.Tensor]:
-    """What the policy's forward gives, log_probs and entropys (b, R), from the logits (b, S, V) of a padded forward.
+    """Computes log_probs and entropys (b, R), as the policy's forward does, from the logits (b, S, V) of a padded
+    forward.
 
-    data: input_ids (b, S), of which the last R are the response, as response_mask (b, R) says; meta_info temperature,
-    1 if there is none. Raises ValueError if S differs.
+    data: input_ids (b, S), whose last R tokens are the response; response_mask (b, R); meta_info temperature, default
+    1. Raises ValueError if the shape of the logits does not match input_ids.
     """
     input_ids, width = data.batch["input_ids"], data.batch["response_mask"].shape[1]
     if logits.shape[:2] != input_ids.shape:
@@ -305,10 +323,12 @@ def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: 
 def critic_loss(
     data: DataProto, outputs: dict[str, torch.Tensor], critic: CriticConfig, actor: ActorConfig
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Clipped value loss of one micro-batch, to be summed over micro-batches and ranks.
+    """Computes the clipped value loss of one micro-batch, to be summed over micro-batches and ranks.
 
-    data: response_mask, returns (b, R) and values (b, R), those before the update; meta_info as for `actor_loss`.
-    outputs: values (b, R) with gradient. actor: gives loss_agg_mode where the critic has none, and loss_scale_factor.
+    Args:
+        data: response_mask, returns (b, R) and values (b, R) from before the update; meta_info as in `actor_loss`.
+        outputs: values (b, R) with gradient.
+        actor: options with loss_scale_factor, and with loss_agg_mode if the critic has none.
     """
     new_values, mask = outputs["values"], data.batch["response_mask"]
     tokens, valid = data.meta_info["num_tokens"], mask.sum().double()

@@ -1,8 +1,8 @@
-"""Who has the device now: the only code that puts engines to sleep, wakes them and offloads.
+"""Ownership of the device: the only code that moves engines onto the device and off it.
 
-The engines of one process share a device. Each is a tenant that can move in (weights, optimizer state or KV cache on
-the device) and move out. Before one enters, every other tenant moves out, so that two of them never hold the device's
-memory together unless their settings say that they stay resident. On a CPU moving is free and does nothing.
+The engines of one process share a device. Each engine is a tenant that can move in (weights, optimizer state or KV
+cache on the device) and move out. Before a tenant enters, every other tenant moves out. Two tenants therefore hold
+device memory at the same time only if their settings keep them resident. On a CPU moving does nothing.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ from verl_lite.device import empty_cache
 
 
 class Tenant(Protocol):
-    """What an engine offers to be moved. Both calls do nothing when there is nothing to do."""
+    """The interface of an engine that can be moved. Repeated calls of either method have no effect."""
 
     def move_in(self) -> None: ...
 
@@ -20,29 +20,29 @@ class Tenant(Protocol):
 
 
 class PhaseManager:
-    """Keeps the tenants of one process apart. `owner` has the device."""
+    """The tenants of one process, and `owner`, the tenant that currently uses the device."""
 
     def __init__(self) -> None:
         self.owner: Tenant | None = None
         self._tenants: list[Tenant] = []
 
     def add(self, tenant: Tenant) -> None:
-        """Makes `tenant` known. It is expected to be moved in already (engines are built on the device)."""
+        """Registers a tenant that is already on the device, where engines are built."""
         self._tenants.append(tenant)
 
     def enter(self, owner: Tenant) -> None:
-        """Gives the device to `owner`: the others move out, then it moves in. Entering twice costs nothing."""
+        """Moves all other tenants out and `owner` in. Does nothing if `owner` already has the device."""
         if self.owner is owner:
             return
         for tenant in self._tenants:
             if tenant is not owner:
                 tenant.move_out()
-        empty_cache()  # vLLM maps its memory anew when it wakes, and cannot use what torch holds back
+        empty_cache()  # when vLLM wakes up, it maps new memory and cannot use memory that torch has cached
         owner.move_in()
         self.owner = owner
 
 
 @cache
 def process_phases() -> PhaseManager:
-    """The phase manager of this process: colocated roles share it, because they share the device."""
+    """The phase manager of this process, which colocated roles share because they share the device."""
     return PhaseManager()

@@ -1,4 +1,4 @@
-"""What every worker with a training engine has in common: how it is built; and, where it trains, its checkpoints."""
+"""Base classes of workers with an FSDP engine: construction of the engine and checkpoints of trained models."""
 
 import os
 
@@ -15,9 +15,9 @@ from workers.rollout.base import resolve_engine_name
 
 
 class ModelWorker(Worker):
-    """A worker with a training engine. `init_model` of the subclass builds it.
+    """A worker with an FSDP engine, which `init_model` of the subclass builds.
 
-    config: the whole configuration. total_training_steps: for the learning-rate schedule.
+    config: the whole configuration. total_training_steps: number of steps of the learning-rate schedule.
     """
 
     config: RunOptions
@@ -32,17 +32,18 @@ class ModelWorker(Worker):
     def build_engine(
         self, network: NetworkBuilder, fsdp_config: FSDPConfig, optim_config: OptimConfig | None = None
     ) -> None:
-        """Makes `engine`, in the process group of this worker's kind, and moves it out until its phase comes.
+        """Builds `engine` in the process group of this worker class, and moves it off the device until it is needed.
 
-        optim_config: None for a network that is never trained.
+        optim_config: optimizer options; None for a network that is never trained.
         """
         if self.config.trainer.deterministic:
             for name, value in DETERMINISTIC.items():
                 os.environ.setdefault(name, value)
         self.device = get_device(self.config.trainer.device)
-        # vLLM makes gloo groups of some ranks in this world. With a device bound to it, torch has all others split
-        # NCCL's communicator for each (`_new_process_group_helper`), and waits for the ranks inside, which do not.
-        engine = getattr(getattr(self.config, "rollout", None), "name", "")  # a flow model has no engine
+        # vLLM creates gloo groups of some of the ranks. If a device is bound to the default group, torch makes the
+        # ranks outside of such a group split NCCL's communicator (`_new_process_group_helper`) and wait for the ranks
+        # inside, which do not split it: a deadlock.
+        engine = getattr(getattr(self.config, "rollout", None), "name", "")  # a flow model has no rollout engine
         binds = self.device.type == "cuda" and resolve_engine_name(engine) != "vllm"
         self.init_process_group(dist_backend(self.device), device_id=self.device if binds else None)
         self.engine = FSDPEngine(
@@ -59,24 +60,24 @@ class ModelWorker(Worker):
 
 
 class TrainingWorker(ModelWorker):
-    """A worker whose engine trains."""
+    """A worker that trains its network."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, background: bool) -> None:
         """Writes model, optimizer, schedule and random states under `path`, sharded over the ranks.
 
-        background: only copies them to the host; `finish_save` waits for the files.
+        background: True returns after copying them to the host; `finish_save` waits until the files are written.
         """
         self.phases.enter(self.engine)
         self.engine.save(path, background=background)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_save(self) -> None:
-        """Waits until the files of a save in the background are written; raises what went wrong with them."""
+        """Waits until the files of a save in the background are written, and raises its error if it failed."""
         self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Reads what `save_checkpoint` wrote, on any number of ranks."""
+        """Loads a checkpoint of `save_checkpoint`, which may have been written by another number of ranks."""
         self.phases.enter(self.engine)
         self.engine.load(path)

@@ -1,8 +1,8 @@
-"""The loop over mini-batches and micro-batches, shared by actor and critic; the loss is passed in.
+"""The loop over mini-batches and micro-batches, shared by all learners; the loss is an argument.
 
-The driver planned the batch (`verl_lite.seqlen_balance`): columns say to which mini-batch and micro-batch each row
-belongs in each epoch, `meta_info["schedule"]` how many there are and what the losses divide by. Ranks obey: all run
-the same number of micro-batches, some of them perhaps empty.
+The driver plans the batch (`verl_lite.seqlen_balance`). Columns contain the mini-batch and the micro-batch of each row
+in each epoch, and `meta_info["schedule"]` has the number of micro-batches and the denominators of the losses. All ranks
+run the same number of micro-batches, some of which may be empty.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,32 +18,32 @@ LossFunction = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor
 
 
 class TrainableEngine(Protocol):
-    """What the loops need of an engine."""
+    """The interface of an engine that the loops need."""
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
-        """Outputs (b, ...) by name, and whether any of their entries counts."""
+        """Returns outputs (b, ...) by name, and True if any of their entries counts."""
         ...
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Adds gradients; on the last micro-batch of a mini-batch also sums them over ranks."""
+        """Accumulates gradients; on the last micro-batch of a mini-batch also sums them over ranks."""
         ...
 
     def optimizer_step(self) -> dict[str, Metric]:
-        """One update from the accumulated gradients."""
+        """Updates the parameters with the accumulated gradients. Returns metrics."""
         ...
 
 
 Interleave = Callable[[], None]
-"""Called after each forward and backward pass and each optimizer step: other work that the process does meanwhile."""
+"""A function with other work of the process, called after the passes of each micro-batch and each optimizer step."""
 
 
 def train_epochs(
     engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, interleave: Interleave = lambda: None
 ) -> dict[str, Metric]:
-    """One optimizer step per mini-batch, in the planned order, over all planned epochs. Returns combined metrics.
+    """Runs one optimizer step per mini-batch, in the planned order, over all planned epochs. Returns combined metrics.
 
-    A mini-batch in which no token counts on any rank (all rewards failed, all samples rejected) is no step: weights,
-    moments and their decay stay as they are. empty_mini_batch_frac says how many of the mini-batches were such.
+    A mini-batch in which no token counts on any rank (all rewards failed, all samples rejected) is skipped: weights and
+    moments do not change, not even by decay. The metric empty_mini_batch_frac is the share of such mini-batches.
     """
     metrics: list[Mapping[str, Metric]] = []
     for epoch, mini_batches in enumerate(data.meta_info["schedule"]):
@@ -59,7 +59,7 @@ def train_epochs(
                 if counting:
                     loss, parts = loss_fn(micro_batch, outputs)
                     metrics.append(parts)
-                else:  # nothing to train here, but the other ranks wait for this one's backward
+                else:  # no loss on this rank, but the other ranks wait for its backward
                     loss = sum((0.0 * output.sum() for output in outputs.values()), start=torch.zeros(()))
                 engine.backward(loss, is_last=micro_index == mini_batch.num_micro_batches - 1)
                 interleave()
@@ -72,7 +72,8 @@ def train_epochs(
 def infer_batch(
     engine: TrainableEngine, data: DataProto, interleave: Interleave = lambda: None
 ) -> dict[str, torch.Tensor]:
-    """The forward's outputs (n, ...) for all rows in their order, zero where nothing was predicted; on the CPU."""
+    """Returns the outputs (n, ...) of the forward by name for all rows in order, zero at tokens that are not predicted;
+    on the CPU."""
     results: dict[str, torch.Tensor] = {}
     [mini_batches] = data.meta_info["schedule"]
     for mini_index, mini_batch in enumerate(mini_batches):
@@ -90,8 +91,8 @@ def infer_batch(
 def _micro_batch(
     data: DataProto, epoch: int, mini_index: int, micro_index: int, counts: dict[str, int]
 ) -> tuple[torch.Tensor, DataProto]:
-    """Indices of this rank's rows of one micro-batch, perhaps none; and these rows, with the mini-batch's global
-    denominators in meta_info."""
+    """Selects this rank's rows of one micro-batch, possibly none. Returns their indices, and the rows with the
+    mini-batch's global denominators in meta_info."""
     chosen = (data.batch["mini_batch"][:, epoch] == mini_index) & (data.batch["micro_batch"][:, epoch] == micro_index)
     rows = chosen.nonzero().squeeze(1)
     columns = {name: column[rows.numpy()] for name, column in data.non_tensor_batch.items()}

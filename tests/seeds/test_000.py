@@ -190,7 +190,7 @@ def test_what_a_batch_cannot_give_is_named() -> None:
     assert "actor/kl_loss" not in worker_of().loss_func(data, logits)[1]
     with pytest.raises(ValueError, match="actor.use_kl_loss=true: column 'ref_log_prob' is missing"):
         worker_of(use_kl_loss=True).loss_func(data, logits)
-    with pytest.raises(ValueError, match="logits do not say what actor.router_aux_loss_coef weighs"):
+    with pytest.raises(ValueError, match="actor.router_aux_loss_coef needs outputs by name; logits do not"):
         worker_of(router_aux_loss_coef=0.1).loss_func(data, logits)
 
 

@@ -121,7 +121,7 @@ def test_a_loss_that_divides_by_its_own_micro_batch_is_refused_in_its_first_upda
     options = [*tiny_run.options_of(tmp_path), "trainer.total_training_steps=1"]
     wrong = "actor.policy_loss.loss_mode=tests.trainer.test_registered:divides_by_its_own"
     with pytest.raises(
-        UserError, match=f"{wrong} depends on how .* cut into micro-batches: divide by batch_num_tokens"
+        UserError, match=f"{wrong} depends on how .* split into micro-batches: divide by batch_num_tokens"
     ):
         run_ppo([*options, wrong])
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step was trained"

@@ -52,7 +52,7 @@ def test_a_chat_template_is_a_file_or_text_or_none(good: Path, tmp_path: Path) -
     (tmp_path / "own.jinja").write_text("<{{ messages[-1].content }}>")
     for asked, text in {"none": "1+1=", f"{tmp_path}/own.jinja": "<1=>", "{{ messages[0].content }}": "1+"}.items():
         assert load_tokenizer(model, asked).apply_chat_template(chat, tokenize=False) == text
-    with pytest.raises(UserError, match="data.chat_template=None: a file, Jinja text, or none is expected"):
+    with pytest.raises(UserError, match="data.chat_template=None: expected a file, a Jinja template, or none"):
         load_tokenizer(model, "None")
 
 

@@ -150,7 +150,7 @@ def test_the_hf_engine_samples_with_the_log_probs_of_training(family: str, tmp_p
 def test_a_layer_with_a_state_that_is_not_told_of_borders_is_no_silent_leak() -> None:
     network = tiny_network("lfm2")
     arrangement_of(network, NetworkConfig())
-    with pytest.raises(ValueError, match="Lfm2ShortConv is not told"):
+    with pytest.raises(ValueError, match="Lfm2ShortConv received no `packed_sequences`"):
         network(torch.tensor([[5, 6, 7]]))
 
 

@@ -195,5 +195,5 @@ def test_attention_refuses_what_it_does_not_compute() -> None:
     both = {"softcap": 50.0, "s_aux": torch.zeros(2)}
     with pytest.raises(ValueError, match="soft-capping"):
         packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None, packed_sequences=sequences, **both)
-    with pytest.raises(ValueError, match="mask of its own"):
+    with pytest.raises(ValueError, match="its own attention mask"):
         packed_attention(torch.nn.Identity(), tensor, tensor, tensor, tensor, packed_sequences=sequences)

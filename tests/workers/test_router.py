@@ -151,7 +151,7 @@ def test_what_cannot_be_balanced_is_refused(tmp_path: Path) -> None:
     dense, experts = tiny_qwen2(tmp_path / "dense"), tiny_experts(tmp_path / "experts")
     otherwise = tiny_experts(tmp_path / "otherwise", "phimoe")
     for path, told in ((dense, "Qwen2ForCausalLM has no experts"), (otherwise, "PhimoeForCausalLM: its routers")):
-        with pytest.raises(UserError, match=f"{key} with model.path=.*{told}.*leave the option out"):
+        with pytest.raises(UserError, match=f"{key} with model.path=.*{told}.*remove the option"):
             check_routers(ModelConfig(path=path), [key])
     check_routers(ModelConfig(path=experts), [key])
     for entry in ("output_router_logits", "router_aux_loss_coef"):

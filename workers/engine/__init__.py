@@ -1,1 +1,1 @@
-"""Training engines: FSDP2, packing, checkpoint input and output."""
+"""The training engine: FSDP2 sharding, sequence packing, optimizer, checkpoints."""

@@ -1,8 +1,9 @@
-"""Checkpoints of what learns of a sharded model, with its optimizer, and the export to a plain Hugging Face folder.
+"""Checkpoints of the trained parameters and the optimizer of a sharded model, and the export to a Hugging Face folder.
 
 A checkpoint is a folder in the format of torch.distributed.checkpoint (each rank writes its shards; any number of
-ranks can read it), with config, tokenizer and generation config in `huggingface/` beside them; an adapter has its peft
-config there too, and its base model stays where it is. Nothing that is read here runs code (`verl_lite.safe_state`).
+ranks can read it). Its subfolder `huggingface/` has the config, tokenizer and generation config. The checkpoint of an
+adapter also has the peft config and does not copy the base model. Reading a checkpoint never executes code from it
+(`verl_lite.safe_state`).
 """
 
 from __future__ import annotations
@@ -54,9 +55,14 @@ def save(
     scheduler_step: int,
     background: dist.ProcessGroup | None = None,
 ) -> Future[Any] | None:
-    """Writes the shards of all ranks under `path`. Collective.
+    """Writes the shards of all ranks under `path`. Collective: all ranks must call it.
 
-    background: copies the state to the host and writes it in a thread, whose collectives go over this group.
+    Args:
+        background: process group for a save in the background. If given, the state is copied to the host, a thread
+            writes the files, and the thread's collectives use this group.
+
+    Returns:
+        The future of a save in the background, otherwise None.
     """
     state = _state(parameters, optimizer, scheduler_step)
     if background is None:
@@ -68,19 +74,22 @@ def save(
 
 @contextmanager
 def naming_the_cause() -> Iterator[None]:
-    """Replaces a CheckpointException, whose first line names only ranks, by the first error of these ranks."""
+    """Replaces a CheckpointException, whose first line only names ranks, with the first error of these ranks."""
     try:
         yield
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # derives from BaseException, not from Exception
         cause, _ = next(iter(error.failures.values()))
         raise RuntimeError(f"the checkpoint cannot be written: {cause}") from error
 
 
 def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None) -> int:
-    """Reads parameters and optimizer state in place, whatever number of ranks wrote them. Returns the scheduler step.
+    """Loads parameters and optimizer state in place and returns the scheduler step. Collective.
 
-    Raises UserError if `path` holds no whole checkpoint of them, or one of others, such as those of an adapter of
-    another rank. Collective.
+    The checkpoint may have been written by any number of ranks.
+
+    Raises:
+        UserError: the checkpoint is incomplete or damaged, or belongs to other parameters (for example to an adapter
+            with another LoRA rank).
     """
     state = _state(parameters, optimizer, 0)
     if not (index := Path(path) / ".metadata").is_file():
@@ -105,7 +114,7 @@ def _sizes(metadata: Metadata) -> dict[str, torch.Size]:
 
 
 def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> None:
-    """Fills the tensors of `state`, and replaces its other values."""
+    """Loads the checkpoint into the tensors of `state` in place, and replaces the other values of `state`."""
     try:
         dcp.load(state, storage_reader=_Reader(path), planner=_Planner(), no_dist=no_dist)
     except UserError:
@@ -123,7 +132,7 @@ def _damaged(path: str | Path, why: str) -> UserError:
 
 
 class _Writer(_FileSystemWriter):
-    """It raises the system's errors, such as "File too large", where torch raises "unexpected pos" in their place."""
+    """Writer that raises the operating system's error ("File too large") instead of torch's "unexpected pos"."""
 
     def write_data(self, *args: Any) -> Any:
         try:
@@ -133,7 +142,7 @@ class _Writer(_FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Its index is a pickle, which is read with an allow list."""
+    """Reader that unpickles the checkpoint's index with an allow list."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata: Metadata = read_metadata(Path(self.path) / ".metadata")
@@ -143,7 +152,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """What is no tensor is a number; torch would open any pickle in its place."""
+    """Load planner that reads non-tensor entries with `weights_only=True`; torch's planner would run any pickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)
@@ -154,19 +163,19 @@ class _Planner(DefaultLoadPlanner):
 def _state(
     parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None, scheduler_step: int
 ) -> dict[str, Any]:
-    """Everything by flat names: model.NAME, exp_avg.NAME, exp_avg_sq.NAME, steps_taken, scheduler_step."""
+    """The checkpoint's state with flat keys: model.NAME, exp_avg.NAME, exp_avg_sq.NAME, steps_taken, scheduler_step."""
     state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     state["scheduler_step"] = scheduler_step
     return state if optimizer is None else state | optimizer.moments() | {"steps_taken": optimizer.steps_taken}
 
 
 def save_random_state(path: str, rank: int) -> None:
-    """This rank's random states, beside its shards."""
+    """Writes the states of this rank's random generators to `path`/random_RANK.pt."""
     write_state(Path(path) / f"random_{rank}.pt", get_random_state())
 
 
 def load_random_state(path: str, rank: int) -> None:
-    """Puts back what this rank had. A rank that was not there when the checkpoint was written keeps its own."""
+    """Restores the random states of this rank. A rank without a saved state keeps its current one."""
     file = Path(path) / f"random_{rank}.pt"
     if file.exists():
         set_random_state(read_state(file))
@@ -175,7 +184,7 @@ def load_random_state(path: str, rank: int) -> None:
 def save_model_assets(
     path: str, model: NetworkConfig, config: PretrainedConfig, adapter: LoraConfig | None = None
 ) -> None:
-    """Config, tokenizer and generation config of the model into `path`/huggingface; an adapter's config beside it."""
+    """Writes the model's config, tokenizer, generation config to `path`/huggingface, an adapter's config to `path`."""
     folder = Path(path) / ASSETS
     config.save_pretrained(folder)
     if adapter is not None:
@@ -188,11 +197,16 @@ def save_model_assets(
 
 
 def export(path: str, target: str, dtype: str | None = None) -> None:
-    """Writes a checkpoint's model as a Hugging Face folder: safetensors, config, tokenizer, generation config.
+    """Exports a checkpoint's model as a Hugging Face folder: safetensors, config, tokenizer, generation config.
 
-    path: a folder written by `save`; an adapter is merged into its base model. dtype: fp32 or bf16; None = the dtype of
-    the model it was trained from. Runs in one process on a CPU; memory: the model once. Raises UserError if `path`
-    holds no checkpoint, or if the adapter's base model is not where it was.
+    Runs in one process on the CPU and holds the model in memory once. An adapter is merged into its base model.
+
+    Args:
+        path: a folder written by `save`.
+        dtype: fp32 or bf16; None = the dtype of the model before training.
+
+    Raises:
+        UserError: `path` has no checkpoint, or the adapter's base model is no longer at its path.
     """
     source, folder = _checkpoint(path), Path(target)
     shutil.copytree(source / ASSETS, folder, dirs_exist_ok=True)
@@ -206,7 +220,7 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
         with torch.device("meta"):
             network: Any = auto_class.from_config(config, dtype=target_dtype)
         converted = {name: weights.pop(name).to(target_dtype) for name in list(weights)}
-        network.load_state_dict(converted, strict=False, assign=True)  # tied weights are there once
+        network.load_state_dict(converted, strict=False, assign=True)  # the checkpoint has tied weights once
         network.tie_weights()
     else:
         base = str(adapter.base_model_name_or_path)
@@ -218,7 +232,7 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
             for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
                 network.get_parameter(name).copy_(weight)
         network = network.to(target_dtype)
-    if (folder / "generation_config.json").is_file():  # else save_pretrained writes one made from the config
+    if (folder / "generation_config.json").is_file():  # otherwise save_pretrained derives one from the config
         network.generation_config = GenerationConfig.from_pretrained(folder)
     network.save_pretrained(folder)
     if not is_of_transformers(network):
@@ -226,9 +240,9 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
 
 
 def export_adapter(path: str, target: str) -> None:
-    """Writes a checkpoint's adapter, fp32, as a folder that `peft.PeftModel.from_pretrained(base, target)` loads.
+    """Exports a checkpoint's adapter in fp32 as a folder that `peft.PeftModel.from_pretrained(base, target)` loads.
 
-    Raises UserError if `path` holds no checkpoint, or one without an adapter.
+    Raises UserError if `path` has no checkpoint or its checkpoint has no adapter.
     """
     source, folder = _checkpoint(path), Path(target)
     adapter = load_adapter_config(source)
@@ -247,10 +261,10 @@ def _checkpoint(path: str) -> Path:
 
 
 def _read_weights(source: Path) -> dict[str, torch.Tensor]:
-    """What learnt, whole, by name."""
+    """The checkpoint's model tensors by name, unsharded."""
     sizes = _sizes(read_metadata(source / ".metadata"))
     state = {name: torch.empty(size) for name, size in sizes.items() if name.startswith("model.")}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is wanted here
+        warnings.filterwarnings("ignore", "torch.distributed is")  # reading in a single process is intended
         _read(state, source, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}

@@ -1,9 +1,9 @@
-"""The training engine: a network sharded by FSDP2, its optimizer, and the loops that train it or compute outputs
-(log-probs, values) with it.
+"""The training engine: a network sharded by FSDP2, its optimizer, training, and inference (log-probs, values).
 
-The same code runs on one process or many, over gloo on CPUs and NCCL on GPUs. Gradients are summed over ranks, never
-averaged: losses come already divided by the global denominators. Within a mini-batch gradients stay local until the
-last micro-batch, so that one step costs one reduction, unless `reduce_every_micro_batch` asks for less memory.
+The same code runs on one process or many, with gloo on CPUs and NCCL on GPUs. Gradients are summed over ranks, not
+averaged, because losses are already divided by the global denominators. Within a mini-batch gradients stay local until
+the last micro-batch, so that one optimizer step costs one reduction; `reduce_every_micro_batch` reduces after each
+micro-batch to save memory.
 """
 
 from collections.abc import Iterator
@@ -33,13 +33,17 @@ from workers.update import Interleave, LossFunction, infer_batch, train_epochs
 
 
 class FSDPEngine:
-    """A network that can be trained and asked for its outputs.
+    """A sharded network with methods for training, inference, checkpoints and offloading.
 
-    build_network: what the network is and gives (`workers.engine.network`). fsdp_config: sharding, precision and
-    offload. optim_config: None for a frozen model. total_training_steps: calls of `train` in the whole run, for the
-    learning-rate schedule. deterministic: see `verl_lite.device.deterministic_kernels`. All ranks of the default
-    process group build it together; without a group it makes one of a single rank. What is frozen is held in the
-    compute dtype, what learns in fp32; optimizer state and checkpoints are of the latter alone.
+    All ranks of the default process group construct the engine together; without a group the engine creates one with a
+    single rank. Trained parameters are stored in fp32, frozen parameters in the compute dtype.
+
+    Args:
+        build_network: builds the network (see `workers.engine.network`).
+        fsdp_config: sharding, precision and offload.
+        optim_config: optimizer options; None for a frozen model.
+        total_training_steps: number of calls of `train` in the whole run, for the learning-rate schedule.
+        deterministic: see `verl_lite.device.deterministic_kernels`.
     """
 
     def __init__(
@@ -67,10 +71,11 @@ class FSDPEngine:
         self.optimizer = None
         if optim_config is not None:
             self.optimizer = ShardedAdamW(self.trained, optim_config, self.shard_group)
-        self.interleave: Interleave = lambda: None  # other work of the process, done between micro-batches
+        self.interleave: Interleave = lambda: None  # other work of this process, called between micro-batches
         self._forward_arguments: dict[str, Any] = {}
         self._saving: Future[Any] | None = None
-        self._save_group: dist.ProcessGroup | None = None  # of its own: its thread must not meet training's collectives
+        # a separate group, because the collectives of the saving thread must not mix with those of training
+        self._save_group: dist.ProcessGroup | None = None
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -97,7 +102,7 @@ class FSDPEngine:
         return policy
 
     def _shard(self, policy: EngineNetwork, master_dtype: torch.dtype) -> None:
-        """fully_shard on each block that is large enough, then on the whole."""
+        """Applies `fully_shard` to each block with at least `min_num_params` parameters, then to the whole network."""
         reduce_dtype = compute_dtype(self.fsdp_config.mixed_precision.reduce_dtype, self.device)
         arguments: dict[str, Any] = {
             "mesh": self.mesh,
@@ -114,14 +119,14 @@ class FSDPEngine:
         fully_shard(policy, **arguments)
         for module in self._fsdp_modules(policy):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
     @staticmethod
     def _fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
         return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
     def _sharded_parameters(self) -> dict[str, DTensor]:
-        """Parameters by the network's own name, tied ones once; DTensors: nothing is gathered outside a forward."""
+        """The sharded parameters by the network's own names; a tied parameter appears once."""
         self._reshard()
         parameters = {name.removeprefix(self.policy.prefix): value for name, value in self.policy.named_parameters()}
         assert all(isinstance(value, DTensor) for value in parameters.values())
@@ -129,17 +134,17 @@ class FSDPEngine:
 
     @property
     def trained(self) -> dict[str, DTensor]:
-        """The parameters that learn: all, or an adapter's."""
+        """The trained parameters: all parameters, or those of the adapter."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """See `saved_buffers`, by the network's own names."""
+        """The result of `saved_buffers` by the network's own names."""
         return {name.removeprefix(self.policy.prefix): value for name, value in saved_buffers(self.policy).items()}
 
     @property
     def _state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint has of the network; an adapter's base model stays where it is."""
+        """The tensors of the network that a checkpoint contains; with an adapter only the adapter's."""
         return dict(self.trained) if self.policy.adapter is not None else {**self.parameters, **self.buffers}
 
     def _reshard(self) -> None:
@@ -148,7 +153,7 @@ class FSDPEngine:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks over which one copy of the weights is spread."""
+        """The process group of the ranks that together hold one copy of the weights."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     # -- training and inference ----------------------------------------------------------------------------------------
@@ -156,8 +161,12 @@ class FSDPEngine:
     def train(self, data: DataProto, loss_fn: LossFunction, **forward_arguments: Any) -> dict[str, Metric]:
         """Trains on a planned batch, one optimizer step per mini-batch; the learning rate advances once per call.
 
-        loss_fn: (micro-batch, outputs (b, R) by name) -> (loss, metrics). forward_arguments: of the policy's forward.
-        Metrics: the loss's own, grad_norm, lr.
+        Args:
+            loss_fn: (micro-batch, outputs (b, R) by name) -> (loss, metrics).
+            forward_arguments: options of the policy's forward.
+
+        Returns:
+            The metrics of the loss, grad_norm and lr.
         """
         if self.optimizer is None:
             raise ValueError("this engine was built without an optimizer and cannot train")
@@ -171,9 +180,13 @@ class FSDPEngine:
         return metrics
 
     def infer(self, data: DataProto, **forward_arguments: Any) -> dict[str, torch.Tensor]:
-        """The policy's outputs by name, (n, R) on the CPU, of a planned batch; zero in padding rows.
+        """Computes the policy's outputs for a planned batch, without gradient.
 
-        forward_arguments: of the policy's forward.
+        Args:
+            forward_arguments: options of the policy's forward.
+
+        Returns:
+            Outputs (n, R) by name, on the CPU, zero in padding rows.
         """
         self.policy.eval()
         self._forward_arguments = forward_arguments
@@ -183,15 +196,15 @@ class FSDPEngine:
         return outputs
 
     def _run_interleaved(self) -> None:
-        with self._kernels(False):  # vLLM's sampler has operations without a deterministic kernel
+        with self._kernels(False):  # some operations of vLLM's sampler have no deterministic kernel
             self.interleave()
 
     def _kernels(self, repeat: bool) -> AbstractContextManager[None]:
-        """Where the engine is not deterministic, torch stays as the user has set it."""
+        """Sets torch's choice of deterministic kernels inside; without `deterministic` leaves torch's setting alone."""
         return deterministic_kernels(repeat) if self.deterministic else nullcontext()
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Inside, the policy is the base model that its adapter started from."""
+        """Context manager in which the policy computes the outputs of its base model, without the adapter."""
         return adapter_off(self.policy)
 
     @property
@@ -201,14 +214,14 @@ class FSDPEngine:
         return self.optim_config.lr * lr_factor(self.scheduler_step, self.optim_config, self.total_training_steps)
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
-        """Outputs (b, ...) of one micro-batch, and whether any entry counts (see `workers.update`)."""
+        """Outputs (b, ...) of one micro-batch, and True if any of their entries counts (see `workers.update`)."""
         inputs, is_counting = self.policy.prepare_inputs(micro_batch, self.device)
         micro_batch.to(self.device)
         return self.policy(inputs, **self._forward_arguments), is_counting
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Adds the gradients of `loss`. They are summed over the ranks on the last micro-batch of a mini-batch, or on
-        each."""
+        """Accumulates the gradients of `loss`. With is_last, or always with `reduce_every_micro_batch`, also sums the
+        gradients over the ranks."""
         root = self.policy
         assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(is_last or bool(self.fsdp_config.reduce_every_micro_batch))
@@ -218,35 +231,39 @@ class FSDPEngine:
         loss.backward()
 
     def optimizer_step(self) -> dict[str, Metric]:
-        """Clips and updates from the accumulated gradients."""
+        """Clips the accumulated gradients and updates the parameters. Returns the optimizer's metrics."""
         assert self.optimizer is not None
         return self.optimizer.step(self.lr)
 
     # -- weights out, checkpoints, memory ------------------------------------------------------------------------------
 
     def full_params(self, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, in the compute dtype, under the network's own name, tied ones once; and the buffers
-        that are saved. All ranks call it.
+        """Yields every saved buffer and every unsharded parameter, in the compute dtype, with the network's own name.
 
-        bucket_bytes: full tensors gathered at one time; an adapter is held whole beside them, and merged. A tensor may
-        share memory with the engine's own parameters: use or copy it before the next training step.
+        Collective. A tied parameter appears once, and an adapter is merged into its base model. A tensor may share
+        memory with the engine's parameters: use or copy it before the next training step.
+
+        Args:
+            bucket_bytes: size of the full tensors that are gathered at one time, in bytes. The full adapter is held in
+                memory in addition.
         """
         yield from self.buffers.items()
         if self.policy.adapter is None:
             yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
             return
-        learnt = self.trained
-        adapter = dict(gather_full(learnt, torch.float32, self.shard_group, bucket_bytes))
-        frozen = {name: value for name, value in self.parameters.items() if name not in learnt}
+        trained = self.trained
+        adapter = dict(gather_full(trained, torch.float32, self.shard_group, bucket_bytes))
+        frozen = {name: value for name, value in self.parameters.items() if name not in trained}
         base = gather_full(frozen, self.param_dtype, self.shard_group, bucket_bytes)
         with torch.no_grad():
             yield from merged(base, adapter, scale_of(self.policy.adapter))
 
     def save(self, path: str, *, background: bool = False) -> None:
-        """Writes model, optimizer, schedule and random states under `path`, with what the network adds.
+        """Writes model, optimizer, schedule, random states and the network's assets under `path`. Collective.
 
-        background: returns when model and optimizer are copied to the host (once more in its memory); `finish_save`
-        waits for their files, which training may go on beside.
+        Args:
+            background: return as soon as model and optimizer are copied to the host, which needs memory for one more
+                copy of them. The files are written during further training; `finish_save` waits for them.
         """
         self.finish_save()
         self.move_in_optimizer()
@@ -261,36 +278,36 @@ class FSDPEngine:
         dist.barrier()
 
     def finish_save(self) -> None:
-        """Waits for a save in the background, if there is one; raises what went wrong with it."""
+        """Waits for a running save in the background and raises its error if it failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             with checkpoint.naming_the_cause():
                 saving.result()
 
     def load(self, path: str) -> None:
-        """Reads what `save` wrote, on any number of ranks."""
+        """Loads a checkpoint of `save`, which may have been written by another number of ranks."""
         self.move_in_optimizer()
         self.scheduler_step = checkpoint.load(path, self._state, self.optimizer)
         checkpoint.load_random_state(path, dist.get_rank())
 
     def move_in(self) -> None:
-        """Parameters on the device. Optimizer state comes when it is used: in `train`, `save` and `load`."""
+        """Moves the parameters to the device. `train`, `save` and `load` also move the optimizer state there."""
         self._move_params(self.device)
 
     def move_in_optimizer(self) -> None:
-        """Optimizer state on the device."""
+        """Moves the optimizer state to the device."""
         if self.optimizer is not None:
             self.optimizer.to(self.device)
 
     def move_out(self) -> None:
-        """To the host what the settings let go there: parameters (param_offload), optimizer state
-        (optimizer_offload)."""
+        """Moves the parameters to the host if `param_offload` is set, and the optimizer state if `optimizer_offload`
+        is set."""
         self.move_out_optimizer()
         if self.fsdp_config.param_offload:
             self._move_params(torch.device("cpu"))
 
     def move_out_optimizer(self) -> None:
-        """Optimizer state to the host if optimizer_offload is set."""
+        """Moves the optimizer state to the host if `optimizer_offload` is set."""
         if self.optimizer is not None and self.fsdp_config.optimizer_offload:
             self.optimizer.to(torch.device("cpu"))
             empty_cache()
@@ -306,14 +323,16 @@ class FSDPEngine:
 
 
 def ensure_process_group(device: torch.device) -> None:
-    """A group of this process alone, where nobody made one: FSDP2 wants a group even for one rank."""
+    """Creates a process group with this process alone if there is none: FSDP2 needs a group even for one rank."""
     if not dist.is_initialized():
         dist.init_process_group(dist_backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def shard_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
-    """All ranks in one dimension, or replicas x shards where fsdp_size ranks share one copy. ValueError if it does
-    not divide."""
+    """The device mesh: all ranks in one dimension, or (replicas, shards) if fsdp_size ranks share one copy.
+
+    Raises ValueError if fsdp_size does not divide the number of ranks.
+    """
     world = dist.get_world_size()
     if fsdp_size is None or fsdp_size < 0 or fsdp_size >= world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))

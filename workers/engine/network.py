@@ -1,9 +1,9 @@
-"""What the training engine is given: a network that it can shard, run and save without knowing what it computes.
+"""The interface of a network that the training engine can shard, run and save without knowing what it computes.
 
-The engine (`workers.engine.fsdp`) owns sharding, gradients, optimizer state and where memory lies. What depends on the
-kind of network is a part that the network brings along: how it is built, which of its blocks are sharded one by one,
-how rows become the inputs of its forward, and what has to lie in a checkpoint beside the weights. Language models have
-theirs in `workers.policy`, diffusion models in `workers.diffusion`.
+The engine (`workers.engine.fsdp`) handles sharding, gradients, optimizer state and the placement of memory. The network
+implements everything that depends on its kind: how to build it, which blocks to shard separately, how to turn rows into
+inputs of its forward, and which files a checkpoint needs in addition to the weights. The networks of language models
+are in `workers.policy`, those of diffusion models in `workers.diffusion`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuildArguments:
-    """How the engine wants its network: on the CPU.
+    """Arguments of the engine for building a network on the CPU.
 
-    compute_dtype: of forward and backward, and of what is frozen beside an adapter. dtype: of the parameters where all
-    of them learn. trains: False for an engine that never does. with_weights=False leaves the parameters uninitialised
-    (the engine fills them from rank 0); buffers are right. device: where the network will compute.
+    compute_dtype: dtype of forward and backward, and of the frozen parameters of a model with an adapter.
+    dtype: dtype of the parameters if all of them are trained.
+    trains: False if the network is never trained.
+    with_weights: False leaves the parameters uninitialised (the engine copies them from rank 0) but sets the buffers.
+    device: the device on which the network will compute.
     """
 
     compute_dtype: torch.dtype
@@ -40,12 +42,14 @@ class BuildArguments:
 
 
 class EngineNetwork(nn.Module):
-    """A network for the engine. Its parameters are all that the engine shards, moves and trains.
+    """A network for the engine, which shards, moves and trains the network's parameters.
 
-    forward takes what `prepare_inputs` made and options of its own, and gives outputs (b, ...) by name; what learns has
-    to take part in one of them. adapter: peft's config where only an adapter learns (the other parameters are frozen).
-    prefix: in front of parameters' names, left out in checkpoints. is_cast: compute with all parameters cast to the
-    compute dtype; False = each in the dtype that it has.
+    `forward` takes the inputs of `prepare_inputs` and options, and returns outputs (b, ...) by name. Every trained
+    parameter must contribute to at least one output.
+
+    adapter: peft's config if only an adapter is trained and the other parameters are frozen.
+    prefix: prefix of the parameters' names that checkpoints leave out.
+    is_cast: True casts all parameters to the compute dtype for computing; False computes with each parameter's dtype.
     """
 
     adapter: LoraConfig | None = None
@@ -54,29 +58,31 @@ class EngineNetwork(nn.Module):
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The repeated parts, each of which the engine may shard on its own."""
+        """The repeated modules, such as decoder layers, each of which the engine may shard separately."""
 
     @abstractmethod
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[Any, bool]:
-        """The forward's inputs on `device`, and whether any of its outputs will count.
+        """The inputs of the forward on `device`, and True if any of its outputs will count.
 
-        Where none does, they are a stand-in: ranks must take part in collectives alike.
+        If no output counts, the inputs are a small placeholder, because every rank must take part in the collectives.
         """
 
     @abstractmethod
     def save_assets(self, path: str) -> None:
-        """What a checkpoint in the folder `path` needs beside the weights. Called on one rank."""
+        """Writes the files that a checkpoint in the folder `path` needs in addition to the weights, on one rank."""
 
 
 NetworkBuilder = Callable[[BuildArguments], EngineNetwork]
 
 
 def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
-    """Modules of these classes, in their order: of nested ones the outermost, and none that shares a parameter with
-    another, which could not be sharded apart from it."""
+    """Modules of these classes, in order of definition, that can be sharded separately.
+
+    Excludes modules nested in another one of the list and modules that share a parameter with another one.
+    """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module in network.modules():  # a module comes before those that it holds
+    for module in network.modules():  # yields a module before its children
         if type(module).__name__ in class_names and module not in inside:
             found.append(module)
             inside.update(module.modules())

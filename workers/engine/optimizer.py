@@ -1,8 +1,7 @@
-"""AdamW over the local shards of the parameters, clipping by the global gradient norm, and the learning-rate schedule.
+"""AdamW on the local shards of the parameters, clipping by the global gradient norm, and the learning-rate schedule.
 
-FSDP keeps each parameter as a DTensor; the element-wise update needs only this rank's part of it, so the optimizer
-works on plain local tensors (no DTensor dispatch) and wraps its state as DTensors when a checkpoint is written or
-read.
+FSDP keeps each parameter as a DTensor. The element-wise update needs only this rank's shard, so the optimizer works on
+plain local tensors without DTensor dispatch, and wraps its state as DTensors for writing and reading checkpoints.
 """
 
 import math
@@ -18,10 +17,13 @@ from verl_lite.metrics import Metric
 
 
 class ShardedAdamW:
-    """AdamW (decoupled weight decay, Loshchilov and Hutter 2019) on the shards that this rank holds.
+    """AdamW (decoupled weight decay, Loshchilov and Hutter 2019) on this rank's shards.
 
-    parameters: sharded parameters by name. shard_group: the ranks over which one copy of the parameters is spread.
-    Moments are fp32 beside fp32 parameters. The state may be moved to the host between updates (`to`).
+    Moments have the dtype of the parameters, fp32. `to` moves them to the host between updates.
+
+    Args:
+        parameters: sharded parameters by name.
+        shard_group: process group of the ranks that together hold one copy of the parameters.
     """
 
     def __init__(self, parameters: Mapping[str, DTensor], config: OptimConfig, shard_group: dist.ProcessGroup) -> None:
@@ -32,23 +34,28 @@ class ShardedAdamW:
         self.steps_taken = 0
 
     def bind(self, parameters: Mapping[str, DTensor]) -> None:
-        """Takes the parameters anew, after they moved to another device."""
+        """Replaces the references to the parameters, for example after they moved to another device."""
         self.parameters = parameters
         with torch.no_grad():
             self.shards = [parameter.to_local() for parameter in parameters.values()]
 
     def step(self, lr: float) -> dict[str, Metric]:
-        """Clips, updates and clears the gradients; a non-finite gradient norm leaves everything as it was.
+        """Clips the gradients, updates the parameters and clears the gradients.
 
-        Metrics: grad_norm (before clipping, mean over the steps taken), grad_norm_nonfinite (share of steps skipped).
-        Raises ValueError if a parameter got no gradient.
+        If the gradient norm is not finite, the step is skipped: parameters and moments do not change.
+
+        Returns:
+            grad_norm (before clipping, mean over the steps taken) and grad_norm_nonfinite (share of skipped steps).
+
+        Raises:
+            ValueError: a parameter has no gradient.
         """
         gradients = []
         for name, parameter in self.parameters.items():
             if not isinstance(parameter.grad, DTensor):
                 raise ValueError(f"parameter {name} got no gradient: is it part of the policy's forward?")
             gradients.append(parameter.grad.to_local())
-        square = torch.nn.utils.get_total_norm(gradients).float().square()  # of this rank's shards, then of the whole
+        square = torch.nn.utils.get_total_norm(gradients).float().square()  # of this rank's shards until the all-reduce
         if dist.get_world_size(self.shard_group) > 1:
             dist.all_reduce(square, group=self.shard_group)
         norm = math.sqrt(square.item()) if square.isfinite() else math.nan
@@ -67,7 +74,7 @@ class ShardedAdamW:
         if norm > config.clip_grad > 0:
             torch._foreach_mul_(gradients, config.clip_grad / (norm + 1e-6))
         beta1, beta2 = config.betas
-        # a parameter with fewer rows than there are ranks has no shard on some of them
+        # if a parameter has fewer rows than there are ranks, its shard is empty on some ranks
         filled = [index for index, shard in enumerate(self.shards) if shard.numel()]
         device = self.shards[0].device
         counters = [torch.tensor(float(self.steps_taken), device=device) for _ in filled]
@@ -90,17 +97,17 @@ class ShardedAdamW:
         self.steps_taken += 1
 
     def zero_grad(self) -> None:
-        """Drops the gradients."""
+        """Sets all gradients to None."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def to(self, device: torch.device) -> None:
-        """Moves the moments (not the parameters)."""
+        """Moves the moments, but not the parameters, to `device`."""
         self.exp_avg = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in self.exp_avg]
         self.exp_avg_sq = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in self.exp_avg_sq]
 
     def moments(self) -> dict[str, DTensor]:
-        """The state as DTensors that share this rank's memory, named exp_avg.NAME and exp_avg_sq.NAME."""
+        """The moments as DTensors that share this rank's memory, by the names exp_avg.NAME and exp_avg_sq.NAME."""
         result = {}
         for kind, tensors in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
             for (name, parameter), tensor in zip(self.parameters.items(), tensors, strict=True):
@@ -116,10 +123,10 @@ class ShardedAdamW:
 
 
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
-    """Learning rate at `step` (training steps completed before this one) as a share of the peak.
+    """Learning rate at `step` (number of training steps completed before this one) divided by the peak learning rate.
 
-    Linear warm-up that reaches the peak at its last step (verl's starts with a step of lr 0), then constant, or a
-    cosine to min_lr_ratio at total_steps.
+    The schedule is a linear warm-up that reaches the peak at its last step (verl's warm-up starts with a step of
+    learning rate 0), followed by a constant rate or by a cosine that ends with min_lr_ratio at total_steps.
     """
     warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
     if step < warmup:

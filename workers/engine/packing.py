@@ -1,15 +1,15 @@
-"""Batches without padding: a padded micro-batch becomes one row of the tokens that matter, and results find their way
-back.
+"""Sequence packing: converts a padded micro-batch to model inputs and outputs back to the (b, R) response matrix.
 
-`pack` leaves out padding, repeated prompts (samples of one prompt in the same micro-batch share its tokens) and
-whatever follows the last predicting position. `pad` is the plain padded form (`model.use_remove_padding=false`) that
-it is tested against. `align` is the form for networks with other layers than attention that look at several tokens
-(`workers.policy.token_mixing`): each sequence in a row of its own, from the first column on, so that padding comes
-after everything that counts and no causal layer, of whatever kind, can see it.
+`pack` puts the tokens of all sequences into one row. It drops padding, repeated prompts (samples of the same prompt
+share its tokens) and all tokens after the last predicting position. `pad` is the plain padded form
+(`model.use_remove_padding=false`), the reference in the tests of `pack`. `align` is the form for networks in which
+other layers than attention mix tokens (`workers.policy.token_mixing`): each sequence has its own row and starts in the
+first column, so that padding comes after all tokens that count and no causal layer can see it.
 
-The attention function registered here with transformers keeps the sequences of a packed row apart: SDPA by runs of
-equal length, on CUDA variable-length flash attention. `by_sequences` does so for a layer with a state, or hands it the
-borders. Only these see a shared prompt once per sample; all other layers see it once.
+The attention function that this module registers with transformers separates the sequences of a packed row: it calls
+SDPA per run of sequences of equal length, or variable-length flash attention on CUDA. `by_sequences` calls stateful
+layers per sequence, or passes them the sequence boundaries. These two process a shared prompt once per sample; all
+other layers process it once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from transformers import AttentionInterface
 
 PACKED_ATTENTION = "verl_lite_packed"
 HALF = (torch.float16, torch.bfloat16)
-MOST_PADDING = 1.25  # tokens of a group of sequences of one layer, padding included, for each real one
-LEAST_SHARED = 0.05  # share of tokens saved from which on shared prompts pay for the extra gathering in attention
+MOST_PADDING = 1.25  # maximum ratio of padded to real tokens in a group of sequences of a stateful layer
+LEAST_SHARED = 0.05  # minimum share of tokens saved for which sharing prompts pays for the extra gathers in attention
 
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Where the sequences lie in a packed row: what attention has to know, computed once per micro-batch.
+    """The boundaries of the sequences in a packed row, computed once per micro-batch.
 
-    runs: (number of sequences, their common length) in packing order. cu_seqlens: (sequences + 1,) int32, on the
-    device. Where prompts are shared, sequences overlap: `expand` (U,) then gives the token at each place of the row
-    with prompts repeated, which runs and cu_seqlens describe, and `collapse` (T,) a place of each token there.
+    If prompts are shared, the sequences overlap in the packed row of T tokens. `runs` and `cu_seqlens` then describe
+    the expanded row of U tokens, in which each sequence has its own copy of the prompt.
+
+    runs: (number of sequences, their common length) of each run of equally long sequences, in packing order.
+    cu_seqlens: (sequences + 1,) int32, cumulative sequence lengths, on the device.
+    max_length: length of the longest sequence, in tokens.
+    expand: (U,) index in the packed row of each token of the expanded row; None if no prompt is shared.
+    collapse: (T,) an index in the expanded row of each token of the packed row; None if no prompt is shared.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -51,9 +56,12 @@ class PackedSequences:
 
     @cached_property
     def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Neighbouring sequences, which are sorted by length: (n, longest) the place of each token in the packed row,
-        the last one's again where a sequence is shorter, and (sum of lengths,) which of these n * longest are no
-        padding. Made once for all layers, without a wait for the device."""
+        """Groups of neighbouring sequences of similar length, for layers that need one row per sequence.
+
+        Each entry is a pair: (n, longest) the index in the packed row of each token, where a shorter sequence repeats
+        its last token; and (sum of lengths,) the flat indices of the n * longest entries that are not padding.
+        Computed once for all layers, without synchronising with the device.
+        """
         lengths = torch.tensor([length for count, length in self.runs for _ in range(count)])
         groups, start, device = [], 0, self.cu_seqlens.device
         while start < len(lengths):
@@ -72,14 +80,17 @@ class PackedSequences:
 
     @cached_property
     def row(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """All sequences, one after the other, as the only one of `groups`: (1, U) and (U,)."""
+        """All sequences concatenated in one row, as a single entry in the format of `groups`: (1, U) and (U,)."""
         places = torch.arange(sum(count * length for count, length in self.runs), device=self.cu_seqlens.device)
         return [((places if self.expand is None else self.expand).unsqueeze(0), places)]
 
     @cached_property
     def borders(self) -> dict[str, torch.Tensor]:
-        """Those in `row`, as transformers' `DataCollatorWithFlattening` tells kernels: seq_idx (1, U) int32, the
-        sequence of each token, and cu_seq_lens_q, which flash-linear-attention calls cu_seqlens."""
+        """Keyword arguments with the sequence boundaries of `row`, as in transformers' `DataCollatorWithFlattening`.
+
+        seq_idx: (1, U) int32, sequence number of each token. cu_seq_lens_q: cumulative lengths, also under the name
+        cu_seqlens of flash-linear-attention.
+        """
         places, bounds = self.row[0][1].int(), self.cu_seqlens
         seq_idx = torch.bucketize(places, bounds[1:], right=True, out_int32=True).unsqueeze(0)
         return {"seq_idx": seq_idx, "cu_seq_lens_q": bounds, "cu_seqlens": bounds}
@@ -87,19 +98,21 @@ class PackedSequences:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """What the policy's forward takes, and the way back to the (b, R) matrix of responses.
+    """The inputs of the policy's forward, and the indices that map its outputs to the (b, R) response matrix.
 
-    input_ids, position_ids: (1, T) packed, (b, S) padded, (n, L) aligned. sequences: set if packed; attention_mask
-    (b, S): set if padded.
-    predict_index: (N,) positions in the flattened input that predict a response token; targets: (N,) those tokens.
-    rows, columns: (N,) their places in the (b, R) response matrix of shape `response_shape`.
-    token_index: (b, P+R) where each token of the columns lies in the flattened input; -1 for those that influence no
-    prediction. Rows with a shared prompt have the same places there.
-    routed_experts: (T, layers, k) of each token of the flattened input, -1 = not recorded; set by
+    input_ids, position_ids: (1, T) packed, (b, S) padded, (n, L) aligned.
+    sequences: sequence boundaries; only in the packed form.
+    attention_mask: (b, S); only in the padded form.
+    predict_index: (N,) positions in the flattened input that predict a response token.
+    targets: (N,) the predicted response tokens.
+    rows, columns: (N,) indices of the predicted tokens in the response matrix.
+    token_index: (b, P+R) position of each token in the flattened input, -1 for tokens that influence no prediction.
+        Rows with a shared prompt have the same positions for it.
+    response_shape: (b, R).
+    num_active: number of entries that count: N, or 0 for a placeholder. A micro-batch with nothing to train still runs
+        forward and backward on one predicted token with weight zero, because all ranks must take part in collectives.
+    routed_experts: (T, layers, k) experts of each token of the flattened input, -1 = not recorded; set by
         `workers.policy.router.with_recorded_routes`.
-    num_active: how many of the N entries count. It is N, or 0 for a stand-in: a micro-batch with nothing to train still
-    runs forward and backward on one predicted token, with weight zero, because ranks must take part in collectives
-    alike.
     """
 
     input_ids: torch.Tensor
@@ -120,7 +133,8 @@ class ModelInputs:
         return _moved(self, device)
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """(N,) values at predicted tokens -> (b, R), zero elsewhere; gradients flow back, as zeros from a stand-in."""
+        """Puts values (N,) of the predicted tokens into a (b, R) matrix, zero elsewhere. Differentiable; the gradient
+        of a placeholder is zero."""
         matrix = values.new_zeros(self.response_shape)
         if self.num_active == 0:
             return matrix + 0.0 * values.sum()
@@ -134,10 +148,11 @@ def _moved(inputs: Any, device: torch.device) -> Any:
 
 
 def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
-    """The packed form of a micro-batch.
+    """The packed form of a micro-batch. Padding rows and rows whose response_mask is all 0 contribute no tokens.
 
-    columns: input_ids, attention_mask, position_ids (b, P+R), responses and response_mask (b, R), optionally is_padding
-    (b,). Rows whose response_mask is all 0, and padding rows, contribute no tokens.
+    Args:
+        columns: input_ids, attention_mask, position_ids (b, P+R), responses and response_mask (b, R), optionally
+            is_padding (b,).
     """
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
@@ -145,7 +160,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         return _stand_in(columns, mask, sequences=_packed_sequences(torch.tensor([2])))
     prompt_width = columns["input_ids"].shape[1] - mask.shape[1]
     used = _used_tokens(columns["attention_mask"], mask)
-    order = active[torch.argsort(used[active].sum(dim=1), stable=True)]  # sorted, so that runs are long
+    order = active[torch.argsort(used[active].sum(dim=1), stable=True)]  # sorted by length, which makes runs long
     used, input_ids = used[order], columns["input_ids"][order]
     owner = _prompt_owners(input_ids[:, :prompt_width], used[:, :prompt_width])
     own = used.clone()
@@ -153,7 +168,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     sequences = _packed_sequences(used.sum(dim=1))
     if 1 - own.sum() / used.sum() < LEAST_SHARED:
         own, owner = used, torch.arange(len(owner))
-    position = (own.flatten().cumsum(0) - 1).view(own.shape)  # of each token in the packed row
+    position = (own.flatten().cumsum(0) - 1).view(own.shape)  # position of each token in the packed row
     position[:, :prompt_width] = position[owner, :prompt_width]
     if own is not used:
         sequences = replace(sequences, expand=position[used], collapse=own[used].nonzero().squeeze(1))
@@ -162,23 +177,23 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
 
 
 def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """(b, P+R) bool: real tokens before the last one that is predicted; what follows influences nothing."""
+    """(b, P+R) bool: True for real tokens before the last predicted token; later tokens influence no prediction."""
     width, response_width = attention_mask.shape[1], response_mask.shape[1]
-    # of a column that counts
+    # response column after the last token that counts
     after_last = torch.arange(1, response_width + 1).mul(response_mask).amax(dim=1, keepdim=True)
     before_last = torch.arange(width) < width - response_width + after_last - 1
     return attention_mask.bool() & before_last
 
 
 def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """(n,) for each row the first row with the same prompt. prompt_ids, real: (n, P)."""
+    """Returns (n,) the index of the first row with the same prompt, for each row. prompt_ids, real: (n, P)."""
     first: dict[bytes, int] = {}
     keys = prompt_ids.masked_fill(~real, -1).cpu().numpy()
     return torch.tensor([first.setdefault(key.tobytes(), row) for row, key in enumerate(keys)])
 
 
 def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
-    """The padded form of a micro-batch: the plain reference that `pack` is tested against. Arguments as there."""
+    """The padded form of a micro-batch, the reference in the tests of `pack`. Arguments as in `pack`."""
     mask = _response_mask(columns)
     if not mask.any():
         return _stand_in(columns, mask, attention_mask=torch.ones(1, 2, dtype=torch.long))
@@ -189,19 +204,19 @@ def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
 
 
 def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
-    """The aligned form of a micro-batch: the tokens that `pack` keeps, each sequence from the first column on.
-    Arguments as there."""
+    """The aligned form of a micro-batch: each sequence in its own row from the first column on, with the tokens that
+    `pack` keeps. Arguments as in `pack`."""
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
     if len(active) == 0:
         return _stand_in(columns, mask)
     used = _used_tokens(columns["attention_mask"], mask)[active]
-    column = used.cumsum(dim=1) - 1  # of each token in its new row
+    column = used.cumsum(dim=1) - 1  # column of each token in its new row
     longest = int(column.max()) + 1
     places = used.nonzero()[:, 0], column[used]
     input_ids = columns["input_ids"].new_zeros(len(active), longest)
     input_ids[places] = columns["input_ids"][active][used]
-    position_ids = torch.arange(longest).repeat(len(active), 1)  # padding goes on counting
+    position_ids = torch.arange(longest).repeat(len(active), 1)  # also consecutive in the padding
     position_ids[places] = columns["position_ids"][active][used]
     index = column + torch.arange(len(active)).unsqueeze(1) * longest
     return _inputs(columns, mask, active, used, index, input_ids=input_ids, position_ids=position_ids)
@@ -215,8 +230,13 @@ def _inputs(
     index: torch.Tensor,
     **form: Any,
 ) -> ModelInputs:
-    """The inputs of the rows `order` (n,) of a micro-batch. used: (n, P+R) tokens that influence a prediction; index:
-    (n, P+R) the places of these in the flattened input; form: what differs between the forms."""
+    """Builds the inputs of the rows `order` (n,) of a micro-batch.
+
+    Args:
+        used: (n, P+R) True for tokens that influence a prediction.
+        index: (n, P+R) position of these tokens in the flattened input.
+        form: fields of `ModelInputs` that differ between the forms.
+    """
     rows, response_columns = mask[order].nonzero(as_tuple=True)
     token_index = torch.full_like(columns["input_ids"], -1)
     token_index[order] = index.masked_fill(~used, -1)
@@ -233,13 +253,13 @@ def _inputs(
 
 
 def _response_mask(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """(b, R) bool; False in padding rows."""
+    """The response_mask (b, R) as bool, False in padding rows."""
     mask = columns["response_mask"].bool()
     return mask & ~columns["is_padding"].unsqueeze(1) if "is_padding" in columns.keys() else mask
 
 
 def _packed_sequences(lengths: torch.Tensor) -> PackedSequences:
-    """From the lengths (n,) in packing order."""
+    """Builds the boundaries from the lengths (n,) of the sequences in packing order."""
     values, counts = torch.unique_consecutive(lengths, return_counts=True)
     return PackedSequences(
         runs=tuple(zip(counts.tolist(), values.tolist(), strict=True)),
@@ -249,15 +269,15 @@ def _packed_sequences(lengths: torch.Tensor) -> PackedSequences:
 
 
 def _stand_in(columns: Mapping[str, torch.Tensor], mask: torch.Tensor, **form: Any) -> ModelInputs:
-    """Two tokens, one prediction, weight zero; arguments as of `_inputs`."""
-    nothing = torch.zeros(0, dtype=torch.long)
+    """A placeholder with two tokens and one prediction of weight zero. Arguments as in `_inputs`."""
+    empty = torch.zeros(0, dtype=torch.long)
     return ModelInputs(
         input_ids=torch.zeros(1, 2, dtype=torch.long),
         position_ids=torch.arange(2).unsqueeze(0),
         predict_index=torch.zeros(1, dtype=torch.long),
         targets=torch.zeros(1, dtype=torch.long),
-        rows=nothing,
-        columns=nothing,
+        rows=empty,
+        columns=empty,
         token_index=torch.full_like(columns["input_ids"], -1),
         response_shape=(mask.shape[0], mask.shape[1]),
         num_active=0,
@@ -278,20 +298,29 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each packed sequence, as an attention function of transformers.
+    """Computes causal attention within each packed sequence; an attention function of transformers.
 
-    query: (1, H, T, D); key, value: (1, K, T, D), K dividing H. softcap: of the scores, as in Gemma 2. s_aux: (H,)
-    sinks, scores that take part in the softmax and give nothing, as in GPT-OSS. Returns (1, T, H, D). Raises
-    ValueError for variants of attention that it does not compute. Dropout is not applied: a policy gradient needs the
-    policy that sampled.
+    Dropout is not applied, because a policy gradient needs the log-probs of the policy that sampled.
+
+    Args:
+        query: (1, H, T, D).
+        key, value: (1, K, T, D), where K divides H.
+        softcap: soft cap of the scores, as in Gemma 2.
+        s_aux: (H,) sinks: scores that take part in the softmax and have no value, as in GPT-OSS.
+
+    Returns:
+        (1, T, H, D) and None.
+
+    Raises:
+        ValueError: the layer needs a variant of attention that this function does not compute.
     """
     remedy = f"set model.use_remove_padding=false for {type(module).__name__}"
     if packed_sequences is None:
-        raise ValueError(f"this model does not hand keyword arguments down to its attention layers; {remedy}")
+        raise ValueError(f"this model does not pass keyword arguments on to its attention layers; {remedy}")
     if attention_mask is not None:
-        raise ValueError(f"this model makes an attention mask of its own, which knows no packed sequences; {remedy}")
+        raise ValueError(f"this model builds its own attention mask, which ignores packed sequences; {remedy}")
     if softcap is not None and s_aux is not None:
-        raise ValueError(f"the packed forward has no attention with soft-capping and sinks at once; {remedy}")
+        raise ValueError(f"the packed forward does not support soft-capping together with sinks; {remedy}")
     window = sliding_window if sliding_window is not None and sliding_window < packed_sequences.max_length else None
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
     on_cuda = query.device.type == "cuda" and query.dtype in HALF and s_aux is None
@@ -302,7 +331,8 @@ def packed_attention(
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """Those rows of (T, heads, D), all if there is no index. Flat rows are gathered, and scattered back, faster."""
+    """The rows `index` of tensor (T, heads, D), or all rows if index is None."""
+    # index_select and its backward are faster on flattened rows
     return tensor if index is None else tensor.flatten(1).index_select(0, index).unflatten(1, tensor.shape[1:])
 
 
@@ -316,12 +346,19 @@ def by_sequences(
     kwargs: dict[str, Any],
     borders: dict[str, torch.Tensor] | None = None,
 ) -> Any:
-    """What a causal layer of any kind gives for a packed row, each sequence for itself.
+    """Applies a causal layer to a packed row so that each sequence is processed separately.
 
-    Tensors (1, T, ...) among the arguments, also in tuples, are those of the row's tokens. The layer is called for
-    groups of sequences of about the same length, each in a row of its own; padding repeats the last token. borders: for
-    a layer that keeps to them, which is called once for all sequences in one row, with these arguments besides. Returns
-    what the layer returns, of a tuple its first entry, the others None.
+    Calls the layer once per group of sequences of similar length, with one row per sequence, padded by repeating the
+    last token. Tensors (1, T, ...) among the arguments, also in tuples, belong to the tokens of the row and are split
+    accordingly.
+
+    Args:
+        forward: the layer's forward.
+        borders: additional keyword arguments for a layer that respects sequence boundaries. The layer is then called
+            only once, with all sequences concatenated in one row.
+
+    Returns:
+        The layer's output for the packed row. If the layer returns a tuple, only its first entry; the others are None.
     """
     total, outputs = len(sequences.row[0][1] if sequences.collapse is None else sequences.collapse), []
 
@@ -343,7 +380,11 @@ def by_sequences(
 
 
 class Scores(NamedTuple):
-    """How attention scores are made: scaled products, within a window of that many tokens, soft-capped, with sinks."""
+    """Options of the attention scores.
+
+    scale: factor of the products of queries and keys. window: number of tokens in the sliding window. softcap: soft cap
+    of the scores. sinks: (H,) scores without a value.
+    """
 
     scale: float
     window: int | None
@@ -354,7 +395,8 @@ class Scores(NamedTuple):
 def _sdpa_runs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, sequences: PackedSequences
 ) -> torch.Tensor:
-    """One SDPA call for each run of equally long sequences. (U, heads, D) in and out; no copy before the last `cat`."""
+    """Computes attention with one call of SDPA per run of equally long sequences, without copies before the final
+    `cat`. Inputs and output: (U, heads, D)."""
     outputs = []
     gqa = query.shape[1] != key.shape[1]
     sizes = [count * length for count, length in sequences.runs]
@@ -378,7 +420,8 @@ def _sdpa_runs(
 def _capped_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, cap: float, window: int
 ) -> torch.Tensor:
-    """(count, H, length, D) of keys and values (count, K, length, D), with scores cap * tanh(score / cap)."""
+    """Causal attention with scores cap * tanh(score / cap). queries and output: (count, H, length, D); keys and values:
+    (count, K, length, D)."""
     keys, values = (part.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1) for part in (keys, values))
     weights = torch.tanh(queries @ keys.transpose(2, 3) * (scale / cap)) * cap
     weights = weights.masked_fill(~_band(queries.shape[2], window, queries.device), -torch.inf)
@@ -388,8 +431,9 @@ def _capped_attention(
 def _sink_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sinks: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """As `_capped_attention`, with sinks (H,) instead of a cap: one more key in front, whose value is 0 and whose
-    product with a query is that head's sink, by a dimension of its own (eight of them, which fast kernels want)."""
+    """Causal attention with sinks (H,). Shapes as in `_capped_attention`."""
+    # The sink is an additional first key with value 0. An additional dimension of queries and keys makes its product
+    # with a query equal to the head's sink; seven more of zeros keep the size a multiple of 8 for fast kernels.
     count, heads, length, size = queries.shape
     products = (sinks / scale).to(queries).view(1, -1, 1, 1).expand(count, heads, length, 1)
     sink_key = F.pad(keys.new_ones(count, keys.shape[1], 1, 1), (size, 7))
@@ -404,14 +448,17 @@ def _sink_attention(
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """(length, length) bool: each token sees itself and the window-1 tokens before it."""
+    """A (length, length) bool mask in which each token sees itself and the window - 1 tokens before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def _varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, sequences: PackedSequences
 ) -> torch.Tensor:
-    """Flash attention over cu_seqlens, (U, heads, D): the flash-attn package, else PyTorch's own, else runs of SDPA."""
+    """Variable-length flash attention. Inputs and output: (U, heads, D).
+
+    Uses the flash-attn package, otherwise PyTorch's varlen_attn, otherwise `_sdpa_runs`.
+    """
     bounds, longest = sequences.cu_seqlens, sequences.max_length
     where = (bounds, bounds, longest, longest)
     left = -1 if scores.window is None else scores.window - 1
@@ -433,7 +480,7 @@ def _varlen_attention(
 def _flash_attn_varlen() -> Any:
     try:
         from flash_attn import flash_attn_varlen_func
-    except ImportError:  # an optional accelerator
+    except ImportError:  # an optional package
         return None
     return flash_attn_varlen_func
 

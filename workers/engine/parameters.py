@@ -1,6 +1,7 @@
-"""Whole tensors to shards and back: rank 0's weights spread over the ranks, and full parameters gathered in buckets.
+"""Conversion between full tensors and shards: distributes rank 0's weights over the ranks and gathers full parameters.
 
-Gathering goes by buckets, one collective each: for a small model the calls cost more than the bytes.
+Parameters are gathered in buckets with one collective per bucket: for a small model the number of collectives costs
+more time than the number of bytes.
 """
 
 import math
@@ -13,13 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def shard_rows(parameter: DTensor, group_size: int) -> int:
-    """Rows of dimension 0 on each rank, the last ranks perhaps fewer: FSDP2 cuts like torch.chunk."""
+    """Rows of dimension 0 on each rank, as `torch.chunk` and FSDP2 split them; the last ranks may have fewer."""
     return -(-parameter.shape[0] // group_size)
 
 
 def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
-    """What belongs to a checkpoint without being a parameter, such as the biases that balance experts: whole on each
-    rank."""
+    """Persistent buffers by name, which belong to a checkpoint (such as biases that balance experts). Buffers are not
+    sharded."""
     return {
         f"{place}.{name}".removeprefix("."): buffer
         for place, module in network.named_modules()
@@ -30,7 +31,11 @@ def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Gives each rank its shard of rank 0's tensors. full: by the same names on rank 0, empty on the others."""
+    """Copies rank 0's tensors into the shards of all ranks. Collective.
+
+    Args:
+        full: full tensors by the names of `parameters` on rank 0; empty on the other ranks.
+    """
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         if dist.get_rank() == 0:
@@ -48,8 +53,8 @@ def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch
 def gather_full(
     parameters: Mapping[str, DTensor], dtype: torch.dtype, group: dist.ProcessGroup, bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter whole and detached, in `dtype`, at most bucket_bytes at one time (or one tensor, if it is
-    larger)."""
+    """Yields every full parameter, detached and in `dtype`. Gathers at most bucket_bytes at one time, or one tensor if
+    it is larger."""
     if dist.get_world_size(group) == 1:
         for name, parameter in parameters.items():
             yield name, parameter.to_local().detach().to(dtype)
@@ -70,7 +75,7 @@ def gather_full(
 def _gather_bucket(
     bucket: Mapping[str, DTensor], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> list[tuple[str, torch.Tensor]]:
-    """One all-gather of the shards, each padded to the size of the first rank's."""
+    """Gathers the parameters of one bucket with one all-gather; shards are padded to the size of the first rank's."""
     ranks = dist.get_world_size(group)
     sizes = [shard_rows(parameter, ranks) * math.prod(parameter.shape[1:]) for parameter in bucket.values()]
     device = next(iter(bucket.values())).device

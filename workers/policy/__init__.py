@@ -1,1 +1,1 @@
-"""Networks as policies: log-probs, entropy and values from hidden states."""
+"""Policy, value and reward networks: log-probs, entropy, values and scores from hidden states."""

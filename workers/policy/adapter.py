@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021): small matrices beside frozen linear layers, W x + alpha / rank * B A x, and only they learn.
+"""LoRA adapters (Hu et al. 2021): W x + alpha / rank * B A x with a frozen W and trained low-rank matrices A and B.
 
-The layers are peft's. B starts as zeros, so the policy starts as the base model; switched off, it is the base model
-again, which is why a run with an adapter needs no other model as its reference. Here stand what the options mean for a
-network, merging (what the rollout engine and an exported folder get), and the adapter's own files. peft is imported
-where it is used: it takes two seconds, and most runs have no adapter.
+The layers are peft's. B is initialised with zeros, so the policy starts as the base model. With the adapter disabled
+the policy equals the base model, so a run with an adapter needs no separate reference model. This module inserts
+adapters according to the options, merges them for the rollout engine and for exports, and reads and writes their files.
+peft is imported inside the functions because the import takes two seconds and most runs have no adapter.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
-CHOOSERS = ("Indexer",)  # classes of modules that choose tokens, as in DeepSeek's sparse attention
+CHOOSERS = ("Indexer",)  # class names of modules that select tokens, as in DeepSeek's sparse attention
 STATE_SPACE = re.compile("Mamba|Mixer$")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # peft's names
-_IN_NETWORK = ".default."  # peft's name of the one adapter, in the parameters' names but not in its files
+_IN_NETWORK = ".default."  # peft's adapter name, which is part of parameter names in the network but not in files
 
 
 def has_adapter(model: NetworkConfig) -> bool:
-    """Whether only an adapter of the network is trained."""
+    """True if only an adapter of the network is trained."""
     return isinstance(model, ModelConfig) and model.lora_rank > 0
 
 
 def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
-    """Puts an adapter beside the layers that `model` names, freezes all else, and gives peft's config of it.
+    """Adds an fp32 adapter to the layers that `model` names, freezes all other parameters, and returns peft's config.
 
-    Its parameters are fp32. Raises UserError for a name that fits no linear layer; the output layer cannot have one.
+    Raises UserError for a name that matches no linear layer or only the output layer, which cannot have an adapter.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -52,7 +52,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         _require_linear_layers(network, "model.target_modules", targets)
     place: nn.Module = network
     if any(type(module).__name__.endswith("Experts") for module in network.modules()):
-        # where peft sees a model of transformers, it takes names of layers for those of experts, as these once were
+        # for a transformers model peft would interpret layer names as names of experts, as in older model classes
         place = nn.ModuleDict({"network": network})
         targets = linear_layers(network) if targets == [ALL_LINEAR] else targets
     if model.target_modules == [ALL_LINEAR] and (unreached := _unreached_layers(network)):
@@ -71,7 +71,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         inject_adapter_in_model(config, place)
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
-            raise UserError(f"model.target_modules: {name} is no torch.nn.Linear, and only such layers can be adapted")
+            raise UserError(f"model.target_modules: {name} is no torch.nn.Linear; only such layers can have an adapter")
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -79,14 +79,17 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
 
 
 def linear_layers(network: PreTrainedModel) -> list[str]:
-    """Names of the layers that can have an adapter: all linear ones but the output layer."""
+    """Names of the layers that can have an adapter: all linear layers except the output layer."""
     head = network.get_output_embeddings()
     return [name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head]
 
 
 def _unreached_layers(network: PreTrainedModel) -> set[str]:
-    """Linear layers whose adapter would do nothing: kernels of state-space layers take these weights past the module,
-    and what chooses tokens gets no gradient."""
+    """Names of linear layers whose adapter would have no effect.
+
+    Kernels of state-space layers use the weights of such layers without calling the module, and modules that select
+    tokens receive no gradient.
+    """
     unreached: set[str] = set()
     for name, module in network.named_modules():
         kind = type(module).__name__
@@ -97,13 +100,13 @@ def _unreached_layers(network: PreTrainedModel) -> set[str]:
 
 
 def refuse_to_train_choosers(network: PreTrainedModel) -> None:
-    """Raises UserError if parameters would be trained that no gradient of a policy reaches."""
+    """Raises UserError if a module that selects tokens would be trained: it receives no gradient of the policy."""
     for name, module in network.named_modules():
         kind = type(module).__name__
         if kind.endswith(CHOOSERS) and any(parameter.requires_grad for parameter in module.parameters()):
             raise UserError(
                 f"model.path: in a {type(network).__name__} {name} ({kind}) chooses tokens, and no gradient of the "
-                "policy reaches it: train an adapter, model.lora_rank=32, beside the other layers"
+                "policy reaches it; train an adapter of the other layers with model.lora_rank=32"
             )
 
 
@@ -113,21 +116,21 @@ def _require_linear_layers(network: PreTrainedModel, key: str, given: list[str])
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             known = sorted({name.rpartition(".")[2] for name in layers})
             raise UserError(
-                f"{key}: {target} fits no linear layer of {type(network).__name__} (its output layer cannot be "
-                f"adapted); there are {', '.join(known)}. A name, or its end after a dot, is expected"
+                f"{key}: {target} fits no linear layer of {type(network).__name__} (its output layer cannot have an "
+                f"adapter); there are {', '.join(known)}. Expected a layer's name, or the end of it after a dot"
             )
 
 
 @contextmanager
 def adapter_off(network: nn.Module) -> Iterator[None]:
-    """Inside, the network computes what its base model does."""
+    """Context manager in which the network computes the outputs of its base model, without the adapter."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in network.modules() if isinstance(module, LoraLayer)]
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
-    for parameter in trained:  # peft froze them; FSDP2 looks at its first forward which parameters will get gradients
+    for parameter in trained:  # peft froze them, but FSDP2 records in its first forward which parameters get gradients
         parameter.requires_grad_(True)
     try:
         yield
@@ -137,17 +140,21 @@ def adapter_off(network: nn.Module) -> Iterator[None]:
 
 
 def scale_of(config: LoraConfig) -> float:
-    """What B A x counts."""
+    """The factor alpha / rank of B A x."""
     return float(config.lora_alpha) / int(config.r)
 
 
 def merged(
     weights: Iterable[tuple[str, torch.Tensor]], adapter: Mapping[str, torch.Tensor], scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under the base model's names, W + scale B A where there is an adapter, each in its own dtype.
+    """Yields the base model's weights with the adapter merged: W + scale B A, computed in fp32, in the dtype of W.
 
-    weights: of the base model, by its own names or by those in a network with an adapter. adapter: by the names there.
-    The sum is made in fp32.
+    Args:
+        weights: weights of the base model, by its own names or by the names in a network with an adapter.
+        adapter: parameters of the adapter, by the names in the network.
+
+    Yields:
+        (name in the base model, weight).
     """
     for adapted_name, weight in weights:
         name = adapted_name.replace(".base_layer.", ".")
@@ -161,7 +168,7 @@ def merged(
 
 
 def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> int:
-    """Parameters that learn; changes the network, which may be without memory (on the meta device)."""
+    """Number of trained parameters. Adds the adapter to `network`, which may be on the meta device."""
     if has_adapter(model):
         assert isinstance(model, ModelConfig)
         add_adapter(network, model)
@@ -169,14 +176,14 @@ def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> 
 
 
 def save_adapter(folder: Path, adapter: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained` loads. adapter: by the names in a network."""
+    """Writes an adapter in the format of peft. adapter: the adapter's parameters by their names in the network."""
     tensors = {f"base_model.model.{name.replace(_IN_NETWORK, '.')}": value for name, value in adapter.items()}
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / WEIGHTS_FILE)
     config.save_pretrained(str(folder))
 
 
 def load_adapter_config(folder: Path) -> LoraConfig | None:
-    """What `folder` (of a checkpoint) says of its adapter; None if all parameters were trained."""
+    """The peft config of the adapter in a checkpoint's `folder`; None if all parameters were trained."""
     if not (folder / CONFIG_FILE).is_file():
         return None
     from peft import LoraConfig

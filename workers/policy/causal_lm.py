@@ -1,8 +1,8 @@
 """A Hugging Face causal language model as a policy: log-probs and entropies of response tokens from hidden states.
 
-The backbone runs once over the (packed) tokens; only positions that predict a response token go through the output
-layer, in chunks, so that the logits of the whole batch never exist. The backward pass computes each chunk's logits
-again from the hidden states and the saved log-sum-exp; peak memory does not grow with the number of tokens.
+The backbone runs once over the (packed) tokens. The output layer is applied in chunks, and only to positions that
+predict a response token, so the logits of the whole batch never exist at once. The backward pass recomputes the logits
+of each chunk from the hidden states, so the memory for logits does not grow with the number of tokens.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_net
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.router import Routers, load_balancing_loss, replay_counts, with_recorded_routes
 
-# Logits up to this size are kept for the backward pass instead of being computed again: faster, and small.
+# Logits up to this size are saved for the backward pass instead of recomputed, which is faster.
 KEPT_LOGITS_BYTES = 32 << 20
-FINITE_LOGIT = -1e30  # replaces -inf where an entropy multiplies the logit by its probability of 0
+FINITE_LOGIT = -1e30  # replaces -inf in the entropy, which multiplies the logit by its probability 0
 
 _REMEDY = "choose a model whose logits are a linear layer of its last hidden states, scaled and soft-capped at most"
 
 
 class LogitTransform(NamedTuple):
-    """What a model does to a logit z after its output layer: cap * tanh(scale * z / cap), without a cap scale * z."""
+    """A model's transform of its output layer's logit z: cap * tanh(scale * z / cap), or scale * z without a cap."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """In place."""
+        """Transforms the logits in place."""
         logits = logits if self.scale == 1.0 else logits.mul_(self.scale)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def divided_by(self, temperature: float) -> LogitTransform:
-        """The transform whose result is this one's divided by a temperature."""
+        """The transform that also divides the result by a temperature."""
         inverse = 1.0 / temperature
         return LogitTransform(self.scale * inverse, None if self.cap is None else self.cap * inverse)
 
     def backward(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The gradient at z from that at the transformed logits, in place."""
+        """Computes the gradient of z from the gradient of the transformed logits, in place."""
         if self.cap is not None:
             gradient = gradient.mul_(1.0 - (logits / self.cap).square_())
         return gradient.mul_(self.scale)
@@ -58,10 +58,13 @@ PLAIN_LOGITS = LogitTransform()
 class CausalLMPolicy(Policy):
     """The policy network.
 
-    model: a `...ForCausalLM`. Its parameters appear under the prefix `model.`, followed by their Hugging Face names.
-    chunk_tokens: tokens whose logits exist at one time (where they would need more than KEPT_LOGITS_BYTES in all).
-    routers: of the model, where something is asked of them.
-    Raises UserError for a model that does something else to its logits than `LogitTransform`.
+    Args:
+        model: a `...ForCausalLM`. Its parameters have the prefix `model.`, followed by their Hugging Face names.
+        chunk_tokens: number of tokens whose logits exist at one time, if all logits need over KEPT_LOGITS_BYTES.
+        routers: the routers of the model, if the forward needs them.
+
+    Raises:
+        UserError: the model applies another transform to its logits than a `LogitTransform`.
     """
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int, routers: Routers | None = None) -> None:
@@ -80,8 +83,11 @@ class CausalLMPolicy(Policy):
         calculate_router_aux_loss: bool = False,
         count_router_replay: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """log_probs (b, R), and where asked for entropys and sum_pi_squared (b, R): see `TokenStatistics`; 0 elsewhere.
-        Where asked for, router_aux_loss (b,) and router_replay (b, 2): see `load_balancing_loss`, `replay_counts`."""
+        """Computes log_probs (b, R) and the outputs whose option is True, 0 at tokens that are not predicted.
+
+        entropys and sum_pi_squared (b, R): see `TokenStatistics`. router_aux_loss (b,): see `load_balancing_loss`.
+        router_replay (b, 2): see `replay_counts`.
+        """
         outputs = {}
         if self.routers is None:
             hidden = self.hidden_states(inputs)
@@ -109,7 +115,7 @@ class CausalLMPolicy(Policy):
         return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
-        """As every policy's, with the experts of the rollout where the batch has them."""
+        """As in `Policy`, plus the experts that the rollout recorded if the batch has the column routed_experts."""
         inputs, is_counting = super().prepare_inputs(micro_batch, torch.device("cpu"))
         if "routed_experts" in micro_batch.batch.keys():
             inputs = with_recorded_routes(inputs, micro_batch.batch["routed_experts"])
@@ -117,9 +123,9 @@ class CausalLMPolicy(Policy):
 
 
 def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:
-    """Builds a `CausalLMPolicy`, with an adapter if `model.lora_rank` is above 0.
+    """Returns a builder of a `CausalLMPolicy`, which adds an adapter if `model.lora_rank` is above 0.
 
-    chunk_tokens: tokens whose logits exist at one time. with_routers: something will be asked of its routers.
+    chunk_tokens: number of tokens whose logits exist at one time. with_routers: the forward needs the routers.
     """
 
     def build(spec: NetworkSpec) -> CausalLMPolicy:
@@ -133,7 +139,7 @@ def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:
 
 
 class _Outputs:
-    """A backbone's outputs of which only the hidden states are there."""
+    """Outputs of a backbone with hidden states only; all other attributes are None."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -147,14 +153,16 @@ class _Outputs:
 
 @torch.no_grad()
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Found by trying: the model's own forward, with hidden states in place of its backbone and known numbers in place
-    of what its output layer gives. Its parameters are not read.
+    """Determines the logit transform of `model` by running its forward with known hidden states and known logits.
 
-    Raises UserError where the output layer does not get the hidden states, or where something else than a scale and a
-    soft cap comes after it: the log-probs of tokens would be those of another distribution.
+    Backbone and output layer are replaced during the run, so the model's parameters are not read.
+
+    Raises:
+        UserError: the output layer does not receive the hidden states, or the model applies more than a scale and a
+            soft cap to the logits. The log-probs computed here would then be those of another distribution.
     """
     backbone, head = model.base_model, model.get_output_embeddings()
-    hidden = torch.arange(8.0).view(1, 1, 8)  # exact in each dtype: some networks cast to that of their weights
+    hidden = torch.arange(8.0).view(1, 1, 8)  # exact in each dtype: some networks cast it to the dtype of their weights
     points = 2.0 ** torch.arange(-10, 41, dtype=torch.float64)
     given = torch.cat([-points, points])[None, None]
     seen: list[torch.Tensor] = []
@@ -165,7 +173,7 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
 
     try:
         backbone.forward, head.forward = lambda *args, **kwargs: _Outputs(hidden), known
-        problem = f"model.path: what a {type(model).__name__} does to its logits cannot be found"
+        problem = f"model.path: the transform of the logits of a {type(model).__name__} cannot be determined"
         with user_error_on_failure(problem, _REMEDY):
             found = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double()
     finally:
@@ -176,17 +184,17 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
     is_plain = len(seen) == 1 and torch.equal(seen[0].float(), hidden)
     if not is_plain or not torch.allclose(transform(given.clone()), found, rtol=1e-5, atol=0.0):
         raise UserError(
-            f"model.path: a {type(model).__name__} does something to its hidden states or logits that is no scale and "
-            f"no soft cap; {_REMEDY}"
+            f"model.path: a {type(model).__name__} transforms its hidden states or logits by more than a scale and a "
+            f"soft cap; {_REMEDY}"
         )
     return transform
 
 
 def output_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """hidden @ weight.T + bias, (N, V) in fp32 (fp64 for fp64 inputs) and without gradient.
+    """Computes hidden @ weight.T + bias, (N, V) in fp32 (fp64 for fp64 inputs), without gradient.
 
-    The sums of bf16 products are kept as they are. Rounded to bf16, logits of 16 would be steps of 0.125 apart, and so
-    would log-probs.
+    Products of bf16 numbers are summed in fp32 and not rounded to bf16: bf16 numbers around 16, and therefore log-probs
+    computed from them, have a resolution of only 0.125.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.dtype != dtype and has_wide_products(hidden.device):
@@ -196,14 +204,16 @@ def output_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def has_wide_products(device: torch.device) -> bool:
-    """True where a matrix product of bf16 numbers can give fp32 without fp32 copies of them (`out_dtype`)."""
+    """True if `torch.mm` on this device can multiply bf16 matrices into an fp32 result (`out_dtype`)."""
     return device.type == "cuda"
 
 
 class TokenStatistics(NamedTuple):
-    """Of softmax(logits / temperature) at N tokens, each (N,), fp32 (fp64 for fp64 inputs).
+    """Statistics of softmax(logits / temperature) at N tokens, each (N,) in fp32 (fp64 for fp64 inputs).
 
-    log_probs: of the targets. entropys: in nats. sum_pi_squared: sum of p^2 over the vocabulary, without gradient.
+    log_probs: log-probs of the targets.
+    entropys: entropies in nats.
+    sum_pi_squared: sums of p^2 over the vocabulary, without gradient.
     """
 
     log_probs: torch.Tensor
@@ -223,7 +233,7 @@ def token_log_probs(
     calculate_sum_pi_squared: bool = False,
     transform: LogitTransform = PLAIN_LOGITS,
 ) -> TokenStatistics:
-    """The log-prob of each target, and what else is asked for, with logits transform(hidden @ weight.T + bias).
+    """Computes the statistics of the logits transform(hidden @ weight.T + bias) whose option is True.
 
     hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,).
     """
@@ -283,7 +293,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropys, _ = grad_outputs
         dtype = normalizers.dtype
         grad_hidden = torch.empty_like(hidden)
-        _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # frozen beside an adapter
+        _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # False for a model with an adapter
         single = hidden.shape[0] <= ctx.size
         grad_weight = (
             torch.zeros(weight.shape, dtype=dtype, device=weight.device) if weight_learns and not single else None

@@ -1,7 +1,7 @@
-"""Renders chats with a tokenizer's chat template, in a child process that the kernel limits in time and memory.
+"""Renders chats with a tokenizer's chat template, in a child process whose time and memory the kernel limits.
 
-A chat template is a program of whoever made the model's folder. Jinja's sandbox keeps it from files and from the
-network, but not from looping for hours, from `9**9**9`, or from texts that fill the memory.
+A chat template is a program by the author of the model's folder. Jinja's sandbox blocks access to files and to the
+network, but does not stop loops that take hours, `9**9**9`, or texts that fill the memory.
 """
 
 import gc
@@ -20,18 +20,18 @@ from transformers import PreTrainedTokenizerBase
 from verl_lite.errors import UserError
 
 SECONDS, SECONDS_PER_CHAT = 10.0, 0.05
-"""Processor time that a template may take: for everything, and besides for each chat. A chat usually takes 0.0002 s."""
+"""Limits of processor time: seconds in total, plus seconds per chat. A chat usually takes 0.0002 s."""
 MEMORY_BYTES = 2 << 30
 MOST_CHARACTERS, MOST_GROWTH = 1 << 20, 8
-"""The texts of a call have at most so many characters, or this multiple of the bytes of what they are made from."""
+"""Limit of characters in all texts of a call: the larger of a constant and a multiple of the input's bytes."""
 
 
 class ChatTemplateError(UserError):
-    """The chat template refused a chat, or failed on it. The message begins with the type of its error."""
+    """The chat template rejected a chat or failed on it. The message begins with the type of the original error."""
 
 
 class _Child:
-    """A copy of this process that renders with `tokenizer` as it is now, and ends when the connection closes."""
+    """A fork of this process that renders with the current `tokenizer` and exits when the connection closes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.template, self.parent = tokenizer, tokenizer.chat_template, os.getpid()
@@ -45,11 +45,11 @@ class _Child:
         theirs.close()
 
     def fits(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether it renders with this tokenizer, and belongs to this process."""
+        """True if the child renders with this tokenizer and its current template, and is a child of this process."""
         return self.tokenizer is tokenizer and self.template == tokenizer.chat_template and self.parent == os.getpid()
 
     def end(self) -> int:
-        """Ends it, if it has not ended yet; returns its exit code, of a signal the negative number."""
+        """Kills the child if it is still running. Returns its exit code, or the negative number of a signal."""
         self.connection.close()
         os.kill(self.pid, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -62,15 +62,15 @@ _rendering = threading.Lock()
 def render_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[dict[str, str]]], **arguments: Any
 ) -> list[str]:
-    """The text of each chat, as `tokenizer.apply_chat_template(chats, tokenize=False, **arguments)` gives it.
+    """Renders chats to texts, with the result of `tokenizer.apply_chat_template(chats, tokenize=False, **arguments)`.
 
     Raises:
-        ChatTemplateError: the template refuses a chat or fails on it.
-        UserError: the template takes too much time or memory, or writes too much. Names the model's folder.
+        ChatTemplateError: the template rejects a chat or fails on it.
+        UserError: the template takes too much time or memory, or writes too much.
     """
     global _child
     with _rendering:
-        child, _child = _child, None  # after an interruption here a late reply belongs to nobody
+        child, _child = _child, None  # if this call is interrupted, no later call reads its reply
         if child is None or not child.fits(tokenizer):
             if child is not None and child.parent == os.getpid():
                 child.end()
@@ -96,11 +96,11 @@ def render_chats(
 
 
 def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> None:
-    """The child's life. It holds nothing of its parent's: no files, no signal handlers, no garbage to collect."""
+    """Runs the child: drops the parent's files, signal handlers and garbage, sets the limits, and renders chats."""
     gc.freeze()
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent answers these, and ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles these and ends this process
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     most = psutil.Process().memory_info().vms + MEMORY_BYTES
@@ -121,7 +121,7 @@ def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> None:
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, chats: list[Any], arguments: dict[str, Any], most: int
 ) -> tuple[list[str], str, str]:
-    """The texts, why the template refused, and what it took too much of."""
+    """Renders chats. Returns the texts, the template's error, and the exceeded limit (each of them may be empty)."""
     texts: list[str] = []
     written = 0
     try:
@@ -132,6 +132,6 @@ def _rendered(
                 return [], "", f"wrote {written:,} characters, more than the {most:,} allowed,"
     except MemoryError:
         return [], "", f"needed more than {MEMORY_BYTES >> 30} GiB of memory"
-    except Exception as error:  # the template is the model's code, and may raise anything
+    except Exception as error:  # the template is code of the model's folder and may raise any exception
         return [], f"{type(error).__name__}: {error}", ""
     return texts, "", ""

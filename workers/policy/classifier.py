@@ -1,8 +1,8 @@
-"""Networks with labels in the place of logits, for every family of causal language models: critics, reward models.
+"""Classification networks for every family of causal language models, used as critics and reward models.
 
-Where transformers has no such network of a family, it is made as transformers makes most of them, of the family's
-decoder and a linear layer `score` behind it, and is known to the Auto class in this process. Saved, it has the names
-that transformers would give it, and is loaded here; `AutoModelFor...` elsewhere does not know it.
+If transformers has no such class for a family, this module creates one as transformers does for most families, from the
+family's decoder and a linear layer `score`, and registers it with the Auto class in this process. A saved network has
+the names that transformers would use, but only verl_lite can load it; `AutoModelFor...` elsewhere has no such class.
 """
 
 from typing import Any
@@ -26,10 +26,12 @@ KINDS: dict[str, tuple[Any, type]] = {
 
 
 def classifier_of(kind: str, config: PretrainedConfig) -> Any:
-    """The Auto class of a kind of `KINDS`, which knows the family of `config`. UserError for one without a causal
-    language model."""
+    """Returns the Auto class of a kind of `KINDS`, after registering a class for the family of `config` if needed.
+
+    Raises UserError for a family without a causal language model.
+    """
     auto_class, layers = KINDS[kind]
-    with_code = getattr(config, "auto_map", None) or {}  # that comes with the model
+    with_code = getattr(config, "auto_map", None) or {}  # classes whose code comes with the model
     if type(config) in auto_class._model_mapping or auto_class.__name__ in with_code:
         return auto_class
     causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -47,5 +49,5 @@ def classifier_of(kind: str, config: PretrainedConfig) -> Any:
 
 
 def is_of_transformers(network: PreTrainedModel) -> bool:
-    """Whether transformers itself has the class."""
+    """True if the network's class is part of transformers."""
     return getattr(transformers, type(network).__name__, None) is type(network)

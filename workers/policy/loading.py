@@ -1,6 +1,6 @@
-"""From a Hugging Face folder (or cached hub name) to a model in memory, with the config entries the user replaced.
+"""Loads a model from a Hugging Face folder or a cached hub name, with the config entries that the user overrides.
 
-Only rank 0 reads the weights; the others get an empty model of the same shape, which the engine fills with their
+Only rank 0 reads the weights. The other ranks build an empty model with the same shapes, and the engine fills their
 shards.
 """
 
@@ -31,10 +31,10 @@ from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_laye
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """How a network is to be built: on the CPU in `dtype`.
+    """Specification of a network to build on the CPU in `dtype`.
 
-    with_weights=False leaves the parameters uninitialised (and untouched: the operating system gives them no memory
-    before they are written); buffers are right.
+    with_weights: False sets only the buffers and leaves the parameters uninitialised. The operating system allocates
+        no memory for them before they are written.
     """
 
     model: NetworkConfig
@@ -44,12 +44,15 @@ class NetworkSpec:
 
 
 class Policy(EngineNetwork):
-    """A network of tokens and what is computed from its hidden states.
+    """A transformers network of tokens with a forward that computes outputs from the hidden states.
 
-    The parameters of `model` appear under the prefix `model.`, followed by their Hugging Face names. forward takes
-    `ModelInputs` and options of its own, and gives outputs (b, R) by name. adapter: peft's config of the adapter that
-    is trained in place of `model`'s own parameters (`workers.policy.adapter`), if there is one. spec: what it was built
-    from; arrangement: the form of its micro-batches (`workers.policy.token_mixing`); both set by `token_network`.
+    The parameters of `model` have the prefix `model.`, followed by their Hugging Face names. `forward` takes
+    `ModelInputs` and options, and returns outputs (b, R) by name.
+
+    adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
+    spec: the specification of the network; set by `token_network`.
+    arrangement: the function that converts micro-batches to inputs (`workers.policy.token_mixing`); set by
+        `token_network`.
     """
 
     model: PreTrainedModel
@@ -58,16 +61,16 @@ class Policy(EngineNetwork):
     prefix = "model."
 
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers: the modules that a Hugging Face model declares as not to be split."""
+        """The decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
         return blocks_named(self.model, set(getattr(self.model, "_no_split_modules", None) or ()))
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
-        """A micro-batch's tokens as the network takes them, and whether any predicted token counts."""
+        """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
         inputs = self.arrangement(micro_batch.batch)
         return inputs.to(device), inputs.num_active > 0
 
     def save_assets(self, path: str) -> None:
-        """Config, tokenizer and generation config; an adapter's config."""
+        """Writes config, tokenizer, generation config and the adapter's config to the folder `path`."""
         save_model_assets(path, self.spec.model, self.spec.config, self.adapter)
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
@@ -82,10 +85,10 @@ class Policy(EngineNetwork):
         ).last_hidden_state
 
     def label_of(self, head: nn.Linear, inputs: ModelInputs) -> torch.Tensor:
-        """The one label's logit at each position that predicts a response token, at that token's column (b, R); fp32, 0
-        elsewhere."""
+        """Applies a head with one label at each position that predicts a response token. Returns its logits (b, R) in
+        the columns of the predicted tokens; fp32, 0 elsewhere."""
         hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)  # one label: exactness costs nothing
+        dtype = torch.promote_types(hidden.dtype, torch.float32)  # cheap for a single label
         bias = None if head.bias is None else head.bias.to(dtype)
         return inputs.scatter(F.linear(hidden.to(dtype), head.weight.to(dtype), bias).squeeze(-1))
 
@@ -94,7 +97,7 @@ PolicyBuilder = Callable[[NetworkSpec], Policy]
 
 
 def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkBuilder:
-    """The network of the engine: `model`'s, made a policy by `build_policy` (`workers.policy`)."""
+    """Returns the engine's builder of the network that `model` specifies, as the policy that `build_policy` makes."""
 
     def build(arguments: BuildArguments) -> Policy:
         spec = NetworkSpec(
@@ -116,15 +119,18 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
 
 
 def _freeze_beside_text(network: PreTrainedModel) -> None:
-    """Layers that text does not pass, as those of images, get no gradient and stay as they are."""
-    passed = set(network.get_decoder().parameters())
+    """Freezes the layers that do not process text, such as image encoders: they get no gradient."""
+    of_text = set(network.get_decoder().parameters())
     for parameter in network.base_model.parameters():
-        parameter.requires_grad_(parameter.requires_grad and parameter in passed)
+        parameter.requires_grad_(parameter.requires_grad and parameter in of_text)
 
 
 def load_model_config(model: NetworkConfig) -> PretrainedConfig:
-    """The model's own config with `model.override_config` applied; of a model with images that transformers gives a
-    causal language model of its text alone, the text's. UserError if the path or an override does not exist."""
+    """The model's config with `model.override_config` applied.
+
+    For a multimodal model, returns the config of its text model if transformers has a causal language model for that.
+    Raises UserError if the path or an entry of `model.override_config` does not exist.
+    """
     if model.path is None:
         raise UserError("model.path=null: expected a Hugging Face folder or the name of a cached model")
     remedy = (
@@ -146,29 +152,31 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
 
 
 def longest_context(model: PretrainedConfig) -> int | None:
-    """Tokens that a model reads at most, by its config; None where that does not say."""
+    """The model's maximum number of tokens according to its config; None if the config has no such entry."""
     return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
 def shown(model: NetworkConfig) -> str:
-    """What the user said of the network: its path, and the entries that were replaced."""
+    """The network as error messages name it: model.path and model.override_config."""
     replaced = f" with model.override_config={dict(model.override_config)}" if model.override_config else ""
     return f"model.path={model.path!r}{replaced}"
 
 
 def count_parameters(model: NetworkConfig) -> int:
-    """Parameters of a causal language model, tied ones once, by its config alone."""
+    """Number of parameters of a causal language model, computed from its config; tied parameters count once."""
     return sum(parameter.numel() for parameter in empty_network(model).parameters())
 
 
 def count_trained(model: NetworkConfig) -> int:
-    """Those of them that learn, or the adapter's that learn in their place. UserError if the network has no layer that
-    `model.target_modules` names."""
+    """Number of trained parameters, which are the adapter's if there is one, computed from the config.
+
+    Raises UserError if `model.target_modules` names no layer of the network.
+    """
     return count_trained_parameters(empty_network(model), model)
 
 
 def packing_note(model: NetworkConfig) -> str:
-    """One line for the user where `model.use_remove_padding` does not pack this network; else empty."""
+    """A line for the user if `model.use_remove_padding` is set and this network cannot be packed; otherwise empty."""
     if not model.use_remove_padding:
         return ""
     network = empty_network(model)
@@ -176,24 +184,27 @@ def packing_note(model: NetworkConfig) -> str:
         return ""
     return (
         f"model.use_remove_padding=true: a {type(network).__name__} is not packed, because layers of kind "
-        f"{', '.join(mixing[:3])} know no borders between packed sequences; each sequence of a micro-batch has a row "
-        "of its own, padded to the longest"
+        f"{', '.join(mixing[:3])} cannot separate packed sequences; each sequence of a micro-batch has its own row, "
+        "padded to the longest"
     )
 
 
 def empty_network(model: NetworkConfig) -> PreTrainedModel:
-    """The causal language model by its config alone: parameters without memory. UserError if it cannot be built."""
+    """The causal language model on the meta device, built from its config. Raises UserError if it cannot be built."""
     config = load_model_config(model)
-    remedy = "its config.json has to describe a causal language model; mend it, or the entries of model.override_config"
+    remedy = "its config.json must describe a causal language model; correct it or the entries of model.override_config"
     with user_error_on_failure(f"{shown(model)} cannot be built", remedy), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
 
 
 def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
-    """A network of a transformers Auto class, without dropout or other noise.
+    """Builds a network of a transformers Auto class, with dropout and other noise disabled.
 
-    new_head: the layer after the backbone may be missing from the checkpoint; it then starts as zeros. Raises UserError
-    for a checkpoint that lacks anything else: a layer of random numbers is never what was meant.
+    Args:
+        new_head: the head may be missing from the checkpoint and is then initialised with zeros.
+
+    Raises:
+        UserError: the checkpoint lacks other weights, which transformers would initialise at random.
     """
     disable_progress_bar()
     if spec.with_weights:
@@ -207,16 +218,18 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for noise in ("attention_dropout", "jitter_noise"):  # the latter before routers
+        for noise in ("attention_dropout", "jitter_noise"):  # jitter_noise: noise on the inputs of routers
             if isinstance(getattr(module, noise, None), float):
                 vars(module)[noise] = 0.0
     return network
 
 
 def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedModel:
-    """A network with one label, from a causal language model, whose head then starts as zeros, or from a saved one.
+    """Builds a network with one label from a saved one, or from a causal language model with a new head of zeros.
 
-    kind: see `workers.policy.classifier`. Raises UserError, `refusal`, for a saved one with several labels.
+    Args:
+        kind: see `workers.policy.classifier`.
+        refusal: message of the UserError for a saved network with several labels; has fields {path} and {labels}.
     """
     auto_class = classifier_of(kind, spec.config)
     has_head = any(kind in name for name in spec.config.architectures or ())
@@ -224,16 +237,16 @@ def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedMo
         raise UserError(refusal.format(path=spec.model.path, labels=spec.config.num_labels))
     spec.config.num_labels = 1
     network = build_network(auto_class, spec, new_head=not has_head)
-    spec.config.architectures = [type(network).__name__]  # what a checkpoint of it has to be loaded as
+    spec.config.architectures = [type(network).__name__]  # the class that loads its checkpoints
     return network
 
 
 def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrainedModel:
-    """The network with the checkpoint's weights."""
+    """Builds the network and loads the checkpoint's weights. Arguments as in `build_network`."""
     verbosity = get_verbosity()
-    if new_head:  # transformers reports at length which weights are new; here that is known and intended
+    if new_head:  # suppresses transformers' long report of missing weights, which are expected here
         set_verbosity_error()
-    remedy = "its weights have to be whole, and to fit its config.json and model.override_config"
+    remedy = "its weights must be complete and fit its config.json and model.override_config"
     try:
         with user_error_on_failure(f"{shown(spec.model)}: the weights cannot be loaded", remedy):
             network, report = auto_class.from_pretrained(

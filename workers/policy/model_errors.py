@@ -1,4 +1,4 @@
-"""The one door to what a model's folder makes libraries do: broken files and odd entries raise anything there."""
+"""Conversion of errors that libraries raise for a broken or unsupported model folder into `UserError`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from verl_lite.errors import UserError
 
 @contextmanager
 def user_error_on_failure(problem: str, remedy: str) -> Iterator[None]:
-    """What is raised inside becomes a UserError: the problem, the cause, the remedy. Want of memory stays that."""
+    """Turns exceptions raised inside into `UserError`: problem, cause, remedy. Out-of-memory errors pass through."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):

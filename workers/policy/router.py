@@ -1,11 +1,11 @@
-"""The routers of a mixture of experts: which experts each token goes to, and how evenly the load is spread.
+"""The routers of a mixture of experts: records and replays the experts of each token, and measures the load balance.
 
-Families differ in how a router scores its experts (softmax, sigmoid, biases, groups) and weighs the chosen ones, but
-all choose by one `torch.topk` over the experts. That call is watched from outside while its own code runs, so
-that nothing of a family is written down here a second time. Families that choose otherwise are refused by name.
+Families differ in how a router scores the experts (softmax, sigmoid, biases, groups) and weighs the selected experts,
+but all of them select with one `torch.topk` over the experts. This module intercepts that call while the family's own
+code runs, so it needs no code per family. Families that select experts in another way raise an error.
 
-Routing replay gives that call another result: the experts that the rollout chose, with the scores that they have now.
-Router and experts learn as ever, and a token is trained by the experts that it was sampled with.
+Routing replay replaces the result of that call by the experts that the rollout selected, with their current scores.
+Each token is then trained with the experts that sampled it, and gradients reach router and experts as usual.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,15 +23,19 @@ from verl_lite.errors import UserError
 from workers.engine.packing import ModelInputs
 from workers.policy.loading import empty_network
 
-ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "HunYuanMoEV1Gate")  # how names of their classes end
-OTHERWISE = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter")  # not as the others do
+ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "HunYuanMoEV1Gate")  # suffixes of supported class names
+OTHERWISE = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter")  # select without a single torch.topk
 
 
 @dataclass(frozen=True)
 class Routes:
-    """What one router gave T tokens. scores: (T, E), probabilities or other positive weights of the experts; logits
-    where is_logits. experts: (T, k), those that were chosen. changed: (T,) bool, where they were given and the router
-    would have chosen others."""
+    """The output of one router for T tokens.
+
+    scores: (T, E) probabilities or other positive weights of the experts; logits if is_logits.
+    experts: (T, k) selected experts.
+    changed: (T,) bool, True if the router itself would have selected other experts than the replayed ones; None
+        without replay.
+    """
 
     scores: torch.Tensor
     is_logits: bool
@@ -40,7 +44,7 @@ class Routes:
 
 
 class Routers:
-    """The routers of a network, in the order of its layers. Raises UserError as `find_routers`."""
+    """The routers of a network in layer order, patched to record and replay. Raises UserError as `find_routers`."""
 
     def __init__(self, network: nn.Module) -> None:
         self._seen: list[Routes] | None = None
@@ -55,9 +59,12 @@ class Routers:
 
     @contextmanager
     def watched(self, given: torch.Tensor | None = None) -> Iterator[list[Routes]]:
-        """The routes of the forward that runs inside, one entry for each router. given: (T, layers, k), experts to
-        take, where they are not -1; its backward pass, which may compute parts of it again, takes them too, and is
-        not seen."""
+        """Context manager that records the routes of the forward inside, one entry per router.
+
+        Args:
+            given: (T, layers, k) experts to replay where they are not -1. A backward pass after the context, which may
+                recompute parts of the forward, also replays them, and is not recorded.
+        """
         seen: list[Routes] = []
         self._seen, self._given = seen, given
         try:
@@ -68,7 +75,7 @@ class Routers:
     def _route(
         self, forward: Callable[..., Any], layer: int, top_k: int, num_experts: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """In place of a router's forward."""
+        """Replaces the forward of one router: calls the original forward and records its routes."""
         watch = _Watch(top_k, num_experts, None if self._given is None else self._given[:, layer])
         with watch:
             result = forward(*args, **kwargs)
@@ -78,8 +85,11 @@ class Routers:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees how a router scores `num_experts` experts and chooses `top_k` of them. Of several choices the last counts:
-    families with groups of experts choose among those first. given: (T, k) to choose instead, where it is not -1."""
+    """Torch function mode that intercepts how a router scores `num_experts` experts and selects `top_k` of them.
+
+    If the router selects several times, the last selection counts: families with groups of experts first select groups.
+    given: (T, k) experts to select instead where they are not -1; None = no replay.
+    """
 
     def __init__(self, top_k: int, num_experts: int, given: torch.Tensor | None) -> None:
         super().__init__()
@@ -101,58 +111,66 @@ class _Watch(TorchFunctionMode):
                 given = self.given.view(self.experts.shape)
                 chosen = torch.where(given >= 0, given, self.experts)
                 self.changed = (chosen.sort(-1).values != self.experts.sort(-1).values).any(-1).flatten()
-                scores = args[0] if self.scores is None else self.scores.view(args[0].shape)  # whole, if groups are cut
+                # self.scores are complete, while the argument of topk may exclude groups of experts
+                scores = args[0] if self.scores is None else self.scores.view(args[0].shape)
                 self.experts = chosen
                 return torch.return_types.topk((scores.gather(-1, chosen).to(result.values.dtype), chosen))
         return result
 
     def routes(self) -> Routes:
-        """What was seen."""
+        """The recorded scores and experts."""
         scores = self.logits if self.scores is None else self.scores
-        assert scores is not None and self.experts is not None, "a router of another form: add it to OTHERWISE"
+        assert scores is not None and self.experts is not None, "the router called no topk: add its class to OTHERWISE"
         experts = self.experts.view(-1, self.top_k)
         return Routes(scores.view(-1, self.num_experts), self.scores is None, experts, self.changed)
 
 
 def find_routers(network: nn.Module) -> list[nn.Module]:
-    """The routers of a network, one for each mixture of experts. Raises UserError if it has none, or others."""
+    """The routers of a network, one for each mixture of experts.
+
+    Raises UserError if the network has no experts or its routers are not supported.
+    """
     names = [(type(module).__name__, module) for module in network.modules()]
     mixtures = sum(name.endswith("Experts") for name, _ in names)
     routers = [module for name, module in names if name.endswith(ROUTERS) and not name.endswith(OTHERWISE)]
     family = type(network).__name__
     if not mixtures:
-        raise UserError(f"{family} has no experts, among which a router would choose")
+        raise UserError(f"{family} has no experts and therefore no routers")
     if len(routers) != mixtures:
-        raise UserError(f"{family}: its routers do not choose by torch.topk over all experts, as is needed here")
+        raise UserError(f"{family}: its routers do not choose by one torch.topk over all experts, which is required")
     return routers
 
 
 def router_layers(network: nn.Module) -> list[int]:
-    """The number of the decoder layer that each of `find_routers` stands in; others have no experts."""
+    """The number of the decoder layer of each router of `find_routers`; the other layers have no experts."""
     names = {module: name for name, module in network.named_modules()}
     found = [names[router].split(".") for router in find_routers(network)]
     return [next(int(part) for part in parts if part.isdigit()) for parts in found]
 
 
 def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:
-    """Raises UserError, which names the options, where they need routers and the model has none that fit, and for
-    entries of transformers' own loss. Reads the config alone."""
+    """Raises UserError if the model has no supported routers, or if override_config sets transformers' own router loss.
+
+    Reads only the model's config. options: the options that need routers, for the message.
+    """
     for name in ("output_router_logits", "router_aux_loss_coef"):
         if name in model.override_config:
             raise UserError(
                 f"model.override_config.{name}={model.override_config[name]}: the loss of transformers is not computed "
-                "here; leave it out, and set actor.router_aux_loss_coef"
+                "here; remove this entry and set actor.router_aux_loss_coef"
             )
     for option in options:
         try:
             find_routers(empty_network(model))
         except UserError as error:
-            raise UserError(f"{option} with model.path={model.path!r}: {error}; leave the option out") from error
+            raise UserError(f"{option} with model.path={model.path!r}: {error}; remove the option") from error
 
 
 def with_recorded_routes(inputs: ModelInputs, routed_experts: torch.Tensor) -> ModelInputs:
-    """The inputs with the experts of each token, from routed_experts (b, P+R, layers, k). Of a shared prompt those
-    of its first row. Raises ValueError where a token that counts has none."""
+    """Adds the experts of each token, from routed_experts (b, P+R, layers, k), to the inputs.
+
+    A shared prompt gets the experts of its first row. Raises ValueError if a token of the inputs has no experts.
+    """
     places = inputs.token_index.flatten()
     rows = (places >= 0).nonzero().squeeze(1)
     if (routed_experts.flatten(0, 1)[rows] < 0).any():
@@ -165,7 +183,8 @@ def with_recorded_routes(inputs: ModelInputs, routed_experts: torch.Tensor) -> M
 
 
 def replay_counts(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.Tensor:
-    """(b, 2) of each sequence: pairs of token and layer whose router would have chosen other experts, and all."""
+    """Counts the pairs of token and layer of each sequence. Returns (b, 2): pairs whose router would have selected
+    other experts than the replayed ones, and all pairs."""
     found = token_index >= 0
     counts = torch.zeros(*token_index.shape, 2, device=token_index.device)
     for layer in routes:
@@ -176,12 +195,14 @@ def replay_counts(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.
 
 
 def load_balancing_loss(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.Tensor:
-    """How unevenly each sequence uses the experts, (b,): 1 if evenly, up to E / k; mean over layers. 0 without tokens.
+    """The load-balancing loss (b,) of each sequence, averaged over layers: 1 for an even load, at most E / k; 0 without
+    tokens.
 
-    Of one layer it is sum_e f_e P_e: f_e is E / k times the share of the sequence's tokens that went to expert e, P_e
-    the mean of their scores, each token's scores normalised to sum to 1. A sum over sequences, it does not depend on
-    how a batch was cut, as the usual product of two means over a batch does. token_index: as in `ModelInputs`; other
-    tokens do not count.
+    The loss of one layer is sum_e f_e P_e, where f_e is E / k times the share of the sequence's tokens that selected
+    expert e, and P_e is the mean score of expert e over these tokens, with each token's scores normalised to sum 1. It
+    is computed per sequence so that it does not depend on the split into micro-batches, unlike the usual product of two
+    means over a batch. Only tokens in token_index (see `ModelInputs`) count.
+
     Source: the sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), without its factor.
     """
     rows, columns = (token_index >= 0).nonzero(as_tuple=True)

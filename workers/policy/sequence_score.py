@@ -1,8 +1,8 @@
-"""A Hugging Face sequence-classification model with one label as a judge of answers: one number for each row of tokens.
+"""A Hugging Face sequence-classification model with one label as a reward model: one score for each row of tokens.
 
-The number is that of transformers' own forward on the row alone: the label's logit at the row's last token that is not
-the model's pad token. The engine gives outputs at positions that predict a response token, so `scored_rows` lets this
-position predict one: rows get room for one more token, and response_mask is 1 on the token after that position alone.
+The score equals that of transformers' own forward on the row alone: the label's logit at the row's last token that is
+not the model's pad token. The engine returns outputs at positions that predict a response token. Therefore
+`scored_rows` widens the rows by one column and sets response_mask to 1 only at the token after that position.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,19 @@ from workers.engine.packing import ModelInputs
 from workers.policy.classifier import classifier_of
 from workers.policy.loading import NetworkSpec, Policy, build_network, build_with_label
 
-HEAD = "score"  # the linear layer on the last token, in every decoder of transformers
+HEAD = "score"  # name of the linear layer on the last token in every sequence-classification decoder of transformers
 _REMEDY = "give a model that was trained to score and saved as ...ForSequenceClassification with one label"
 
 
 class SequenceScorePolicy(Policy):
-    """The scoring network.
+    """The network of a reward model.
 
-    model: a decoder's `...ForSequenceClassification` with one label. Raises UserError for one that does not read its
-    last token through a linear layer, such as an encoder with a pooler. option: the key that named it.
+    Args:
+        model: a decoder's `...ForSequenceClassification` with one label.
+        option: the key of the model's path, for messages.
+
+    Raises:
+        UserError: the model has no linear layer on its last token, such as an encoder with a pooler.
     """
 
     def __init__(self, model: PreTrainedModel, option: str = "reward_model.model.path") -> None:
@@ -38,13 +42,13 @@ class SequenceScorePolicy(Policy):
         self.model = model
 
     def forward(self, inputs: ModelInputs) -> dict[str, torch.Tensor]:
-        """scores (b, R): the label's logit at each position that predicts, at the column it predicts; fp32, 0
-        elsewhere."""
+        """Computes scores (b, R), the label's logit at each predicting position, in the column of the predicted token;
+        fp32, 0 elsewhere."""
         return {"scores": self.label_of(getattr(self.model, HEAD), inputs)}
 
 
 def sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
-    """Builds a `SequenceScorePolicy`. UserError for a checkpoint without a trained head of one label."""
+    """Builds a `SequenceScorePolicy`. Raises UserError for a checkpoint without a trained head with one label."""
     check_sequence_classifier(spec.config, str(spec.model.path))
     try:
         network = build_network(classifier_of("SequenceClassification", spec.config), spec)
@@ -54,10 +58,10 @@ def sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
 
 
 def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
-    """Builds a `SequenceScorePolicy` to be trained, from a causal language model or from a saved reward model.
+    """Builds a `SequenceScorePolicy` for training, from a causal language model or from a saved reward model.
 
-    A head that the checkpoint lacks starts as zeros (the reason is that of `workers.policy.value_head`). Raises
-    UserError for a sequence-classification model of several labels.
+    A head that is missing from the checkpoint is initialised with zeros, for the reason in `workers.policy.value_head`.
+    Raises UserError for a sequence-classification model with several labels.
     """
     refusal = (
         "model.path={path!r}: a sequence-classification model with {labels} labels; a reward model has one, the score. "
@@ -67,37 +71,40 @@ def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
 
 
 def check_sequence_classifier(config: PretrainedConfig, path: str) -> None:
-    """Raises UserError unless the checkpoint's config is that of a sequence-classification model with one label.
+    """Raises UserError unless the config belongs to a sequence-classification model with one label.
 
-    path: of the checkpoint, for the message. A causal language model would get a head of random numbers, and its scores
-    would teach nothing.
+    A causal language model would get a head of random numbers, whose scores are meaningless. path: path of the
+    checkpoint, for the message.
     """
     kinds = config.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
         raise UserError(
-            f"reward_model.model.path={path!r}: its weights are those of a {kinds[0]}, which has no trained head that "
-            f"scores an answer; {_REMEDY}"
+            f"reward_model.model.path={path!r}: its weights are those of a {kinds[0]}, which has no trained head for "
+            f"scores; {_REMEDY}"
         )
     if config.num_labels != 1:
         raise UserError(
-            f"reward_model.model.path={path!r}: it has {config.num_labels} labels, and which of them would be the "
-            f"score is not known; {_REMEDY}"
+            f"reward_model.model.path={path!r}: it has {config.num_labels} labels, and it is unknown which label is "
+            f"the score; {_REMEDY}"
         )
 
 
 def scored_rows(columns: Mapping[str, torch.Tensor], pad_token_id: int | None) -> dict[str, torch.Tensor]:
-    """The token columns of a batch, one column wider, with a response_mask that is 1 at one place in each row.
+    """Widens the token columns of a batch by one column and sets response_mask to 1 at a single column of each row.
 
-    columns: input_ids, attention_mask, position_ids (b, P+R), responses, response_mask (b, R). pad_token_id: of the
-    model; None = it has none. The place is the one after the answer's last real token that is not the pad token; where
-    the answer has no such token, the first, which the prompt's last token predicts. An empty response_mask stays empty.
+    That column follows the last real token of the answer that is not the pad token. If the answer has no such token, it
+    is the first column, which the last token of the prompt predicts. A row with an empty response_mask keeps it empty.
+
+    Args:
+        columns: input_ids, attention_mask, position_ids (b, P+R), responses, response_mask (b, R).
+        pad_token_id: pad token of the model; None if it has none.
     """
     answers = columns["responses"]
     real = columns["attention_mask"][:, -answers.shape[1] :] != 0
     if pad_token_id is not None:
         real = real & (answers != pad_token_id)
-    place = (torch.arange(1, answers.shape[1] + 1, device=real.device) * real).amax(1)  # (b,) of the last one, plus 1
+    column = (torch.arange(1, answers.shape[1] + 1, device=real.device) * real).amax(1)  # (b,)
     mask = F.pad(torch.zeros_like(columns["response_mask"]), (0, 1))
-    mask[torch.arange(len(mask), device=mask.device), place] = columns["response_mask"].any(1).to(mask.dtype)
+    mask[torch.arange(len(mask), device=mask.device), column] = columns["response_mask"].any(1).to(mask.dtype)
     tokens = ("input_ids", "attention_mask", "position_ids", "responses")
     return {name: F.pad(columns[name], (0, 1)) for name in tokens} | {"response_mask": mask}

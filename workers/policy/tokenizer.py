@@ -10,19 +10,19 @@ from verl_lite.errors import UserError
 from workers.policy.model_errors import user_error_on_failure
 
 NO_TEMPLATE = (
-    "The tokenizer of model.path has no chat template, which {} need. Give one with data.chat_template: a file, the "
-    "Jinja text itself, or none, for the texts of the messages one after another"
+    "The tokenizer of model.path has no chat template, which {} need. Set data.chat_template to a file, to a Jinja "
+    "template, or to none, which concatenates the texts of the messages"
 )
 
 
 def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer_path` or `model.path`; pads with the end-of-text token where it has no pad
-    token.
+    """Loads the tokenizer of `model.tokenizer_path` or `model.path`. Without a pad token, the end-of-text token pads.
 
     Args:
-        chat_template: data.chat_template.
+        chat_template: value of data.chat_template.
+
     Raises:
-        UserError: for a tokenizer that cannot be read or has neither token, or a template that is no file.
+        UserError: the tokenizer cannot be read or has neither of these tokens, or the template's file cannot be read.
     """
     path = model.tokenizer_path or model.path
     key = "model.path" if model.tokenizer_path is None else "model.tokenizer_path"
@@ -44,20 +44,20 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
         try:
             tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            asked = f"data.chat_template={chat_template}"
-            raise UserError(f"{asked}: a file, Jinja text, or none is expected ({error})") from error
+            option = f"data.chat_template={chat_template}"
+            raise UserError(f"{option}: expected a file, a Jinja template, or none ({error})") from error
     return tokenizer
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template that writes the texts of the messages one after another, behind the token that begins every text of
-    this tokenizer, if there is one."""
+    """The Jinja template that concatenates the texts of the messages, after the token that this tokenizer puts at the
+    beginning of every text, if any."""
     begins = tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     return "{{ bos_token }}" * begins + "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's end of text and those of the model's generation config."""
+    """All tokens that end a response: the tokenizer's end-of-text token and those of the model's generation config."""
     assert model.path is not None
     return _stop_token_ids(model.path, tokenizer.eos_token_id)
 
@@ -67,7 +67,7 @@ def _stop_token_ids(path: str, eos_token_id: int | None) -> tuple[int, ...]:
     stops = set() if eos_token_id is None else {eos_token_id}
     try:
         configured = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a model without generation_config.json has only the tokenizer's
+    except OSError:  # the model has no generation_config.json
         configured = None
     stops.update([configured] if isinstance(configured, int) else configured or [])
     return tuple(sorted(stops))
