@@ -161,7 +161,7 @@ class VideoDataset:
             raise UserError("\n".join(problems))
 
     def problems(self, found: Sequence[Selection | ClipError]) -> list[str]:
-        """Returns one message per invalid row; if all rows are valid, one message in case their sizes differ."""
+        """Returns one message per invalid row, or a single message if all rows are valid but their sizes differ."""
         if broken := [self.sentence(row, taken) for row, taken in enumerate(found) if isinstance(taken, ClipError)]:
             return broken
         sizes = [(taken.height, taken.width) for taken in found if isinstance(taken, Selection)]

@@ -88,11 +88,7 @@ class DiffusionTrainer:
         raise NotImplementedError
 
     def validate(self) -> tuple[dict[str, float], DataProto]:
-        """Samples with the same noise in each call.
-
-        Returns:
-            Metrics, and samples: frames (B, F, 3, H, W) in [0, 1], face_score (B,).
-        """
+        """Samples with the same noise in each call; returns metrics and frames (B, F, 3, H, W), face_score (B,)."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
     """Adds a LoRA adapter to the linear layers in `model.target_modules` and freezes all other parameters.
 
-    The adapter's parameters are fp32 and compute in the dtype of their inputs.
-
-    Raises:
-        UserError: `model.target_modules` is empty, or one of its names matches no linear layer.
+    The adapter's parameters are fp32 and compute in the dtype of their inputs. Raises UserError if
+    `model.target_modules` is empty, or if one of its names matches no linear layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -72,10 +70,8 @@ class _InputDtypeLinear(nn.Linear):
 def write_lora(path: str, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
     """Writes pytorch_lora_weights.safetensors into the folder `path`, for diffusers' `load_lora_weights`.
 
-    The caller of `load_lora_weights` passes load_into_transformer_2=True for an adapter of `transformer_2`.
-
-    Args:
-        weights: full (unsharded) tensors by their parameter names in the expert.
+    weights: full (unsharded) tensors by parameter name. To load an adapter of `transformer_2`, pass
+    load_into_transformer_2=True to `load_lora_weights`.
     """
     from diffusers.loaders import WanLoraLoaderMixin
 

@@ -48,13 +48,9 @@ class LatentCodec:
         self._std = torch.tensor(config.latents_std, dtype=torch.float32).view(1, -1, 1, 1, 1)
 
     def latent_shape(self, frames: int, height: int, width: int, multiple: int = 1) -> tuple[int, int, int, int]:
-        """Returns the shape (C, T, h, w) of a clip's latents.
+        """Returns the shape (C, T, h, w) of a clip's latents. multiple: required divisor of h and w (the patch size).
 
-        Args:
-            multiple: h and w must be multiples of this number, the transformer's patch size.
-
-        Raises:
-            UserError: decoding the latents would not restore the clip's size.
+        Raises UserError if decoding the latents would not restore the clip's size.
         """
         sides = self.spatial_factor * multiple
         if (frames - 1) % self.temporal_factor or height % sides or width % sides:
@@ -81,10 +77,8 @@ class LatentCodec:
 class PromptEncoder:
     """Embeds prompts with a frozen text encoder and caches the embeddings on the host.
 
-    Each prompt is encoded alone, so its embedding does not depend on the other prompts of a batch.
-
-    Args:
-        placement: moves the encoder to the device when a prompt is not in the cache.
+    Each prompt is encoded alone, so its embedding does not depend on the other prompts of a batch. placement: moves the
+    encoder to the device when a prompt is not in the cache.
     """
 
     def __init__(self, tokenizer: Any, text_encoder: nn.Module, placement: Placement) -> None:
@@ -129,11 +123,8 @@ class DiffusionParts:
 def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionParts:
     """Loads the pipeline in the folder `model.path` and merges `model.fused_loras` into its experts.
 
-    Args:
-        dtype: dtype of the weights, except those that a model's class keeps in fp32.
-
-    Raises:
-        UserError: the folder does not contain an image-to-video pipeline of a supported layout.
+    dtype: dtype of the weights, except those that a model's class keeps in fp32. Raises UserError if the folder does
+    not contain an image-to-video pipeline of a supported layout.
     """
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()

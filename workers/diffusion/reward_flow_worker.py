@@ -68,8 +68,7 @@ class RewardFlowWorker(TrainingWorker):
     def _own_part(self, data: DataProto) -> DataProto:
         """Returns this rank's planned part of a whole batch; adds the columns noise_seed and row if they are missing.
 
-        Raises:
-            ValueError: a column is missing or out of range, or the ranks received different batches.
+        Raises ValueError if a column is missing or out of range, or if the ranks received different batches.
         """
         check(data, ["video", "prompt"], "train_step")
         video, seed = data.batch["video"], self.config.sampler.noise_seed
@@ -138,12 +137,9 @@ class RewardFlowWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def sample(self, data: DataProto) -> DataProto:
-        """Samples the clips of a planned batch without training.
+        """Samples the clips of a planned batch without training; with equal weights they equal those of a train step.
 
-        With equal weights the clips equal those of a train step.
-
-        Returns:
-            frames (n, F, 3, H, W) in [0, 1], face_score and counted (n,); zero in padding rows.
+        Returns frames (n, F, 3, H, W) in [0, 1], face_score and counted (n,); zero in padding rows.
         """
         self.phases.enter(self.engine)
         return DataProto.from_dict(dict(self.engine.infer(data, is_scored=False)))

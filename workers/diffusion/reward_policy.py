@@ -94,10 +94,8 @@ class FlowInputs:
 class RewardFlowPolicy(EngineNetwork):
     """The policy of reward flow: samples clips with gradient, decodes them into frames and scores the frames.
 
-    Args:
-        parts: components of the pipeline; `add_adapter` was already called on the low-noise expert.
-        reward: scores the frames.
-        device: device on which all modules compute.
+    parts: components of the pipeline; `add_adapter` was already called on the low-noise expert. reward: scores the
+    frames. device: device on which all modules compute.
     """
 
     prefix = "model."
@@ -181,14 +179,10 @@ class RewardFlowPolicy(EngineNetwork):
         return self._references[row]
 
     def forward(self, inputs: FlowInputs, *, is_scored: bool = True) -> dict[str, torch.Tensor]:
-        """Samples clips and scores them.
+        """Samples clips and scores them. is_scored: False omits loss and kl_loss, which only training needs.
 
-        Args:
-            is_scored: False omits loss and kl_loss, which only training needs.
-
-        Returns:
-            loss, face_score, kl_loss and counted, (b,); frames (b, F, 3, H, W) in [0, 1] without gradient. The loss
-            is 0 for samples that are not counted (no face in the frames, or padding).
+        Returns loss, face_score, kl_loss and counted, (b,), and frames (b, F, 3, H, W) in [0, 1] without gradient. The
+        loss is 0 for samples that are not counted (no face in the frames, or padding).
         """
         latents, kl = self._sample(inputs, is_scored)
         decoded = self.decode(latents)

@@ -57,10 +57,7 @@ class FlowNetwork(Protocol):
         """Returns conditions (n, ...) on the CPU or the network's device. Called without gradient."""
 
     def __call__(self, latents: torch.Tensor, sigma: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """Returns the velocity x_1 - x_0 towards noise. latents: (n, *latent_shape) in the compute dtype.
-
-        sigma: (n,) fp32.
-        """
+        """Returns the velocity x_1 - x_0 to noise. latents: (n, *latent_shape), compute dtype. sigma: (n,), fp32."""
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decodes latents into frames (n, F, 3, H, W) in [0, 1]; an image has F = 1."""
@@ -115,12 +112,9 @@ class SDEPolicy(EngineNetwork):
     def sample(
         self, rows: DataProto, condition: torch.Tensor, sigmas: list[float], noise_level: float
     ) -> dict[str, torch.Tensor]:
-        """Samples one path per row.
+        """Returns frames (b, F, 3, H, W); with noise also latents (b, T + 1, *latent_shape) and log_probs (b, T).
 
         Noise is drawn on the CPU from each row's seeds, so it depends on neither ranks, micro-batches nor device.
-
-        Returns:
-            frames (b, F, 3, H, W); with noise_level > 0 also latents (b, T + 1, *latent_shape) and log_probs (b, T).
         """
         shape, device = tuple(self.model.latent_shape), condition.device
         x = noise_of(rows.batch["first_seed"].tolist(), shape, device)
@@ -191,8 +185,7 @@ def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
 def load_network(options: FlowModelConfig) -> nn.Module:
     """Loads the `FlowNetwork` in model.network from the folder model.path.
 
-    Raises:
-        UserError: the class or folder does not exist, or the class lacks a member of `FlowNetwork`.
+    Raises UserError if the class or folder does not exist, or if the class lacks a member of `FlowNetwork`.
     """
     name = f"model.network={options.network!r}"
     try:
@@ -224,12 +217,8 @@ class FlowActorWorker(TrainingWorker):
     def generate(self, data: DataProto) -> DataProto:
         """Samples one path for each row of a planned batch.
 
-        Args:
-            data: columns prompt, first_seed, path_seed; meta_info steps (T) and noise_level.
-
-        Returns:
-            frames (B, F, 3, H, W) in [0, 1]; with noise_level > 0 also latents (B, T + 1, ...) and old_log_probs
-            (B, T).
+        data: columns prompt, first_seed, path_seed; meta_info steps (T) and noise_level. Returns frames (B, F, 3, H, W)
+        in [0, 1]; with noise_level > 0 also latents (B, T + 1, ...) and old_log_probs (B, T).
         """
         self.phases.enter(self.engine)
         outputs = self.engine.infer(data, steps=data.meta_info["steps"], noise_level=data.meta_info["noise_level"])
@@ -239,14 +228,10 @@ class FlowActorWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Trains on a planned batch of paths, with one optimizer step per mini-batch.
+        """Takes one optimizer step per mini-batch of a planned batch of paths; returns actor/* metrics in meta_info.
 
-        Args:
-            data: the columns of `generate`, latents, response_mask and advantages; old_log_probs for several optimizer
-                steps.
-
-        Returns:
-            The actor/* metrics in meta_info.
+        data: the columns of `generate`, latents, response_mask and advantages; with several optimizer steps also
+        old_log_probs.
         """
         self.phases.enter(self.engine)
         sampler, actor = self.config.sampler, self.config.actor
