@@ -1,9 +1,9 @@
-"""Denoising with noise: the stochastic sampler of a rectified flow, whose steps are actions of known probability.
+"""The stochastic sampler of a rectified flow, whose denoising steps are actions with a known probability.
 
 A rectified flow moves x_t = (1 - t) x_0 + t x_1 from noise (t = 1, x_1 ~ N(0, I)) to data (t = 0) along
-v(x, t) = E[x_1 - x_0 | x_t = x]; here t is sigma. The ODE dx = v dt leaves nothing to choose. Noise of any strength
-g(t) may be added without changing the distribution at any t, if the drift pays for it (the Fokker-Planck equation; Song
-et al. 2021, Score-based generative modeling through stochastic differential equations): backwards in time
+v(x, t) = E[x_1 - x_0 | x_t = x]; here t is sigma. The ODE dx = v dt is deterministic. Noise of any strength g(t) can be
+added without changing the distribution at any t if the drift compensates for it (the Fokker-Planck equation; Song et
+al. 2021, Score-based generative modeling through stochastic differential equations): backwards in time
 
     dx = [v - g^2 / 2 * score] dt + g dw,    score(x, t) = -E[x_1 | x_t = x] / t = -(x + (1 - t) v) / t,
 
@@ -12,10 +12,10 @@ arXiv 2505.05470), a its noise level. One Euler-Maruyama step from t to t' < t i
 
     mean = x + [v + g^2 / (2 t) * (x + (1 - t) v)] (t' - t),    std = g sqrt(t - t'),
 
-so a path from noise to an image has a log-probability, and policy gradients need nothing else: T steps take the place
-of T tokens. The noise is infinite at t = 1; there the first step takes 1 - t of its end, as Flow-GRPO's code does.
+so a path from noise to an image has a log-probability, which is all that policy gradients need: T steps take the role
+of T tokens. The noise would be infinite at t = 1, so the first step uses 1 - t of its end, as in Flow-GRPO's code.
 
-Pure functions; tensors are (b, ...) with the latent dimensions behind the first.
+All functions are pure; tensors are (b, ...), with the latent dimensions after the first.
 """
 
 import math
@@ -24,38 +24,39 @@ import torch
 
 
 def step_std(sigma: float, sigma_next: float, noise_level: float) -> float:
-    """Standard deviation of a step, g(sigma) sqrt(sigma - sigma_next), with 1 >= sigma > sigma_next >= 0."""
+    """Returns the standard deviation g(sigma) sqrt(sigma - sigma_next) of a step with 1 >= sigma > sigma_next >= 0."""
     return _diffusion(sigma, sigma_next, noise_level) * math.sqrt(sigma - sigma_next)
 
 
 def step_mean(
     x: torch.Tensor, velocity: torch.Tensor, sigma: float, sigma_next: float, noise_level: float
 ) -> torch.Tensor:
-    """Mean of a step from x (b, ...); with noise level 0 the Euler step of the ODE. velocity: v(x, sigma), (b, ...)."""
+    """Returns the mean of a step from x (b, ...); at noise level 0 the Euler step of the ODE. velocity: v(x, sigma)."""
     noise = x + (1 - sigma) * velocity  # E[x_1 | x]
     drift = velocity + _diffusion(sigma, sigma_next, noise_level) ** 2 / (2 * sigma) * noise
     return x + drift * (sigma_next - sigma)
 
 
 def step_log_prob(x_next: torch.Tensor, mean: torch.Tensor, std: float) -> torch.Tensor:
-    """log N(x_next; mean, std^2 I), (b,), as the mean over the latent dimensions; differentiable in `mean`.
+    """Returns log N(x_next; mean, std^2 I), (b,), as the mean over the latent dimensions; differentiable in `mean`.
 
-    The mean, as in Flow-GRPO's code, not the sum that a density has: a clip range then means the same for latents of
-    any size, and ratios of thousands of dimensions do not overflow. It is to the sum what GSPO's ratio is to that of a
-    whole answer, and the gradient is the sum's divided by the number of dimensions. std is above 0: a step without
-    noise is no action.
+    Like Flow-GRPO's code, it averages over the dimensions instead of summing as in a density: a clip range then does
+    not depend on the size of the latents, and ratios of thousands of dimensions do not overflow. GSPO likewise averages
+    over the tokens of a response. The gradient is that of the sum divided by the number of dimensions. std must be
+    above 0.
     """
     squares = ((x_next - mean) / std).square() / 2
     return -squares.flatten(1).mean(1) - math.log(std) - math.log(2 * math.pi) / 2
 
 
 def step_kl(mean: torch.Tensor, reference_mean: torch.Tensor, std: float) -> torch.Tensor:
-    """KL(N(mean, std^2 I) || N(reference_mean, std^2 I)), (b,), as the mean over the latent dimensions, like
-    `step_log_prob`: (mean - reference_mean)^2 / (2 std^2). Both steps have the same noise, so it needs no samples.
+    """Returns KL(N(mean, std^2 I) || N(reference_mean, std^2 I)), (b,): (mean - reference_mean)^2 / (2 std^2).
+
+    Like `step_log_prob` it is the mean over the latent dimensions. The closed form holds because both have equal noise.
     """
     return ((mean - reference_mean) / std).square().flatten(1).mean(1) / 2
 
 
 def _diffusion(sigma: float, sigma_next: float, noise_level: float) -> float:
-    """g(sigma) = noise_level sqrt(sigma / (1 - sigma)); at sigma = 1 with 1 - sigma_next in its place."""
+    """Returns g(sigma) = noise_level sqrt(sigma / (1 - sigma)); at sigma = 1 the divisor is 1 - sigma_next."""
     return noise_level * math.sqrt(sigma / (1 - (sigma_next if math.isclose(sigma, 1.0) else sigma)))
