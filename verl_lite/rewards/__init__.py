@@ -7,12 +7,4 @@ that reward processes start in a fraction of a second. How to write a reward: RE
 
 from verl_lite.rewards import code, judge, rules  # they register themselves
 from verl_lite.rewards.registry import REWARDS, default_compute_score, find_reward, register_reward, reward_modules
-from verl_lite.rewards.scoring import (
-    RewardItem,
-    RewardResult,
-    Scorer,
-    asks_by_source,
-    is_score,
-    load_scorer,
-    read_score,
-)
+from verl_lite.rewards.scoring import RewardItem, RewardResult, Scorer, asks_by_source, load_scorer, read_score
