@@ -54,7 +54,7 @@ from workers.frozen_models import ReferenceWorker, RewardModelWorker
 from workers.policy.loading import empty_network, load_model_config, longest_context, packing_note
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
-from workers.rewards.pool import RewardPool
+from workers.rewards.reward_pool import RewardPool
 from workers.rollout.base import engine_names, resolve_engine_name, vllm_problem
 from workers.rollout.slot_cache import check_layers
 from workers.rollout.vllm_engine import check_replay

@@ -116,7 +116,7 @@ def require_shared_folder(group: WorkerGroup, run_dir: Path) -> None:
     """Raises UserError if a machine of the group does not see the run folder: each rank writes its part of a checkpoint
     there, and the driver the rest."""
     with tempfile.NamedTemporaryFile(prefix=".seen_by_all_", dir=run_dir) as file:
-        blind = sorted({name for name in group.execute_all_sync("machine_without", file.name) if name is not None})
+        blind = sorted({name for name in group.execute_all_sync("host_missing_path", file.name) if name is not None})
     if blind:
         raise UserError(
             f"trainer.default_local_dir={run_dir} is not the same folder on {', '.join(blind)} as on the driver's "

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 def score(target: Path, overrides: list[str]) -> int:
     """The whole command; returns the exit status. Raises UserError for what cannot be read or scored."""
     from trainer.console import Console
-    from workers.rewards.pool import RewardPool
+    from workers.rewards.reward_pool import RewardPool
 
     run = run_config(target)
     config = score_config(run, overrides)

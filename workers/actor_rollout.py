@@ -22,7 +22,7 @@ from workers.losses import actor_loss, check_loss_is_additive, loss_of_batch, us
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
-from workers.rewards.pool import RewardItem
+from workers.rewards.reward_pool import RewardItem
 from workers.rollout.base import Completion, RolloutEngine, SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
 from workers.training_worker import TrainingWorker

@@ -15,7 +15,7 @@ from verl_lite.metrics import Metric
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.actor_rollout import ActorWorker
 from workers.engine.fsdp import FSDPEngine
-from workers.envs.pool import EnvPool
+from workers.envs.env_pool import EnvPool
 from workers.policy.tokenizer import stop_token_ids
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeRunner, TokenLimits

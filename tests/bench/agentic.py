@@ -121,7 +121,7 @@ class Bench:
     def episodes(self, latency_ms: int, *, lock_step: bool) -> Recorder:
         from verl_lite.config import EnvPoolConfig
         from verl_lite.envs import EnvTemplate
-        from workers.envs.pool import EnvPool
+        from workers.envs.env_pool import EnvPool
         from workers.rollout.base import SamplingParams
         from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
 

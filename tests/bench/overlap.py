@@ -52,7 +52,7 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
     from trainer.ray_trainer import RayPPOTrainer
     from verl_lite.protocol import DataProto
     from verl_lite.rewards import RewardItem, RewardResult
-    from workers.rewards.pool import RewardPool
+    from workers.rewards.reward_pool import RewardPool
 
     (file := folder / "seconds").write_text("0")
     hold, generation = False, list[float]()

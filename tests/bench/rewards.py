@@ -28,7 +28,7 @@ import psutil
 from tests.bench.frame import best_ms, options
 from verl_lite.config import RewardConfig
 from verl_lite.rewards import RewardItem, load_scorer
-from workers.rewards.pool import RewardPool
+from workers.rewards.reward_pool import RewardPool
 
 REWARDS = 1000
 AT_ONCE = 64

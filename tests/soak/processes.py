@@ -22,7 +22,7 @@ ROLES = {
     "single_controller/watcher.py": "guard",
     "ray::SlotProcess": "rank",
     "ray::ServiceProcess": "reward service",
-    "workers.pool.child": "reward processes",
+    "workers.pool.child_main": "reward processes",
     "ray::": "ray idle workers",
 }
 """What stands on the command line of each; the first that fits."""

@@ -31,7 +31,7 @@ from verl_lite.single_controller.resource_pool import LocalService
 from workers.actor_rollout import ActorWorker
 from workers.phase import PhaseManager
 from workers.policy.tokenizer import load_tokenizer
-from workers.rewards.pool import RewardPool
+from workers.rewards.reward_pool import RewardPool
 from workers.rollout.base import build_rollout_engine
 
 REWARD = """

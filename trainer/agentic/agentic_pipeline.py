@@ -27,7 +27,7 @@ from verl_lite.config.spellings import RENAMED, VALUES
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from workers.envs.pool import EnvPool
+from workers.envs.env_pool import EnvPool
 from workers.rollout.conversation import ChatJoins
 from workers.rollout.group_run import EpisodeCounts
 

@@ -42,8 +42,9 @@ class Scorer(Protocol):
 class Rewards:
     """Collects scores.
 
-    pool: the service that runs `workers.rewards.pool.RewardPool`; None = no reward function is called. model: None = no
-    reward model. There is at least one of them. failures: gets every result; null = one that writes into `run_dir`.
+    pool: the service that runs `workers.rewards.reward_pool.RewardPool`; None = no reward function is called. model:
+    None = no reward model. There is at least one of them. failures: gets every result; null = one that writes into
+    `run_dir`.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class Worker:
         """(dp_rank, dp_size, is_collect) of this rank in each mesh."""
         return dict(self._meshes)
 
-    def machine_without(self, path: str, patience_s: float = 10.0) -> str | None:
+    def host_missing_path(self, path: str, patience_s: float = 10.0) -> str | None:
         """Name of this machine if it does not see the file within some seconds, which network file systems may take."""
         deadline = time.monotonic() + patience_s
         while not Path(path).exists():

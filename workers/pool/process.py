@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from workers.pool.channel import CONTROL, PoolEnd, Reply
-from workers.pool.child import STACK_SIGNAL
+from workers.pool.child_main import STACK_SIGNAL
 
 PRINTED_BYTES_MAX = 10 << 20
 _LAST_LINE = b"\n[more output of this process is dropped]\n"
@@ -52,7 +52,8 @@ class Process:
         with theirs, open(printed, "wb") as stdout:
             fds = theirs.fileno(), self._stacks.fileno()
             arguments = ", ".join(map(str, (*fds, os.getpid(), threads)))
-            code = f"import sys; sys.path[:] = {sys.path!r}; from workers.pool.child import main; main({arguments})"
+            start = f"from workers.pool.child_main import main; main({arguments})"
+            code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", code],
                 stdin=subprocess.DEVNULL,

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.metrics import Metric
 from verl_lite.rewards.scoring import SCORE, is_score
-from workers.envs.host import EnvReply
-from workers.envs.pool import EnvPool
+from workers.envs.env_host import EnvReply
+from workers.envs.env_pool import EnvPool
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message, Turn, turn_messages
 

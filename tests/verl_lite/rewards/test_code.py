@@ -17,7 +17,7 @@ from verl_lite.rewards import RewardItem, default_compute_score
 from verl_lite.rewards.code import PairTests, SnippetTests, extract_code, is_right_output, is_right_value, read_tests
 from verl_lite.sandbox import client
 from verl_lite.sandbox.values import encode
-from workers.rewards.pool import RewardPool
+from workers.rewards.reward_pool import RewardPool
 
 SUM = "print(sum(map(int, input().split())))"
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

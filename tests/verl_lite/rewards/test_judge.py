@@ -13,7 +13,7 @@ from verl_lite.config import RemoteRewardConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.rewards import RewardItem, RewardResult, judge, load_scorer
 from verl_lite.rewards.judge import Endpoint, compute_score, read_verdict
-from workers.rewards.pool import RewardPool
+from workers.rewards.reward_pool import RewardPool
 
 PROMPT = [{"role": "user", "content": "What is 2 + 2?"}]
 

@@ -360,7 +360,7 @@ def test_part_marks_count_as_nothing_where_only_full_marks_do() -> None:
 
 def test_rewards_never_import_torch() -> None:
     code = (
-        "import sys, verl_lite.rewards as r, workers.rewards.pool\n"
+        "import sys, verl_lite.rewards as r, workers.rewards.reward_pool\n"
         "call = lambda s, e=None: r.default_compute_score(s, '1', '1', e)\n"
         "call('verl_lite/sort'), call('openai/gsm8k'), call('lighteval/MATH')\n"
         "call('reasoning_gym/chain_sum', {'entry': '{\"answer\": \"1\"}'})\n"

@@ -25,7 +25,7 @@ from verl_lite.rewards import (
     register_reward,
 )
 from verl_lite.rewards.scoring import RewardPart
-from workers.rewards.pool import RewardPool
+from workers.rewards.reward_pool import RewardPool
 
 QUESTION = [{"role": "user", "content": "What is 70 + 2?"}]
 RIGHT = "<think>70 + 2</think><answer>#### 72</answer>"

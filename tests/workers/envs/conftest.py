@@ -9,7 +9,7 @@ import pytest
 
 from tests.workers.env_cases import MakePool, templates
 from verl_lite.config import EnvPoolConfig
-from workers.envs.pool import EnvPool
+from workers.envs.env_pool import EnvPool
 
 
 @pytest.fixture

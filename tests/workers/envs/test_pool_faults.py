@@ -151,7 +151,7 @@ OWNER = """
 import sys, time
 from tests.workers.env_cases import begin, templates
 from verl_lite.config.agentic import EnvPoolConfig
-from workers.envs.pool import EnvPool
+from workers.envs.env_pool import EnvPool
 pool = EnvPool(EnvPoolConfig(num_workers=1), templates())
 found = begin(pool, "a", "b")
 pool.step("a", "sleep|1000")

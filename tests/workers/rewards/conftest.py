@@ -10,7 +10,7 @@ import pytest
 
 from verl_lite.config import CustomRewardConfig, RewardConfig
 from verl_lite.rewards import RewardItem, RewardResult
-from workers.rewards.pool import RewardPool
+from workers.rewards.reward_pool import RewardPool
 
 SAMPLE = """
 import ctypes, os, re, subprocess, sys, threading, time

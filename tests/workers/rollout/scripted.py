@@ -9,7 +9,7 @@ from typing import Any
 from tests.tiny_model import tiny_tokenizer
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.protocol import DataProto
-from workers.envs.host import EnvReply
+from workers.envs.env_host import EnvReply
 from workers.rollout.base import Completion, Request, SamplingParams
 from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits, Trajectory
 from workers.rollout.trajectories import trajectory_rows

@@ -2,7 +2,7 @@
 
 Takes `RewardItem`s at any time from any thread (`submit`), gives `RewardResult`s by key (`collect`). A sample whose
 reward raises, returns nonsense, takes longer than `reward.timeout_s` or takes its process down is `failed`; the samples
-that were in the process with it are scored all the same (`workers.pool.pool`).
+that were in the process with it are scored all the same (`workers.pool.process_pool`).
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from verl_lite.errors import UserError, printable
 from verl_lite.registry import import_modules
 from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, find_reward, load_scorer
 from workers.pool.channel import Reply
-from workers.pool.child import Overdue
-from workers.pool.pool import ProcessPool, Work
+from workers.pool.child_main import Overdue
+from workers.pool.process_pool import PoolSpec, ProcessPool
 
 _SENT_AHEAD_S = 0.05
 _SENT_AHEAD_MAX = 256
@@ -94,7 +94,7 @@ class RewardPool:
         self, config: RewardConfig, num_workers: int, *, modules: Sequence[str] = (), log_dir: str | None = None
     ) -> None:
         self._config, self._modules = config, tuple(modules)
-        self._work = Work(
+        self._work = PoolSpec(
             functools.partial(RewardHandler, config, self._modules),
             name="reward",
             what="reward function",

@@ -15,8 +15,8 @@ from tests.workers.processes import gone
 from tests.workers.rewards.conftest import ASYNC, LISTS, MakePool, failed, items, score
 from verl_lite.config import RemoteRewardConfig
 from verl_lite.rewards import RewardItem
-from workers.rewards import pool as reward_pool
-from workers.rewards.pool import RateLimit, RewardError
+from workers.rewards import reward_pool
+from workers.rewards.reward_pool import RateLimit, RewardError
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.pool.channel import CONTROL, Reply
-from workers.pool.child import CONCURRENT, Handler, perform
+from workers.pool.child_main import CONCURRENT, Handler, perform
 from workers.pool.process import Process
 
 START_TIMEOUT_S = 120.0
@@ -34,7 +34,7 @@ _FAILED_STARTS_MAX = 3
 
 
 @dataclass(frozen=True)
-class Work:
+class PoolSpec:
     """What a pool is for.
 
     make: gives the `Handler` inside each process; pickled. what: is blamed in messages. options: the section of the
@@ -72,7 +72,7 @@ class InlinePool:
 
     processes_replaced = 0
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: PoolSpec) -> None:
         self._handler = work.make()
         self.end = self._handler.end
         self._replies: list[Reply] = []
@@ -95,7 +95,7 @@ class ProcessPool:
     many died or were killed. style: of the handlers; None until one is ready.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: PoolSpec) -> None:
         self.processes_replaced = 0
         self.style: str | None = None
         self._work = work

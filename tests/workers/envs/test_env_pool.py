@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tests.workers.env_cases import BAD_RESULTS, MakePool, begin, replies, step, template
-from workers.envs.host import NonsenseError, read_reset, read_step
-from workers.envs.pool import EnvError
+from workers.envs.env_host import NonsenseError, read_reset, read_step
+from workers.envs.env_pool import EnvError
 
 
 def test_each_call_gives_one_reply_under_its_key(make_pool: MakePool) -> None:

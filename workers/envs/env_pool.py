@@ -2,7 +2,8 @@
 
 Each `reset` and each `step` gives exactly one `EnvReply` from `poll`, in the order in which they end, unless the
 episode was discarded meanwhile. An environment that raises, hangs, returns nonsense or takes its process down gives a
-reply with `error`, and the others go on. A pool belongs to one thread, as its processes do (`workers.pool.pool`).
+reply with `error`, and the others go on. A pool belongs to one thread, as its processes do
+(`workers.pool.process_pool`).
 """
 
 import functools
@@ -16,9 +17,9 @@ from dataclasses import dataclass, replace
 from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
 from verl_lite.errors import UserError, printable
-from workers.envs.host import Act, Begin, EnvHost, EnvReply
+from workers.envs.env_host import Act, Begin, EnvHost, EnvReply
 from workers.pool.channel import Reply
-from workers.pool.pool import InlinePool, ProcessPool, Work
+from workers.pool.process_pool import InlinePool, PoolSpec, ProcessPool
 
 __all__ = ["EnvError", "EnvPool", "EnvReply"]
 
@@ -52,7 +53,7 @@ class EnvPool:
         log_dir: str | None = None,
     ) -> None:
         self._templates = dict(templates)
-        self._work = Work(
+        self._work = PoolSpec(
             functools.partial(EnvHost, self._templates, tuple(modules)),
             name="env",
             what="environment",
