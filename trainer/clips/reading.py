@@ -28,7 +28,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
 class ClipError(ValueError):
-    """A file or folder cannot be used as a clip."""
+    """Raised for a file or folder that cannot be used as a clip."""
 
 
 def require_av() -> Any:
