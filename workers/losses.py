@@ -51,8 +51,7 @@ def actor_loss(
             computes its KL to the reference in closed form, which replaces the estimate from ref_log_prob;
             router_aux_loss (b,) with gradient if its coefficient is set, averaged over sequences; router_replay (b, 2)
             for metrics.
-        correction: rollout correction. With bypass_mode, old_log_probs are the rollout's, and the policy loss is
-            corrected here.
+        correction: with bypass_mode, old_log_probs are the rollout's, and the policy loss is corrected here.
 
     Returns:
         The loss, and metrics: those of `loss_metrics` and of the policy loss; entropy, entropy_loss and
@@ -170,10 +169,8 @@ def loss_metrics(
     num_tokens: int | None,
     aggregate: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, Metric]:
-    """Metrics of the actor's update on one micro-batch: parts of the loss, and the distance between the current policy
-    and the policy that sampled.
-
-    The values stay on the device (see `verl_lite.metrics.to_host`). The names are those of ROLL's agentic actor.
+    """Metrics of the actor's update on one micro-batch: parts of the loss, and distances between the current policy and
+    the policy that sampled. They stay on the device (`verl_lite.metrics.to_host`); names as in ROLL's agentic actor.
 
     Args:
         parts: scalars whose sum over micro-batches and ranks is the value of a mini-batch, reported as the mean over
@@ -267,11 +264,9 @@ def user_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Ten
 def check_loss_is_additive(
     loss: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor], name: str, remedy: str
 ) -> bool:
-    """Raises UserError if splitting a micro-batch in two changes the gradient of the summed losses.
-
-    The gradient is that of the outputs. A micro-batch with a single row is used twice. Returns False if the gradients
-    are zero, so that the check proves nothing. name, remedy: texts for the message.
-    """
+    """Raises UserError if splitting a micro-batch in two changes the gradient of the summed losses with respect to the
+    outputs. A single row is used twice. Returns False if the gradients are zero, which proves nothing. name, remedy:
+    texts for the message."""
     rows = data.batch["response_mask"].any(-1).nonzero().flatten().tolist()
     parts = [slice(rows[1]), slice(rows[1], None)] if len(rows) > 1 else [slice(None)] * 2
     leaves = [{name: each[part].detach() for name, each in outputs.items()} for part in parts]
@@ -325,10 +320,8 @@ def critic_loss(
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Computes the clipped value loss of one micro-batch, to be summed over micro-batches and ranks.
 
-    Args:
-        data: response_mask, returns (b, R) and values (b, R) from before the update; meta_info as in `actor_loss`.
-        outputs: values (b, R) with gradient.
-        actor: options with loss_scale_factor, and with loss_agg_mode if the critic has none.
+    data: response_mask, returns (b, R) and values (b, R) from before the update; meta_info as in `actor_loss`. outputs:
+    values (b, R) with gradient. actor: provides loss_scale_factor, and loss_agg_mode if the critic has none.
     """
     new_values, mask = outputs["values"], data.batch["response_mask"]
     tokens, valid = data.meta_info["num_tokens"], mask.sum().double()

@@ -57,12 +57,8 @@ def save(
 ) -> Future[Any] | None:
     """Writes the shards of all ranks under `path`. Collective: all ranks must call it.
 
-    Args:
-        background: process group for a save in the background. If given, the state is copied to the host, a thread
-            writes the files, and the thread's collectives use this group.
-
-    Returns:
-        The future of a save in the background, otherwise None.
+    background: process group of a save in the background. If given, the state is copied to the host, a thread writes
+    the files, and the thread's collectives use this group. Returns the thread's future, otherwise None.
     """
     state = _state(parameters, optimizer, scheduler_step)
     if background is None:
@@ -85,11 +81,8 @@ def naming_the_cause() -> Iterator[None]:
 def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None) -> int:
     """Loads parameters and optimizer state in place and returns the scheduler step. Collective.
 
-    The checkpoint may have been written by any number of ranks.
-
-    Raises:
-        UserError: the checkpoint is incomplete or damaged, or belongs to other parameters (for example to an adapter
-            with another LoRA rank).
+    Any number of ranks may have written the checkpoint. Raises UserError if it is incomplete or damaged, or belongs to
+    other parameters (for example to an adapter with another LoRA rank).
     """
     state = _state(parameters, optimizer, 0)
     if not (index := Path(path) / ".metadata").is_file():
@@ -199,14 +192,9 @@ def save_model_assets(
 def export(path: str, target: str, dtype: str | None = None) -> None:
     """Exports a checkpoint's model as a Hugging Face folder: safetensors, config, tokenizer, generation config.
 
-    Runs in one process on the CPU and holds the model in memory once. An adapter is merged into its base model.
-
-    Args:
-        path: a folder written by `save`.
-        dtype: fp32 or bf16; None = the dtype of the model before training.
-
-    Raises:
-        UserError: `path` has no checkpoint, or the adapter's base model is no longer at its path.
+    Runs in one process on the CPU and holds the model in memory once. An adapter is merged into its base model. path: a
+    folder written by `save`. dtype: fp32 or bf16; None = the dtype of the model before training. Raises UserError if
+    `path` has no checkpoint, or if the adapter's base model is no longer at its path.
     """
     source, folder = _checkpoint(path), Path(target)
     shutil.copytree(source / ASSETS, folder, dirs_exist_ok=True)

@@ -38,12 +38,9 @@ class FSDPEngine:
     All ranks of the default process group construct the engine together; without a group the engine creates one with a
     single rank. Trained parameters are stored in fp32, frozen parameters in the compute dtype.
 
-    Args:
-        build_network: builds the network (see `workers.engine.network`).
-        fsdp_config: sharding, precision and offload.
-        optim_config: optimizer options; None for a frozen model.
-        total_training_steps: number of calls of `train` in the whole run, for the learning-rate schedule.
-        deterministic: see `verl_lite.device.deterministic_kernels`.
+    build_network: see `workers.engine.network`. fsdp_config: sharding, precision and offload. optim_config: None for a
+    frozen model. total_training_steps: number of calls of `train` in the whole run, for the learning-rate schedule.
+    deterministic: see `verl_lite.device.deterministic_kernels`.
     """
 
     def __init__(
@@ -161,12 +158,8 @@ class FSDPEngine:
     def train(self, data: DataProto, loss_fn: LossFunction, **forward_arguments: Any) -> dict[str, Metric]:
         """Trains on a planned batch, one optimizer step per mini-batch; the learning rate advances once per call.
 
-        Args:
-            loss_fn: (micro-batch, outputs (b, R) by name) -> (loss, metrics).
-            forward_arguments: options of the policy's forward.
-
-        Returns:
-            The metrics of the loss, grad_norm and lr.
+        loss_fn: (micro-batch, outputs (b, R) by name) -> (loss, metrics). forward_arguments: options of the policy's
+        forward. Returns the metrics of the loss, grad_norm and lr.
         """
         if self.optimizer is None:
             raise ValueError("this engine was built without an optimizer and cannot train")
@@ -180,13 +173,9 @@ class FSDPEngine:
         return metrics
 
     def infer(self, data: DataProto, **forward_arguments: Any) -> dict[str, torch.Tensor]:
-        """Computes the policy's outputs for a planned batch, without gradient.
+        """Computes the policy's outputs (n, R) by name for a planned batch, on the CPU, zero in padding rows.
 
-        Args:
-            forward_arguments: options of the policy's forward.
-
-        Returns:
-            Outputs (n, R) by name, on the CPU, zero in padding rows.
+        forward_arguments: options of the policy's forward.
         """
         self.policy.eval()
         self._forward_arguments = forward_arguments
@@ -243,9 +232,7 @@ class FSDPEngine:
         Collective. A tied parameter appears once, and an adapter is merged into its base model. A tensor may share
         memory with the engine's parameters: use or copy it before the next training step.
 
-        Args:
-            bucket_bytes: size of the full tensors that are gathered at one time, in bytes. The full adapter is held in
-                memory in addition.
+        bucket_bytes: size of the full tensors gathered at one time; the full adapter needs additional memory.
         """
         yield from self.buffers.items()
         if self.policy.adapter is None:
@@ -261,9 +248,8 @@ class FSDPEngine:
     def save(self, path: str, *, background: bool = False) -> None:
         """Writes model, optimizer, schedule, random states and the network's assets under `path`. Collective.
 
-        Args:
-            background: return as soon as model and optimizer are copied to the host, which needs memory for one more
-                copy of them. The files are written during further training; `finish_save` waits for them.
+        background: return as soon as model and optimizer are copied to the host, which needs memory for one more copy.
+        The files are written during further training; `finish_save` waits for them.
         """
         self.finish_save()
         self.move_in_optimizer()

@@ -19,11 +19,8 @@ from verl_lite.metrics import Metric
 class ShardedAdamW:
     """AdamW (decoupled weight decay, Loshchilov and Hutter 2019) on this rank's shards.
 
-    Moments have the dtype of the parameters, fp32. `to` moves them to the host between updates.
-
-    Args:
-        parameters: sharded parameters by name.
-        shard_group: process group of the ranks that together hold one copy of the parameters.
+    Moments have the dtype of the parameters, fp32. `to` moves them to the host between updates. parameters: sharded
+    parameters by name. shard_group: process group of the ranks that together hold one copy of the parameters.
     """
 
     def __init__(self, parameters: Mapping[str, DTensor], config: OptimConfig, shard_group: dist.ProcessGroup) -> None:
@@ -42,13 +39,9 @@ class ShardedAdamW:
     def step(self, lr: float) -> dict[str, Metric]:
         """Clips the gradients, updates the parameters and clears the gradients.
 
-        If the gradient norm is not finite, the step is skipped: parameters and moments do not change.
-
-        Returns:
-            grad_norm (before clipping, mean over the steps taken) and grad_norm_nonfinite (share of skipped steps).
-
-        Raises:
-            ValueError: a parameter has no gradient.
+        If the gradient norm is not finite, the step is skipped: parameters and moments do not change. Returns grad_norm
+        (before clipping, mean over the steps taken) and grad_norm_nonfinite (share of skipped steps). Raises ValueError
+        if a parameter has no gradient.
         """
         gradients = []
         for name, parameter in self.parameters.items():

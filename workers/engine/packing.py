@@ -39,9 +39,8 @@ class PackedSequences:
 
     runs: (number of sequences, their common length) of each run of equally long sequences, in packing order.
     cu_seqlens: (sequences + 1,) int32, cumulative sequence lengths, on the device.
-    max_length: length of the longest sequence, in tokens.
-    expand: (U,) index in the packed row of each token of the expanded row; None if no prompt is shared.
-    collapse: (T,) an index in the expanded row of each token of the packed row; None if no prompt is shared.
+    expand, collapse: (U,) index in the packed row of each token of the expanded row, and (T,) an index in the expanded
+        row of each token of the packed row; None if no prompt is shared.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -56,12 +55,10 @@ class PackedSequences:
 
     @cached_property
     def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Groups of neighbouring sequences of similar length, for layers that need one row per sequence.
-
-        Each entry is a pair: (n, longest) the index in the packed row of each token, where a shorter sequence repeats
-        its last token; and (sum of lengths,) the flat indices of the n * longest entries that are not padding.
-        Computed once for all layers, without synchronising with the device.
-        """
+        """Groups of neighbouring sequences of similar length, for layers that need one row per sequence. Each entry is
+        a pair: (n, longest) the index in the packed row of each token, where a shorter sequence repeats its last token;
+        and (sum of lengths,) the flat indices of the n * longest entries that are not padding. Computed once for all
+        layers, without synchronising with the device."""
         lengths = torch.tensor([length for count, length in self.runs for _ in range(count)])
         groups, start, device = [], 0, self.cu_seqlens.device
         while start < len(lengths):
@@ -86,11 +83,9 @@ class PackedSequences:
 
     @cached_property
     def borders(self) -> dict[str, torch.Tensor]:
-        """Keyword arguments with the sequence boundaries of `row`, as in transformers' `DataCollatorWithFlattening`.
-
-        seq_idx: (1, U) int32, sequence number of each token. cu_seq_lens_q: cumulative lengths, also under the name
-        cu_seqlens of flash-linear-attention.
-        """
+        """Keyword arguments with the sequence boundaries of `row`, as in transformers' `DataCollatorWithFlattening`:
+        seq_idx (1, U) int32, the sequence number of each token, and cu_seq_lens_q, the cumulative lengths, which
+        flash-linear-attention names cu_seqlens."""
         places, bounds = self.row[0][1].int(), self.cu_seqlens
         seq_idx = torch.bucketize(places, bounds[1:], right=True, out_int32=True).unsqueeze(0)
         return {"seq_idx": seq_idx, "cu_seq_lens_q": bounds, "cu_seqlens": bounds}
@@ -150,9 +145,8 @@ def _moved(inputs: Any, device: torch.device) -> Any:
 def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     """The packed form of a micro-batch. Padding rows and rows whose response_mask is all 0 contribute no tokens.
 
-    Args:
-        columns: input_ids, attention_mask, position_ids (b, P+R), responses and response_mask (b, R), optionally
-            is_padding (b,).
+    columns: input_ids, attention_mask, position_ids (b, P+R), responses, response_mask (b, R), optionally is_padding
+    (b,).
     """
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
@@ -230,13 +224,8 @@ def _inputs(
     index: torch.Tensor,
     **form: Any,
 ) -> ModelInputs:
-    """Builds the inputs of the rows `order` (n,) of a micro-batch.
-
-    Args:
-        used: (n, P+R) True for tokens that influence a prediction.
-        index: (n, P+R) position of these tokens in the flattened input.
-        form: fields of `ModelInputs` that differ between the forms.
-    """
+    """Builds the inputs of the rows `order` (n,) of a micro-batch. used: (n, P+R) True for tokens that influence a
+    prediction; index: (n, P+R) their positions in the flattened input; form: the fields that depend on the form."""
     rows, response_columns = mask[order].nonzero(as_tuple=True)
     token_index = torch.full_like(columns["input_ids"], -1)
     token_index[order] = index.masked_fill(~used, -1)
@@ -303,16 +292,12 @@ def packed_attention(
     Dropout is not applied, because a policy gradient needs the log-probs of the policy that sampled.
 
     Args:
-        query: (1, H, T, D).
-        key, value: (1, K, T, D), where K divides H.
+        query: (1, H, T, D). key, value: (1, K, T, D), where K divides H.
         softcap: soft cap of the scores, as in Gemma 2.
         s_aux: (H,) sinks: scores that take part in the softmax and have no value, as in GPT-OSS.
 
     Returns:
-        (1, T, H, D) and None.
-
-    Raises:
-        ValueError: the layer needs a variant of attention that this function does not compute.
+        (1, T, H, D) and None. Raises ValueError for a variant of attention that is not supported.
     """
     remedy = f"set model.use_remove_padding=false for {type(module).__name__}"
     if packed_sequences is None:
@@ -348,17 +333,12 @@ def by_sequences(
 ) -> Any:
     """Applies a causal layer to a packed row so that each sequence is processed separately.
 
-    Calls the layer once per group of sequences of similar length, with one row per sequence, padded by repeating the
-    last token. Tensors (1, T, ...) among the arguments, also in tuples, belong to the tokens of the row and are split
-    accordingly.
+    Calls the layer's `forward` once per group of sequences of similar length, with one row per sequence, padded by
+    repeating the last token. Splits tensors (1, T, ...) among the arguments, also in tuples, accordingly. Returns the
+    output for the packed row; if the layer returns a tuple, all entries except the first become None.
 
-    Args:
-        forward: the layer's forward.
-        borders: additional keyword arguments for a layer that respects sequence boundaries. The layer is then called
-            only once, with all sequences concatenated in one row.
-
-    Returns:
-        The layer's output for the packed row. If the layer returns a tuple, only its first entry; the others are None.
+    borders: additional keyword arguments for a layer that respects sequence boundaries. The layer is then called only
+    once, with all sequences concatenated in one row.
     """
     total, outputs = len(sequences.row[0][1] if sequences.collapse is None else sequences.collapse), []
 
@@ -380,11 +360,7 @@ def by_sequences(
 
 
 class Scores(NamedTuple):
-    """Options of the attention scores.
-
-    scale: factor of the products of queries and keys. window: number of tokens in the sliding window. softcap: soft cap
-    of the scores. sinks: (H,) scores without a value.
-    """
+    """Options of attention scores: scale of the products, sliding window in tokens, soft cap, sinks (H,)."""
 
     scale: float
     window: int | None
@@ -432,8 +408,8 @@ def _sink_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sinks: torch.Tensor, window: int
 ) -> torch.Tensor:
     """Causal attention with sinks (H,). Shapes as in `_capped_attention`."""
-    # The sink is an additional first key with value 0. An additional dimension of queries and keys makes its product
-    # with a query equal to the head's sink; seven more of zeros keep the size a multiple of 8 for fast kernels.
+    # A sink is a first key with value 0. One more dimension makes its product with a query equal to the head's sink;
+    # seven more of zeros keep the size a multiple of 8 for fast kernels.
     count, heads, length, size = queries.shape
     products = (sinks / scale).to(queries).view(1, -1, 1, 1).expand(count, heads, length, 1)
     sink_key = F.pad(keys.new_ones(count, keys.shape[1], 1, 1), (size, 7))
@@ -455,10 +431,7 @@ def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
 def _varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, sequences: PackedSequences
 ) -> torch.Tensor:
-    """Variable-length flash attention. Inputs and output: (U, heads, D).
-
-    Uses the flash-attn package, otherwise PyTorch's varlen_attn, otherwise `_sdpa_runs`.
-    """
+    """Variable-length attention, (U, heads, D): flash-attn if installed, otherwise PyTorch's own, then `_sdpa_runs`."""
     bounds, longest = sequences.cu_seqlens, sequences.max_length
     where = (bounds, bounds, longest, longest)
     left = -1 if scores.window is None else scores.window - 1

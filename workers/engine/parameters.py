@@ -31,11 +31,8 @@ def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Copies rank 0's tensors into the shards of all ranks. Collective.
-
-    Args:
-        full: full tensors by the names of `parameters` on rank 0; empty on the other ranks.
-    """
+    """Copies rank 0's tensors into the shards of all ranks. Collective. full: full tensors by the names of `parameters`
+    on rank 0; empty on the other ranks."""
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         if dist.get_rank() == 0:

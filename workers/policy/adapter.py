@@ -85,11 +85,8 @@ def linear_layers(network: PreTrainedModel) -> list[str]:
 
 
 def _unreached_layers(network: PreTrainedModel) -> set[str]:
-    """Names of linear layers whose adapter would have no effect.
-
-    Kernels of state-space layers use the weights of such layers without calling the module, and modules that select
-    tokens receive no gradient.
-    """
+    """Names of linear layers whose adapter would have no effect: kernels of state-space layers use their weights
+    without calling the module, and modules that select tokens receive no gradient."""
     unreached: set[str] = set()
     for name, module in network.named_modules():
         kind = type(module).__name__
@@ -149,12 +146,8 @@ def merged(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the base model's weights with the adapter merged: W + scale B A, computed in fp32, in the dtype of W.
 
-    Args:
-        weights: weights of the base model, by its own names or by the names in a network with an adapter.
-        adapter: parameters of the adapter, by the names in the network.
-
-    Yields:
-        (name in the base model, weight).
+    weights: weights of the base model, by its own names or by the names in a network with an adapter. adapter:
+    parameters of the adapter, by the names in the network. Yields (name in the base model, weight).
     """
     for adapted_name, weight in weights:
         name = adapted_name.replace(".base_layer.", ".")

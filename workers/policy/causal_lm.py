@@ -58,13 +58,10 @@ PLAIN_LOGITS = LogitTransform()
 class CausalLMPolicy(Policy):
     """The policy network.
 
-    Args:
-        model: a `...ForCausalLM`. Its parameters have the prefix `model.`, followed by their Hugging Face names.
-        chunk_tokens: number of tokens whose logits exist at one time, if all logits need over KEPT_LOGITS_BYTES.
-        routers: the routers of the model, if the forward needs them.
-
-    Raises:
-        UserError: the model applies another transform to its logits than a `LogitTransform`.
+    model: a `...ForCausalLM`. Its parameters have the prefix `model.`, followed by their Hugging Face names.
+    chunk_tokens: number of tokens whose logits exist at one time, if all logits need over KEPT_LOGITS_BYTES.
+    routers: the routers of the model, if the forward needs them.
+    Raises UserError if the model's transform of its logits is no `LogitTransform`.
     """
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int, routers: Routers | None = None) -> None:
@@ -157,9 +154,8 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
 
     Backbone and output layer are replaced during the run, so the model's parameters are not read.
 
-    Raises:
-        UserError: the output layer does not receive the hidden states, or the model applies more than a scale and a
-            soft cap to the logits. The log-probs computed here would then be those of another distribution.
+    Raises UserError if the output layer does not receive the hidden states, or if the model applies more than a scale
+    and a soft cap to the logits: log-probs computed here would then be those of another distribution.
     """
     backbone, head = model.base_model, model.get_output_embeddings()
     hidden = torch.arange(8.0).view(1, 1, 8)  # exact in each dtype: some networks cast it to the dtype of their weights
@@ -209,12 +205,8 @@ def has_wide_products(device: torch.device) -> bool:
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of softmax(logits / temperature) at N tokens, each (N,) in fp32 (fp64 for fp64 inputs).
-
-    log_probs: log-probs of the targets.
-    entropys: entropies in nats.
-    sum_pi_squared: sums of p^2 over the vocabulary, without gradient.
-    """
+    """Statistics of softmax(logits / temperature) at N tokens, each (N,) in fp32 (fp64 for fp64 inputs): log-probs of
+    the targets, entropies in nats, and sums of p^2 over the vocabulary, without gradient."""
 
     log_probs: torch.Tensor
     entropys: torch.Tensor | None

@@ -33,8 +33,7 @@ from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_laye
 class NetworkSpec:
     """Specification of a network to build on the CPU in `dtype`.
 
-    with_weights: False sets only the buffers and leaves the parameters uninitialised. The operating system allocates
-        no memory for them before they are written.
+    with_weights: False sets only the buffers. The parameters stay uninitialised and need no memory until written.
     """
 
     model: NetworkConfig
@@ -50,9 +49,8 @@ class Policy(EngineNetwork):
     `ModelInputs` and options, and returns outputs (b, R) by name.
 
     adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
-    spec: the specification of the network; set by `token_network`.
-    arrangement: the function that converts micro-batches to inputs (`workers.policy.token_mixing`); set by
-        `token_network`.
+    spec, arrangement: the network's specification, and the function that converts micro-batches to inputs
+        (`workers.policy.token_mixing`); set by `token_network`.
     """
 
     model: PreTrainedModel
@@ -126,11 +124,9 @@ def _freeze_beside_text(network: PreTrainedModel) -> None:
 
 
 def load_model_config(model: NetworkConfig) -> PretrainedConfig:
-    """The model's config with `model.override_config` applied.
-
-    For a multimodal model, returns the config of its text model if transformers has a causal language model for that.
-    Raises UserError if the path or an entry of `model.override_config` does not exist.
-    """
+    """The model's config with `model.override_config` applied. For a multimodal model, returns the config of its text
+    model if transformers has a causal language model for that. Raises UserError if the path or an override does not
+    exist."""
     if model.path is None:
         raise UserError("model.path=null: expected a Hugging Face folder or the name of a cached model")
     remedy = (
@@ -168,10 +164,8 @@ def count_parameters(model: NetworkConfig) -> int:
 
 
 def count_trained(model: NetworkConfig) -> int:
-    """Number of trained parameters, which are the adapter's if there is one, computed from the config.
-
-    Raises UserError if `model.target_modules` names no layer of the network.
-    """
+    """Number of trained parameters, which are the adapter's if there is one, computed from the config. Raises UserError
+    if `model.target_modules` names no layer of the network."""
     return count_trained_parameters(empty_network(model), model)
 
 
@@ -200,11 +194,8 @@ def empty_network(model: NetworkConfig) -> PreTrainedModel:
 def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
     """Builds a network of a transformers Auto class, with dropout and other noise disabled.
 
-    Args:
-        new_head: the head may be missing from the checkpoint and is then initialised with zeros.
-
-    Raises:
-        UserError: the checkpoint lacks other weights, which transformers would initialise at random.
+    new_head: the head may be missing from the checkpoint and is then initialised with zeros. Raises UserError if the
+    checkpoint lacks other weights, which transformers would initialise at random.
     """
     disable_progress_bar()
     if spec.with_weights:
@@ -227,9 +218,8 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
 def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedModel:
     """Builds a network with one label from a saved one, or from a causal language model with a new head of zeros.
 
-    Args:
-        kind: see `workers.policy.classifier`.
-        refusal: message of the UserError for a saved network with several labels; has fields {path} and {labels}.
+    kind: see `workers.policy.classifier`. refusal: message of the UserError for a saved network with several labels;
+    has the fields {path} and {labels}.
     """
     auto_class = classifier_of(kind, spec.config)
     has_head = any(kind in name for name in spec.config.architectures or ())

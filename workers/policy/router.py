@@ -31,10 +31,9 @@ OTHERWISE = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter")  #
 class Routes:
     """The output of one router for T tokens.
 
-    scores: (T, E) probabilities or other positive weights of the experts; logits if is_logits.
-    experts: (T, k) selected experts.
-    changed: (T,) bool, True if the router itself would have selected other experts than the replayed ones; None
-        without replay.
+    scores: (T, E) probabilities or other positive weights of the experts; logits if is_logits. experts: (T, k) selected
+    experts. changed: (T,) bool, True if the router would have selected other experts than the replayed ones; None
+    without replay.
     """
 
     scores: torch.Tensor
@@ -59,12 +58,9 @@ class Routers:
 
     @contextmanager
     def watched(self, given: torch.Tensor | None = None) -> Iterator[list[Routes]]:
-        """Context manager that records the routes of the forward inside, one entry per router.
-
-        Args:
-            given: (T, layers, k) experts to replay where they are not -1. A backward pass after the context, which may
-                recompute parts of the forward, also replays them, and is not recorded.
-        """
+        """Context manager that records the routes of the forward inside, one entry per router. given: (T, layers, k)
+        experts to replay where they are not -1. A backward pass after the context, which may recompute parts of the
+        forward, also replays them, and is not recorded."""
         seen: list[Routes] = []
         self._seen, self._given = seen, given
         try:
@@ -126,10 +122,7 @@ class _Watch(TorchFunctionMode):
 
 
 def find_routers(network: nn.Module) -> list[nn.Module]:
-    """The routers of a network, one for each mixture of experts.
-
-    Raises UserError if the network has no experts or its routers are not supported.
-    """
+    """The routers of a network, one per mixture of experts. Raises UserError without experts or supported routers."""
     names = [(type(module).__name__, module) for module in network.modules()]
     mixtures = sum(name.endswith("Experts") for name, _ in names)
     routers = [module for name, module in names if name.endswith(ROUTERS) and not name.endswith(OTHERWISE)]
@@ -150,9 +143,7 @@ def router_layers(network: nn.Module) -> list[int]:
 
 def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:
     """Raises UserError if the model has no supported routers, or if override_config sets transformers' own router loss.
-
-    Reads only the model's config. options: the options that need routers, for the message.
-    """
+    Reads only the model's config. options: the options that need routers, for the message."""
     for name in ("output_router_logits", "router_aux_loss_coef"):
         if name in model.override_config:
             raise UserError(
@@ -167,10 +158,8 @@ def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:
 
 
 def with_recorded_routes(inputs: ModelInputs, routed_experts: torch.Tensor) -> ModelInputs:
-    """Adds the experts of each token, from routed_experts (b, P+R, layers, k), to the inputs.
-
-    A shared prompt gets the experts of its first row. Raises ValueError if a token of the inputs has no experts.
-    """
+    """Adds the experts of each token, from routed_experts (b, P+R, layers, k), to the inputs. A shared prompt gets the
+    experts of its first row. Raises ValueError if a token of the inputs has no experts."""
     places = inputs.token_index.flatten()
     rows = (places >= 0).nonzero().squeeze(1)
     if (routed_experts.flatten(0, 1)[rows] < 0).any():
@@ -195,14 +184,12 @@ def replay_counts(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.
 
 
 def load_balancing_loss(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.Tensor:
-    """The load-balancing loss (b,) of each sequence, averaged over layers: 1 for an even load, at most E / k; 0 without
-    tokens.
+    """The load-balancing loss (b,) of each sequence, averaged over layers: 1 if even, at most E / k, 0 without tokens.
 
     The loss of one layer is sum_e f_e P_e, where f_e is E / k times the share of the sequence's tokens that selected
     expert e, and P_e is the mean score of expert e over these tokens, with each token's scores normalised to sum 1. It
     is computed per sequence so that it does not depend on the split into micro-batches, unlike the usual product of two
     means over a batch. Only tokens in token_index (see `ModelInputs`) count.
-
     Source: the sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), without its factor.
     """
     rows, columns = (token_index >= 0).nonzero(as_tuple=True)

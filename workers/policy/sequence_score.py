@@ -24,12 +24,8 @@ _REMEDY = "give a model that was trained to score and saved as ...ForSequenceCla
 class SequenceScorePolicy(Policy):
     """The network of a reward model.
 
-    Args:
-        model: a decoder's `...ForSequenceClassification` with one label.
-        option: the key of the model's path, for messages.
-
-    Raises:
-        UserError: the model has no linear layer on its last token, such as an encoder with a pooler.
+    model: a decoder's `...ForSequenceClassification` with one label. option: the key of the model's path, for messages.
+    Raises UserError if the model has no linear layer on its last token, such as an encoder with a pooler.
     """
 
     def __init__(self, model: PreTrainedModel, option: str = "reward_model.model.path") -> None:
@@ -95,9 +91,8 @@ def scored_rows(columns: Mapping[str, torch.Tensor], pad_token_id: int | None) -
     That column follows the last real token of the answer that is not the pad token. If the answer has no such token, it
     is the first column, which the last token of the prompt predicts. A row with an empty response_mask keeps it empty.
 
-    Args:
-        columns: input_ids, attention_mask, position_ids (b, P+R), responses, response_mask (b, R).
-        pad_token_id: pad token of the model; None if it has none.
+    columns: input_ids, attention_mask, position_ids (b, P+R), responses, response_mask (b, R). pad_token_id: pad token
+    of the model; None if it has none.
     """
     answers = columns["responses"]
     real = columns["attention_mask"][:, -answers.shape[1] :] != 0
