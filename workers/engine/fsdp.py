@@ -141,7 +141,8 @@ class FSDPEngine:
 
     @property
     def _state(self) -> dict[str, torch.Tensor]:
-        """The tensors of the network that a checkpoint contains; with an adapter only the adapter's."""
+        """The tensors of the network that a checkpoint contains: the adapter's parameters, or all parameters and
+        buffers."""
         return dict(self.trained) if self.policy.adapter is not None else {**self.parameters, **self.buffers}
 
     def _reshard(self) -> None:

@@ -78,7 +78,7 @@ NetworkBuilder = Callable[[BuildArguments], EngineNetwork]
 def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
     """Modules of these classes, in order of definition, that can be sharded separately.
 
-    Excludes modules nested in another one of the list and modules that share a parameter with another one.
+    Excludes modules inside another module of these classes, and modules that share a parameter with another one.
     """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
