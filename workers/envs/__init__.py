@@ -1,1 +1,1 @@
-"""Environments of agents beside the rollout engine: the pool, its processes, and what goes between them."""
+"""Runs the environments of agents in supervised processes."""

@@ -1,7 +1,8 @@
-"""Environments inside a process of the pool, or in the rollout worker itself (`agentic.env_pool.num_workers: 0`).
+"""Runs environments in a process of the pool, or in the rollout worker (`agentic.env_pool.num_workers: 0`).
 
-An environment object serves one episode after another; one that failed is not used again. What it gives is checked
-against its protocol (trainer/AGENTIC.md): nonsense would fail far away, in the tokenizer or the loss.
+An environment object runs one episode after another and is not used again after a failure. Its return values are
+checked against the protocol (trainer/AGENTIC.md), because invalid values would otherwise fail later, in the tokenizer
+or loss.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ _SHOWN_CHARS = 200
 
 
 class NonsenseError(UserError):
-    """An environment does not keep to the protocol. The message says where, what came and what was expected."""
+    """An environment returned an invalid value. The message names the place, the value and what was expected."""
 
 
 @dataclass(frozen=True)
 class EnvReply:
-    """What a reset or step came to.
+    """The result of a reset or a step.
 
-    error: the environment failed, as a traceback or a sentence; nothing else is set then, and the episode is over.
-    is_timeout: it failed because it took too long.
+    error: traceback or sentence if the environment failed; then no other value is set, and the episode has ended.
+    is_timeout: True if the call exceeded its deadline.
     """
 
     key: Hashable
@@ -44,14 +45,14 @@ class EnvReply:
     is_timeout: bool = False
 
     def digest(self) -> str:
-        """By which two replies are compared: the same observation, reward and end give the same."""
+        """Returns a hash of observation, reward and end of episode, by which two replies are compared."""
         told = (self.observation, self.reward, self.terminated, self.truncated)
         return hashlib.sha256(repr(told).encode(errors="surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Reset an environment of `tag`."""
+    """A call that resets an environment of `tag`."""
 
     tag: str
     seed: int
@@ -59,15 +60,15 @@ class Begin:
 
 @dataclass(frozen=True)
 class Act:
-    """One step of a begun episode; None = one that the environment draws itself, if it can."""
+    """A call that takes one step; action None = drawn by the environment, if it can draw one."""
 
     action: str | None
 
 
 class EnvHost:
-    """The environments of `templates`; a session is an episode.
+    """Handler of a pool's process that runs environments. A session is an episode.
 
-    modules: imported first, for the environments that they register.
+    templates: environment templates by tag. modules: modules to import first, because they register environments.
     """
 
     style = "threads"
@@ -76,14 +77,14 @@ class EnvHost:
     def __init__(self, templates: Mapping[str, EnvTemplate], modules: tuple[str, ...] = ()) -> None:
         import_modules(modules)
         for template in templates.values():
-            find_env(template.env_type)  # now, and not within the deadline of a reset
+            find_env(template.env_type)  # imported here, because an import could exceed the deadline of a reset
         self._templates = templates
         self._episodes: dict[int, tuple[str, Env]] = {}
         self._spare: dict[str, list[Env]] = {tag: [] for tag in templates}
         self._changing = threading.Lock()
 
     def run(self, session: int, payload: Begin | Act) -> EnvReply:
-        """A reset or a step. Raises whatever the environment does, and NonsenseError."""
+        """Runs a reset or a step. Raises NonsenseError and every exception of the environment."""
         try:
             if isinstance(payload, Begin):
                 return read_reset(self._env(session, payload.tag).reset(payload.seed))
@@ -97,7 +98,7 @@ class EnvHost:
             raise
 
     def end(self, session: int) -> None:
-        """The environment of this episode may serve another."""
+        """Makes the environment of an ended episode available for another one."""
         with self._changing:
             if session in self._episodes:
                 tag, env = self._episodes.pop(session)
@@ -114,18 +115,18 @@ class EnvHost:
     def _close(self, session: int) -> None:
         with self._changing:
             _, env = self._episodes.pop(session, (None, None))
-        with contextlib.suppress(BaseException):  # it is thrown away, also where it has no such method
+        with contextlib.suppress(BaseException):  # the environment is discarded, whether or not it can be closed
             env.close()  # type: ignore[union-attr]
 
 
 def read_reset(result: object) -> EnvReply:
-    """Observation and info of a reset. Raises NonsenseError."""
+    """Checks the values of a reset. Raises NonsenseError."""
     observation, info = _parts("reset", result, "(observation, info)")
     return EnvReply(None, _text("the observation of reset", observation), info=_info("reset", info))
 
 
 def read_step(result: object) -> EnvReply:
-    """The five values of a step. Raises NonsenseError."""
+    """Checks the five values of a step. Raises NonsenseError."""
     expected = "(observation, reward, terminated, truncated, info)"
     observation, reward, terminated, truncated, info = _parts("step", result, expected)
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
@@ -155,7 +156,7 @@ def _number(what: str, value: Any) -> float:
 
 
 def _is_flag(value: object) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy's need not be imported here
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy's type, without importing numpy
 
 
 def _info(method: str, info: Any) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Environments of a rollout engine: reset and step at any time, replies as they come, none lost and none late.
+"""The environments of a rollout engine: asynchronous reset and step in supervised processes.
 
-Each `reset` and each `step` gives exactly one `EnvReply` from `poll`, in the order in which they end, unless the
-episode was discarded meanwhile. An environment that raises, hangs, returns nonsense or takes its process down gives a
-reply with `error`, and the others go on. A pool belongs to one thread, as its processes do
-(`workers.pool.process_pool`).
+For each `reset` and `step`, `poll` returns exactly one `EnvReply`, in the order in which they end, unless the episode
+was discarded before. If an environment raises, hangs, returns invalid values or crashes its process, its reply has
+`error` set, and the other environments continue. One thread uses a pool (see `workers.pool.process_pool`).
 """
 
 import functools
@@ -25,7 +24,7 @@ __all__ = ["EnvError", "EnvPool", "EnvReply"]
 
 
 class EnvError(UserError):
-    """Environments cannot be used at all: one fails in the dry run, or their processes do not start."""
+    """The environments cannot be used: one fails in the dry run, or their processes do not start."""
 
 
 @dataclass
@@ -37,11 +36,15 @@ class _Episode:
 
 
 class EnvPool:
-    """The environments of `templates`, in `config.num_workers` processes; 0 = in the caller's thread, one call after
-    the other and without deadlines, where a debugger can stop.
+    """A pool of environments in `config.num_workers` processes.
 
-    modules: imported in each process, for the environments that they register (`verl_lite.envs.env_modules()`).
-    log_dir: what environments print goes to env-{process}.log there; None drops it.
+    With 0 processes, environments run in the caller's thread, one call at a time and without deadlines, for debuggers.
+
+    Args:
+        config: section `agentic.env_pool`.
+        templates: environment templates by tag.
+        modules: modules that each process imports because they register environments (`verl_lite.envs.env_modules()`).
+        log_dir: folder for the logs env-{process}.log with the environments' output; None discards it.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class EnvPool:
         log_dir: str | None = None,
     ) -> None:
         self._templates = dict(templates)
-        self._work = PoolSpec(
+        self._spec = PoolSpec(
             functools.partial(EnvHost, self._templates, tuple(modules)),
             name="env",
             what="environment",
@@ -75,13 +78,11 @@ class EnvPool:
     def start(self) -> ProcessPool | InlinePool:
         """Starts the processes without waiting for them; the first `reset` does it too."""
         if self._pool is None:
-            self._pool = ProcessPool(self._work) if self._work.num_workers else InlinePool(self._work)
+            self._pool = ProcessPool(self._spec) if self._spec.num_workers else InlinePool(self._spec)
         return self._pool
 
     def reset(self, key: Hashable, tag: str, seed: int) -> None:
-        """Begins an episode; a previous one of the same key is discarded. Raises KeyError for a tag that has no
-        template.
-        """
+        """Starts an episode and discards an earlier one with the same key. KeyError for a tag without a template."""
         self.discard(key)
         if tag not in self._templates:
             raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
@@ -90,8 +91,11 @@ class EnvPool:
         self._call(number, Begin(tag, seed))
 
     def step(self, key: Hashable, action: str | None) -> None:
-        """Takes an action; None = one that the environment draws. Raises KeyError for an episode that is not there
-        (never begun, failed, or discarded), ValueError for one whose last reply has not come yet."""
+        """Takes a step. action: None = the environment draws one.
+
+        Raises KeyError for an episode that was not reset, has failed or was discarded, and ValueError if its last reply
+        has not been polled.
+        """
         number = self._ids.get(key)
         if number is None:
             raise KeyError(f"episode {key!r} was not reset, has failed, or was discarded")
@@ -100,7 +104,7 @@ class EnvPool:
         self._call(number, Act(action))
 
     def discard(self, key: Hashable) -> None:
-        """Frees an episode; nothing more is heard of it. Unknown keys are welcome."""
+        """Ends an episode; `poll` returns no more replies of it. Unknown keys are ignored."""
         number = self._ids.pop(key, None)
         if number is not None:
             self._episodes[number].is_discarded = True
@@ -108,18 +112,19 @@ class EnvPool:
                 self._forget(number)
 
     def poll(self, timeout_s: float = 0.0) -> list[EnvReply]:
-        """What ended since; waits up to `timeout_s` for the first. Raises EnvError if no process can be started."""
+        """Returns the new replies; waits up to `timeout_s` for the first. Raises EnvError if no process can be
+        started."""
         until = time.monotonic() + timeout_s
         while True:
             replies = self.start().poll(max(0.0, until - time.monotonic()))
             wanted = [reply for reply in map(self._settle, replies) if reply is not None]
-            if wanted or time.monotonic() >= until or (self._work.num_workers == 0 and not replies):
+            if wanted or time.monotonic() >= until or (self._spec.num_workers == 0 and not replies):
                 return wanted
 
     def dry_run(self, tags: Iterable[str]) -> None:
-        """Resets an environment of each tag with seed 0, takes one step and looks at all that it gives.
+        """Resets one environment of each tag with seed 0, takes one step and checks the returned values.
 
-        Raises EnvError naming the tag, what is wrong and what to change. Not while episodes are under way.
+        Must not be called while episodes run. Raises EnvError with the tag, the problem and what to change.
         """
         tags = list(dict.fromkeys(tags))
         if unknown := set(tags) - set(self._templates):
@@ -150,11 +155,11 @@ class EnvPool:
 
     @property
     def processes_replaced(self) -> int:
-        """How many environment processes were replaced so far: killed, or dead."""
+        """Number of environment processes that died or were killed, and were replaced."""
         return 0 if self._pool is None else self._pool.processes_replaced
 
     def close(self) -> None:
-        """Ends all environment processes, busy or not. Replies that were not polled are lost."""
+        """Kills all environment processes. Replies that were not polled are lost."""
         if self._pool is not None:
             self._pool.close()
 
@@ -176,7 +181,7 @@ class EnvPool:
                 self.start().submit(number, call)
 
     def _settle(self, reply: Reply) -> EnvReply | None:
-        """A reply as the caller gets it; None if nobody wants it."""
+        """Returns the reply for the caller, or None if its episode was discarded."""
         episode = self._episodes[reply.session]
         episode.is_busy = False
         self._running[episode.tag] -= 1

@@ -1,5 +1,6 @@
-"""What goes between a pool and its processes: calls there, replies back, over a socket pair, framed as
-`multiprocessing.Connection` does, which is the process's end. The pool's end never blocks, whatever the process does.
+"""The channel between a pool and one of its processes: a socket pair that carries calls and replies.
+
+The process uses `multiprocessing.Connection`, whose framing the pool's end follows. The pool's end never blocks.
 """
 
 import socket
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CONTROL = -1
-"""In place of the number of a session: of the process itself."""
+"""Session number of messages about the process itself."""
 
 _HEADER = struct.Struct("!iq")
 _NUMBER = struct.Struct("!q")
@@ -17,10 +18,11 @@ _CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Reply:
-    """What a call came to.
+    """The result of a call.
 
-    seconds: it took. error: it failed, as a traceback or a sentence; there is no value then. is_timeout: it failed
-    because it took too long. The first one of CONTROL says how the handler began; further ones answer empty messages.
+    value: what the call returned; None if it failed. seconds: duration of the call. error: traceback or sentence if it
+    failed. is_timeout: True if it exceeded its deadline. The first reply of CONTROL reports how the handler started;
+    further ones answer pings.
     """
 
     session: int
@@ -31,17 +33,17 @@ class Reply:
 
 
 def packed(number: int, message: bytes) -> bytes:
-    """A message of the process's end."""
+    """Adds the session number to a message, in the process."""
     return _NUMBER.pack(number) + message
 
 
 def unpacked(message: bytes) -> tuple[int, bytes]:
-    """A message to the process's end."""
+    """Splits a message into session number and content, in the process."""
     return _NUMBER.unpack_from(message)[0], message[_NUMBER.size :]
 
 
 class PoolEnd:
-    """Sends what the socket takes and keeps the rest for the next `flush`; receives what there is."""
+    """The pool's end: sends as much as the socket accepts and keeps the rest for `flush`; receives without waiting."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -50,12 +52,12 @@ class PoolEnd:
         self.fileno, self.close = end.fileno, end.close
 
     def send(self, number: int, message: bytes) -> None:
-        """Adds to what is sent, and sends what goes."""
+        """Queues a message and sends as much as possible."""
         self._unsent += _HEADER.pack(_NUMBER.size + len(message), number) + message
         self.flush()
 
     def flush(self) -> bool:
-        """True: something is left. If the other end is gone, `receive` tells."""
+        """Sends queued data. Returns True if some is left. A closed other end is reported by `receive`."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -66,7 +68,7 @@ class PoolEnd:
         return False
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that are complete. Sets is_closed when the other end is gone and all is read."""
+        """Returns the complete messages. Sets is_closed when the other end is closed and everything is read."""
         try:
             while chunk := self._socket.recv(_CHUNK_BYTES):
                 self._received += chunk

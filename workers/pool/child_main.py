@@ -1,5 +1,6 @@
-"""The inside of a supervised process: takes calls from its pool, runs them in threads, and sends what they came to.
-Started by `workers.pool.process` as a bare interpreter: it imports neither torch nor the caller's main module.
+"""The main program of a supervised process: receives calls from its pool, runs them in threads and sends the results.
+
+`workers.pool.process` starts it in a bare interpreter, which imports neither torch nor the caller's main module.
 """
 
 import ctypes
@@ -21,10 +22,10 @@ from verl_lite.errors import UserError, user_traceback
 from workers.pool.channel import CONTROL, Reply, packed, unpacked
 
 STACK_SIGNAL = signal.SIGUSR1
-"""On this signal the process writes down the stacks of its threads, whatever it is doing."""
+"""Signal on which the process writes the stacks of its threads to a file, even inside C code."""
 
 CONCURRENT = ("async", "threads")
-"""Styles of handlers that take several calls at a time."""
+"""Styles of handlers that run several calls at the same time."""
 
 _REPLY_BYTES_MAX = 64 << 20
 _TRACEBACK_CHARS = 8000
@@ -34,30 +35,31 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Overdue(Exception):
-    """A handler ended a call because it took too long; says what it did to it."""
+    """Raised by a handler that ended a call because it took too long. The message says how the call was ended."""
 
 
 class Handler(Protocol):
-    """The work of a process.
+    """Runs the calls of a process.
 
-    style: told to the pool when the process is ready. `threads`: each call has a thread; `async`: the code of all calls
-    runs in `thread` (by `threading.get_ident`), in an event loop; else it takes one call at a time.
+    style: how calls run. `threads`: each call in its own thread; `async`: all calls in one event loop, in the thread
+    `thread` (a `threading.get_ident`); any other style: one call at a time.
     """
 
     style: str
     thread: int | None
 
     def run(self, session: int, payload: Any) -> Any:
-        """A call; its value is pickled, and what it raises is the reply's error."""
+        """Runs a call. The returned value is pickled; an exception becomes the reply's error."""
         ...
 
     def end(self, session: int) -> None:
-        """Nothing more comes from this session. Called in a thread of its own."""
+        """Called when a session has ended, in the thread that reads calls."""
         ...
 
 
 def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
-    """Serves until the pool closes its end. The first message is pickled, and gives the `Handler` when it is called."""
+    """Serves calls until the pool closes its end. The first message is a pickled function that creates the
+    `Handler`."""
     die_with_parent(parent_pid)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes hear no SIGTERM; what user code starts here does
     faulthandler.enable(stacks_fd)
@@ -87,27 +89,27 @@ def perform(session: int, work: Callable[[], Any]) -> Reply:
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error that says what to change; the traceback of any other."""
+    """Returns the message of a `UserError` or `Overdue`, and the traceback of any other error."""
     return str(error) if isinstance(error, UserError | Overdue) else user_traceback(error)[-_TRACEBACK_CHARS:]
 
 
 class Child:
-    """Runs the calls that come in their order, each in a thread. The first thread is the main thread, in which user
-    code may use signals; more start with the calls."""
+    """Runs calls in the order of their arrival. The main thread is the first worker thread, so that user code can use
+    signals; further threads start when calls arrive."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._pid, self._sending = connection, os.getpid(), threading.Lock()
-        self._threads: dict[int, int] = {}  # of the sessions whose code runs
+        self._threads: dict[int, int] = {}  # thread by session, for running calls
         self._calls: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
     def serve(self, handler: Handler, threads: int) -> None:
-        """Serves until the pool closes its end."""
+        """Serves calls until the pool closes its end."""
         self.deliver(Reply(CONTROL, handler.style))
         threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True).start()
         self._work(handler)
 
     def deliver(self, reply: Reply) -> None:
-        """Sends it to the pool; from any thread."""
+        """Sends a reply to the pool. Can be called from any thread."""
         message = packed(reply.session, _pickled(reply))
         with self._sending:
             self._connection.send_bytes(message)
@@ -117,7 +119,7 @@ class Child:
             while True:
                 number, message = unpacked(self._connection.recv_bytes())
                 if number == CONTROL:
-                    time.sleep(_PONG_AFTER_S)  # those that were held up by another, which just ended, end now too
+                    time.sleep(_PONG_AFTER_S)  # calls that were blocked by another one, which just ended, can end first
                     self.deliver(Reply(CONTROL, self._stacks()))
                 elif not message:
                     handler.end(number)
@@ -126,8 +128,8 @@ class Child:
                     if (threads := threads - 1) > 0:
                         threading.Thread(target=self._work, args=(handler,), daemon=True).start()
         except EOFError:
-            os._exit(0)  # the pool is gone; what still runs is nobody's
-        except BaseException:  # user code closed the connection, or what came cannot be read
+            os._exit(0)  # the pool is gone, and nobody waits for running calls
+        except BaseException:  # user code closed the connection, or a message cannot be read
             os._exit(1)
 
     def _work(self, handler: Handler) -> None:
@@ -135,13 +137,13 @@ class Child:
             session, payload = self._calls.get()
             self._threads[session] = handler.thread or threading.get_ident()
             reply = perform(session, partial(handler.run, session, payload))
-            if os.getpid() != self._pid:  # a fork inside untrusted code came back, and only one may go on
+            if os.getpid() != self._pid:  # untrusted code forked; only the parent continues
                 os._exit(1)
             del self._threads[session]
             self.deliver(reply)
 
     def _stacks(self) -> dict[int, str]:
-        """Where the code of each session is."""
+        """Returns the stack of each running call by session."""
         frames, running = sys._current_frames(), self._threads.copy().items()
         return {x: "".join(traceback.format_stack(frames[thread])) for x, thread in running if thread in frames}
 
@@ -149,12 +151,12 @@ class Child:
 def _pickled(reply: Reply) -> bytes:
     try:
         message = pickle.dumps(reply)
-    except Exception as error:  # whatever objects untrusted code gives may raise anything
-        reason = f"What it gave cannot go to another process: {type(error).__name__}: {error}"
+    except Exception as error:  # pickling objects of untrusted code can raise anything
+        reason = f"The returned value cannot be pickled: {type(error).__name__}: {error}"
     else:
         if len(message) <= _REPLY_BYTES_MAX:
             return message
-        reason = f"What it gave is {len(message) >> 20} MiB long; {_REPLY_BYTES_MAX >> 20} MiB are allowed"
+        reason = f"The returned value has {len(message) >> 20} MiB; at most {_REPLY_BYTES_MAX >> 20} MiB are allowed"
     return pickle.dumps(Reply(reply.session, seconds=reply.seconds, error=reason))
 
 
@@ -165,5 +167,5 @@ def die_with_parent(parent_pid: int) -> None:
     """
     if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # the parent died before the call above
         os._exit(1)

@@ -1,8 +1,7 @@
-"""One supervised process as its pool sees it: start it, send calls, take replies, kill it with all that it started, say
-what it died of and where its threads were.
+"""One supervised process, as its pool uses it: start, calls and replies, kill with all descendants, cause of death.
 
-It runs a bare interpreter in a session of its own. What it prints comes through a pipe, of which the beginning goes to
-a log and the end is kept, so that nothing that it prints can fill memory or disk.
+The process is a bare interpreter in its own operating-system session. Its output comes through a pipe; the beginning is
+written to a log and the end is kept in memory, so that no amount of output fills memory or disk.
 """
 
 import contextlib
@@ -33,16 +32,16 @@ _STACK_TIMEOUT_S = 0.5
 _STACK_PAUSE_S = 0.05
 _STACK_BYTES_MAX = 1 << 20
 _CRASH = re.compile(r"(Fatal Python error:[^\n]*\n).*?(Current thread [^\n]*(?:\n[^\n]+)*)", re.DOTALL)
-"""As `faulthandler` tells it: other threads stand before and after, between empty lines."""
+"""The crashed thread in the output of `faulthandler`; empty lines separate it from other threads."""
 
 
 class Process:
-    """A process, started by the constructor, in a thread that has to outlive it.
+    """A supervised process. The constructor starts it; the thread that calls the constructor must outlive the process.
 
-    make: pickled; called there, it gives the `Handler`. threads: it runs so many calls at once, at most. sessions:
-    those that live there. sent: sessions with a call under way, in order, and when its turn came. is_loaded: it takes
-    calls. is_alone: it has one call under way at most, and gets no new sessions. pinged_at: when it was
-    asked for a sign of life that has not come.
+    make: pickled function that creates the `Handler` in the process. threads: maximum number of calls at the same time.
+    sessions: numbers of the sessions in the process. sent: sessions with an unanswered call, in order, with the time at
+    which the call started. is_loaded: True when the process accepts calls. is_alone: True for a process that runs one
+    call at a time and gets no new sessions. pinged_at: time of a ping that is not answered yet.
     """
 
     def __init__(self, make: bytes, threads: int, log_path: str | None, *, is_alone: bool = False) -> None:
@@ -82,7 +81,7 @@ class Process:
         self.channel.send(session, pickle.dumps(payload))
 
     def begin(self, threads: int) -> None:
-        """It has started: what was sent begins now."""
+        """Marks the process as started; the deadlines of calls that were sent before begin now."""
         self.threads, self.sent = threads, dict.fromkeys(self.sent, time.monotonic())
 
     def end(self, session: int) -> None:
@@ -93,55 +92,56 @@ class Process:
         self.channel.send(CONTROL, b"")
 
     def receive(self) -> list[Reply]:
-        """What it said. Sets channel.is_closed if it is dead."""
+        """Returns the replies that have arrived. Sets channel.is_closed if the process is dead."""
         replies = []
         for number, message in self.channel.receive():
             if number != CONTROL:
                 if self.sent.pop(number, None) is None:
-                    continue  # untrusted code may write, too
-                for session in itertools.islice(self.sent, self.threads - 1, self.threads):  # its turn comes
+                    continue  # untrusted code can write to the channel, too
+                for session in itertools.islice(self.sent, self.threads - 1, self.threads):  # a waiting call starts
                     self.sent[session] = time.monotonic()
             try:
                 replies.append(pickle.loads(message))
-            except Exception as error:  # objects that untrusted code made up may do anything when they are put together
-                reason = f"What it gave cannot be read here: {type(error).__name__}: {error}"
+            except Exception as error:  # unpickling objects of untrusted code can raise anything
+                reason = f"The returned value cannot be unpickled: {type(error).__name__}: {error}"
                 replies.append(Reply(number, error=reason))
         return replies
 
     def running(self) -> dict[int, float]:
-        """The sessions whose code runs, or ran when the process died, and since when."""
+        """Returns the sessions with a running call (in a dead process: at its death) and the start time of the call."""
         return dict(itertools.islice(self.sent.items(), self.threads))
 
     def crash(self) -> str:
-        """Of a dead process: the stack of its crash, if it left one."""
+        """Returns the crash stack that a dead process left, or an empty text."""
         found = _CRASH.search(self._written_stacks())
         return found[1] + found[2] if found else ""
 
     def stacks(self) -> str:
-        """Where its threads are, inside C code too: it writes that down whatever it is doing."""
+        """Returns the stacks of all threads, by a signal that the process answers even inside C code."""
         before = text = self._written_stacks()
         os.kill(self._process.pid, STACK_SIGNAL)
         until = time.monotonic() + _STACK_TIMEOUT_S
         while time.monotonic() < until:
             time.sleep(_STACK_PAUSE_S)
             last, text = text, self._written_stacks()
-            if last == text != before:  # it comes in pieces
+            if last == text != before:  # the stacks arrive in several pieces
                 break
         return text[-_SHOWN_CHARS:]
 
     def last_words(self) -> str:
-        """Of a dead process: the stack of its crash, or else the end of what it printed."""
+        """Returns the crash stack of a dead process, or else the end of its output."""
         shown = self.crash() or self._printed_tail.decode(errors="replace")[-_SHOWN_CHARS:]
         return f"\n{shown}" if shown else ""
 
     def note(self, text: str) -> None:
-        """Adds a line to the log of what its untrusted code prints."""
+        """Appends a line to the log of the process."""
         if self.log_path is not None:
             with contextlib.suppress(OSError), Path(self.log_path).open("a", encoding="utf-8") as file:
                 file.write(f"[{time.strftime('%H:%M:%S')} {text}]\n")
 
     def cause_of_death(self) -> str:
-        """What ended it; waits a little for its end. Kill it afterwards: what it started may live on."""
+        """Returns how the process ended, after waiting shortly for its end. Call `kill` afterwards for its
+        descendants."""
         try:
             code = self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -151,8 +151,8 @@ class Process:
         return f"was killed by {signal.Signals(-code).name}"
 
     def kill(self) -> None:
-        """Ends the process and all that it started, also in sessions of their own, and waits for its end. What it has
-        said can still be received."""
+        """Kills the process and all its descendants, including those in other operating-system sessions, and waits for
+        its end. Messages that it sent before can still be received."""
         if self._is_killed:
             return
         self._is_killed = True
@@ -166,7 +166,7 @@ class Process:
         self._reader.join(_END_TIMEOUT_S)
 
     def close(self) -> None:
-        """Frees what the pool holds of a killed process."""
+        """Closes the files of a killed process."""
         self.channel.close()
         self._stacks.close()
 
@@ -174,8 +174,11 @@ class Process:
         return os.pread(self._stacks.fileno(), _STACK_BYTES_MAX, 0).decode(errors="replace")
 
     def _keep_output(self, output: int) -> None:
-        """Runs in a thread: up to a number of bytes go to the log, which the processes that replace one another write
-        to and which is begun anew when it is longer than that. A disk that is full drops what is printed."""
+        """Copies the output to the log, in a thread, up to PRINTED_BYTES_MAX bytes per process.
+
+        Processes that replace each other append to the same log; a log that is too long is overwritten. Output that
+        cannot be written, for example to a full disk, is dropped.
+        """
         path, left = self.log_path or os.devnull, PRINTED_BYTES_MAX
         is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
         with open(output, "rb", buffering=0) as pipe, open(path, "wb" if is_long else "ab", buffering=0) as log:

@@ -1,14 +1,14 @@
-"""A pool of supervised processes: deadlines, deaths, and what becomes of the others.
+"""A pool of supervised processes with deadlines, which survives the death of its processes.
 
-Its unit is the session: calls made one after the other in one process, whose state they may keep there (an episode of
-an environment), or a single call (a reward). Calls of many sessions run at the same time.
+The pool runs sessions. A session is a sequence of calls in one process that may keep state there (an episode of an
+environment), or a single call (a reward). Calls of many sessions run at the same time.
 
-- A call that raises, or takes longer than its deadline, has failed; in the latter case its process is killed.
-- When a process dies or is killed, what its other sessions did is done again in another: the same calls, which have to
-  give the same replies. A session whose replies differ has failed.
-- Who brought a process down has failed, if the stack of a crash tells. Otherwise each that was at work goes on in a
-  process that runs one call at a time, and has failed if that dies too. So a process that was killed from outside costs
-  nobody a result.
+- A call fails if it raises or exceeds its deadline. In the second case its process is killed.
+- When a process dies or is killed, its other sessions continue in another process, which repeats their calls. A session
+  fails if a repeated call gives another reply.
+- If a crash's stack shows which session caused it, that session fails. Otherwise every session that was running a call
+  continues in a process that runs one call at a time, and fails if that process dies too. A process that is killed from
+  outside therefore costs no result.
 """
 
 import math
@@ -35,12 +35,14 @@ _FAILED_STARTS_MAX = 3
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What a pool is for.
+    """Description of a pool.
 
-    make: gives the `Handler` inside each process; pickled. what: is blamed in messages. options: the section of the
-    configuration that the limits stand in. digest: of a reply's value, by which repeated calls are compared; None =
-    sessions are single calls. error: raised when no process can be used. log_dir: what the code prints goes to
-    {name}-{process}.log there; None drops it.
+    make: picklable function that creates the `Handler` in each process. name: prefix of log files. what: name of the
+    called code in messages, such as "reward function". options: section of the configuration with the limits. error:
+    exception type that is raised if no process can be used. num_workers: processes. threads: calls per process at the
+    same time, for handlers that support it. timeout_s: deadline of a call. digest: function of a reply's value, by
+    which repeated calls are compared; None if sessions are single calls. log_dir: folder of the logs
+    {name}-{process}.log with the output of the code; None discards the output.
     """
 
     make: Callable[[], Handler]
@@ -57,8 +59,8 @@ class PoolSpec:
 
 @dataclass
 class _Session:
-    """process: where it lives. done: the payloads of its calls so far, each with the digest of its reply. seen: how
-    many of them its process has run. call: what the caller waits for, in a tuple."""
+    """A session. process: the process that runs it. done: payload and digest of the reply for each finished call. seen:
+    number of these calls that the current process has run. call: payload of the running call, in a tuple."""
 
     number: int
     process: Process
@@ -68,12 +70,12 @@ class _Session:
 
 
 class InlinePool:
-    """As `ProcessPool`, in the caller's thread, where a debugger can stop: a call has ended when `submit` returns."""
+    """The interface of `ProcessPool` in the caller's thread, for debuggers: a call has ended when `submit` returns."""
 
     processes_replaced = 0
 
-    def __init__(self, work: PoolSpec) -> None:
-        self._handler = work.make()
+    def __init__(self, spec: PoolSpec) -> None:
+        self._handler = spec.make()
         self.end = self._handler.end
         self._replies: list[Reply] = []
 
@@ -85,24 +87,24 @@ class InlinePool:
         return replies
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class ProcessPool:
-    """`work.num_workers` processes, started by the constructor, and those that are being retired.
+    """A pool of `num_workers` processes, which the constructor starts.
 
-    It belongs to one thread, which has to outlive it: nothing happens outside its methods. processes_replaced: how
-    many died or were killed. style: of the handlers; None until one is ready.
+    One thread uses the pool and must outlive it; the pool works only inside its methods. processes_replaced: number of
+    processes that died or were killed. style: `Handler.style`; None until a process is ready.
     """
 
-    def __init__(self, work: PoolSpec) -> None:
+    def __init__(self, spec: PoolSpec) -> None:
         self.processes_replaced = 0
         self.style: str | None = None
-        self._work = work
-        self._make = pickle.dumps(work.make)
-        self._overdue = f"took longer than {work.options}.timeout_s={work.timeout_s:g} seconds"
-        self._check_s = min(_CHECK_S, work.timeout_s / 4)
-        self._timeout_s = work.timeout_s
+        self._spec = spec
+        self._make = pickle.dumps(spec.make)
+        self._overdue = f"took longer than {spec.options}.timeout_s={spec.timeout_s:g} seconds"
+        self._check_s = min(_CHECK_S, spec.timeout_s / 4)
+        self._timeout_s = spec.timeout_s
         self._sessions: dict[int, _Session] = {}
         self._processes: list[Process] = []
         self._replies: list[Reply] = []
@@ -113,8 +115,10 @@ class ProcessPool:
         self._fill()
 
     def submit(self, number: int, payload: Any, process: Process | None = None) -> None:
-        """Sends the next call of a session, or begins it in `process`, None = the emptiest; its reply comes from
-        `poll`. An error ends the session."""
+        """Sends the next call of a session. `poll` returns its reply; an error ends the session.
+
+        process: where a new session starts; None = the process with the fewest sessions.
+        """
         session = self._sessions.get(number)
         if session is None:
             session = self._sessions[number] = _Session(number, process or self.emptiest())
@@ -123,13 +127,13 @@ class ProcessPool:
         self._advance(session)
 
     def end(self, number: int) -> None:
-        """Frees a session, of which no call is under way."""
+        """Ends a session that has no running call."""
         if number in self._sessions:
             self._forget(self._sessions[number])
 
     def poll(self, timeout_s: float) -> list[Reply]:
-        """What ended since; waits up to that long for the first, for `wake`, or for a process that is ready. Raises
-        `work.error` if no process can be used."""
+        """Returns the replies since the last call. Waits up to timeout_s for the first reply, for `wake` or for a
+        process that becomes ready. Raises the spec's `error` if no process can be used."""
         until = time.monotonic() + timeout_s
         while True:
             if time.monotonic() >= self._next_check:
@@ -140,19 +144,19 @@ class ProcessPool:
                 return replies
 
     def wake(self) -> None:
-        """Ends a `poll` that waits; from any thread."""
+        """Interrupts a waiting `poll`. Can be called from any thread."""
         try:
             self._wake_writer.send(b"w")
-        except OSError:  # thousands of them unread, or the pool is closed
+        except OSError:  # the socket is full of unread wake-ups, or the pool is closed
             pass
 
     def emptiest(self) -> Process:
-        """The process for a new session: with the fewest others, of those that are ready if one is."""
+        """Returns the process with the fewest sessions, preferring processes that are ready."""
         open_ones = [process for process in self._processes if not process.is_alone]
         return min(open_ones, key=lambda process: (not process.is_loaded, len(process.sessions)))
 
     def close(self) -> None:
-        """Ends all processes, busy or not."""
+        """Kills all processes."""
         for process in list(self._processes):
             self._dispose(process)
         self._sessions = {}
@@ -162,16 +166,16 @@ class ProcessPool:
     # -------------------------------------------------------------------------------------------- starting and ending
 
     def _fill(self) -> None:
-        """Starts processes until `num_workers` take new sessions."""
-        for _ in range(self._work.num_workers - sum(not process.is_alone for process in self._processes)):
-            self._start(self._work.threads)
+        """Starts processes until `num_workers` of them accept new sessions."""
+        for _ in range(self._spec.num_workers - sum(not process.is_alone for process in self._processes)):
+            self._start(self._spec.threads)
 
     def _start(self, threads: int, *, is_alone: bool = False) -> Process:
-        work, log_path = self._work, None
-        if work.log_dir is not None:
-            Path(work.log_dir).mkdir(parents=True, exist_ok=True)
+        spec, log_path = self._spec, None
+        if spec.log_dir is not None:
+            Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
             taken = {process.log_path for process in self._processes}
-            paths = (str(Path(work.log_dir) / f"{work.name}-{number}.log") for number in range(len(taken) + 1))
+            paths = (str(Path(spec.log_dir) / f"{spec.name}-{number}.log") for number in range(len(taken) + 1))
             log_path = next(path for path in paths if path not in taken)
         process = Process(self._make, threads, log_path, is_alone=is_alone)
         self._processes.append(process)
@@ -186,7 +190,8 @@ class ProcessPool:
     # ---------------------------------------------------------------------------------------------- calls and replies
 
     def _advance(self, session: _Session) -> None:
-        """Sends a call if one is waited for: first those that the session's process has not run yet."""
+        """Sends the session's next call, if there is one. Finished calls that its process has not run are repeated
+        first."""
         process = session.process
         if session.call is None or session.number in process.sent or (process.is_alone and process.sent):
             return
@@ -197,7 +202,7 @@ class ProcessPool:
     def _answer(self, session: _Session, reply: Reply) -> None:
         session.call = None
         self._replies.append(reply)
-        if reply.error is not None or self._work.digest is None:
+        if reply.error is not None or self._spec.digest is None:
             self._forget(session)
 
     def _forget(self, session: _Session) -> None:
@@ -207,11 +212,11 @@ class ProcessPool:
         if process in self._processes:
             if process.is_alone and not process.sessions:
                 self._dispose(process)
-            elif self._work.digest is not None:
+            elif self._spec.digest is not None:
                 process.end(session.number)
 
     def _receive(self, timeout_s: float) -> bool:
-        """Takes what comes within that time. True: it was woken."""
+        """Processes the messages that arrive within timeout_s. Returns True if `wake` was called."""
         if any([process.channel.flush() for process in self._processes]):
             timeout_s = min(timeout_s, self._check_s / 10)
         of_channel = {process.channel: process for process in self._processes}
@@ -231,25 +236,25 @@ class ProcessPool:
                 process.pinged_at = None
                 self._end_overdue(process, reply.value, is_frozen=False)
             elif reply.error is not None:
-                raise self._work.error(f"The {self._work.what} does not load.\n{reply.error}")
+                raise self._spec.error(f"The {self._spec.what} does not load.\n{reply.error}")
             else:
                 process.is_loaded, self.style, self._failed_starts = True, reply.value, 0
                 process.begin(process.threads if self.style in CONCURRENT else 1)
-                if self.style == "async":  # where no call blocks the loop, its handler cancels what is late
-                    self._timeout_s = self._work.timeout_s + _CANCEL_S
-                self.wake()  # there is room for new sessions
+                if self.style == "async":  # the handler itself cancels late calls, unless one blocks the event loop
+                    self._timeout_s = self._spec.timeout_s + _CANCEL_S
+                self.wake()  # new sessions can start
 
     def _take_reply(self, process: Process, reply: Reply) -> None:
-        session, digest = self._sessions.get(reply.session), self._work.digest
+        session, digest = self._sessions.get(reply.session), self._spec.digest
         if session is None or session.process is not process:
             return
-        told = None if reply.error is not None or digest is None else digest(reply.value)
+        found = None if reply.error is not None or digest is None else digest(reply.value)
         if session.seen == len(session.done):
-            if told is not None and session.call is not None:
-                session.done.append((*session.call, told))
+            if found is not None and session.call is not None:
+                session.done.append((*session.call, found))
                 session.seen += 1
             self._answer(session, reply)
-        elif told == session.done[session.seen][1]:  # a call that was done again
+        elif found == session.done[session.seen][1]:  # a repeated call
             session.seen += 1
             self._advance(session)
         else:
@@ -264,7 +269,7 @@ class ProcessPool:
     # ------------------------------------------------------------------------------------------------------- watching
 
     def _check(self) -> None:
-        """What takes too long; nothing if there is nothing to watch."""
+        """Handles calls and starts that take too long."""
         now = time.monotonic()
         self._next_check = math.inf
         for process in list(self._processes):
@@ -274,7 +279,7 @@ class ProcessPool:
             if not process.is_loaded:
                 if now > process.started_at + START_TIMEOUT_S:
                     how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.last_words()}"
-                    raise self._work.error(f"The {self._work.what}'s process {how}")
+                    raise self._spec.error(f"The {self._spec.what}'s process {how}")
             elif process.pinged_at is not None:
                 if now > process.pinged_at + _ANSWER_S:
                     stacks = process.stacks()
@@ -285,8 +290,9 @@ class ProcessPool:
                 process.ping()
 
     def _end_overdue(self, process: Process, stacks: Mapping[int, str], *, is_frozen: bool) -> None:
-        """Ends a process in which a call is overdue. If others of its threads go on, that call is so by itself; if it
-        is frozen, because one holds the interpreter's lock, or if calls share a thread, any of them may be the one."""
+        """Kills a process that has an overdue call. The overdue call is known to be the cause if other threads of the
+        process still run. If the process is frozen (one call holds the interpreter's lock) or calls share a thread, any
+        running call can be the cause."""
         before, running = time.monotonic() - self._timeout_s, process.running()
         culprits = [session for session, since in running.items() if since < before]
         if culprits:
@@ -301,23 +307,24 @@ class ProcessPool:
         stacks: Mapping[int, str] | None = None,
         is_timeout: bool = False,
     ) -> None:
-        """A process is dead, or has to be. culprits: whose fault that certainly is; none = whoever it looks like."""
+        """Replaces a process that died or must be killed. culprits: sessions that certainly caused it; empty =
+        unknown."""
         process.kill()
         self._take_messages(process)
         if process not in self._processes:
-            return  # by what it still said
+            return  # a last message has already removed the process
         running = list(process.running())
         candidates = [number for number in culprits or running if number in running]
         is_certain = bool(culprits) or process.is_alone or (len(running) == 1 and process.crash() != "")
         last_words = process.last_words()
-        process.note(f"this process was replaced: the {self._work.what} {how}")
+        process.note(f"this process was replaced: the {self._spec.what} {how}")
         self.processes_replaced += not process.is_alone
         sessions = [self._sessions[number] for number in sorted(process.sessions)]
         self._dispose(process)
         if not process.is_loaded:
             self._failed_starts += 1
             if self.style is None or self._failed_starts >= _FAILED_STARTS_MAX:
-                raise self._work.error(f"The {self._work.what} {how} while it started.{last_words}")
+                raise self._spec.error(f"The {self._spec.what} {how} while it started.{last_words}")
         self._fill()
         alone = None
         for session in sessions:
@@ -325,7 +332,7 @@ class ProcessPool:
             if is_candidate and is_certain:
                 stack = (stacks or {}).get(session.number)
                 details = f" It was here:\n{stack}" if stack else last_words
-                error = f"The {self._work.what} {how}; its process was replaced.{details}"
+                error = f"The {self._spec.what} {how}; its process was replaced.{details}"
                 self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
                 continue
             alone = alone or (self._start(1, is_alone=True) if is_candidate else None)

@@ -1,1 +1,1 @@
-"""Reward functions in processes of their own: the pool, its supervisor, and the inside of a process."""
+"""Runs reward functions in supervised processes."""

@@ -1,8 +1,8 @@
-"""Scores answers in processes of their own, which are killed when they hang and replaced when they die.
+"""Scores answers in supervised processes, which are killed when they hang and replaced when they die.
 
-Takes `RewardItem`s at any time from any thread (`submit`), gives `RewardResult`s by key (`collect`). A sample whose
-reward raises, returns nonsense, takes longer than `reward.timeout_s` or takes its process down is `failed`; the samples
-that were in the process with it are scored all the same (`workers.pool.process_pool`).
+Any thread can `submit` `RewardItem`s at any time and `collect` their `RewardResult`s by key. A sample is `failed` if
+its reward function raises, returns an invalid value, exceeds `reward.timeout_s` or crashes its process. Other samples
+in the same process are still scored (see `workers.pool.process_pool`).
 """
 
 import asyncio
@@ -31,14 +31,14 @@ _SENT_AHEAD_MAX = 256
 
 
 class RewardError(UserError):
-    """The reward function cannot be used at all: it does not load, or fails on a row of the dataset."""
+    """The reward function cannot be used: it does not load, or fails on a row of the dataset."""
 
 
 class RewardHandler:
-    """The reward function inside a process; imports no torch. Scores lists of samples: of one, but for style batch.
+    """Handler of a pool's process that calls the reward function on lists of samples. It does not import torch.
 
-    Calls of an async function run at once in one event loop, in a thread of its own; one that is
-    overdue is cancelled, and the others go on.
+    Only the style `batch` gets lists of several samples. Calls of an async function run concurrently in one event loop
+    in a separate thread; an overdue call is cancelled, and the others continue.
     """
 
     def __init__(self, config: RewardConfig, modules: tuple[str, ...]) -> None:
@@ -47,23 +47,23 @@ class RewardHandler:
         self.thread: int | None = None
         if self.style == "async":
             self._loop = asyncio.new_event_loop()
-            os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))  # only one loop may go on
+            os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))  # only the parent's loop continues
             thread = threading.Thread(target=self._run_loop, daemon=True)
             thread.start()
             self.thread = thread.ident
 
     def run(self, session: int, items: list[RewardItem]) -> list[RewardResult]:
-        """A list that fails as a whole raises."""
+        """Scores a list of samples. Raises if the call fails for the whole list."""
         if self.style == "async":
             return asyncio.run_coroutine_threadsafe(self._awaited(items[0]), self._loop).result()
         return self._scorer.score_list(items) if self.style == "batch" else self._scorer.score_all(items)
 
     def end(self, session: int) -> None:
-        """Nothing is kept."""
+        """Does nothing: calls keep no state."""
 
     def _run_loop(self) -> None:
         while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of one task, which has it as its error
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by one task, which stores it as its error
                 self._loop.run_forever()
 
     async def _awaited(self, item: RewardItem) -> list[RewardResult]:
@@ -77,24 +77,28 @@ class RewardHandler:
 
 
 def _load(config: RewardConfig, modules: tuple[str, ...]) -> Scorer:
-    """modules: imported first, for the rewards that they register."""
+    """Loads the reward function. modules: modules to import first, because they register rewards."""
     import_modules(modules)
     return load_scorer(config)
 
 
 class RewardPool:
-    """The reward function of a run, in `num_workers` processes; 0 = in the caller's thread, where a debugger can stop
-    (and no deadline holds).
+    """The reward function of a run in `num_workers` processes.
 
-    modules: imported in each process, for the rewards that they register (`verl_lite.rewards.reward_modules()`).
-    log_dir: what reward functions print goes to reward-{process}.log there; None drops it.
+    With 0 processes the function runs in the caller's thread, without deadlines, for debuggers.
+
+    Args:
+        config: section `reward`.
+        num_workers: number of processes.
+        modules: modules that each process imports because they register rewards (`verl_lite.rewards.reward_modules()`).
+        log_dir: folder for the logs reward-{process}.log with the function's output; None discards it.
     """
 
     def __init__(
         self, config: RewardConfig, num_workers: int, *, modules: Sequence[str] = (), log_dir: str | None = None
     ) -> None:
         self._config, self._modules = config, tuple(modules)
-        self._work = PoolSpec(
+        self._spec = PoolSpec(
             functools.partial(RewardHandler, config, self._modules),
             name="reward",
             what="reward function",
@@ -109,9 +113,9 @@ class RewardPool:
         self._expected: set[Hashable] = set()
         self._results: dict[Hashable, RewardResult] = {}
         self._failure: str | None = None
-        self._inline: Scorer | None = None  # without processes
+        self._inline: Scorer | None = None  # used without processes
         self._queue: deque[RewardItem] = deque()
-        self._alone: deque[RewardItem] = deque()  # of lists that failed as a whole: each is called by itself
+        self._alone: deque[RewardItem] = deque()  # samples of failed lists, which are scored one by one
         self._sent: dict[int, list[RewardItem]] = {}
         self._numbers = itertools.count()
         self._rate = RateLimit(config.max_rpm)
@@ -121,16 +125,16 @@ class RewardPool:
         self._is_closing = False
 
     def start(self) -> None:
-        """Starts the processes without waiting for them; `submit` does it at first use."""
+        """Starts the processes without waiting for them. The first `submit` calls it, too."""
         with self._changed:
-            if self._work.num_workers == 0:
+            if self._spec.num_workers == 0:
                 self._inline = self._inline or _load(self._config, self._modules)
             elif self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
                 self._thread.start()
 
     def submit(self, items: Iterable[RewardItem]) -> None:
-        """Queues samples and returns at once. Raises ValueError for a key that is queued or not yet collected."""
+        """Queues samples and returns immediately. Raises ValueError for a key that is queued or not yet collected."""
         self.start()
         items = list(items)
         with self._changed:
@@ -149,8 +153,10 @@ class RewardPool:
             self._pool.wake()
 
     def collect(self, keys: Iterable[Hashable]) -> dict[Hashable, RewardResult]:
-        """The results of these keys, in their order, each handed out once. Blocks until all are there; they may be
-        submitted later, by another thread. Raises RewardError if the reward function does not load."""
+        """Waits for the results of these keys and returns them in the order of the keys, each result once.
+
+        Another thread can submit the samples later. Raises RewardError if the reward function does not load.
+        """
         keys = list(keys)
         missing = set(keys)
         with self._changed:
@@ -164,15 +170,20 @@ class RewardPool:
     def dry_run(
         self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()
     ) -> list[dict[str, float | str]]:
-        """Scores dataset rows with their ground truth as the answer, before anything heavy starts. Returns what the
-        reward gave besides the score of each row.
+        """Scores dataset rows with their ground truth as the answer, to find errors before the run starts.
+
+        The score is not checked, because a bare ground truth need not be a complete answer.
 
         Args:
             rows: data_source, reward_model["ground_truth"] and optionally extra_info.
-            data_sources: every source of the dataset, each of which must have a reward function.
+            data_sources: all sources of the dataset; each must have a reward function.
+
+        Returns:
+            For each row the values that the reward returned besides the score.
+
         Raises:
-            RewardError: with the traceback and the row. UserError: an unknown source. The score itself is not judged:
-                a bare ground truth need not be an answer.
+            RewardError: if the function fails on a row, with its traceback and the row.
+            UserError: for a source without a reward function.
         """
         if asks_by_source(self._config):
             _load(self._config, self._modules)
@@ -196,11 +207,11 @@ class RewardPool:
         return [result.extra for result in results]
 
     def processes_replaced(self) -> int:
-        """How many reward processes were replaced so far: killed, or dead."""
+        """Returns the number of reward processes that died or were killed, and were replaced."""
         return 0 if self._pool is None else self._pool.processes_replaced
 
     def close(self) -> None:
-        """Ends all reward processes, busy or not. Samples that are not collected are lost."""
+        """Kills all reward processes. Samples that are not collected are lost."""
         self._is_closing = True
         if self._pool is not None:
             self._pool.wake()
@@ -208,7 +219,7 @@ class RewardPool:
             self._thread.join()
 
     def _put(self, items: Sequence[RewardItem], results: Sequence[RewardResult]) -> None:
-        """Hands results to those who wait for them."""
+        """Stores results and notifies the waiting threads."""
         with self._changed:
             self._results.update((item.key, result) for item, result in zip(items, results, strict=True))
             self._expected.difference_update(item.key for item in items)
@@ -218,19 +229,19 @@ class RewardPool:
         if self._failure is not None:
             raise RewardError(self._failure)
 
-    # ------------------------------------------------------------------- the thread to which the processes belong
+    # ------------------------------------------------------------------------ the thread that uses the processes
 
     def _serve(self) -> None:
         reason = "The reward pool's thread died."
         try:
-            pool = self._pool = ProcessPool(self._work)
+            pool = self._pool = ProcessPool(self._spec)
             while not self._is_closing:
                 for reply in pool.poll(max(0.0, self._feed(pool) - time.monotonic())):
                     self._take(reply)
             reason = "The reward pool is closed."
         except RewardError as error:
             reason = printable(str(error))
-        finally:  # also when this thread dies of a defect: nobody may wait for it in vain
+        finally:  # also after an unexpected error, so that no thread waits forever
             if self._pool is not None:
                 self._pool.close()
             with self._changed:
@@ -238,16 +249,19 @@ class RewardPool:
                 self._changed.notify_all()
 
     def _feed(self, pool: ProcessPool) -> float:
-        """Sends samples to the processes that have room. Returns when the rate limit lets the next one go, by
-        `time.monotonic`; infinity if that is not what samples wait for."""
+        """Sends samples to processes with free capacity.
+
+        Returns the time (`time.monotonic`) at which the rate limit allows the next call; infinity if the limit does not
+        delay any sample.
+        """
         while (items := self._alone or self._queue) and (process := pool.emptiest()).is_loaded:
-            share = math.ceil(len(items) / self._work.num_workers)
+            share = math.ceil(len(items) / self._spec.num_workers)
             size = min(share, self._config.batch_size) if pool.style == "batch" and items is self._queue else 1
             in_flight = len(process.sessions)
             if pool.style == "async":
                 most = self._config.max_concurrent - len(self._sent)
-                calls = min(share, self._work.threads - in_flight, most)
-            elif in_flight:  # one that hangs holds up only what went out with it
+                calls = min(share, self._spec.threads - in_flight, most)
+            elif in_flight:  # a hanging call delays only the samples sent together with it
                 calls = 0
             else:
                 ahead = min(_SENT_AHEAD_MAX, max(1, int(_SENT_AHEAD_S / self._seconds_per_call)))
@@ -274,17 +288,17 @@ class RewardPool:
 
 
 class RateLimit:
-    """At most `per_minute` calls begin in any minute, evenly spaced; None = no limit. next_call: when the next one may
-    begin, by `time.monotonic`."""
+    """Limits calls to `per_minute`, evenly spaced; None = no limit. next_call: time (`time.monotonic`) of the next
+    call."""
 
-    _CATCH_UP_S = 0.1  # a limiter that is asked late makes up for so much
+    _CATCH_UP_S = 0.1  # a late call may be followed earlier by this much
 
     def __init__(self, per_minute: float | None) -> None:
         self._interval_s = 60.0 / per_minute if per_minute else 0.0
         self.next_call = -math.inf
 
     def take(self) -> bool:
-        """Whether a call may begin now; it counts then."""
+        """Returns True and counts a call if it may start now."""
         is_free = self.next_call <= time.monotonic()
         if is_free and self._interval_s:
             self.next_call = max(self.next_call, time.monotonic() - self._CATCH_UP_S) + self._interval_s
