@@ -47,7 +47,8 @@ class RewardHandler:
         self.thread: int | None = None
         if self.style == "async":
             self._loop = asyncio.new_event_loop()
-            os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))  # only the parent's loop continues
+            # after a fork only the parent's loop continues
+            os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))
             thread = threading.Thread(target=self._run_loop, daemon=True)
             thread.start()
             self.thread = thread.ident

@@ -98,7 +98,7 @@ def test_what_cannot_be_sent_is_a_failure(make_pool: MakePool) -> None:
     pool = make_pool(1, others={"odd": template("odd", "Odd")})
     begin(pool, "a", "b", "c", tag="odd")
     found = step(pool, a="lock", b="trap", c="long")
-    for key, reason in (("a", "cannot be pickled"), ("b", "cannot be unpickled"), ("c", "70 MiB long")):
+    for key, reason in (("a", "cannot be pickled"), ("b", "cannot be unpickled"), ("c", "has 70 MiB")):
         assert reason in found[key].error
 
 
