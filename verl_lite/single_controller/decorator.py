@@ -1,7 +1,8 @@
-"""`@register`: how a call on a worker group becomes one call per rank, and how the answers become one.
+"""`@register`: how a call on a worker group is split into one call per rank, and how the results are combined.
 
-Batches (`DataProto`) are what modes cut into parts, padded with rows of weight zero where they do not divide; every
-other argument goes to all ranks as it is, lists included, unless it is a `PerRank`: nothing is guessed from a length.
+Dispatch modes split batches (`DataProto`) into parts; a batch that does not divide evenly is padded with rows of weight
+zero. All other arguments, lists included, are passed unchanged to all ranks unless they are a `PerRank`. The length of
+an argument never decides how it is passed.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,8 @@ class PerRank(list[Any]):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where the ranks stand: `dp_rank` of each, and which of them give their answer to the driver."""
+    """The data-parallel layout of the ranks. dp_rank: part that each rank gets. is_collect: True for ranks whose result
+    is used."""
 
     dp_size: int
     dp_rank: tuple[int, ...]
@@ -32,12 +34,12 @@ class Mesh:
 
     @property
     def collecting(self) -> list[int]:
-        """Ranks that answer, in the order of their parts."""
+        """Ranks whose results are used, in the order of their parts."""
         return sorted((r for r, collects in enumerate(self.is_collect) if collects), key=lambda r: self.dp_rank[r])
 
 
 class Group(Protocol):
-    """What a dispatch function may ask of a worker group."""
+    """The properties of a worker group that dispatch functions use."""
 
     @property
     def world_size(self) -> int: ...
@@ -47,10 +49,10 @@ class Group(Protocol):
 
 @dataclass
 class Dispatched:
-    """What each rank is called with, and what to do with the answers.
+    """The calls of all ranks, and how their results are combined.
 
-    calls: one entry per rank. collect: ranks whose answers count, in order. rows: rows of the caller's batch. padding:
-    rows added to it at the end. marked: this dispatch added the is_padding column.
+    calls: arguments for each rank. collect: ranks whose results are used, in order. rows: rows of the caller's batch.
+    padding: rows added at its end. marked: True if the dispatch added the column is_padding.
     """
 
     calls: list[Args]
@@ -62,7 +64,10 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A way to cut a call and to join the answers. splits: it cuts batches. rank_zero: rank 0 alone is called."""
+    """A pair of functions that split a call and combine the results.
+
+    splits: True if batches are split. rank_zero: True if only rank 0 is called.
+    """
 
     name: str
     dispatch: Callable[[Group, tuple[Any, ...], dict[str, Any]], Dispatched]
@@ -79,7 +84,7 @@ class Execute(Enum):
 
 
 def unpacked(value: Any) -> Any:
-    """The batch that a message is; anything else as it is."""
+    """Unpacks a packed batch; returns any other value unchanged."""
     return DataProto.from_packed(value) if isinstance(value, wire.Packed) else value
 
 
@@ -103,7 +108,7 @@ def _lists(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispa
 
 
 def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    """Cut every batch among the arguments over the mesh's parts; ranks of one part receive the same object."""
+    """Splits every batch among the arguments over the mesh. Ranks with the same dp_rank receive the same object."""
     batches = {id(v): v for v in (*args, *kwargs.values()) if isinstance(v, DataProto)}
     sizes = {len(batch) for batch in batches.values()}
     if len(sizes) != 1:
@@ -140,7 +145,7 @@ def _single(group: Group, values: list[Any], dispatched: Dispatched) -> Any:
 
 
 def _concat(group: Group, values: list[Any], dispatched: Dispatched) -> DataProto:
-    """The parts as one batch, without the rows that the dispatch added."""
+    """Concatenates the parts and removes the padding rows of the dispatch."""
     wrong = sorted({type(value).__name__ for value in values if not isinstance(value, wire.Packed)})
     if wrong:
         raise TypeError(f"answers that are concatenated must be a DataProto on each collecting rank, found {wrong}")
@@ -159,12 +164,15 @@ def _concat(group: Group, values: list[Any], dispatched: Dispatched) -> DataProt
 
 
 class Dispatch:
-    """The dispatch modes; `register_dispatch_mode` adds more.
+    """The dispatch modes. `register_dispatch_mode` adds more.
 
-    ONE_TO_ALL: the same arguments for all ranks; a list of answers. ALL_TO_ALL: the same, meant for PerRank arguments.
-    RANK_ZERO: only rank 0 is called; its answer. DP_COMPUTE: lists with one entry per rank; a list of answers.
-    DP_COMPUTE_PROTO: batches cut over all ranks; one batch. DP_COMPUTE_METRIC: the same; a list of answers.
-    DP_MP_DISPATCH_FIRST: ROLL's name of DP_COMPUTE_PROTO where, as here, each rank is the first of its model.
+    ONE_TO_ALL: passes the same arguments to all ranks and returns a list of results.
+    ALL_TO_ALL: the same, for PerRank arguments.
+    RANK_ZERO: calls only rank 0 and returns its result.
+    DP_COMPUTE: takes lists with one entry per rank and returns a list of results.
+    DP_COMPUTE_PROTO: splits batches over all ranks and returns one batch.
+    DP_COMPUTE_METRIC: splits batches over all ranks and returns a list of results.
+    DP_MP_DISPATCH_FIRST: ROLL's name of DP_COMPUTE_PROTO if each rank is the first rank of its model, as here.
     """
 
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _one_to_all, _as_list)
@@ -177,10 +185,10 @@ class Dispatch:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
-    """Batches cut over the parts of a mesh that the workers registered (`Worker.register_mesh`); one batch.
+    """Returns a mode that splits batches over a mesh registered with `Worker.register_mesh` and returns one batch.
 
-    Ranks of one part (tensor or sequence parallel peers) receive the same part, which is stored once. Answers come from
-    the collecting ranks, in the order of their parts.
+    Ranks with the same dp_rank (tensor or sequence parallel ranks) receive the same part, which is stored once. The
+    results of the collecting ranks are concatenated in the order of their parts.
     """
 
     def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
@@ -192,14 +200,15 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
 def register_dispatch_mode(
     name: str, dispatch_fn: Callable[..., list[Args]], collect_fn: Callable[[Group, list[Any]], Any]
 ) -> DispatchMode:
-    """A dispatch mode of your own, afterwards `Dispatch.<name>`.
+    """Registers a user's dispatch mode as `Dispatch.<name>`.
 
     Args:
+        name: name of the mode.
         dispatch_fn: (group, *args, **kwargs) -> [(args, kwargs) for each rank].
-        collect_fn: (group, answers in rank order) -> result.
+        collect_fn: (group, results in rank order) -> result.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: if the name is already used.
     """
     if hasattr(Dispatch, name):
         raise ValueError(f"dispatch mode {name!r} exists already")
@@ -219,7 +228,7 @@ def _user_mode(name: str, dispatch_fn: Callable[..., list[Args]], collect_fn: Ca
 
 @dataclass(frozen=True)
 class Registration:
-    """What `@register` wrote on a method."""
+    """The attributes that `@register` stores on a method."""
 
     dispatch_mode: DispatchMode
     blocking: bool
@@ -232,13 +241,13 @@ def register(
     blocking: bool = True,
     clear_cache: bool = False,
 ) -> Callable[[F], F]:
-    """Make a worker's method callable on its group. The method itself is unchanged.
+    """Decorator that makes a worker's method callable on its worker group. The method itself is unchanged.
 
     Args:
         dispatch_mode: a `Dispatch.X`, or {"dispatch_fn": ..., "collect_fn": ...} as for `register_dispatch_mode`.
-        execute_mode: RANK_ZERO runs it on rank 0 only; the result is then that rank's answer, not a list.
-        blocking: False returns a future; a call can say so too: `group.method(..., blocking=False)`.
-        clear_cache: release the device's cached memory after the method.
+        execute_mode: RANK_ZERO runs the method on rank 0 only and returns its result instead of a list.
+        blocking: False = calls return a future. Can be overridden per call: `group.method(..., blocking=False)`.
+        clear_cache: True = release the device's cached memory after the method.
     """
     if isinstance(dispatch_mode, Mapping):
         dispatch_mode = _user_mode("custom", dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])

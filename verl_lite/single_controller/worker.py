@@ -1,8 +1,8 @@
-"""Worker: the base of everything that runs beside a device, and the process it runs in.
+"""Worker, the base class of all code that runs on a device, and the slot (process) in which workers run.
 
-A slot is one process (ray) or one seat in the driver's process (inline). It holds one object for each colocated role;
-they see each other through `self.slot.roles`. `init_process_group` meets the other ranks through a store that rank 0
-opened on a port which the system chose, and keeps: no port can be taken in between.
+A slot is one process (ray) or one object in the driver's process (inline). It holds one worker for each colocated role;
+workers access each other through `self.slot.roles`. `init_process_group` connects the ranks through a store that rank 0
+keeps open on a port chosen by the system, so that no other process can take the port in between.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Slot:
-    """One seat of a worker group. `store`: address of the store through which ranks meet, None for one of its own."""
+    """The place of one rank in a worker group, with the workers of all roles.
+
+    store: address of the store that connects the ranks; None = this process opens one.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -46,7 +49,7 @@ _held_store: TCPStore | None = None
 
 
 class Worker:
-    """Base of workers. `rank`, `world_size`, `role` and `slot` are set before the constructor runs."""
+    """Base class of workers. `rank`, `world_size`, `role` and `slot` are set before the constructor runs."""
 
     rank: int
     world_size: int
@@ -62,25 +65,32 @@ class Worker:
         return worker
 
     def register_mesh(self, mesh_name: str, dp_rank: int, dp_size: int, is_collect: bool = True) -> None:
-        """Say which part of a batch this rank takes in calls dispatched over `mesh_name`.
+        """Declares the part of a batch that this rank gets in calls dispatched over `mesh_name`.
 
-        dp_rank: which of dp_size parts. is_collect: whether this rank's answer counts; true for one rank of each part.
-        Raises ValueError if the name is registered already or dp_rank is not below dp_size.
+        Args:
+            mesh_name: name of the mesh.
+            dp_rank: index of the part, from 0 to dp_size - 1.
+            dp_size: number of parts.
+            is_collect: True if this rank's result is used; True for exactly one rank of each part.
+
+        Raises:
+            ValueError: if the name is already registered or dp_rank is not below dp_size.
         """
         if mesh_name in self._meshes or not 0 <= dp_rank < dp_size:
             raise ValueError(f"mesh {mesh_name!r}: registered already, or dp_rank {dp_rank} is not in [0, {dp_size})")
         self._meshes[mesh_name] = (dp_rank, dp_size, is_collect)
 
     def is_collecting(self, mesh_name: str) -> bool:
-        """True if this rank's answers count in calls dispatched over the mesh."""
+        """Returns True if this rank's results are used in calls dispatched over the mesh."""
         return self._meshes[mesh_name][2]
 
     def mesh_info(self) -> dict[str, tuple[int, int, bool]]:
-        """(dp_rank, dp_size, is_collect) of this rank in each mesh."""
+        """Returns (dp_rank, dp_size, is_collect) of this rank by mesh."""
         return dict(self._meshes)
 
     def host_missing_path(self, path: str, patience_s: float = 10.0) -> str | None:
-        """Name of this machine if it does not see the file within some seconds, which network file systems may take."""
+        """Returns the name of this machine if the path does not appear within `patience_s` seconds, else None. Network
+        file systems can take some seconds to show a new file."""
         deadline = time.monotonic() + patience_s
         while not Path(path).exists():
             if time.monotonic() >= deadline:
@@ -89,11 +99,15 @@ class Worker:
         return None
 
     def init_process_group(self, backend: str, timeout_s: float = 600.0, device_id: torch.device | None = None) -> None:
-        """Join torch.distributed's default group of all ranks; a second call in the same process does nothing.
+        """Joins torch.distributed's default group of all ranks. A second call in the same process does nothing.
 
-        backend: gloo, nccl, or e.g. "cpu:gloo,cuda:nccl". timeout_s: how long a collective waits for a rank.
-        device_id: this rank's GPU; NCCL then connects here, and not at the first collective.
-        Raises ValueError with the inline backend and more than one rank: one process can only be one rank.
+        Args:
+            backend: gloo, nccl, or e.g. "cpu:gloo,cuda:nccl".
+            timeout_s: time that a collective waits for other ranks, in seconds.
+            device_id: this rank's GPU. If given, NCCL connects now instead of at the first collective.
+
+        Raises:
+            ValueError: with the inline backend and more than one rank, because one process can only be one rank.
         """
         import torch.distributed as dist
 
@@ -117,19 +131,19 @@ class Worker:
 
 
 def open_store(host: str) -> int:
-    """Open the store in this process, hold it for the life of the process, and give its port."""
+    """Opens the store of the ranks in this process, keeps it for the life of the process, and returns its port."""
     from torch.distributed import TCPStore
 
     global _held_store
     if _held_store is None:
-        listener = socket.create_server((host, 0))  # torch itself would listen on all interfaces
+        listener = socket.create_server((host, 0))  # torch's own server would listen on all interfaces
         port = listener.getsockname()[1]
         _held_store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return _held_store.port
 
 
 def close_process_group() -> None:
-    """Leave the default group and close the store, where there are any."""
+    """Leaves the default group and closes the store, if they exist."""
     import torch.distributed as dist
 
     global _held_store
@@ -139,7 +153,7 @@ def close_process_group() -> None:
 
 
 def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
-    """Make the worker of a role in its slot."""
+    """Constructs the worker of a role in its slot."""
     token = _constructing.set((slot, role))
     try:
         with _located(slot, role, "its constructor"):
@@ -149,7 +163,7 @@ def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
 
 
 def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a worker's method: batches arrive packed and leave packed, in every backend alike."""
+    """Runs a worker's method. Batches are packed in arguments and results, with every backend."""
     function = getattr(slot.roles[role], method)
     with _located(slot, role, method):
         result = function(*map(unpacked, args), **{name: unpacked(arg) for name, arg in kwargs.items()})
@@ -162,7 +176,7 @@ def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: di
 
 @contextmanager
 def _located(slot: Slot, role: str, method: str) -> Iterator[None]:
-    """Says of an exception where it was raised: as a note, and as its circumstances."""
+    """Adds role, rank and method to an exception, as a note and as `Circumstances`."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
-"""WorkerGroup: the workers of one role, whose registered methods the driver calls as if they were one local object.
+"""WorkerGroup: the workers of one role, whose registered methods the driver calls like those of a local object.
 
-A failure in one rank is raised as soon as it is known, without waiting for ranks that now wait for that one in a
-collective; those are ended. `LocalTransport` is the inline backend: all ranks in the driver's process, one call after
-the other, with batches that take the same way through the wire format, so that no worker changes the caller's object.
+The failure of one rank is raised immediately. Ranks that wait for the failed rank in a collective are ended.
+`LocalTransport` is the inline backend: all ranks run in the driver's process, one call after the other. Batches pass
+through the wire format there too, so that no worker can change the caller's objects.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from verl_lite.single_controller.worker import Slot, close_process_group, constr
 
 
 class Transport(Protocol):
-    """How calls reach the slots; one for all groups that share them."""
+    """Sends calls to the slots. All groups that share slots share one transport."""
 
     world_size: int
 
     def share(self, value: Any) -> Any:
-        """A stand-in for a value that several ranks receive; it travels once."""
+        """Returns a reference to a value that several ranks receive, so that it is sent once."""
 
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Start a call; arguments may be stand-ins. Gives a handle."""
+        """Starts a call and returns a handle. Arguments can be references from `share`."""
 
     def wait(self, handles: list[Any]) -> list[Any]:
-        """The answers. Raises the first error of any of them at once, as the exception that the worker raised."""
+        """Returns the results. Raises the first exception of any worker immediately."""
 
     def close(self) -> None:
-        """End the slots."""
+        """Ends the slots."""
 
 
 class LocalTransport:
-    """Slots that are objects of this process. A handle is the answer, or the exception."""
+    """Slots as objects of this process. A handle is a result or an exception."""
 
     def __init__(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs]) -> None:
         self.world_size = pool.world_size
@@ -57,7 +57,7 @@ class LocalTransport:
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return invoke(self._slots[rank], role, method, args, kwargs), None
-        except Exception as error:  # raised when the answer is asked for
+        except Exception as error:  # `wait` raises it
             return None, error
 
     def wait(self, handles: list[Any]) -> list[Any]:
@@ -72,7 +72,7 @@ class LocalTransport:
 
 
 class WorkerGroup:
-    """The workers of one role. Its registered methods appear here under their own names."""
+    """The workers of one role. Each registered method of the worker class is a method of the group."""
 
     def __init__(self, role: str, cls: type, transport: Transport) -> None:
         self.role = role
@@ -105,11 +105,11 @@ class WorkerGroup:
         return call
 
     def _start(self, name: str, mode: DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture:
-        """Start a call. What is large travels packed and, for however many ranks, once."""
+        """Starts a call. Batches, arrays and tensors are packed and sent once for all ranks."""
         dispatched = mode.dispatch(self, tuple(map(_resolved, args)), {k: _resolved(v) for k, v in kwargs.items()})
         if mode.rank_zero:
             dispatched.calls, dispatched.collect = dispatched.calls[:1], [0]
-        shared: dict[int, tuple[Any, Any]] = {}  # the original is kept too: its id must not be reused
+        shared: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id is not reused
 
         def stand_in(value: Any) -> Any:
             if not isinstance(value, DataProto | wire.Packed | np.ndarray | torch.Tensor):
@@ -135,8 +135,8 @@ class WorkerGroup:
         return DataProtoFuture(finish)
 
     def mesh(self, name: str) -> Mesh:
-        """A mesh that the workers registered; asked of them once. Raises ValueError if it is unknown or incomplete."""
-        if name not in self._meshes:  # workers may register theirs later
+        """Returns a mesh that the workers registered. Raises ValueError if the mesh is unknown or incomplete."""
+        if name not in self._meshes:  # workers can register meshes after their construction
             infos = self.execute_all_sync("mesh_info")
             self._meshes = {one: _mesh(one, [info.get(one) for info in infos]) for one in set().union(*infos)}
         if name not in self._meshes:
@@ -145,25 +145,25 @@ class WorkerGroup:
         return self._meshes[name]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Run any method on all ranks with the same arguments; a future of the list of answers."""
+        """Runs any method on all ranks with the same arguments. Returns a future of the list of results."""
         return self._start(method, Dispatch.ONE_TO_ALL, args, kwargs)
 
     def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run any method on all ranks with the same arguments; the list of answers."""
+        """Runs any method on all ranks with the same arguments. Returns the list of results."""
         return self.execute_all_async(method, *args, **kwargs).get()
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Run any method on rank 0; a future of its answer."""
+        """Runs any method on rank 0. Returns a future of its result."""
         return self._start(method, Dispatch.RANK_ZERO, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run any method on rank 0; its answer."""
+        """Runs any method on rank 0. Returns its result."""
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
 
     execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
 
     def shutdown(self) -> None:
-        """End the slots, and with them all roles that share them. Calling it again does nothing."""
+        """Ends the slots and the workers of all roles that share them. A second call does nothing."""
         self._transport.close()
 
 
@@ -172,7 +172,7 @@ def _resolved(value: Any) -> Any:
 
 
 def _mesh(name: str, infos: list[tuple[int, int, bool] | None]) -> Mesh:
-    """The ranks' views as one, checked: all parts are there, each has exactly one rank that answers."""
+    """Builds a mesh from the registrations of all ranks and checks that exactly one rank collects each part."""
     present = [info for info in infos if info is not None]
     size = present[0][1]
     answering = sorted(dp_rank for dp_rank, _, collects in present if collects)
