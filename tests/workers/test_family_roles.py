@@ -168,6 +168,7 @@ def test_a_reward_model_s_scores_are_those_of_transformers(family: str, tmp_path
     engine = build_engine(path, Case(), OptimConfig(lr=1e-2), new_sequence_score)
     data, plan = planned(ragged_batch(BATCH), Case())
     data.batch.update(scored_rows(data.batch, pad_token_id=0))
+    data.batch["margin"] = torch.zeros(len(data))
     assert not engine.infer(data)["scores"].any(), "a new head is zeros"
     for _ in range(2):  # the backbone learns from the second step on, when the head has left 0
         engine.train(data, partial(pair_loss, center_coefficient=0.1))

@@ -268,7 +268,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if calculate_entropy or calculate_sum_pi_squared:
                 probs = (logits - normalizers[part].unsqueeze(1)).exp_()
             if calculate_entropy:
-                entropys[part] = normalizers[part] - torch.linalg.vecdot(probs, logits.clamp_(min=FINITE_LOGIT))
+                finite = logits if bias is None else logits.clamp_(min=FINITE_LOGIT)  # a bias can be -inf
+                entropys[part] = normalizers[part] - torch.linalg.vecdot(probs, finite)
             if calculate_sum_pi_squared:
                 squares[part] = torch.linalg.vecdot(probs, probs)
         ctx.save_for_backward(
@@ -298,8 +299,10 @@ class _TokenLogProbs(torch.autograd.Function):
             # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
             if ctx.calculate_entropy:
                 offset = (entropys[part] - normalizers[part]).unsqueeze(1)
-                slope = (logits + offset).clamp_(min=FINITE_LOGIT).mul_(grad_entropys[part].unsqueeze(1))
-                grad_logits = probs.mul_(slope.add_(grad_log_probs[part].unsqueeze(1))).neg_()
+                slope = logits + offset
+                slope = slope if bias is None else slope.clamp_(min=FINITE_LOGIT)
+                slope = slope.mul_(grad_entropys[part].unsqueeze(1)).add_(grad_log_probs[part].unsqueeze(1))
+                grad_logits = probs.mul_(slope).neg_()
             else:
                 grad_logits = probs.mul_(grad_log_probs[part].neg().unsqueeze(1))
             grad_logits.scatter_add_(1, targets[part].unsqueeze(1), grad_log_probs[part].unsqueeze(1))
