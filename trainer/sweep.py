@@ -1,5 +1,7 @@
-"""`python -m trainer.sweep key=a,b key=log(1e-7,1e-5) ... --metric NAME`: many runs of trainer.main_ppo over settings.
-Guide: SWEEPS.md beside this file."""
+"""`python -m trainer.sweep key=a,b key=log(1e-7,1e-5) ... --metric NAME`: runs trainer.main_ppo with many settings.
+
+SWEEPS.md is the guide.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ def main(argv: list[str]) -> int:
     options = read_options(argv)
     study = asked_study(options)
     trainer = load(study.question, next(combinations(study.question.space, corners=True))).trainer
-    from trainer.sweeps.tuning import places, run_study  # Ray and Tune: only now, since importing them takes a while
+    from trainer.sweeps.tuning import places, run_study  # imported here, because importing Ray and Tune takes seconds
 
     with places(options, trainer.device, tell) as place:
         check_sweep(study.question, study.search, place.gpus)
         with locked(study.folder, trainer.umask):
-            study = asked_study(options)  # as another sweep has left it that ended meanwhile
+            study = asked_study(options)  # another sweep may have changed the study before the lock was taken
             study.save()
-            tell(f"study {study.folder}; the same command goes on with it")
+            tell(f"study {study.folder}; the same command continues it")
             try:
                 run_study(study, place, options, tell)
             finally:
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def asked_study(options: Options) -> Study:
-    """The study that the command line names: a new one, or as it was begun, with the search of now."""
+    """Returns the study that the command line names: a new one, or the existing one with the search of this command."""
     from trainer.sweeps.question import Search, read_files
     from trainer.sweeps.study import DESCRIPTION, Study
 
@@ -61,8 +63,8 @@ def asked_study(options: Options) -> Study:
 
 
 def summary(study: Study, go_on: str) -> str:
-    """What is said at the end: the best trials, what failed, the command that trains the best, and `go_on`, the one
-    that goes on with the study."""
+    """Returns the text at the end of a sweep: the best trials, failures, the command that trains the best trial, and
+    `go_on`, the command that continues the study."""
     from rich.table import Table
 
     from trainer.console import Terminal
@@ -93,7 +95,7 @@ def summary(study: Study, go_on: str) -> str:
 
 
 def tell(text: str) -> None:
-    """A line with the time of day."""
+    """Prints a line with the time of day."""
     print(f"{time.strftime('%H:%M:%S')} {printable(text)}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a sweep, found before any run starts."""
+"""Checks a sweep before any run starts."""
 
 import difflib
 import itertools
@@ -17,19 +17,20 @@ from verl_lite.errors import UserError
 from workers.rollout.base import engine_names
 
 OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_mode", "trainer.resume_from_path")
-"""Keys that a sweep gives to each run itself."""
+"""Keys that the sweep sets for each run."""
 
 _MOST_LOOKED_AT = 256
-"""Combinations that are checked before the start; every other one is before it runs."""
+"""Combinations that are checked before the start. All others are checked before they run."""
 
 
 def load(question: Question, values: dict[str, Value]) -> PPOConfig:
-    """The configuration of a trial. Raises ConfigError."""
+    """Loads the configuration of a trial. Raises ConfigError."""
     return load_config(question.command(values), recipe_loader=recipe_overrides).config
 
 
 def problem(question: Question, values: dict[str, Value], gpus: int | None) -> str:
-    """What the command would say of a combination; empty if it would start. gpus: of each run; None = on a CPU."""
+    """Returns the error that the command would report for a combination; empty if it would start. gpus: GPUs of each
+    run; None = CPU."""
     try:
         config = load(question, values)
         config.trainer.n_gpus_per_node = config.trainer.n_gpus_per_node or gpus
@@ -41,14 +42,15 @@ def problem(question: Question, values: dict[str, Value], gpus: int | None) -> s
 
 
 def planned(question: Question, search: Search) -> list[dict[str, Value]] | None:
-    """All combinations that may be run; None where the space is drawn from, since it has no end or is very large."""
+    """Returns all combinations of the space, or None if trials are drawn because the space is infinite or very
+    large."""
     size = math.prod(MOST_LISTED + 1 if (v := p.values()) is None else len(v) for p in question.space)
     is_drawn = search.kind == "optuna" or (search.kind == "random" and size > MOST_LISTED)
     return None if is_drawn else list(combinations(question.space))
 
 
 def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
-    """Everything that can be told before a sweep starts; prepares the recipes. Raises UserError."""
+    """Checks everything that can be checked before a sweep starts, and prepares the recipes. Raises UserError."""
     values = [(parameter, value) for parameter in question.space for value in parameter.values(ends=True) or ()]
     ends = [word for parameter, value in values for word in parameter.words(value)]
     keys = dict.fromkeys(word.partition("=")[0].lstrip("+~") for word in (*question.words, *ends))
@@ -65,14 +67,14 @@ def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
     looked_at = list(itertools.islice(plan, _MOST_LOOKED_AT))
     prepared: set[str | None] = set()
     for chosen in looked_at:
-        with suppress(ConfigError):  # which is told below
+        with suppress(ConfigError):  # reported below
             if (config := load(question, chosen)).recipe not in prepared:
                 prepared.add(config.recipe)
-                prepare_recipe(config)  # its model and data, once and not in all runs at the same time
+                prepare_recipe(config)  # model and data are created once, not by all runs at the same time
     refused = {str(values): text for values in looked_at if (text := problem(question, values, gpus))}
     if refused:
-        told = [f"{values}:\n  {text}" for values, text in list(refused.items())[:3]]
-        raise UserError("\n".join([f"{len(refused)} of {len(looked_at)} combinations would be refused:", *told]))
+        shown = [f"{values}:\n  {text}" for values, text in list(refused.items())[:3]]
+        raise UserError("\n".join([f"{len(refused)} of {len(looked_at)} combinations would be refused:", *shown]))
     config, metric = load(question, looked_at[0]), question.metric
     check_metric_name(metric, config)
     is_validated = config.trainer.test_freq != 0 and bool(config.data.val_files or config.agentic.val_batch_size)
@@ -84,8 +86,11 @@ def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
 
 
 def check_metric_name(metric: str, config: PPOConfig) -> None:
-    """Raises UserError for a name that no run logs: one that is not documented, and in a closed family, or very near
-    to a documented one. Other names may come from code of users. Where * stands for several parts, any may fit."""
+    """Raises UserError for a metric that no run logs.
+
+    That is an undocumented name in a family without user metrics, or one that is very similar to a documented name.
+    Other names can come from user code. A `*` in the name can stand for several parts.
+    """
     if find(metric) is not None or find(metric.replace("*", "*/*")) is not None:
         return
     known = [name for documented in metrics() for name in documented.names]

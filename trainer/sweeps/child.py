@@ -1,4 +1,4 @@
-"""One run of a trial: a process of its own on this machine, from its start to an end with nothing left behind."""
+"""Runs one run of a trial as a process on this machine and removes everything that it leaves."""
 
 import fcntl
 import json
@@ -25,25 +25,29 @@ from workers.pool.child_main import die_with_parent
 
 SWEEP_MARK = "VERL_LITE_SWEEP"
 _RUN_MARK = "VERL_LITE_SWEEP_RUN"
-_GRACE_S = 120.0  # for a run to end by itself when asked to
-_PATIENCE_S = 5.0  # for a run's guard to clean up after its driver, before what is left is killed
+_GRACE_S = 120.0  # time for a run to end after it was asked to
+_PATIENCE_S = 5.0  # time for a run's guard to clean up before remaining processes are killed
 _TAIL_BYTES = 64 << 10
 _LOOK_S = 0.1
 _MACHINE = re.compile(
     r"WorkerDiedError|ClusterLostError|NoRoomError|its process ended without an exception|No space left on device|"
     r"uncorrectable ECC|GPU is lost|fallen off the bus|\bXid\b|NCCL.*(remote error|unhandled (cuda|system) error)|"
     r"CUDA error: (unspecified launch failure|an illegal memory access|unknown error|hardware)|"
-    r"but only \d+ of \d+ devices can be had|is in use by pid"  # somebody took the device in between
+    r"but only \d+ of \d+ devices can be had|is in use by pid"  # another process took the device in between
 )
 
 
 class MachineFault(RuntimeError):
-    """A run ended by no fault of its own: Ray Tune starts it again, and it goes on from its checkpoint."""
+    """A run ended because of its machine. Ray Tune starts it again, and it continues from its checkpoint."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A run. environment: None = that of its machine. sweep: mark of all its runs. umask: of its log."""
+    """The order to start a run.
+
+    environment: environment variables; None = those of its machine. sweep: mark of all runs of the sweep. gpus: True if
+    the run uses GPUs. umask: umask of its log.
+    """
 
     command: list[str]
     folder: Path
@@ -55,14 +59,16 @@ class Order:
     umask: int
 
     def is_unwanted(self) -> bool:
-        """Whether the sweep, or the trial, is to end."""
+        """Returns True if the sweep or the trial was asked to end."""
         trial = self.folder.parent
         return (trial / STOP).exists() or (trial.parent.parent / STOP).exists()
 
 
 def train(config: dict[str, Any]) -> None:
-    """On the machine of a run: the process of `config["order"]`, which ends with this one, kill -9 included. Reports
-    what it logs, and how it ended, as JSON, as Tune takes nested results apart. Raises MachineFault."""
+    """Runs the process of `config["order"]` on the machine of the run. The process ends with this one, even by kill -9.
+
+    Reports its metrics and its end to Tune, as JSON because Tune flattens nested results. Raises MachineFault.
+    """
     order: Order = config["order"]
     path = order.folder.with_suffix(".log")
     os.umask(order.umask)
@@ -99,9 +105,9 @@ def train(config: dict[str, Any]) -> None:
 
 
 def held_up(order: Order, log: BinaryIO) -> str:
-    """For what the run has to wait; empty if it may begin, and then the log is its own."""
+    """Returns the reason why the run must wait; empty if it can start, and then the log is locked for it."""
     try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run's process has it as well
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run's process inherits the lock
     except BlockingIOError:
         return f"its process of an earlier sweep, which writes to {log.name}, has not ended yet"
     return busy_device(order.sweep) if order.gpus else ""
@@ -113,8 +119,8 @@ def _started(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[bytes]:
         environment = {**environment, "CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]}
 
     def begin() -> None:
-        """It ends with its parent, and hears SIGINT, by which it is asked to end, also where that is ignored here, as
-        in a shell's background job, or blocked, as in the threads of Ray's actors."""
+        """Ends the process with its parent, and enables SIGINT, which asks the run to end. SIGINT is ignored in
+        background jobs of a shell and blocked in the threads of Ray's actors."""
         die_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -126,7 +132,7 @@ def _started(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C is for the sweep, which asks its runs to end
+        start_new_session=True,  # Ctrl-C reaches the sweep alone, which asks its runs to end
         preexec_fn=begin,
     )
 
@@ -136,18 +142,18 @@ def _report(
 ) -> None:
     values = metric_by_step(steps, order.metric)
     names = sorted(set().union(*steps.values())) if ended and not values else []
-    said = {"values": values, "step": max(steps, default=0), "waits": waits, "names": names, "ended": ended}
-    tune.report({"said": json.dumps(said)})
+    report = {"values": values, "step": max(steps, default=0), "waits": waits, "names": names, "ended": ended}
+    tune.report({"report": json.dumps(report)})
 
 
 def _how_it_ended(status: int, log: Path, begin: int, was_asked: bool) -> dict[str, Any]:
-    """begin: where its output begins in the log."""
+    """Returns the end of a run for the study. begin: offset of its output in the log."""
     if status == 0 or was_asked:
         return {"state": "stopped" if status else "done"}
     with log.open("rb") as file:
         file.seek(max(begin, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         output = file.read().decode(errors="replace")
-    if status == WRONG_INPUT and NOTHING_LEFT in output:  # killed with an earlier sweep after its last step
+    if status == WRONG_INPUT and NOTHING_LEFT in output:  # an earlier sweep was killed after the run's last step
         return {"state": "done"}
     is_machines, error = diagnose(status, output)
     if is_machines:
@@ -156,14 +162,16 @@ def _how_it_ended(status: int, log: Path, begin: int, was_asked: bool) -> dict[s
 
 
 def clean(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a run inherits: nothing of the sweep's Ray."""
+    """Returns the environment that a run inherits, without the variables of the sweep's Ray."""
     ours = (watcher.RUN_MARK, watcher.CLUSTER_MARK, "TUNE_", "RAY_")
     return {"OMP_NUM_THREADS": "1"} | {name: v for name, v in environment.items() if not name.startswith(ours)}
 
 
 def diagnose(status: int, output: str) -> tuple[bool, str]:
-    """Whether the machine was at fault, and what the run said last. status: negative for a signal. output: the end of
-    what it printed."""
+    """Returns whether the machine caused the failure of a run, and the run's last error.
+
+    status: exit status, negative for a signal. output: the end of the run's output.
+    """
     lines = [line.strip()[:300] for line in printable(output).splitlines() if line.strip()]
     telling = next((line for line in reversed(lines) if _MACHINE.search(line)), None)
     if telling is not None:
@@ -177,7 +185,7 @@ def diagnose(status: int, output: str) -> tuple[bool, str]:
 
 
 def busy_device(sweep: str) -> str:
-    """Who else uses a device that Ray gave this process; empty if nobody does in earnest."""
+    """Returns who else uses a device that Ray assigned to this process; empty if nobody does."""
     own: Collection[int] = watcher.marked_processes(SWEEP_MARK, sweep)
     for gpu in (without_processes(one.gpu, own) for one in visible_gpus(list_gpus() or [])):
         if reason := unavailable(gpu, ResourceRequest(1)):

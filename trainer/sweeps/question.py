@@ -1,6 +1,8 @@
-"""What a sweep is asked: its command line and, under it, a sweep file in YAML; and what is searched, the parameters
-that `key=value` words stand for, and of a sweep file `@name={"a": {"key": 1, "other": 2}, "b": {"key": 3}}`, several
-settings at once. `SWEEPS.md` has both."""
+"""The specification of a sweep: its command line, an optional sweep file in YAML, and the parameters to search.
+
+A word `key=value` is a setting or a parameter. A word `@name={"a": {"key": 1, "other": 2}, "b": {"key": 3}}`, which a
+sweep file produces, is a parameter whose choices set several keys at once. SWEEPS.md describes both.
+"""
 
 import argparse
 import hashlib
@@ -24,7 +26,7 @@ from verl_lite.config import parse_value, split_choices
 from verl_lite.errors import UserError
 
 STOP = "stop"
-"""A file that asks runs to end: in the study's folder all of them, in a trial's those of the trial."""
+"""Name of a file that asks runs to end: in the study's folder all runs, in a trial's folder the runs of the trial."""
 
 _GONE = {
     **dict.fromkeys(("--command", "--options"), "a trial is one run of trainer.main_ppo; give its key=value words"),
@@ -35,32 +37,32 @@ _GONE = {
     "--threads": "write OMP_NUM_THREADS=N before the command",
     "--wait": "begin when a device is free, or name others: CUDA_VISIBLE_DEVICES=0,1 before the command",
 }
-"""Options that there were once, and what to type in their place."""
+"""Removed options, and what to use instead."""
 _ASHA = ("grace_period", "reduction_factor", "brackets")
 
 Value = str | int | float
-"""Of a parameter in a trial: the label of a choice, or a number of a range."""
+"""Value of a parameter in a trial: the label of a choice, or a number from a range."""
 
 MOST_LISTED = 100_000
-"""Combinations of a grid; more is a mistake."""
+"""Maximum number of combinations in a grid."""
 
 _CALL = re.compile(r"([a-z_]+)\((.*)\)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the search. settings: words of a command by label, where a label is more than a value."""
+    """A parameter of the search. settings: words of the command by label, for choices that set several keys."""
 
     name: str
     distribution: CategoricalDistribution | FloatDistribution | IntDistribution
     settings: Mapping[str, list[str]] = field(default_factory=dict)
 
     def words(self, value: Value) -> list[str]:
-        """Of a command, for this value."""
+        """Returns the words of the command for a value."""
         return self.settings.get(str(value), [f"{self.name}={value}"])
 
     def values(self, *, ends: bool = False) -> list[Any] | None:
-        """All of them in order; None if there is no end of them. ends: of a range both ends."""
+        """Returns all values in order; None for an infinite range. ends: True = only the two ends of a range."""
         known = self.distribution
         if isinstance(known, CategoricalDistribution):
             return list(known.choices)
@@ -72,12 +74,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Question:
-    """What decides a study: the same for its whole life.
+    """The specification of a study, which never changes.
 
     Args:
-        words: `key=value`, settings and parameters. files: `--config` of each run, with their text.
-        seeds: of each trial's runs; None = one run with the seed that the settings have.
-        metric, mode: what is compared, and whether max or min is better.
+        words: settings and parameters as `key=value`.
+        files: text of each `--config` file by name.
+        seeds: seeds of each trial's runs; None = one run with the seed of the settings.
+        metric: name of the compared metric.
+        mode: max or min, whichever is better.
     """
 
     words: list[str]
@@ -88,11 +92,11 @@ class Question:
 
     @cached_property
     def space(self) -> tuple[Parameter, ...]:
-        """The parameters. Raises UserError for a word that means nothing."""
+        """The parameters. Raises UserError for an invalid word."""
         return tuple(parameter for word in self.words if (parameter := read_parameter(word)) is not None)
 
     def command(self, values: Mapping[str, Value], seed: int | None = None) -> list[str]:
-        """The words of a run's `trainer.main_ppo`."""
+        """Returns the arguments of `trainer.main_ppo` for a run."""
         files = [word for file in self.files for word in ("--config", file)]
         chosen = [word for parameter in self.space for word in parameter.words(values[parameter.name])]
         seeds = [] if seed is None else [f"trainer.seed={seed}"]
@@ -101,11 +105,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Search:
-    """How trials are chosen, which may change while a study lives.
+    """How trials are chosen. It can change when a study continues.
 
     Args:
-        kind: grid | random | optuna. trials: None = the whole grid.
-        asha: parameters of the pruner, as Ray Tune names them; None = nothing is pruned.
+        kind: grid | random | optuna.
+        trials: number of trials; None = the whole grid.
+        asha: parameters of Ray Tune's pruner; None = no pruning.
     """
 
     kind: str = "grid"
@@ -115,11 +120,15 @@ class Search:
 
 @dataclass(frozen=True)
 class Options:
-    """A sweep's command.
+    """The options of a sweep's command.
 
     Args:
-        question, search: None where the study in `folder` says it.
-        slots: runs at a time. per_trial: GPUs of a run. address: of a Ray cluster. retries: after machine's faults.
+        question, search: None = those of the existing study.
+        folder: folder of the study.
+        slots: runs at the same time.
+        per_trial: GPUs of each run.
+        address: address of a Ray cluster; None = this machine.
+        retries: how often a run is repeated after failures of its machine.
     """
 
     question: Question | None
@@ -132,10 +141,10 @@ class Options:
 
 
 def read_options(argv: Sequence[str]) -> Options:
-    """The options of a command line. Raises UserError."""
+    """Parses a command line. Raises UserError."""
     parser = _parser()
     line = parser.parse_intermixed_args(list(argv))
-    if line.file is not None:  # what the command line says comes second, and wins
+    if line.file is not None:  # the command line comes second and overrides the file
         line = parser.parse_intermixed_args([*_file_words(line.file), *argv])
     question = _question(line) if line.words or line.config or line.metric else None
     if question is None and line.study is None:
@@ -143,7 +152,7 @@ def read_options(argv: Sequence[str]) -> Options:
             "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to go on with one"
         )
     asked = json.dumps([os.getcwd(), question and asdict(question)], sort_keys=True)
-    usual_name = f"main_ppo-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"  # the same for the same question
+    usual_name = f"main_ppo-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"  # one name per specification
     folder = Path(usual_name if line.study is None else line.study).expanduser()
     if len(folder.parts) == 1 and not folder.is_dir():
         folder = Path("runs/sweeps") / folder
@@ -153,8 +162,10 @@ def read_options(argv: Sequence[str]) -> Options:
 
 
 def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterator[dict[str, Value]]:
-    """All combinations, the last parameter varying fastest; corners: of the ends of ranges. Raises UserError for a
-    grid with a range that has no end of values, or with more than `MOST_LISTED` combinations."""
+    """Yields all combinations; the last parameter varies fastest. corners: True = only the ends of ranges.
+
+    Raises UserError for a grid with an infinite range or with more than `MOST_LISTED` combinations.
+    """
     lists = [listed for p in space if (listed := p.values(ends=corners)) is not None]
     if len(lists) < len(space) or (not corners and math.prod(map(len, lists)) > MOST_LISTED):
         raise UserError(
@@ -165,7 +176,7 @@ def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterat
 
 
 def read_parameter(word: str) -> Parameter | None:
-    """The parameter that a word stands for; None if it has one value. Raises UserError."""
+    """Parses a word as a parameter; None if it has a single value. Raises UserError."""
     key, _, raw = word.partition("=")
     if key.startswith("@"):
         settings = {label: [f"{k}={as_text(v)}" for k, v in one.items()] for label, one in json.loads(raw).items()}
@@ -179,7 +190,7 @@ def read_parameter(word: str) -> Parameter | None:
 
 
 def as_text(value: Any) -> str:
-    """A value of a YAML file as a command line has it."""
+    """Formats a value of a YAML file for the command line."""
     if isinstance(value, list):
         return "[" + ",".join(as_text(item) for item in value) + "]"
     return json.dumps(value) if value is None or isinstance(value, bool | dict) else str(value)
@@ -193,12 +204,12 @@ def _range(kind: str, ends: list[str], word: str) -> IntDistribution | FloatDist
         if kind == "int":
             return IntDistribution(int(low), int(high))
         return FloatDistribution(low, high, log=kind == "log")
-    except ValueError as error:  # Optuna's own words on what is upside down, at or below 0 on a logarithmic scale ...
+    except ValueError as error:  # Optuna's message, for example about reversed ends or a logarithm of 0
         raise UserError(f"{word}: {error}; ranges are log(1e-7,1e-5), uniform(0,1), int(1,8)") from None
 
 
 def read_files(names: Iterable[str]) -> dict[str, str]:
-    """Their text. Raises UserError."""
+    """Reads text files by name. Raises UserError."""
     try:
         return {name: Path(name).expanduser().read_text(encoding="utf-8") for name in names}
     except (OSError, UnicodeDecodeError) as error:
@@ -206,7 +217,7 @@ def read_files(names: Iterable[str]) -> dict[str, str]:
 
 
 def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dict[int, float]:
-    """Its values at the steps that have it. With * in the name: the mean of all metrics that fit."""
+    """Returns the metric's values by step. For a name with `*`, the mean of all matching metrics."""
     fitting = {name for names in steps.values() for name in names if name == metric or fnmatchcase(name, metric)}
     found = {step: [data[name] for name in fitting if name in data] for step, data in steps.items()}
     return {step: fmean(values) for step, values in found.items() if values}
@@ -259,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _file_words(name: str) -> Iterator[str]:
-    """A sweep file as words of a command line."""
+    """Yields the content of a sweep file as words of a command line."""
     try:
         content = yaml.safe_load(read_files([name])[name])
     except yaml.YAMLError as error:
@@ -286,7 +297,7 @@ def _question(line: argparse.Namespace) -> Question:
         if word.startswith("--") or ("=" not in word and not word.startswith("~")):
             raise UserError(f"{word!r} is not key=value, written without blanks around the equals sign")
     words: dict[str, str] = {}
-    for word in line.words:  # what comes later wins
+    for word in line.words:  # later words override earlier ones
         name = word.partition("=")[0].lstrip("+~@")
         words[name] = _picked(words.get(name, ""), word)
     given = None if line.seeds is None else parse_value(line.seeds)
@@ -299,7 +310,7 @@ def _question(line: argparse.Namespace) -> Question:
 
 
 def _picked(before: str, word: str) -> str:
-    """A word, where one before has the same name: `name=a,b` picks of several settings at once."""
+    """Returns the word that replaces an earlier one of the same name. `name=a,b` selects choices of a `@name` word."""
     if not before.startswith("@") or word.startswith("@"):
         return word
     settings = json.loads(before.partition("=")[2])
@@ -310,7 +321,7 @@ def _picked(before: str, word: str) -> str:
 
 
 def _asha(given: str) -> dict[str, float] | None:
-    """Parameters of the pruner."""
+    """Parses the parameters of the pruner."""
     name, _, rest = given.partition(":")
     values = {key: parse_value(text) for key, _, text in (word.partition("=") for word in rest.split(",") if word)}
     is_wrong = [key for key, value in values.items() if key not in _ASHA or not isinstance(value, int | float)]

@@ -1,7 +1,7 @@
-"""A study on disk: what was asked, and all trials with their parameters, runs, values and how they ended.
+"""A study on disk: the specification of a sweep, and all its trials with parameters, runs, values and results.
 
-SWEEPS.md lists its files. The log has what was decided, on disk before it is acted on, and is all that a sweep needs to
-go on: Ray Tune's own state, written at intervals, knows less and is not kept.
+SWEEPS.md lists the files. Every decision is written to the study's log before it takes effect, and the log is
+sufficient to continue a sweep. Ray Tune's own state is saved at intervals only, contains less, and is not kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.sweeps.question import STOP, Question, Search, Value
 from verl_lite.errors import UserError
 
 COMMAND = ("-m", "trainer.main_ppo")
-"""What a run is, after python."""
+"""The command of a run, after `python`."""
 
 DESCRIPTION, _LOG = "study.json", "log.jsonl"
 
@@ -40,10 +40,13 @@ class Run:
     """A run of a trial.
 
     Args:
-        seed: None where the study has no seeds. words: of its command, after python.
+        seed: seed of the run; None if the study has no seeds.
+        folder: the run folder.
+        words: words of the command, after `python`.
         state: waiting | running | done | failed | stopped.
-        values: of the metric by step, as far as this process has seen them; value: the last, once it is done.
-        waits: for what it waits, if it does.
+        value: last value of the metric, once the run is done.
+        values: values of the metric by step that this process has received.
+        waits: the reason why the run waits; empty if it does not.
     """
 
     seed: int | None
@@ -60,7 +63,8 @@ class Run:
 
 @dataclass
 class Trial:
-    """A choice of parameters, with a run for each seed. means: over the runs that had begun, by step, as judged."""
+    """A choice of parameters, with one run for each seed. means: by step, the mean over started runs that was
+    judged."""
 
     number: int
     parameters: dict[str, Value]
@@ -85,19 +89,19 @@ class Trial:
 
     @property
     def values(self) -> list[float]:
-        """Of the runs that are done."""
+        """Values of the runs that are done."""
         return [run.value for run in self.runs if run.value is not None]
 
     @property
     def value(self) -> float | None:
-        """The mean over seeds; of a pruned trial the last one that was known."""
+        """The mean over seeds; for a pruned trial the last known mean."""
         if self.state == "complete":
             return statistics.fmean(self.values)
         return self.means[max(self.means)] if self.is_pruned and self.means else None
 
     @property
     def half_width(self) -> float | None:
-        """Of the 95% interval of the mean over seeds (Student's t); None with fewer than two."""
+        """Half width of the 95% interval of the mean over seeds (Student's t); None with fewer than two seeds."""
         return half_width(np.array(self.values), is_share=False) if self.state == "complete" else None
 
     @property
@@ -106,13 +110,13 @@ class Trial:
 
     @property
     def commands(self) -> list[str]:
-        """That run it again, one for each seed."""
+        """The commands that repeat the trial, one for each seed."""
         return [shlex.join(["python", *run.words]) for run in self.runs]
 
 
 @dataclass
 class Study:
-    """A study with all its trials, as the log tells them."""
+    """A study with all its trials, as recorded in its log."""
 
     folder: Path
     question: Question
@@ -121,7 +125,7 @@ class Study:
 
     @classmethod
     def load(cls, folder: Path) -> Study:
-        """Raises UserError if there is none, or if it is damaged."""
+        """Reads a study. Raises UserError if there is none or if it is damaged."""
         path = folder / DESCRIPTION
         if not path.is_file():
             raise UserError(f"--study {folder}: there is no study; to begin one, give KEY=A,B and --metric as well")
@@ -130,19 +134,20 @@ class Study:
             study = cls(folder, search=Search(**kept.pop("search")), question=Question(**kept))
             path = folder / _LOG
             lines = path.read_text().split("\n") if path.exists() else []
-            for line in lines[:-1]:  # what stands after the last newline, a crash cut off
+            for line in lines[:-1]:  # a crash can leave an incomplete line after the last newline
                 study._replay(json.loads(line))
             return study
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"--study: {path} cannot be read ({error}): begin a study with another name") from None
 
     def save(self) -> None:
-        """Writes what was asked into the study's folder, which is locked."""
+        """Writes the specification into the study's folder, which must be locked."""
         kept = dataclasses.asdict(self.question) | {"search": dataclasses.asdict(self.search)}
         write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
 
     def refuse_another(self, question: Question) -> None:
-        """Raises UserError, saying what differs and how to go on, if the study was begun with another question."""
+        """Raises UserError if the study was started with another specification. The message lists the differences and
+        the commands that continue either."""
         before, now = dataclasses.asdict(self.question), dataclasses.asdict(question)
         changes = [f"  {name} was {before[name]}, and is {now[name]}\n" for name in now if now[name] != before[name]]
         if changes:
@@ -152,21 +157,23 @@ class Study:
             )
 
     def begin(self, parameters: Mapping[str, Value]) -> Trial:
-        """A new trial."""
+        """Adds a trial and returns it."""
         self._log(trial=len(self.trials), parameters=dict(parameters))
         return self.trials[-1]
 
     def judge(self, trial: Trial, step: int, mean: float, prune: bool) -> None:
-        """The mean of a trial's runs at a step, and whether it is pruned for it; then its runs are asked to end."""
+        """Records the mean of a trial's runs at a step. prune: True = the trial is pruned, and its runs are asked to
+        end."""
         self._log(trial=trial.number, step=step, mean=mean, prune=prune)
 
     def end(self, trial: Trial, run: Run, state: str, **known: Any) -> None:
-        """A run has ended: done | failed | stopped. If it failed for good, so did the trial: its other runs end."""
+        """Records the end of a run: done | failed | stopped. After a failure the other runs of the trial are asked to
+        end."""
         self._log(trial=trial.number, seed=run.seed, state=state, **known)
 
     def _log(self, **event: Any) -> None:
         with (self.folder / _LOG).open("rb+" if (self.folder / _LOG).exists() else "wb+") as file:
-            file.seek(file.read().rfind(b"\n") + 1)  # over what a crash cut off
+            file.seek(file.read().rfind(b"\n") + 1)  # overwrites a line that a crash cut off
             file.truncate()
             file.write(json.dumps(event).encode() + b"\n")
             file.flush()
@@ -176,7 +183,7 @@ class Study:
             self.ask_to_end(self.trials[event["trial"]])
 
     def ask_to_end(self, trial: Trial) -> None:
-        """Its runs that have begun see the file, on whatever machine they are."""
+        """Asks the started runs of a trial to end, by a file that they check on every machine."""
         if trial.folder.exists():
             (trial.folder / STOP).touch()
 
@@ -199,12 +206,12 @@ class Study:
             run.seconds, run.steps = event.get("seconds", 0.0), event.get("steps", 0)
 
     def finished(self) -> list[Trial]:
-        """Complete trials, the best first."""
+        """Returns the complete trials, the best first."""
         done = [trial for trial in self.trials if trial.state == "complete"]
         return sorted(done, key=lambda trial: trial.value or 0.0, reverse=self.question.mode == "max")
 
     def write_csv(self) -> None:
-        """trials.csv: a line for each trial."""
+        """Writes trials.csv, with one line for each trial."""
         names = [parameter.name for parameter in self.question.space]
         text = io.StringIO(newline="")
         write = csv.writer(text).writerow
@@ -220,8 +227,10 @@ class Study:
 
 @contextmanager
 def locked(folder: Path, umask: str = "077") -> Iterator[None]:
-    """Inside, no other sweep works on this study, whose folder is made. Raises UserError if one does, or if nothing can
-    be written there. umask: of the study's files."""
+    """Context manager that creates and locks the study's folder, so that no other sweep works on the study.
+
+    umask: umask of the study's files. Raises UserError if another sweep holds the lock or the folder is not writable.
+    """
     with ExitStack() as stack:
         try:
             stack.enter_context(file_mask(umask, folder))

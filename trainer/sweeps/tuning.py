@@ -1,8 +1,8 @@
-"""The runs of a study on Ray Tune: which comes next, where it runs, when its trial is pruned, what is tried again.
+"""Runs a study on Ray Tune: chooses runs, places them, prunes trials and repeats failed runs.
 
-A trial of Tune's is one run, a trial with one seed: an actor that starts the run's process and reports what it logs.
-Tune places and retries runs, Optuna chooses parameters, ASHA judges means over seeds. What is decided is in the study's
-log first; from it sampler and pruner are made anew when a sweep goes on.
+Each trial of Tune is one run, that is, one trial of the study with one seed: an actor that starts the run's process and
+reports its metrics. Tune places and repeats runs, Optuna chooses parameters, and ASHA judges means over seeds. Every
+decision is first written to the study's log, from which a continued sweep rebuilds sampler and pruner.
 """
 
 import difflib
@@ -52,7 +52,8 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are. gpus: of each; None = on a CPU. environment: that they inherit; None = that of their machine."""
+    """Where runs execute. gpus: GPUs of each run; None = CPU. environment: variables that runs inherit; None = those of
+    their machine."""
 
     gpus: int | None
     environment: dict[str, str] | None
@@ -60,8 +61,10 @@ class Place:
 
 @contextmanager
 def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
-    """Inside, Ray is there: of this machine's free devices, or the cluster that was asked for. Raises UserError if no
-    device is free, nobody answers at the address, or no machine could ever hold a run."""
+    """Context manager that starts Ray on the free devices of this machine, or joins the given cluster.
+
+    Raises UserError if no device is free, the address does not answer, or no machine is large enough for a run.
+    """
     address, free, slots = options.address, list[str](), None
     environment = clean(os.environ) if address is None else None
     on_cpu = device == "cpu" or (address is None and device_type(device) == "cpu")
@@ -86,7 +89,7 @@ def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
 
 
 def _watch_ray() -> None:
-    """Ends this process if Ray is lost, for which Ray Tune would wait for ever, or end without a word."""
+    """Ends this process if Ray is lost. Ray Tune itself would wait forever or end without a message."""
     while ray.is_initialized():
         if loss := ray_loss():
             print(f"ClusterLostError: {loss}. To go on: the same command", file=sys.stderr, flush=True)
@@ -95,7 +98,7 @@ def _watch_ray() -> None:
 
 
 def free_devices(tell: Tell) -> list[str]:
-    """Words of CUDA_VISIBLE_DEVICES for the devices that nobody else uses. Raises UserError if there is none."""
+    """Returns the devices that no other process uses, as named in CUDA_VISIBLE_DEVICES. UserError if there is none."""
     visible = visible_gpus(list_gpus() or [])
     busy = {one.token: f"{one.gpu} {why}" for one in visible if (why := unavailable(one.gpu, ResourceRequest(1)))}
     free = [one.token for one in visible if one.token not in busy]
@@ -107,7 +110,7 @@ def free_devices(tell: Tell) -> list[str]:
 
 
 class Sweep(Searcher):
-    """Hands Tune the runs of a study, and takes what is heard of them."""
+    """Searcher that gives Tune the runs of a study and records their reports."""
 
     def __init__(self, study: Study, place: Place, tell: Tell) -> None:
         super().__init__()
@@ -133,7 +136,7 @@ class Sweep(Searcher):
         self.problem: UserError | None = None
 
     def suggest(self, trial_id: str) -> Any:
-        """For Tune's trial of that name: a run of a trial that was begun, else of a new one."""
+        """Returns the next run for one of Tune's trials: a run of a started trial, else of a new trial."""
         handed_out = [id(run) for _, run in self._running.values()]
         runs = ((trial, run) for trial in self._study.trials if not trial.is_over for run in trial.runs)
         begun = next((one for one in runs if one[1].state != "done" and id(one[1]) not in handed_out), None)
@@ -163,38 +166,38 @@ class Sweep(Searcher):
         return None
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """What a run reports."""
+        """Records the report of a run."""
         trial, run = self._running[trial_id]
-        said = json.loads(result["said"])
-        run.values, run.steps = {int(step): value for step, value in said["values"].items()}, said["step"]
-        if said["waits"] and said["waits"] != run.waits:
-            self._tell(f"{_name(trial, run)} waits: {said['waits']}")
-        is_over = said["ended"] is not None
-        if not (
-            said["waits"] or is_over or trial_id in self._announced
-        ):  # Tune asks for the next run before there is room
+        report = json.loads(result["report"])
+        run.values = {int(step): value for step, value in report["values"].items()}
+        run.steps = report["step"]
+        if report["waits"] and report["waits"] != run.waits:
+            self._tell(f"{_name(trial, run)} waits: {report['waits']}")
+        is_over = report["ended"] is not None
+        # announced with the first report, because Tune requests the next run before there is room for it
+        if not (report["waits"] or is_over or trial_id in self._announced):
             self._announced.add(trial_id)
             self._tell(f"{_name(trial, run)} starts: {', '.join(f'{k}={v}' for k, v in trial.parameters.items())}")
-        run.waits = said["waits"]
+        run.waits = report["waits"]
         self._look_at_means(trial)
         if is_over:
-            self._end(trial_id, **said["ended"], names=said["names"])
+            self._end(trial_id, **report["ended"], names=report["names"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Its last result said it all."""
+        """Does nothing: the last result contains the end of the run."""
 
     def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).touch()  # the study's log is what is kept
+        Path(checkpoint_path).touch()  # the study's log is kept instead
 
-    def hear_of_fault(self, trial_id: str, error: str, is_last: bool) -> None:
-        """The machine was at fault; Tune starts the run again, unless it was the last time."""
+    def on_machine_fault(self, trial_id: str, error: str, is_last: bool) -> None:
+        """Records that a machine failed. Tune starts the run again unless is_last."""
         if is_last:
             self._end(trial_id, "failed", error=error)
         else:
             self._tell(f"{_name(*self._running[trial_id])}: {error}; again, from its last checkpoint")
 
     def _look_at_means(self, trial: Trial) -> None:
-        """Judges the mean of each step that all runs of the trial that have begun have reached."""
+        """Judges the mean at each step that all started runs of the trial have reached."""
         begun = [run.values for run in trial.runs if run.values]
         for step in sorted(set.intersection(*map(set, begun)) - trial.means.keys() if begun else ()):
             if self._asha is None or trial.is_over:
@@ -205,10 +208,10 @@ class Sweep(Searcher):
                 self._tell(f"trial {trial.number} is pruned at step {step}")
 
     def _stops(self, trial: Trial, step: int, mean: float) -> bool:
-        """Whether ASHA finds a trial with this mean at this step not worth going on with."""
+        """Returns True if ASHA stops a trial with this mean at this step."""
         if self._asha is None:
             return False
-        tuner: Any = None  # of which ASHA asks nothing; of a trial its name
+        tuner: Any = None  # ASHA uses only the trial's name
         known: Any = SimpleNamespace(trial_id=str(trial.number))
         if trial.number not in self._judged:
             self._judged.add(trial.number)
@@ -229,7 +232,7 @@ class Sweep(Searcher):
                 error = f"{metric} is nan" if run.values else f"--metric {metric}: {name} does not log it ({found})"
                 known["error"] = error
                 if not run.values and not any(trial.values for trial in self._study.trials):
-                    self.problem = UserError(known["error"])  # its name is wrong, and all runs would be in vain
+                    self.problem = UserError(known["error"])  # no run would have a value
                     (self._study.folder / STOP).touch()
         self._study.end(trial, run, state, **known)
         value_text = f": {metric} {run.value:.4g} after {run.steps} steps" if run.value is not None else ""
@@ -239,8 +242,10 @@ class Sweep(Searcher):
 
 
 def draw(study: Study) -> dict[str, Value]:
-    """Parameters of a new trial, by Optuna from what the study knows. Trials that run count as bad ones, so that
-    several at a time differ, and failed ones as the worst."""
+    """Draws the parameters of a new trial with Optuna from the study's results.
+
+    Running trials count as bad ones, so that trials at the same time differ; failed trials count as the worst.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     seed, states = len(study.trials), optuna.trial.TrialState
@@ -261,8 +266,8 @@ def _name(trial: Trial, run: Run) -> str:
 
 
 class Faults(FIFOScheduler):
-    """Tells a sweep of runs whose machine failed, which a searcher is not told of. A run ends by itself, also when it
-    is asked to."""
+    """Scheduler that reports machine failures to the sweep, because Tune does not report them to a searcher. It never
+    stops a run."""
 
     def __init__(self, sweep: Sweep) -> None:
         super().__init__()
@@ -272,12 +277,14 @@ class Faults(FIFOScheduler):
         text = Path(trial.error_file).read_text() if trial.error_file else ""
         lost = "the machine, or its part of Ray, was lost"
         error = text.rpartition("MachineFault: ")[2].partition("\n")[0] if "MachineFault: " in text else lost
-        self._sweep.hear_of_fault(trial.trial_id, error, is_last=not trial.should_recover())
+        self._sweep.on_machine_fault(trial.trial_id, error, is_last=not trial.should_recover())
 
 
 def run_study(study: Study, place: Place, options: Options, tell: Tell) -> None:
-    """Runs what is left of a study. Nothing of it runs any more when this returns or raises: UserError if no run logs
-    the metric, KeyboardInterrupt if it was asked to stop."""
+    """Runs the remaining trials of a study. No process of a run is left when the function returns or raises.
+
+    Raises UserError if no run logs the metric, and KeyboardInterrupt if the sweep was asked to stop.
+    """
     stop, sweep = study.folder / STOP, Sweep(study, place, tell)
     for path in (stop, *(trial.folder / STOP for trial in study.trials if not trial.is_over)):
         path.unlink(missing_ok=True)

@@ -63,7 +63,7 @@ class Driver:
         name = [name for name, known in self.active.items() if known == run][-1]
         names = ["other"] if ended and not values else []
         said = {"values": values, "step": max(values, default=0), "waits": "", "names": names, "ended": ended}
-        self.sweep.on_trial_result(name, {"said": json.dumps(said)})
+        self.sweep.on_trial_result(name, {"report": json.dumps(said)})
 
     def end(self, run: Name | None, values: dict[int, float], state: str = "done", error: str = "") -> None:
         self.say(run, values, {"state": state, "seconds": 1.0, "steps": 3} | ({"error": error} if error else {}))
