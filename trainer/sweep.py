@@ -16,8 +16,8 @@ from trainer.cli import command
 from verl_lite.errors import printable
 
 if TYPE_CHECKING:
-    from trainer.sweeps.question import Options
     from trainer.sweeps.study import Study
+    from trainer.sweeps.study_spec import Options
 
 _SHOWN = 20
 
@@ -25,9 +25,9 @@ _SHOWN = 20
 @command
 def main(argv: list[str]) -> int:
     """The command; returns the exit status."""
-    from trainer.sweeps.checks import check_sweep, load
-    from trainer.sweeps.question import combinations, read_options
     from trainer.sweeps.study import locked
+    from trainer.sweeps.study_spec import combinations, read_options
+    from trainer.sweeps.sweep_checks import check_sweep, load
 
     options = read_options(argv)
     study = asked_study(options)
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
 
 def asked_study(options: Options) -> Study:
     """Returns the study that the command line names: a new one, or the existing one with the search of this command."""
-    from trainer.sweeps.question import Search, read_files
     from trainer.sweeps.study import DESCRIPTION, Study
+    from trainer.sweeps.study_spec import Search, read_files
 
     question = options.question
     if question is not None and not (options.folder / DESCRIPTION).exists():

@@ -41,7 +41,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 """Beyond the layers: what single modules must not import. A pattern's * also crosses folders."""
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "ray": ("verl_lite/single_controller/ray_*.py", "trainer/sweeps/tuning.py", "trainer/sweeps/child.py"),
+    "ray": ("verl_lite/single_controller/ray_*.py", "trainer/sweeps/tuning.py", "trainer/sweeps/trial_process.py"),
     "vllm": ("workers/rollout/vllm_engine.py",),
 }
 """Packages that these places alone may import, so that the rest works without them."""

@@ -18,8 +18,8 @@ from recipes.reward_model import recipe as reward_model
 from trainer.recipe import load_recipe, recipe_overrides
 from trainer.requirements import needs_critic, needs_greedy_baseline, needs_reference
 from trainer.resume import flat_config
-from trainer.sweeps.checks import load
-from trainer.sweeps.question import combinations, read_options
+from trainer.sweeps.study_spec import combinations, read_options
+from trainer.sweeps.sweep_checks import load
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.envs import env_templates

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainer.evaluate.sample import Sample
 from trainer.evaluate.sample_files import SampleFiles
-from trainer.sweeps.question import Question, Search
 from trainer.sweeps.study import Study
+from trainer.sweeps.study_spec import Search, StudySpec
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- \x1b[2J\u2028 <img src=x onerror=alert(1)>"
 SAMPLE = Sample(
@@ -52,7 +52,7 @@ def make_run(folder: Path, steps: int = 4, total: int | None = None, lr: float =
 def make_study(folder: Path, error: str = "out of memory") -> Path:
     """A sweep of four trials with two seeds: the second is best, the third was pruned, the last failed."""
     words = ["lr=0.001,0.002,0.005,0.01", "kind=a,b"]
-    study = Study(folder, Question(words, {}, [1, 2], "val-core/sums/acc/mean@1", "max"), Search())
+    study = Study(folder, StudySpec(words, {}, [1, 2], "val-core/sums/acc/mean@1", "max"), Search())
     study.save()
     for number, (state, value) in enumerate((("done", 0.4), ("done", 0.9), ("pruned", -9.0), ("failed", None))):
         lr = (1e-3, 2e-3, 5e-3, 1e-2)[number]

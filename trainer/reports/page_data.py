@@ -112,8 +112,8 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
 def read_study(folder: Path) -> Json:
     """What the page shows of a sweep, which may still run; `runs` has the run folders of its best trials, each trial's
     first."""
-    from trainer.sweeps.question import metric_by_step
     from trainer.sweeps.study import Study
+    from trainer.sweeps.study_spec import metric_by_step
 
     study = Study.load(folder)
     metric, mode, best = study.question.metric, study.question.mode, study.finished()

@@ -26,7 +26,7 @@ import psutil
 from trainer.checkpoint import write_atomically
 from trainer.cli import file_mask
 from trainer.evaluate.metrics import half_width
-from trainer.sweeps.question import STOP, Question, Search, Value
+from trainer.sweeps.study_spec import STOP, Search, StudySpec, Value
 from verl_lite.errors import UserError
 
 COMMAND = ("-m", "trainer.main_ppo")
@@ -119,7 +119,7 @@ class Study:
     """A study with all its trials, as recorded in its log."""
 
     folder: Path
-    question: Question
+    question: StudySpec
     search: Search
     trials: list[Trial] = field(default_factory=list)
 
@@ -131,7 +131,7 @@ class Study:
             raise UserError(f"--study {folder}: there is no study; to begin one, give KEY=A,B and --metric as well")
         try:
             kept = json.loads(path.read_text())
-            study = cls(folder, search=Search(**kept.pop("search")), question=Question(**kept))
+            study = cls(folder, search=Search(**kept.pop("search")), question=StudySpec(**kept))
             path = folder / _LOG
             lines = path.read_text().split("\n") if path.exists() else []
             for line in lines[:-1]:  # a crash can leave an incomplete line after the last newline
@@ -145,7 +145,7 @@ class Study:
         kept = dataclasses.asdict(self.question) | {"search": dataclasses.asdict(self.search)}
         write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
 
-    def refuse_another(self, question: Question) -> None:
+    def refuse_another(self, question: StudySpec) -> None:
         """Raises UserError if the study was started with another specification. The message lists the differences and
         the commands that continue either."""
         before, now = dataclasses.asdict(self.question), dataclasses.asdict(question)

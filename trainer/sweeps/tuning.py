@@ -29,10 +29,10 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
 from trainer.cli import stopping_on_signal
-from trainer.sweeps.checks import planned, problem
-from trainer.sweeps.child import Order, clean, train
-from trainer.sweeps.question import STOP, Options, Value
 from trainer.sweeps.study import Run, Study, Trial
+from trainer.sweeps.study_spec import STOP, Options, Value
+from trainer.sweeps.sweep_checks import planned, problem
+from trainer.sweeps.trial_process import Order, clean, train
 from verl_lite.device import device_type
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus

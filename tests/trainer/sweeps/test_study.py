@@ -16,10 +16,10 @@ import pytest
 
 from trainer import sweep
 from trainer.sweep import summary
-from trainer.sweeps import checks, tuning
-from trainer.sweeps.child import Order, diagnose, held_up
-from trainer.sweeps.question import STOP, Question, Search
+from trainer.sweeps import sweep_checks, tuning
 from trainer.sweeps.study import Study, locked
+from trainer.sweeps.study_spec import STOP, Search, StudySpec
+from trainer.sweeps.trial_process import Order, diagnose, held_up
 from trainer.sweeps.tuning import Place, Sweep
 from verl_lite.errors import UserError
 
@@ -34,14 +34,14 @@ def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "problem", lambda *_: "")
 
 
-def question(words: list[str], seeds: int | None = None) -> Question:
-    return Question(words, {}, None if seeds is None else list(range(1, seeds + 1)), "m", "max")
+def question(words: list[str], seeds: int | None = None) -> StudySpec:
+    return StudySpec(words, {}, None if seeds is None else list(range(1, seeds + 1)), "m", "max")
 
 
 class Driver:
     """Stands in for Tune: asks a sweep for runs and answers for them."""
 
-    def __init__(self, folder: Path, asked: Question | None = None, search: Search | None = None) -> None:
+    def __init__(self, folder: Path, asked: StudySpec | None = None, search: Search | None = None) -> None:
         if asked is not None:
             Study(folder, asked, Search()).save()
         self.study, self.told, self.active = Study.load(folder), list[str](), dict[str, Name]()
@@ -202,8 +202,8 @@ def test_a_second_sweep_changes_nothing_and_sees_what_the_first_has_done(
         yield Place(None, {})
 
     options = SimpleNamespace(trainer=SimpleNamespace(umask="077", device="cpu"))
-    monkeypatch.setattr(checks, "load", lambda *_: options)
-    monkeypatch.setattr(checks, "check_sweep", lambda *_: None)
+    monkeypatch.setattr(sweep_checks, "load", lambda *_: options)
+    monkeypatch.setattr(sweep_checks, "check_sweep", lambda *_: None)
     monkeypatch.setattr(tuning, "places", places)
     monkeypatch.setattr(tuning, "run_study", lambda study, *_: seen.append([trial.state for trial in study.trials]))
     argv = ["x=1,2", "--metric", "m", "--random", "1", "--study", str(tmp_path)]

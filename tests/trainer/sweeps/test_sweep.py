@@ -27,7 +27,7 @@ FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 FAKE = Path(__file__).with_name("fake_trial.py")
 FAKED = f"""
 import os, sys
-from trainer.sweeps import checks, study
+from trainer.sweeps import sweep_checks, study
 from verl_lite.config import PPOConfig
 from verl_lite.single_controller import liveness
 liveness.LOST_AFTER_LOOKS = 2
@@ -191,22 +191,22 @@ def test_a_real_training_stopped_with_its_sweep_goes_on_from_its_checkpoint(tmp_
 
 
 def test_devices_of_foreign_processes_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.sweeps import child, tuning
+    from trainer.sweeps import trial_process, tuning
 
     def gpu(index: int, *held_gib: int) -> Gpu:
         processes = tuple(GpuProcess(4_000_000 + number, gib << 30) for number, gib in enumerate(held_gib))
         return Gpu(index, f"GPU-{index}", "H100", 80 << 30, (80 - sum(held_gib)) << 30, processes)
 
     there, told = [gpu(0, 20), gpu(1), gpu(2)], list[str]()
-    for module in (tuning, child):
+    for module in (tuning, trial_process):
         monkeypatch.setattr(module, "list_gpus", lambda: there)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert tuning.free_devices(told.append) == ["2"]
     assert "passed over: GPU 0 (H100, GPU-0) is in use" in told[0]
-    monkeypatch.setattr(child.watcher, "marked_processes", lambda mark, token: [4_000_000])
-    assert child.busy_device("mine") == "", "what this sweep's own runs hold is no reason"
-    monkeypatch.setattr(child.watcher, "marked_processes", lambda mark, token: [])
-    assert "is in use" in child.busy_device("mine")
+    monkeypatch.setattr(trial_process.watcher, "marked_processes", lambda mark, token: [4_000_000])
+    assert trial_process.busy_device("mine") == "", "what this sweep's own runs hold is no reason"
+    monkeypatch.setattr(trial_process.watcher, "marked_processes", lambda mark, token: [])
+    assert "is in use" in trial_process.busy_device("mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=r"(?s)no device is free.*CUDA_VISIBLE_DEVICES"):
         tuning.free_devices(told.append)

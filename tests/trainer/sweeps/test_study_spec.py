@@ -9,17 +9,17 @@ import optuna
 import pytest
 
 from tests.tiny_run import ROOT, TinyTask, good_row, write_rows
-from trainer.sweeps import checks
-from trainer.sweeps.checks import check_metric_name, check_sweep
-from trainer.sweeps.question import (
+from trainer.sweeps import sweep_checks
+from trainer.sweeps.study_spec import (
     Options,
-    Question,
     Search,
+    StudySpec,
     combinations,
     metric_by_step,
     read_options,
     read_parameter,
 )
+from trainer.sweeps.sweep_checks import check_metric_name, check_sweep
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 
@@ -38,7 +38,7 @@ per_trial: 2
 """
 
 
-def question(argv: list[str]) -> Question:
+def question(argv: list[str]) -> StudySpec:
     found = read_options(argv).question
     assert found is not None
     return found
@@ -193,8 +193,8 @@ def test_the_sweeps_of_the_recipes_are_checked_whole(
 ) -> None:
     """Every word, in all combinations. Each recipe is prepared once; its model and data are not made here."""
     prepared: list[str | None] = []
-    monkeypatch.setattr(checks, "prepare_recipe", lambda config: prepared.append(config.recipe))
-    monkeypatch.setattr(checks, "validate", lambda *_, **__: None)
+    monkeypatch.setattr(sweep_checks, "prepare_recipe", lambda config: prepared.append(config.recipe))
+    monkeypatch.setattr(sweep_checks, "validate", lambda *_, **__: None)
     asked = question(["--file", str(ROOT / "recipes" / file)])
     assert asked.seeds and len(list(combinations(asked.space))) == trials
     check_sweep(asked, Search(), None)

@@ -73,7 +73,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Question:
+class StudySpec:
     """The specification of a study, which never changes.
 
     Args:
@@ -131,7 +131,7 @@ class Options:
         retries: how often a run is repeated after failures of its machine.
     """
 
-    question: Question | None
+    question: StudySpec | None
     search: Search | None
     folder: Path
     slots: int | None = None
@@ -292,7 +292,7 @@ def _file_words(name: str) -> Iterator[str]:
             yield from (f"--{str(entry).replace('_', '-')}={as_text(one)}" for one in given)
 
 
-def _question(line: argparse.Namespace) -> Question:
+def _question(line: argparse.Namespace) -> StudySpec:
     for word in line.words:
         if word.startswith("--") or ("=" not in word and not word.startswith("~")):
             raise UserError(f"{word!r} is not key=value, written without blanks around the equals sign")
@@ -306,7 +306,7 @@ def _question(line: argparse.Namespace) -> Question:
         is_list = isinstance(seeds, list) and all(type(one) is int and seeds.count(one) == 1 for one in seeds)
         if not is_list or not seeds:
             raise UserError(f"--seeds {line.seeds}: expected how many (3 runs the seeds 1, 2, 3), or which: [1,5,9]")
-    return Question(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
+    return StudySpec(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
 
 
 def _picked(before: str, word: str) -> str:

@@ -9,7 +9,7 @@ from trainer.data.sources import read_rows
 from trainer.metric_docs import find, metrics
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.resources import resolve_slots
-from trainer.sweeps.question import MOST_LISTED, Question, Search, Value, combinations
+from trainer.sweeps.study_spec import MOST_LISTED, Search, StudySpec, Value, combinations
 from trainer.tracking import check_trackers
 from verl_lite.config import ConfigError, PPOConfig, load_config
 from verl_lite.config.checks import validate
@@ -23,12 +23,12 @@ _MOST_LOOKED_AT = 256
 """Combinations that are checked before the start. All others are checked before they run."""
 
 
-def load(question: Question, values: dict[str, Value]) -> PPOConfig:
+def load(question: StudySpec, values: dict[str, Value]) -> PPOConfig:
     """Loads the configuration of a trial. Raises ConfigError."""
     return load_config(question.command(values), recipe_loader=recipe_overrides).config
 
 
-def problem(question: Question, values: dict[str, Value], gpus: int | None) -> str:
+def problem(question: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
     """Returns the error that the command would report for a combination; empty if it would start. gpus: GPUs of each
     run; None = CPU."""
     try:
@@ -41,7 +41,7 @@ def problem(question: Question, values: dict[str, Value], gpus: int | None) -> s
     return ""
 
 
-def planned(question: Question, search: Search) -> list[dict[str, Value]] | None:
+def planned(question: StudySpec, search: Search) -> list[dict[str, Value]] | None:
     """Returns all combinations of the space, or None if trials are drawn because the space is infinite or very
     large."""
     size = math.prod(MOST_LISTED + 1 if (v := p.values()) is None else len(v) for p in question.space)
@@ -49,7 +49,7 @@ def planned(question: Question, search: Search) -> list[dict[str, Value]] | None
     return None if is_drawn else list(combinations(question.space))
 
 
-def check_sweep(question: Question, search: Search, gpus: int | None) -> None:
+def check_sweep(question: StudySpec, search: Search, gpus: int | None) -> None:
     """Checks everything that can be checked before a sweep starts, and prepares the recipes. Raises UserError."""
     values = [(parameter, value) for parameter in question.space for value in parameter.values(ends=True) or ()]
     ends = [word for parameter, value in values for word in parameter.words(value)]
