@@ -52,6 +52,7 @@ def make_run(folder: Path, steps: int = 4, total: int | None = None, lr: float =
 def make_study(folder: Path, error: str = "out of memory") -> Path:
     """A sweep of four trials with two seeds: the second is best, the third was pruned, the last failed."""
     words = ["lr=0.001,0.002,0.005,0.01", "kind=a,b"]
+    folder.mkdir(parents=True)
     study = Study(folder, StudySpec(words, {}, [1, 2], "val-core/sums/acc/mean@1", "max"), Search())
     study.save()
     for number, (state, value) in enumerate((("done", 0.4), ("done", 0.9), ("pruned", -9.0), ("failed", None))):

@@ -5,7 +5,6 @@ import itertools
 import math
 from contextlib import suppress
 
-from trainer.data.sources import read_rows
 from trainer.metric_docs import find, metrics
 from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.resources import resolve_slots
@@ -14,7 +13,6 @@ from trainer.tracking import check_trackers
 from verl_lite.config import ConfigError, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.errors import UserError
-from workers.rollout.base import engine_names
 
 OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_mode", "trainer.resume_from_path")
 """Keys that the sweep sets for each run."""
@@ -31,6 +29,8 @@ def load(question: StudySpec, values: dict[str, Value]) -> PPOConfig:
 def problem(question: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
     """Returns the error that the command would report for a combination; empty if it would start. gpus: GPUs of each
     run; None = CPU."""
+    from workers.rollout.base import engine_names  # imports transformers, which takes seconds
+
     try:
         config = load(question, values)
         config.trainer.n_gpus_per_node = config.trainer.n_gpus_per_node or gpus
@@ -98,6 +98,8 @@ def check_metric_name(metric: str, config: PPOConfig) -> None:
     families = {name.partition("/")[0] for name in known if "/" in name}
     near = difflib.get_close_matches(metric, known, n=1, cutoff=0.9)
     if family in ("val-core", "val-aux"):
+        from trainer.data.sources import read_rows  # imports transformers, which takes seconds
+
         rows = (row for path in config.data.val_files for row in read_rows(path, "data.val_files"))
         sources = sorted({str(row.get("data_source")) for row in rows}) or ["{data_source}"]
         names = [name for name in known if name.startswith(f"{family}/") and name.endswith("mean@{N}")]

@@ -25,7 +25,6 @@ import torch
 
 from verl_lite.config import NetworkConfig, RolloutConfig
 from verl_lite.registry import Registry
-from workers.policy.loading import load_model_config
 
 FinishReason = Literal["stop", "length"]
 
@@ -153,6 +152,8 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
         return None
     if rollout.router_replay:
         return "rollout.router_replay=true needs the experts of each token, which vLLM records on a GPU only"
+    from workers.policy.loading import load_model_config  # imports transformers, which takes seconds
+
     config = load_model_config(model).get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -27,7 +27,7 @@ def test_it_checks_and_plans_and_writes_all_options(
     text = capsys.readouterr().out
     assert "memory per device, expected" in text and "disk, at most" in text and "peak of tensors" in text
     assert "Nothing was started (trainer.dry_run=true)" in text
-    assert [path.name for path in run_dir.iterdir()] == ["dry_run.yaml"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["dry_run.yaml", "in_use"]
     written = load_config(["--config", str(run_dir / "dry_run.yaml")]).config
     assert written.trainer.dry_run and written.trainer.total_training_steps == 3
 

@@ -99,7 +99,10 @@ async function ofRun() {
   await goTo("metrics");
   await enter('input[type="search"]', "critic/score/mean");
   all("tr.pick")[0].click();
-  await until(() => all(`.open ${LINES}`).length);
+  await until(() => {
+    frame.window.dispatchEvent(new Event("resize")); // draws it where the browser is late to say that it is seen
+    return all(`.open ${LINES}`).length;
+  });
   seen.metric = all(`.open ${LINES}`).length;
   await goTo("config");
   seen.ownOptions = all("tbody tr").length;
