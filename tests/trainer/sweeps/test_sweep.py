@@ -34,7 +34,8 @@ liveness.LOST_AFTER_LOOKS = 2
 config = PPOConfig()
 config.trainer.device = "cpu"
 study.COMMAND = ({str(FAKE)!r},)
-checks.load, checks.problem, checks.check_sweep = lambda *_: config, lambda *_: "", lambda *_: None
+sweep_checks.load, sweep_checks.problem = lambda *_: config, lambda *_: ""
+sweep_checks.check_sweep = lambda *_: None
 log = study.Study._log
 def killed(self, **event):
     log(self, **event)

@@ -10,6 +10,7 @@ import torch
 
 from tests.tiny_model import tiny_qwen2
 from verl_lite.config import ModelConfig, RolloutConfig
+from workers.policy import loading as loading  # imported before the tests replace find_spec
 from workers.rollout import base
 from workers.rollout.base import build_rollout_engine, derive_seed, resolve_engine_name, vllm_problem
 
