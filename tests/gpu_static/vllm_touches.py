@@ -68,7 +68,7 @@ RESULTS: dict[str, str | None] = {
 VARIABLES = {
     "_completion": {"output": OUTPUT},
     "_routes_of": {"output": OUTPUT},
-    "_record_nothing": {"core": CLIENT},
+    "_disable_expert_recording": {"core": CLIENT},
     "_facts": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},
     "_repack_tied_head": {"worker": WORKER, "head": HEAD},
     "_unpack_experts": {"worker": WORKER, "module.quant_method": EXPERTS},

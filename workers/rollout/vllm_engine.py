@@ -95,7 +95,7 @@ class VLLMEngine:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
             engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
-            with self._naming_the_family("start with"), _class_of_its_own(model_config):
+            with self._raise_with_model_type("start with"), _isolated_model_class(model_config):
                 if device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):  # of its own reading too
                     raise NotImplementedError("its log-probs are nats away from those of transformers")
                 for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
@@ -105,7 +105,7 @@ class VLLMEngine:
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 print(self._engine.collective_rpc(_facts)[0], flush=True)  # vLLM would, at a level that says much more
             elif self._routers is not None and torch.distributed.get_rank() % config.tensor_model_parallel_size:
-                _record_nothing(self._engine.engine_core)
+                _disable_expert_recording(self._engine.engine_core)
                 self._routers = None  # the first rank of the engine has them
         _open_engines += 1
         self._version: int | None = None
@@ -131,7 +131,7 @@ class VLLMEngine:
         return self._version is not None
 
     def step(self) -> list[Completion]:
-        with self._naming_the_family("answer with"):
+        with self._raise_with_model_type("answer with"):
             outputs = self._engine.step() if self._running else []
         return [self._completion(output) for output in outputs if output.finished]
 
@@ -185,7 +185,7 @@ class VLLMEngine:
                 raise
 
         arguments = {"weights_iterator": recorded(), "is_checkpoint_format": True}
-        with self._naming_the_family("take the weights of", failed):
+        with self._raise_with_model_type("take the weights of", failed):
             if self._device.type == "cpu":
                 self._engine.collective_rpc(_unpack_experts)
             self._engine.collective_rpc("reload_weights", kwargs=arguments)
@@ -237,7 +237,7 @@ class VLLMEngine:
         del self._engine
 
     @contextlib.contextmanager
-    def _naming_the_family(self, act: str, failed: Sequence[Exception] = ()) -> Iterator[None]:
+    def _raise_with_model_type(self, act: str, failed: Sequence[Exception] = ()) -> Iterator[None]:
         """Raises UserError, with the model's family and what to set, for what vLLM raises before its first answer; not
         for want of memory, or `failed`: what others raised meanwhile."""
         import vllm
@@ -278,7 +278,7 @@ def check_replay(config: RolloutConfig, device_type: str) -> None:
         raise UserError(f"rollout.router_replay=true with rollout.name=vllm: {found}")
 
 
-def _record_nothing(core: Any) -> None:
+def _disable_expert_recording(core: Any) -> None:
     """On ranks of an engine but the first, where vLLM does not record experts: their scheduler asks for them too."""
     if (connector := getattr(core.engine_core.scheduler, "aux_output_connector", None)) is not None:  # since vLLM 0.31
         connector.take_output = lambda request, output: None
@@ -333,7 +333,7 @@ def _window_as_transformers_counts(config: PretrainedConfig) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _class_of_its_own(config: PretrainedConfig) -> Iterator[None]:
+def _isolated_model_class(config: PretrainedConfig) -> Iterator[None]:
     """Where vLLM runs a model of transformers it changes the model's class, for compilation, so that other networks of
     that class in this process no longer work. Here it gets a class derived from that.
     """

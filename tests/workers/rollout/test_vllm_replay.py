@@ -26,7 +26,7 @@ from verl_lite.protocol import DataProto
 from workers.rollout import vllm_engine
 from workers.rollout.base import RolloutEngine, SamplingParams, build_rollout_engine
 from workers.rollout.single_turn import generate
-from workers.rollout.vllm_engine import _record_nothing, check_replay
+from workers.rollout.vllm_engine import _disable_expert_recording, check_replay
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "all layers": ("mixtral", {}, [0, 1, 2]),
@@ -161,5 +161,5 @@ def test_the_scheduler_of_another_rank_does_not_ask_for_experts() -> None:
     """vLLM's raises where the worker recorded none, as all but the first rank's do."""
     connector = MagicMock(take_output=MagicMock(side_effect=AssertionError("worker output is missing")))
     scheduler = SimpleNamespace(aux_output_connector=connector)
-    _record_nothing(SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
+    _disable_expert_recording(SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
     assert connector.take_output("request", None) is None
