@@ -32,7 +32,7 @@ from verl_lite.registry import accepts, takes
 from verl_lite.schema import check
 
 Controllers = MutableMapping[Any, RunningMoments] | RunningMoments
-Numbers = dict[str, float]
+ScalarMetrics = dict[str, float]
 
 _SAME_NAMES = "values reward_baselines old_log_probs sum_pi_squared rollout_is_weights traj_id step state_hash"
 ESTIMATOR_COLUMNS = {"index": "uid"} | {name: name for name in _SAME_NAMES.split()}
@@ -47,7 +47,7 @@ _LABELS = ("uid", "traj_id", "step", "state_hash")
 @torch.no_grad()
 def reward_postprocess(
     data: DataProto, pipeline_config: AlgorithmConfig | Any, running_ctrl: Controllers | None = None
-) -> tuple[DataProto, Numbers]:
+) -> tuple[DataProto, ScalarMetrics]:
     """Normalises and clips the reward of each answer: response_level_rewards, from these (B,) if they are there, else
     from the sums of token_level_scores. Rows without a valid token (padding, a failed reward) count nowhere and get 0.
 
@@ -94,7 +94,7 @@ def reward_postprocess(
 @torch.no_grad()
 def compute_token_reward(
     data: DataProto, pipeline_config: Any, kl_ctrl: FixedKLController | None = None
-) -> tuple[DataProto, Numbers]:
+) -> tuple[DataProto, ScalarMetrics]:
     """Puts rewards on tokens and takes the KL to the reference model off them.
 
     Reads response_mask, response_level_rewards and token_level_scores, one of which suffices; old_log_probs and
@@ -122,7 +122,7 @@ def compute_token_reward(
             raise ValueError(f"{stage}: kl_ctrl is None; the KL in the reward needs the controller of its coefficient.")
     mask = _response_mask(data)
     rewards = _place_rewards(data, mask)
-    metrics: Numbers = {}
+    metrics: ScalarMetrics = {}
     if "old_log_probs" in data and reference in data:
         coefficient = kl_ctrl.value if is_penalised and kl_ctrl is not None else 0.0
         kind = getattr(pipeline_config, "kl_penalty", "kl")

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.evaluate.metrics import INTERVAL
 from trainer.evaluate.sample import Sample
+from trainer.evaluate.validation_metrics import INTERVAL
 
 _TEXT_SHOWN = 300
 _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")

@@ -12,14 +12,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer import step_metrics
-from trainer.advantage import Numbers, compute_advantage, compute_token_reward, reward_postprocess
+from trainer.advantage import ScalarMetrics, compute_advantage, compute_token_reward, reward_postprocess
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import ANSWERS, FilterBudgetExceeded, PromptLoader, collect_groups
 from trainer.evaluate import chunks
-from trainer.evaluate.metrics import validation_metrics
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
+from trainer.evaluate.validation_metrics import validation_metrics
 from trainer.final_report import FitResult
 from trainer.planner.model_shape import ModelShape
 from trainer.requirements import needs_greedy_baseline, needs_old_log_prob
@@ -241,7 +241,7 @@ class RayPPOTrainer:
         self.metrics |= {name: Metric.last(value) for name, value in metrics.items()}
         return batch
 
-    def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, Numbers]:
+    def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
         """Adds response_level_rewards: the score of each answer, normalised and clipped."""
         return reward_postprocess(batch, self.config.algorithm, self.running_moments)
 

@@ -14,7 +14,7 @@ import torch
 
 from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
 from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
-from trainer.evaluate.metrics import name_metrics, process_validation_metrics
+from trainer.evaluate.validation_metrics import name_metrics, process_validation_metrics
 from trainer.roles import loss_columns
 from trainer.step_metrics import frac_reward_zero_std, summary
 from verl_lite.config.flow_grpo import FlowGRPOConfig

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from recipes.agentic_frozen_lake import recipe
 from recipes.agentic_frozen_lake.data import write_model
 from recipes.agentic_frozen_lake.roll_loop import RollLoop
-from trainer.agentic.advantage import get_score_normalize_fn
+from trainer.agentic.agentic_advantage import get_score_normalize_fn
 from trainer.agentic.agentic_pipeline import AgenticPipeline, BasePipeline
-from trainer.agentic.metrics import compute_data_metrics
+from trainer.agentic.episode_metrics import compute_data_metrics
 from trainer.build import run_ppo
 from trainer.final_report import FitResult
 from trainer.recipe import load_recipe
@@ -253,6 +253,6 @@ def test_attributes_and_options_have_the_seeds_names(model: str, tmp_path: Path)
 
 
 def test_rolls_older_name_of_a_normalisation() -> None:
-    """What each method does is in tests/trainer/agentic/test_advantage.py."""
+    """What each method does is in tests/trainer/agentic/test_agentic_advantage.py."""
     normalize = get_score_normalize_fn(rn_cfg=RewardNormalizationConfig(method="mean"))
     assert normalize(torch.tensor([0.0, 0.0, 3.0, 5.0])).tolist() == [-2.0, -2.0, 1.0, 3.0]

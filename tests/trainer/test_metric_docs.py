@@ -12,7 +12,7 @@ import torch
 
 from tests.trainer.tracking.scripted import SAMPLE
 from tests.unlogged_metrics import unlogged
-from trainer.evaluate.metrics import validation_metrics
+from trainer.evaluate.validation_metrics import validation_metrics
 from trainer.metric_docs import PAGE, Metric, find, metrics
 from verl_lite.config.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig
 from verl_lite.rollout_correction import correct_rollout

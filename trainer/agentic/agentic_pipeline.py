@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.advantage import Numbers
-from trainer.agentic.advantage import OF_EPISODES, compute_response_level_rewards
+from trainer.advantage import ScalarMetrics
+from trainer.agentic.agentic_advantage import OF_EPISODES, compute_response_level_rewards
 from trainer.agentic.episode_log import readable, samples_of
-from trainer.agentic.metrics import compute_data_metrics, validation_metrics
+from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
 from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
 from trainer.ray_trainer import RayPPOTrainer, training_sampling
@@ -135,7 +135,7 @@ class AgenticPipeline(BasePipeline):
         self.engine_version = version
         return self.actor.update_weights(version=version)
 
-    def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, Numbers]:
+    def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
         """Adds response_level_rewards, from those of episodes and their steps."""
         estimator = self.config.algorithm.adv_estimator
         batch, metrics = compute_response_level_rewards(batch, self.config.agentic, estimator)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.schema import check_prompt
-from trainer.data.sft import Chat, Example, collate, encode_text, question_of, render, rows_of, turn_of
+from trainer.data.row_formats import check_prompt
+from trainer.data.sft_dataset import Chat, Example, collate, encode_text, question_of, render, rows_of, turn_of
 from verl_lite.config import PreferenceDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -122,8 +122,8 @@ def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str,
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
-    """A batch with the columns of `trainer.data.sft.collate`, in which each row holds the chosen text and, to the right
-    of it, the rejected one: twice as wide. `texts_of` parts them."""
+    """A batch with the columns of `trainer.data.sft_dataset.collate`. Each row holds the chosen text and, to its right,
+    the rejected text, so rows are twice as wide. `texts_of` separates the two."""
     texts = collate([text for pair in pairs for text in (pair.chosen, pair.rejected)], pad_token_id)
     columns = {str(name): texts.batch[name].reshape(len(pairs), -1) for name in texts.batch.keys()}
     return DataProto.from_dict(columns | {MARGIN: torch.tensor([pair.margin for pair in pairs])})

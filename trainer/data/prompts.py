@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.schema import PromptRow, RowSchema
+from trainer.data.row_formats import PromptRow, RowSchema
 from trainer.data.sources import open_sources
 from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig

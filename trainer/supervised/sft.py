@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from trainer.data.sft import Example, collate, load_examples
+from trainer.data.sft_dataset import Example, collate, load_examples
 from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from verl_lite.config import SFTConfig
 from verl_lite.metrics import Metric

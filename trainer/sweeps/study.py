@@ -25,7 +25,7 @@ import psutil
 
 from trainer.checkpoint import write_atomically
 from trainer.cli import file_mask
-from trainer.evaluate.metrics import half_width
+from trainer.evaluate.validation_metrics import half_width
 from trainer.sweeps.study_spec import STOP, Search, StudySpec, Value
 from verl_lite.errors import UserError
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.trainer.prompt_rows import contents, load, make_row, truths, write
 from trainer.data.order import MixtureBatches, build_order
-from trainer.data.schema import EXAMPLE_ROW, PromptRow
+from trainer.data.row_formats import EXAMPLE_ROW, PromptRow
 from trainer.data.sources import SPLITS
 from trainer.data.tokens import CACHED_FROM
 from verl_lite.config import PPOConfig, load_config

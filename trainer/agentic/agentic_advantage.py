@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.advantage import Numbers, column_of, response_scores
+from trainer.advantage import ScalarMetrics, column_of, response_scores
 from trainer.step_metrics import summary
 from verl_lite.algos.agentic_rewards import (
     GROUPINGS,
@@ -32,7 +32,7 @@ OF_EPISODES = frozenset({"gigpo", "step_reinforce"})
 @torch.no_grad()
 def compute_response_level_rewards(
     data: DataProto, pipeline_config: AgenticConfig | Any, adv_estimator: str | None = None
-) -> tuple[DataProto, Numbers]:
+) -> tuple[DataProto, ScalarMetrics]:
     """Writes response_level_rewards (B,): of each row its score, normalised as reward_normalization says.
 
     step_reinforce: the discounted return of its step instead; gigpo: episode_reward_weight times its episode's score,
@@ -48,7 +48,7 @@ def compute_response_level_rewards(
     """
     chosen: str = getattr(pipeline_config, "adv_estimator", "") if adv_estimator is None else adv_estimator
     stage = f"compute_response_level_rewards with adv_estimator={chosen}"
-    metrics: Numbers = {}
+    metrics: ScalarMetrics = {}
     data = data.select()
     scores, valid = response_scores(data, stage)
     options: RewardNormalizationConfig = pipeline_config.reward_normalization

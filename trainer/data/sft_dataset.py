@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.schema import Chat, check_prompt, value_at
+from trainer.data.row_formats import Chat, check_prompt, value_at
 from trainer.data.sources import read_rows
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError

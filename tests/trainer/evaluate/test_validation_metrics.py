@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.evaluate.metrics import best_of, majority_of, process_validation_metrics, validation_metrics
 from trainer.evaluate.sample import Sample
+from trainer.evaluate.validation_metrics import best_of, majority_of, process_validation_metrics, validation_metrics
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -11,7 +11,7 @@ import torch
 
 from tests.verl_lite.naive_estimators import Given, normalised, step_returns
 from trainer.advantage import compute_advantage, compute_token_reward
-from trainer.agentic.advantage import compute_response_level_rewards
+from trainer.agentic.agentic_advantage import compute_response_level_rewards
 from trainer.agentic.agentic_pipeline import AgenticPipeline
 from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
 from verl_lite.config import AgenticConfig, AlgorithmConfig, EnvManagerConfig, PPOConfig, RewardNormalizationConfig
