@@ -1,7 +1,7 @@
 """Training without a rollout: the loop, job and worker that supervised fine-tuning and reward models share.
 
-Rows are drawn in epochs, collated, planned once for all ranks and given to workers, whose network and loss are the
-caller's. The result is a folder in Hugging Face format, RUN/hf.
+The driver draws rows in epochs, collates them, plans each batch once for all ranks and dispatches it to the workers.
+The caller defines the network and the loss. The result is a folder in Hugging Face format, RUN/hf.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ CURVES: tuple[Panel, Panel] = (
     ("Loss in training", "loss", {"train/loss": ""}),
     ("Norm of the gradient", "norm", {"train/grad_norm": ""}),
 )
-Row = TypeVar("Row", bound=Sized)  # its length: tokens that a forward pass over it reads
+Row = TypeVar("Row", bound=Sized)  # len(row): the number of tokens that a forward pass over the row reads
 Options = TypeVar("Options", bound=SupervisedConfig)
 
 
 @dataclass(frozen=True)
 class Task(Generic[Row]):
-    """What is trained. worker: its class, a `SupervisedWorker` made as worker(config, steps). train, val: rows.
+    """The rows to train on and the functions that turn them into batches.
 
-    collate: rows to a batch. count: (B,) what the loss counts of each row of a batch; their sum over an optimizer step
-    is meta_info["num_tokens"] of its micro-batches.
+    worker: the worker class, a `SupervisedWorker` that is constructed as worker(config, steps). train, val: the rows.
+    collate: builds a batch from rows. count: returns (B,), the units that the loss counts in each row (tokens or
+    pairs); their sum over an optimizer step is meta_info["num_tokens"] of each of its micro-batches.
     """
 
     worker: type[SupervisedWorker]
@@ -68,7 +69,7 @@ class Task(Generic[Row]):
 
 
 class SupervisedWorker(TrainingWorker):
-    """One rank's training engine. A subclass names the policy, its options in a pass, and the loss."""
+    """The training engine of one rank. A subclass chooses the policy, the options of its forward pass, and the loss."""
 
     config: SupervisedConfig
 
@@ -82,7 +83,7 @@ class SupervisedWorker(TrainingWorker):
     ) -> None:
         super().__init__(config, total_training_steps)
         self.build_policy, self.loss, self.options = build_policy, loss, options
-        self.phases = PhaseManager()  # its own: it may train in the process of another run, before that one begins
+        self.phases = PhaseManager()  # not shared: it may train in the process of another run, before that run starts
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -92,29 +93,32 @@ class SupervisedWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
-        """One optimizer step on a planned batch; metrics in meta_info, of which one is `loss`."""
+        """Takes one optimizer step on a planned batch. Returns metrics in meta_info, among them `loss`."""
         self.phases.enter(self.engine)
         metrics = self.engine.train(self.rows(data), self.loss, **self.options)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def measure(self, data: DataProto) -> DataProto:
-        """What `train` reports of the loss on a planned batch, without training."""
+        """Returns the loss metrics of `train` for a planned batch, without training."""
         self.phases.enter(self.engine)
         rows = self.rows(data)
         outputs = self.engine.infer(rows, **self.options)
-        rows.meta_info["num_tokens"] = 1  # of the loss itself nothing is used here
+        rows.meta_info["num_tokens"] = 1  # the divisor has no effect: only the metrics are used
         return DataProto(meta_info={"metrics": self.loss(rows, outputs)[1]})
 
     def rows(self, data: DataProto) -> DataProto:
-        """What the policy reads of a planned batch."""
+        """Returns the rows of a planned batch in the form that the policy reads."""
         return data
 
 
 @dataclass
 class Trained(FitResult):
-    """What a run leaves. shards: the model at its end, as the workers wrote it. loss: of the last line of metrics. val:
-    the last measurements, by name; empty without validation rows."""
+    """The result of a run.
+
+    steps: training steps done. loss: training loss of the last logged line. val: metrics of the last validation, by
+    name; empty without validation rows. shards: folder with the final model as the workers saved it.
+    """
 
     steps: int = 0
     loss: float = float("nan")
@@ -123,7 +127,7 @@ class Trained(FitResult):
 
 
 class SupervisedTrainer(SavedByWorkers, Generic[Row]):
-    """The loop, and the driver's face of its workers: each call plans a batch and dispatches it."""
+    """The training loop on the driver. Each call to the workers plans a batch and dispatches it."""
 
     def __init__(
         self,
@@ -139,7 +143,7 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
         self.saver = Saver(run_dir, config, {"model": self}, 0, tracking.note)
 
     def fit(self) -> Trained:
-        """Trains to the end of the configured steps; what is logged is the mean since the last line."""
+        """Trains for the configured number of steps. Each logged value is the mean since the last logged line."""
         result, trainer = Trained(), self.config.trainer
         since: list[dict[str, float]] = []
         timing: dict[str, float] = {}
@@ -187,12 +191,15 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
 
 
 class SupervisedJob(Job[Options]):
-    """A subclass reads the rows. next_options: of a trainer.main_ppo that begins with the model; {} is its folder."""
+    """A supervised training job. A subclass reads the rows.
+
+    next_options: options of the `trainer.main_ppo` command that continues with the trained model; {} is its folder.
+    """
 
     next_options: ClassVar[str]
 
     def read_task(self) -> Task[Any]:
-        """The rows, tokenised and checked. Raises UserError for input that cannot be used."""
+        """Returns the tokenized and checked rows. Raises UserError for invalid input."""
         raise NotImplementedError
 
     def check(self, available: int | None) -> None:
@@ -242,17 +249,16 @@ class SupervisedJob(Job[Options]):
     def report(self, trainer: Any, result: Trained) -> Report:
         if result.shards is None:
             return Report()
-        shown, folder = (
-            "".join(f", validation {name} {value:.3f}" for name, value in result.val.items()),
-            self.export(result),
-        )
+        shown = "".join(f", validation {name} {value:.3f}" for name, value in result.val.items())
+        folder = self.export(result)
         commands = {"look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}"}
         commands["train on"] = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"
         line = f"wrote {folder} after {result.steps} steps, loss {result.loss:.3f}{shown}"
         return Report([line], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)
 
     def export(self, result: Trained) -> Path:
-        """Writes the trained model in Hugging Face format; returns its folder. The workers have ended."""
+        """Writes the trained model in Hugging Face format and returns its folder. Call it after the workers have
+        ended."""
         assert result.shards is not None
         folder = self.run_dir / "hf"
         export(str(result.shards), str(folder))
@@ -264,8 +270,10 @@ class SupervisedJob(Job[Options]):
 def train_within(
     job_class: type[SupervisedJob[Options]], config: Options, report: Callable[[str], None]
 ) -> tuple[Path, Trained]:
-    """Trains inside another run, or in a program of one's own: the folder of the model, and what else there is. report:
-    takes each line of progress."""
+    """Trains inside another run or in a user's program. Returns the folder of the model and the result of the run.
+
+    report: called with each line of progress.
+    """
 
     class Lines(Console):
         def progress(self, text: str) -> None:

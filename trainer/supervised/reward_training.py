@@ -1,8 +1,8 @@
-"""Training of a reward model from pairs of answers: the loss, and the worker; `trainer.supervised.loop` has the loop.
+"""Loss and worker for training a reward model on pairs of answers; the loop is in `trainer.supervised.loop`.
 
-The network is what `reward_model.model.path` takes: a sequence classifier with one label, read by the same code. Both
-texts of a pair are in one micro-batch; the loss is divided by the number of pairs in the whole optimizer step, so that
-it depends neither on how the batch was cut nor on the number of ranks.
+The network is a sequence classifier with one label; the code that loads `reward_model.model.path` loads it. Both texts
+of a pair are in one micro-batch. The loss is divided by the number of pairs in the whole optimizer step, so it depends
+neither on the division into micro-batches nor on the number of ranks.
 """
 
 from functools import partial
@@ -23,12 +23,15 @@ from workers.policy.tokenizer import load_tokenizer
 def bradley_terry(
     chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, center_coefficient: float
 ) -> torch.Tensor:
-    """Of each pair (n,): -log sigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected)^2.
+    """Returns -log sigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected)^2 per pair, (n,).
 
-    chosen, rejected: (n,) scores. margin: (n,) by how much the better score is to exceed the other; Touvron et al.
-    (2023), Llama 2, equation 2, as in TRL's RewardTrainer. Source: Bradley and Terry (1952) as in Stiennon et al.
-    (2020), equation 1; the last term, Eisenstein et al. (2023), as in TRL's RewardTrainer, holds the scores around 0,
-    which the first leaves open.
+    The first term is Bradley and Terry (1952) as in Stiennon et al. (2020), equation 1. The second term, Eisenstein et
+    al. (2023), as in TRL's RewardTrainer, keeps the scores near 0; the first term depends on their difference alone.
+
+    Args:
+        chosen, rejected: (n,) scores.
+        margin: (n,) required difference between the two scores; Touvron et al. (2023), Llama 2, equation 2, as in TRL's
+            RewardTrainer.
     """
     return -F.logsigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected).square()
 
@@ -36,12 +39,13 @@ def bradley_terry(
 def pair_loss(
     data: DataProto, outputs: dict[str, torch.Tensor], center_coefficient: float
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The loss of a micro-batch of texts, chosen and rejected in turn; metrics as means over pairs.
+    """Returns the loss of a micro-batch and its metrics, which are means over pairs.
 
-    outputs: scores (2n, R), 0 but at one place of each row. accuracy: share of pairs with the better answer's score
-    above the other's. margin: its score minus the other's.
+    The rows of `data` alternate between chosen and rejected texts. outputs["scores"] is (2n, R) and nonzero at only one
+    position of each row. Metrics: loss; accuracy, the share of pairs whose chosen score is higher than the rejected
+    score; margin, the chosen score minus the rejected score.
     """
-    counts = data.batch["response_mask"].any(1).view(-1, 2).all(1)  # (n,): not padding
+    counts = data.batch["response_mask"].any(1).view(-1, 2).all(1)  # (n,): False for padding
     chosen, rejected = outputs["scores"].sum(1).view(-1, 2)[counts].unbind(1)
     losses = bradley_terry(chosen, rejected, data.batch["margin"].view(-1, 2)[counts][:, 0], center_coefficient)
     margins = (chosen - rejected).detach()
@@ -51,7 +55,7 @@ def pair_loss(
 
 
 class RewardTrainingWorker(SupervisedWorker):
-    """One rank of a reward model's training."""
+    """One rank that trains a reward model."""
 
     def __init__(self, config: RewardTrainingConfig, total_training_steps: int) -> None:
         loss = partial(pair_loss, center_coefficient=config.loss.center_rewards_coefficient)
@@ -59,7 +63,7 @@ class RewardTrainingWorker(SupervisedWorker):
         self.pad_token_id = load_model_config(config.model).get_text_config().pad_token_id
 
     def rows(self, data: DataProto) -> DataProto:
-        """The texts of the pairs."""
+        """Returns the texts of the pairs, one per row, with the columns for their scores."""
         texts = texts_of(data)
         texts.batch.update(scored_rows(texts.batch, self.pad_token_id))
         return texts

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: its loss, and the worker that does its heavy part; `trainer.supervised.loop` has the loop."""
+"""Loss and worker for supervised fine-tuning; the loop is in `trainer.supervised.loop`."""
 
 from functools import partial
 
@@ -16,7 +16,8 @@ LOG_PROB_CHUNK_TOKENS = 1024
 
 
 def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Negative log-likelihood of the learnt tokens, divided by their number in the whole optimizer step."""
+    """Returns the negative log-likelihood of the trained tokens over their number in the optimizer step, and
+    metrics."""
     nll = -(outputs["log_probs"] * data.batch["response_mask"]).sum()
     tokens = int(data.batch["response_mask"].sum())
     return nll / data.meta_info["num_tokens"], {"loss": Metric.mean(float(nll.detach()), tokens)}
