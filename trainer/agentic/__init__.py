@@ -1,1 +1,1 @@
-"""Agents that act in environments: the driver."""
+"""Driver of agentic runs, in which agents act in environments."""

@@ -1,7 +1,7 @@
-"""From the rewards of episodes to one number for each row: what comes before `trainer.advantage` where agents act.
+"""Computes one reward per row from the rewards of episodes. In agentic runs this precedes `trainer.advantage`.
 
-GiGPO and step_reinforce are REINFORCE on rewards that are computed over whole episodes first. Taken as estimators
-(`compute_advantage` with their names) they do both at once; in a run the KL penalty comes between, as in ROLL.
+GiGPO and step_reinforce are REINFORCE on rewards that are first computed over whole episodes. `compute_advantage` with
+one of their names does both at once; in a run, the KL penalty is applied between the two, as in ROLL.
 """
 
 from collections.abc import Callable
@@ -26,25 +26,34 @@ from verl_lite.config import AgenticConfig, RewardNormalizationConfig
 from verl_lite.protocol import DataProto
 
 OF_EPISODES = frozenset({"gigpo", "step_reinforce"})
-"""Estimators whose rewards are computed over episodes, before they stand on tokens."""
+"""Estimators whose rewards are computed over episodes before they are assigned to tokens."""
 
 
 @torch.no_grad()
 def compute_response_level_rewards(
     data: DataProto, pipeline_config: AgenticConfig | Any, adv_estimator: str | None = None
 ) -> tuple[DataProto, ScalarMetrics]:
-    """Writes response_level_rewards (B,): of each row its score, normalised as reward_normalization says.
+    """Writes response_level_rewards (B,): the score of each row, normalized according to reward_normalization.
 
-    step_reinforce: the discounted return of its step instead; gigpo: episode_reward_weight times its episode's score,
-    normalised, and step_reward_weight times its step's return, normalised among the steps of its task from the same
-    state. Where gigpo finds no word on normalisation, it is the paper's: mean and std within the task.
+    step_reinforce uses the discounted return of the row's step instead of its score. gigpo adds episode_reward_weight
+    times the normalized score of the episode and step_reward_weight times the return of the step, which is normalized
+    among the steps of the same task that start from the same state. If reward_normalization is unset, gigpo uses the
+    paper's: mean and std within the task.
 
-    pipeline_config: `config.agentic`, or any object with its names. adv_estimator: None = that of the object, as ROLL
-    has it. Reads what `reward_postprocess` reads; traj_id and step, and for gigpo state_hash and uid; those of the
-    grouping: uid (traj_group_id), uid and state_hash (state_group_id), tags. Rows without a valid token count nowhere.
-    Returns the batch, and with gigpo the mean, max and min, over rows that count, of
-    critic/episode_rewards_norm and critic/step_rewards_norm. Raises ValueError for an unknown option or a missing
-    column.
+    Reads the columns of `reward_postprocess`; traj_id and step for both estimators, and state_hash and uid for gigpo;
+    and the columns of the grouping: uid (traj_group_id), uid and state_hash (state_group_id), or tags. Rows without a
+    valid token are ignored.
+
+    Args:
+        pipeline_config: `config.agentic`, or any object with its attributes.
+        adv_estimator: None uses the attribute of `pipeline_config`, as in ROLL.
+
+    Returns:
+        The batch; and for gigpo the mean, max and min of critic/episode_rewards_norm and critic/step_rewards_norm over
+        rows with a valid token.
+
+    Raises:
+        ValueError: for an unknown option or a missing column.
     """
     chosen: str = getattr(pipeline_config, "adv_estimator", "") if adv_estimator is None else adv_estimator
     stage = f"compute_response_level_rewards with adv_estimator={chosen}"
@@ -81,13 +90,14 @@ def compute_response_level_rewards(
 
 
 def get_score_normalize_fn(rn_cfg: RewardNormalizationConfig | Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """ROLL's older name: the normalisation that the options ask for, of the scores (B,) of one group."""
+    """Returns the configured normalization, a function of the scores (B,) of one group. The name is ROLL's older
+    one."""
     how = normalization(rn_cfg.method or "identity", rn_cfg.norm_mean_type, rn_cfg.norm_std_type)
     return partial(agentic_reward_norm, how=how)
 
 
 def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tuple[str, Normalization]:
-    """Grouping and normalisation, with what stands for null."""
+    """Returns the grouping and the normalization, with null options replaced by the defaults of the estimator."""
     grouping, method = options.grouping, options.method
     mean, std = options.norm_mean_type, options.norm_std_type
     if grouping is None:
@@ -98,7 +108,7 @@ def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tup
 
 
 def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
-    """The group of each row; None = one for all."""
+    """Returns the group of each row; None means that all rows form one group."""
     if grouping not in GROUPINGS:
         raise ValueError(f"{stage}: grouping={grouping!r}: expected one of {', '.join(GROUPINGS)}.")
     if grouping == "batch":

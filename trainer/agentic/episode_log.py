@@ -1,7 +1,7 @@
-"""Episodes as a person would read them: who said what, what each action was worth, and how it ended.
+"""Episodes as readable text: the messages, the reward of each action, and how the episode ended.
 
-Takes the rows of a batch; gives one `Sample` for each episode, which goes where all samples go: the run folder, the
-folders of the user's, trackers, console and final report.
+Turns the rows of a batch into one `Sample` per episode. Like all samples, they are written to the run folder, the
+user's folders, trackers, the console and the final report.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,17 +18,17 @@ _ROLE_WIDTH = 10
 
 
 def samples_of(batch: DataProto, step: int) -> list[Sample]:
-    """The episodes of a batch in the order of their first rows, those that failed too.
+    """Returns the episodes of a batch in the order of their first rows, including failed episodes.
 
-    uid is that of the group, data_source the tag. input is what the agent was asked first, output all that followed:
-    a paragraph for each message, after an action its reward, at the end why the episode failed. extra: the
-    environment's metrics. response_length: tokens that the policy wrote.
+    uid: the group. data_source: the tag. input: the first message that is not a system message. output: all later
+    messages, one paragraph each; the reward follows each action, and the error of a failed episode comes last. extra:
+    metrics of the environment. response_length: number of tokens that the policy sampled.
     """
     return [_sample(batch, rows, step) for rows in rows_by_episode(batch, range(len(batch)))]
 
 
 def rows_by_episode(batch: DataProto, among: Iterable[int]) -> list[list[int]]:
-    """Some rows, those of an episode together, in the order of its steps."""
+    """Groups the rows `among` by episode; the rows of each episode are in the order of its steps."""
     by_episode: dict[str, list[int]] = {}
     for row in among:
         by_episode.setdefault(batch.non_tensor_batch["traj_id"][row], []).append(int(row))
@@ -37,7 +37,7 @@ def rows_by_episode(batch: DataProto, among: Iterable[int]) -> list[list[int]]:
 
 
 def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
-    """rows: of one episode, in the order of its steps."""
+    """Returns the sample of one episode. rows: its rows in the batch, in the order of its steps."""
     columns, tensors = batch.non_tensor_batch, batch.batch
     first, last = rows[0], rows[-1]
     messages: list[Mapping[str, Any]] = []
@@ -70,21 +70,22 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
 
 
 def _paragraph(role: str, text: str) -> list[str]:
-    """`role  text`, further lines of the text under the first; control characters of a model are written out."""
+    """Returns the lines of `role  text`, with further lines of the text aligned below and control characters
+    escaped."""
     first, *others = printable(text).strip("\n").split("\n")
     return [f"{role:<{_ROLE_WIDTH}} {first}", *(f"{'':<{_ROLE_WIDTH}} {line}" for line in others)]
 
 
 def readable(sample: Sample) -> str:
-    """An episode for the console: a head line, and the beginning of what was said."""
+    """Returns an episode for the console: a summary line and the beginning of its messages."""
     score = "failed" if sample.score is None else f"score {sample.score:g}"
-    told = "".join(f", {name} {value:.3g}" for name, value in sample.extra.items())
-    head = f"episode of {sample.uid}: {score}, {sample.finish_reason}{told}"
+    metrics = "".join(f", {name} {value:.3g}" for name, value in sample.extra.items())
+    head = f"episode of {sample.uid}: {score}, {sample.finish_reason}{metrics}"
     return "\n".join([head, *_paragraph("asked", sample.input), sample.output])[:TEXT_SHOWN]
 
 
 def column_of(batch: DataProto, name: str, default: np.ndarray | None = None) -> np.ndarray:
-    """A column as an array, wherever it is kept. ValueError where it is missing and has no default."""
+    """Returns a tensor or non-tensor column as an array. Raises ValueError if it is missing and has no default."""
     if name in batch:
         return batch.non_tensor_batch[name] if name in batch.non_tensor_batch else batch.batch[name].numpy()
     if default is None:

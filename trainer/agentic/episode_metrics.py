@@ -1,8 +1,8 @@
-"""What a step of episodes looked like: scores by episode and by environment, lengths, turns, throughput.
+"""Metrics of a batch of episodes: scores by episode and by environment, lengths, and turns.
 
-A batch has one row for each episode, or one for each step of it (`traj_id` says which rows are one episode). Names
-are ROLL's, beside verl's of `trainer.step_metrics`. Rows whose episode failed are in none of the numbers; how many
-failed is `env/error_rate`.
+A batch has one row per episode or one row per step of an episode; rows of one episode share their `traj_id`. The metric
+names are ROLL's, in addition to verl's names in `trainer.step_metrics`. Rows of failed episodes are left out of all
+metrics; `env/error_rate` is the share of failed episodes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from verl_lite.algos.agentic_rewards import build_state_groups
 from verl_lite.protocol import DataProto
 
 SUCCESS = "success"
-"""The metric of an environment that says whether its task was solved; it is `acc` among validation metrics."""
+"""The environment metric that is true if the task was solved; validation metrics report it as `acc`."""
 
 
 @dataclass(frozen=True)
 class EpisodeTable:
-    """The episodes of a batch that did not fail, one entry each.
+    """The episodes of a batch that did not fail; each list has one entry per episode.
 
-    rows: of the batch that belong to the episode, in the order of its steps. metrics: those of the environment.
+    tags, groups: environment tag and group of the episode. scores: score of the episode. metrics: metrics that its
+    environment reported. rows: indices of its rows in the batch, in the order of its steps.
     """
 
     tags: list[str]
@@ -44,7 +45,7 @@ class EpisodeTable:
 
     @classmethod
     def of(cls, batch: DataProto) -> EpisodeTable:
-        """Reads traj_id, uid, tags, episode_scores; env_metrics, step and reward_failed where present."""
+        """Reads traj_id, uid, tags and episode_scores, and also env_metrics, step and reward_failed if present."""
         columns = batch.non_tensor_batch
         failed = np.asarray(columns.get("reward_failed", np.zeros(len(batch))), dtype=bool)
         rows = [np.array(found) for found in rows_by_episode(batch, np.flatnonzero(~failed))]
@@ -60,8 +61,9 @@ class EpisodeTable:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
-    """`trainer.step_metrics.compute_data_metrics`, and for episodes: scores, turns, tokens, what environments report by
-    tag and over all, sizes of groups of equal states. Each is explained in trainer/METRICS.md."""
+    """Returns the metrics of `trainer.step_metrics.compute_data_metrics` and the metrics of episodes: scores, turns,
+    tokens, environment metrics per tag and over all tags, and sizes of groups of equal states. trainer/METRICS.md
+    explains each of them."""
     table = EpisodeTable.of(batch)
     metrics = step_metrics.compute_data_metrics(batch, use_critic)
     metrics |= summary("critic/score", table.scores)
@@ -91,9 +93,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
 
 
 def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, float]:
-    """{prefix}env/{tag}/{metric}: the mean over a tag's episodes that report it; {prefix}env/{metric}: over all tags.
+    """Returns {prefix}env/{tag}/{metric}, the mean over the episodes of a tag that report the metric, and
+    {prefix}env/{metric}, the mean over all tags.
 
-    Each episode's numbers are aggregated over its steps already, as its `metrics_agg_mode` says.
+    The metrics of an episode are already aggregated over its steps according to its `metrics_agg_mode`.
     """
     found: dict[str, list[float]] = {}
     for tag, numbers in zip(table.tags, table.metrics, strict=True):
@@ -104,9 +107,12 @@ def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, floa
 
 
 def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
-    """Numbers of a validation, each explained in trainer/METRICS.md: of episodes, of a tag's groups, and as for
-    answers to prompts, where a group is a prompt; acc is the environment's `success`, if all of a tag's episodes report
-    that. prefix: such as "greedy/", after val/ or the tag."""
+    """Returns the metrics of a validation: over episodes, over the groups of each tag, and the validation metrics of
+    answers to prompts with each group taken as a prompt. trainer/METRICS.md explains each of them.
+
+    acc is the environment's `success`; a tag has it if all of its episodes report `success`. prefix: text that follows
+    val/ or the tag in metric names, such as "greedy/".
+    """
     table = EpisodeTable.of(batch)
     turns = column_of(batch, "num_turns", np.ones(len(batch)))
     metrics = summary(f"val/{prefix}score", table.scores)
@@ -119,9 +125,9 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
         means = np.array([np.mean(scores) for scores in by_group.values()])
         metrics |= summary(f"val/{prefix}{tag}/score", means)
     variables: dict[str, Sequence[float | None]] = {"reward": table.scores.tolist()}
-    silent = {tag for tag, numbers in zip(table.tags, table.metrics, strict=True) if SUCCESS not in numbers}
-    if set(table.tags) - silent:
-        told = zip(table.tags, table.metrics, strict=True)
-        variables["acc"] = [None if tag in silent else float(numbers[SUCCESS]) for tag, numbers in told]
+    without_success = {tag for tag, numbers in zip(table.tags, table.metrics, strict=True) if SUCCESS not in numbers}
+    if set(table.tags) - without_success:
+        episodes = zip(table.tags, table.metrics, strict=True)
+        variables["acc"] = [None if tag in without_success else float(found[SUCCESS]) for tag, found in episodes]
     results = process_validation_metrics(table.tags, table.groups, variables)
     return metrics | environment_metrics(table, f"val/{prefix}") | name_metrics(results, prefix)
