@@ -1,7 +1,8 @@
-"""Where the numbers of a run go: the console, the run's own record, dashboards. No tracker stops or slows the training.
+"""Sends the metrics of a run to the console, to metrics.jsonl and to trackers, without stopping or slowing the
+training.
 
-metrics.jsonl is always written; `trainer.logger` adds the console's lines and trackers. Each tracker is called by a
-thread of its own; one that raises is left alone, and `python -m trainer.sync RUN` gives it the record afterwards.
+metrics.jsonl is always written; `trainer.logger` adds console lines and trackers. A separate thread calls each tracker.
+A tracker that raises is not called again; `python -m trainer.sync RUN` sends the run to it afterwards.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ __all__ = ["TRACKERS", "TrackedRun", "Tracking", "check_trackers", "read_metrics
 FINISH_TIMEOUT_S = 15.0
 METRICS = "metrics.jsonl"
 TRAINED = "training/global_step"
-"""Among the numbers of a training step; those of a validation or a checkpoint join them."""
+"""The metric that only lines of a training step contain. Lines of a validation or checkpoint are merged into them."""
 
 
 class Tracking:
-    """The record and all trackers of a run as one; a context that ends them, and the console's progress bar, when it is
-    left. Inside, what workers print is shown where the console is verbose.
+    """The metrics file and all trackers of a run. As a context manager it ends the trackers and the progress bar on
+    exit.
 
-    Raises UserError for a name in `trainer.logger` that is not known, and for one whose package is missing.
+    Inside the context, a verbose console also shows the output of workers.
+
+    Raises:
+        UserError: if `trainer.logger` has an unknown name, or a name whose package is not installed.
     """
 
     before_log: Callable[[], object] | None = None
@@ -58,29 +62,29 @@ class Tracking:
         self._following.__exit__(None, None, None)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Sends numbers of one step. step: training steps done; 0 = before the first."""
+        """Logs the metrics of one step. step: number of training steps done; 0 is before the first step."""
         if self.before_log is not None:
             self.before_log()
         self._console.advance(step)
         if self._shows:
             self._console.log(metrics, step)
         self._record.log(metrics, step)
-        # trackers cannot forget: of a step that is done again they have the first time
+        # trackers cannot delete values: for a step that a resumed run repeats, they keep the first ones
         if step > self._last_before or (step == self._last_before and TRAINED not in metrics):
             known = {name: value for name, value in metrics.items() if math.isfinite(value)}
             self._call(lambda tracker: tracker.log(known, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Sends what the policy wrote, with its scores."""
+        """Sends samples of the policy, with their scores, to the trackers."""
         self._call(lambda tracker: tracker.log_samples(samples, step))
 
     def show(self, text: str) -> None:
-        """Prints text of several lines, where `trainer.logger` names the console."""
+        """Prints text, which may have several lines, if `trainer.logger` contains console."""
         if self._shows:
             self._console.progress(text)
 
     def finish(self) -> None:
-        """Ends all trackers; waits a little for those that are behind."""
+        """Ends all trackers, and waits up to FINISH_TIMEOUT_S for each one to send its remaining calls."""
         self._console.stop()
         for tracker in self._trackers:
             tracker.finish()
@@ -91,43 +95,49 @@ class Tracking:
 
 
 class TrackerThread(threading.Thread):
-    """Makes a tracker with the first of its `calls`, and does them in order until `finish`, or until it raises. (Not
-    sooner: a process that a tracker starts while Ray starts would pass for one of the cluster's, and be ended with it.)
-    """
+    """Creates a tracker when the first of its `calls` arrives, and runs the calls in order until `finish` or an
+    error."""
+
+    # The tracker is not created earlier: if it starts a process while Ray starts, Ray takes that process for one of
+    # the cluster and ends it with the cluster.
 
     def __init__(self, name: str, run: TrackedRun) -> None:
         super().__init__(name=f"tracker-{name}", daemon=True)
         self.calls: SimpleQueue[Callable[[Tracker], object] | None] = SimpleQueue()
-        self._of, self._run = name, run
+        self._tracker_name, self._run = name, run
         self.start()
 
     def run(self) -> None:
-        """What the thread does."""
+        """Body of the thread."""
         tracker: Tracker | None = None
         try:
             while (call := self.calls.get()) is not None:
-                tracker = tracker or TRACKERS.get_fn(self._of)(self._run)
+                tracker = tracker or TRACKERS.get_fn(self._tracker_name)(self._run)
                 call(tracker)
             if tracker is not None:
                 tracker.finish()
-        except Exception as error:  # the one door to code of others, which may raise anything
+        except Exception as error:  # a tracker is third-party code, which may raise anything
             self._warn(f"raises {type(error).__name__}: {error}")
 
     def finish(self) -> None:
-        """Ends the tracker when it has caught up; one that does not in time is left alone."""
+        """Ends the tracker after its remaining calls. Warns and returns if that takes longer than FINISH_TIMEOUT_S."""
         self.calls.put(None)
         self.join(FINISH_TIMEOUT_S)
         if self.is_alive():
             self._warn("does not finish")
 
     def _warn(self, what: str) -> None:
-        again = shlex.join(["python", "-m", "trainer.sync", str(self._run.run_dir), "--to", self._of])
-        self._run.console.note(f"tracker {self._of} {what}; it is left out, and afterwards {again} gives it the run")
+        name = self._tracker_name
+        again = shlex.join(["python", "-m", "trainer.sync", str(self._run.run_dir), "--to", name])
+        self._run.console.note(f"tracker {name} {what}; it is left out, and afterwards {again} gives it the run")
 
 
 class Record:
-    """Writes metrics.jsonl, a line {"step", "data"} per call. A resumed run appends. A number that is not finite is
-    written as null. A full disk costs a warning, not the run."""
+    """Writes metrics.jsonl, with one line {"step", "data"} per call. A resumed run appends to it.
+
+    A value that is not finite is written as null. If the file cannot be written, a warning is shown once and the run
+    continues.
+    """
 
     def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
         self._path, self._note, self._warned = run_dir / METRICS, note, False
@@ -139,7 +149,7 @@ class Record:
             with self._path.open("a+b") as file:
                 if file.tell():
                     file.seek(-1, 2)
-                    text = text if file.read(1) == b"\n" else f"\n{text}"  # the machine went down in a line
+                    text = text if file.read(1) == b"\n" else f"\n{text}"  # the last line is cut off
                 file.write(text.encode())
         except OSError as error:
             if not self._warned:
@@ -148,15 +158,18 @@ class Record:
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Metrics by step, in order of steps; several lines of one step are joined. Where a resumed run went back, what was
-    written of the steps that it did again, and of later ones, is left out, and so is a line that a crash cut off."""
+    """Returns the metrics by step, in the order of steps, with several lines of one step merged.
+
+    If a resumed run repeated steps, the earlier lines of these steps and of all later steps are left out. Damaged
+    lines, such as a line that a crash cut off, are left out too.
+    """
     steps: dict[int, dict[str, float]] = {}
     for line in filter(None, path.read_bytes().split(b"\n")[:-1] if path.is_file() else []):
         try:
             row = json.loads(line)
             step, found = int(row["step"]), {name: float(x) for name, x in row["data"].items() if x is not None}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-            continue  # the machine went down in this line, or something else damaged it
+            continue  # a damaged line, for example because the machine failed while it wrote the line
         while steps and (last := next(reversed(steps))) >= step and (TRAINED in found or last > step):
             steps.popitem()
         steps.setdefault(step, {}).update(found)

@@ -1,6 +1,8 @@
-"""What a tracker is, what it may know of a run, and which there are: an adapter for each package, which is imported
-where `trainer.logger` asks for it, and writes to disk where it has no account or server. `@register_tracker(name)` adds
-one: a factory of `Tracker` from a `TrackedRun`."""
+"""The `Tracker` protocol and an adapter for each supported package.
+
+A package is imported only if `trainer.logger` names it, and writes to disk if it has no account or server.
+`@register_tracker(name)` registers a factory that makes a `Tracker` from a `TrackedRun`.
+"""
 
 import atexit
 import dataclasses
@@ -22,7 +24,7 @@ from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
 OWN = ("console", "jsonl")
-"""Names in `trainer.logger` that need no tracker: lines on the console, and the record that is always written."""
+"""Names in `trainer.logger` that need no tracker: console lines, and metrics.jsonl, which is always written."""
 
 _COLUMNS = ("step", "data_source", "input", "output", "gts", "score")
 _GENERATIONS = "val/generations"
@@ -30,7 +32,7 @@ _GENERATIONS = "val/generations"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker may know of the run. options: the whole configuration, nested."""
+    """The run as a tracker sees it. options: the complete configuration as nested dicts."""
 
     run_dir: Path
     project: str
@@ -39,8 +41,11 @@ class TrackedRun:
     console: Console
 
     def kept_id(self, tracker: str, new: Callable[[], str] = lambda: uuid.uuid4().hex[:8]) -> str:
-        """The id under which the tracker knows the run, kept in RUN/{tracker}_id.txt, so that a resumed run continues
-        there. new: makes it."""
+        """Returns the tracker's id of the run. RUN/{tracker}_id.txt keeps it, so a resumed run continues the same
+        entry.
+
+        new: creates the id if the file has none.
+        """
         file = self.run_dir / f"{tracker}_id.txt"
         if not file.is_file() or not file.read_text(encoding="utf-8").strip():
             file.write_text(new(), encoding="utf-8")
@@ -48,7 +53,8 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A place for numbers and samples. Steps never fall; of a step that a resumed run repeats it gets the first."""
+    """Receives metrics and samples. Steps never decrease; a step that a resumed run repeats is sent only the first
+    time."""
 
     def log(self, metrics: Mapping[str, float], step: int, /) -> object: ...
 
@@ -59,7 +65,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Adapter:
-    """A tracker of three functions."""
+    """A tracker built from three functions."""
 
     log: Callable[[Mapping[str, Any], int], object]
     log_samples: Callable[[Sequence[Sample], int], object]
@@ -68,7 +74,8 @@ class Adapter:
 
 TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry("tracker")
 register_tracker = TRACKERS.register
-"""Decorator: the class, or a function of `TrackedRun`, makes the tracker that `trainer.logger` calls by its name."""
+"""Decorator that registers a tracker under a name for `trainer.logger`: a class or function that takes a
+`TrackedRun`."""
 
 
 @register_tracker("console")
@@ -78,8 +85,13 @@ def _own(run: TrackedRun) -> Tracker:
 
 
 def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
-    """Raises UserError for a name that is not known, and for one whose package, which is called like it, is missing.
-    asked: how the user named them; None = by `trainer.logger`."""
+    """Checks the names of trackers.
+
+    asked: the option with which the user named them, for messages; None means `trainer.logger`.
+
+    Raises:
+        UserError: for an unknown name, or if the package of that name is not installed.
+    """
     names = list(names)
     asked = asked or f"trainer.logger={names}"
     for name in (name for name in names if name not in OWN):
@@ -98,7 +110,7 @@ def _tell_offline(run: TrackedRun, name: str, sync: str, folder: Path) -> None:
 
 @register_tracker("tensorboard")
 def _tensorboard(run: TrackedRun) -> Tracker:
-    """Event files in RUN/tensorboard."""
+    """Writes event files to RUN/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(run.run_dir / "tensorboard"))
@@ -117,9 +129,11 @@ def _tensorboard(run: TrackedRun) -> Tracker:
 
 @register_tracker("mlflow")
 def _mlflow(run: TrackedRun) -> Tracker:
-    """MLflow. Without MLFLOW_TRACKING_URI it writes RUN/mlflow.db, for `mlflow ui --backend-store-uri sqlite:///...`.
-    Numbers by step (`@` is written `_at_`, which MLflow refuses), the options as config.json, samples as
-    generations/step_N.json."""
+    """Logs to MLflow: metrics by step, the options as config.json, and samples as generations/step_N.json.
+
+    Without MLFLOW_TRACKING_URI it writes RUN/mlflow.db, for `mlflow ui --backend-store-uri sqlite:///...`. MLflow
+    refuses `@` in names of metrics, so it is written as `_at_`.
+    """
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
@@ -132,7 +146,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
         experiment = known.experiment_id if known else client.create_experiment(run.project, place)
         return str(client.create_run(experiment, run_name=run.name).info.run_id)
 
-    # a server knows nothing of the run in the local store, so that has an id of its own
+    # a server does not know the run of the local store, so the two have separate ids
     known_as = run.kept_id("mlflow_server" if uri else "mlflow", create)
     client.update_run(known_as, status="RUNNING")
     client.log_dict(known_as, dict(run.options), "config.json")
@@ -140,7 +154,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
     def log(metrics: Mapping[str, float], step: int) -> None:
         now, names = int(time.time() * 1000), {x: re.sub(r"[^\w\-. :/]", "_", x.replace("@", "_at_")) for x in metrics}
         rows = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
-        for start in range(0, len(rows), 1000):  # the most that it takes at once
+        for start in range(0, len(rows), 1000):  # the maximum of one call
             client.log_batch(known_as, metrics=rows[start : start + 1000])
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
@@ -152,14 +166,17 @@ def _mlflow(run: TrackedRun) -> Tracker:
 
 @register_tracker("wandb")
 def _wandb(run: TrackedRun) -> Tracker:
-    """Weights & Biases. Without an account it writes RUN/wandb, which `wandb sync` uploads; WANDB_MODE decides where it
-    is set. Numbers over training/global_step, since its own counter goes on in a resumed run."""
+    """Logs to Weights & Biases, with training/global_step as the x-axis.
+
+    Without an account it writes RUN/wandb, which `wandb sync` uploads. WANDB_MODE overrides this choice.
+    """
     import wandb
 
-    wandb.setup()  # starts its service, and with it its own farewell at the end of this process
+    wandb.setup()  # starts the wandb service and registers wandb's own exit handler
 
+    # This handler runs before wandb's, which prints an error if the end of the run had to kill the service.
     @atexit.register
-    def leave() -> None:  # before that, which fails aloud where the end of the run had to kill the service
+    def leave() -> None:
         with suppress(OSError):
             wandb.teardown()
 
@@ -171,6 +188,7 @@ def _wandb(run: TrackedRun) -> Tracker:
     made = wandb.init(project=run.project, name=run.name, config=dict(run.options), **options)
     if mode == "offline":
         _tell_offline(run, "wandb", "wandb sync", Path(made.dir).parent)
+    # wandb's own step counter continues in a resumed run, so it is not the x-axis
     made.define_metric("*", step_metric="training/global_step")
 
     def log(data: Mapping[str, Any], step: int) -> None:
@@ -178,7 +196,7 @@ def _wandb(run: TrackedRun) -> Tracker:
 
     def finish() -> None:
         made.finish()
-        if wandb.run is None:  # nobody else's: its service ends here in good order, not killed with the run
+        if wandb.run is None:  # no other wandb run is open, so end the service before the run's end kills it
             wandb.teardown()
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
@@ -190,8 +208,8 @@ def _wandb(run: TrackedRun) -> Tracker:
 
 @register_tracker("swanlab")
 def _swanlab(run: TrackedRun) -> Tracker:
-    """SwanLab. Without SWANLAB_API_KEY it writes RUN/swanlab, which `swanlab sync` uploads; SWANLAB_MODE decides where
-    it is set."""
+    """Logs to SwanLab. Without SWANLAB_API_KEY it writes RUN/swanlab, which `swanlab sync` uploads. SWANLAB_MODE
+    overrides this choice."""
     import swanlab
 
     mode, folder = os.environ.get("SWANLAB_MODE"), run.run_dir / "swanlab"
