@@ -17,13 +17,13 @@ from verl_lite.config.learners import (
     WrapPolicyConfig,
 )
 from verl_lite.config.loader import LoadedConfig, Verbosity, load_config, load_schema, parse_value, split_choices
+from verl_lite.config.option_table import ConfigError, Key, schema_of, value_of
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.printing import help_config, help_text, print_config, save_config
 from verl_lite.config.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig, ScoreConfig
 from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 from verl_lite.config.run import RayInitConfig, RunConfig, RunOptions, TrainerConfig
-from verl_lite.config.schema import ConfigError, Key, schema_of, value_of
 from verl_lite.config.supervised import (
     PreferenceDataConfig,
     RewardLossConfig,

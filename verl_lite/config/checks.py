@@ -13,9 +13,9 @@ from typing import Any
 from verl_lite.config.data import python_file
 from verl_lite.config.fields import Options, Problems, unknown_value
 from verl_lite.config.learners import ActorConfig
+from verl_lite.config.option_table import ConfigError, schema_of, value_of
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.run import RunOptions
-from verl_lite.config.schema import ConfigError, schema_of, value_of
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl_lite.device import device_type
 from verl_lite.envs import env_templates

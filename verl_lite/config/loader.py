@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config import sft_spellings, spellings
+from verl_lite.config.option_table import ConfigError, Path, Schema, convert, is_interpolation, schema_of, split
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.schema import ConfigError, Path, Schema, convert, is_interpolation, schema_of, split
 from verl_lite.config.supervised import SFTConfig
 from verl_lite.errors import UserError
 

@@ -10,8 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl_lite.config.loader import SWITCHES, LoadedConfig
+from verl_lite.config.option_table import Schema, schema_of, value_of
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.schema import Schema, schema_of, value_of
 from verl_lite.errors import UserError
 
 _COMMENT_COLUMN = 64

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl_lite.config import spellings
-from verl_lite.config.schema import schema_of
+from verl_lite.config.option_table import schema_of
 from verl_lite.config.spellings import Verdict
 from verl_lite.config.supervised import SFTConfig
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl_lite.config.option_table import is_interpolation
 from verl_lite.config.rollout_correction import WEIGHT_LEVELS
-from verl_lite.config.schema import is_interpolation
 
 _CORRECTION = "algorithm.rollout_correction"
 _ROLES = ("actor", "ref", "critic", "reward_model")

@@ -14,7 +14,7 @@ from verl_lite.algos.masked import LOSS_AGG_MODES
 from verl_lite.config import FINITE, KEYS, ConfigError, PPOConfig, Range, unknown_value, value_of
 from verl_lite.config import learners as learner_options
 from verl_lite.config.checks import validate
-from verl_lite.config.schema import convert
+from verl_lite.config.option_table import convert
 from verl_lite.core_algos import KL_ALIASES
 from workers.rollout.base import engine_names
 

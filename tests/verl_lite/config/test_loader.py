@@ -20,7 +20,7 @@ from verl_lite.config import (
     split_choices,
     value_of,
 )
-from verl_lite.config.schema import convert
+from verl_lite.config.option_table import convert
 
 
 def load(*arguments: str) -> LoadedConfig[PPOConfig]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_lite.config import ConfigError, SFTConfig, load_schema, value_of
-from verl_lite.config.schema import schema_of
+from verl_lite.config.option_table import schema_of
 from verl_lite.config.sft_spellings import NO_EFFECT, REFUSED, RENAMED, translate
 
 # The whole configurations of verl's fsdp_sft_trainer and sft_trainer with their defaults.
