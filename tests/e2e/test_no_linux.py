@@ -1,4 +1,4 @@
-"""A computer that is no Linux machine and has no vLLM, as a Mac: the run, how its processes are found, and its refusals.
+"""A computer that is no Linux machine and has no vLLM, as a Mac: the run, finding its processes, its refusals.
 
 No Mac took part. `tests/no_linux` hides the interfaces of Linux from this project's code in the runs' processes.
 """
