@@ -1,10 +1,10 @@
 """Advantage estimators of verl: from token rewards to (advantages, returns), both (B, T) and 0 under mask 0.
 
-Plain functions with verl's names and arguments. Rows without a valid token (padding, a failed reward) take no part in
-any statistic and get 0. Group statistics are in fp64, by segment sums.
+The functions have verl's names and arguments. Rows without a valid token (padding, a failed reward) are excluded from
+all statistics and get 0. Group statistics are computed in fp64 with segment sums.
 
-Estimators of whole answers ("outcome") read one score per row, the sum of its rewards: see `outcome_scores`. All read
-rewards under mask 1 only: put the score of an answer on a token of the policy.
+Outcome estimators read one score per response, the sum of its rewards (`outcome_scores`). All estimators ignore rewards
+under mask 0, so the score of a response must be on a token of the policy.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ ADV_ESTIMATOR_REGISTRY: Registry[Callable[..., Pair]] = Registry("advantage esti
 
 
 def estimator(*names: str, **facts: Any) -> Callable[[F], F]:
-    """Decorator: one of this project's estimators, which take no gradient. facts: see `core_algos.register_adv_est`."""
+    """Returns a decorator that registers an estimator without gradient. facts: see `core_algos.register_adv_est`."""
 
     def decorate(function: F) -> F:
         function = torch.no_grad()(function)
@@ -49,13 +49,13 @@ def estimator(*names: str, **facts: Any) -> Callable[[F], F]:
 
 
 def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """Score of each response (B,): the sum of the rewards of its valid tokens, 0 for a row that has none."""
+    """Returns the score of each response, (B,): the sum of the rewards of its valid tokens; 0 for a row without any."""
     return torch.where(response_mask.bool(), at_least_fp32(token_level_rewards), 0).sum(dim=-1)
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What the estimators of whole answers share: scores (B,) fp64, whether a row counts (B,) bool, its group (B,)."""
+    """Scores (B,) fp64, valid rows (B,) bool, groups (B,) and group statistics, as used by the outcome estimators."""
 
     is_valid: Tensor  # (B, T) bool
     scores: Tensor
@@ -64,16 +64,16 @@ class Outcomes:
     num_groups: int
     means: Tensor  # (G,), 0 for a group of fewer than two
     stds: Tensor  # (G,), 1 for a group of fewer than two
-    counts: Tensor  # (G,) rows that count
+    counts: Tensor  # (G,) number of valid rows
 
     def advantages(self, values: Tensor, like: Tensor) -> Pair:
-        """Numbers (B,) at the valid tokens of their rows, as advantages and returns: one and the same tensor."""
+        """Puts `values` (B,) on all valid tokens of their rows; the same tensor serves as advantages and returns."""
         spread_out = spread(values, self.is_valid, like)
         return spread_out, spread_out
 
 
 def outcomes(name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Index | None) -> Outcomes:
-    """Scores and group statistics. Raises ValueError, in the name of the estimator, if rows or shapes do not match."""
+    """Computes scores and group statistics. Raises ValueError, naming the estimator `name`, if shapes do not match."""
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
     if index is None:
         raise ValueError(f"{name}: index is missing; (B,) the group of each row, its uid, is expected.")
@@ -86,13 +86,13 @@ def outcomes(name: str, token_level_rewards: Tensor, response_mask: Tensor, inde
 
 
 def spread(scores: Tensor, response_mask: Tensor, like: Tensor) -> Tensor:
-    """A number per row (B,) at each of its valid tokens (B, T), 0 elsewhere, in fp64 if `like` is, else in fp32."""
+    """Returns (B, T): the score of each row at its valid tokens, 0 elsewhere; fp64 if `like` is fp64, else fp32."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.where(response_mask.bool(), scores.to(dtype).unsqueeze(-1), 0)
 
 
 def option(name: str, given: Any, config: Any, default: Any) -> Any:
-    """A number given as argument, else by the estimator's config as in verl, else its default."""
+    """Returns the argument `given` unless it is None, else config.<name> as in verl, else the default."""
     return getattr(config, name, default) if given is None else given
 
 
@@ -112,12 +112,12 @@ def compute_gae_advantage_return(
 ) -> Pair:
     """GAE: delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next (arXiv:1506.02438, eq. 16).
 
-    next is the next valid token: V and A pass tokens under mask 0 unchanged, so that an environment's tokens between
-    two turns are no steps. After the last valid token both are 0. returns = A + V; then A is whitened over all valid
-    tokens (kept as it is if there is only one; verl raises), unless `whiten` is false, as in ROLL.
-    token_level_rewards, values, response_mask: (B, T). `lambd` is ROLL's name of `lam`; without response_mask every
-    token counts, also as in ROLL.
-    Raises ValueError if values are missing or shapes differ.
+    "next" is the next valid token: tokens under mask 0 carry V and A through unchanged, so an environment's tokens
+    between two turns are not steps. V and A are 0 after the last valid token. returns = A + V. Afterwards A is whitened
+    over all valid tokens, unless `whiten` is false (as in ROLL) or there is only one token (verl raises).
+
+    token_level_rewards, values, response_mask: (B, T). `lambd` is ROLL's name for `lam`. Without response_mask all
+    tokens are valid, also as in ROLL. Raises ValueError if values are missing or shapes differ.
     """
     if response_mask is None:
         response_mask = torch.ones_like(token_level_rewards)
@@ -125,7 +125,7 @@ def compute_gae_advantage_return(
     assert values is not None
     decay = gamma * (lam if lambd is None else lambd)
     is_valid, values = response_mask.bool(), at_least_fp32(values)
-    # columns one after the other in memory: a step of the scan is a few operations on (B,) vectors
+    # transposed to contiguous columns: each step of the scan is a few operations on contiguous (B,) vectors
     rewards_at, values_at, valid_at = (
         x.t().contiguous() for x in (token_level_rewards.to(values.dtype), values, is_valid)
     )
@@ -153,14 +153,14 @@ def compute_grpo_outcome_advantage(
     config: Any | None = None,
     **_: Any,
 ) -> Pair:
-    """GRPO: each response's score against the other responses to the same prompt.
+    """GRPO: compares the score of each response with the other responses to the same prompt.
 
-    A_i = (R_i - mean_g) / (std_g + epsilon), std with Bessel's correction (arXiv:2402.03300, section 4.1.2); not
-    divided if `norm_adv_by_std_in_grpo` is false (Dr.GRPO, arXiv:2503.20783). A group of one response has mean 0 and
-    std 1. Rows without a valid token take no part in mean and std and get 0. `config` is not read.
+    A_i = (R_i - mean_g) / (std_g + epsilon), std with Bessel's correction (arXiv:2402.03300, section 4.1.2). With
+    `norm_adv_by_std_in_grpo` false it is not divided (Dr.GRPO, arXiv:2503.20783). A group of one response has mean 0
+    and std 1. Rows without a valid token are excluded from mean and std and get 0. `config` is not read.
 
-    token_level_rewards, response_mask: (B, T). index: (B,) the group of each row. Returns (advantages, returns), one
-    and the same (B, T) tensor, zero under mask 0. Raises ValueError if index has another number of rows.
+    token_level_rewards, response_mask: (B, T). index: (B,) the group of each row. Returns (advantages, returns), the
+    same (B, T) tensor twice, 0 under mask 0. Raises ValueError if the number of labels in index is not B.
     """
     rows = outcomes("grpo", token_level_rewards, response_mask, index)
     advantages = rows.scores - rows.means[rows.groups]
@@ -179,11 +179,11 @@ def compute_grpo_passk_outcome_advantage(
     config: Any | None = None,
     **_: Any,
 ) -> Pair:
-    """Pass@k: only the best response of a group learns, by its lead over the second best (arXiv:2503.19595).
+    """Pass@k: rewards only the best response of a group, by its lead over the second best (arXiv:2503.19595).
 
-    A = (R_best - R_second) / (std_g + epsilon), undivided if `norm_adv_by_std_in_grpo` (argument, else config, else
-    true) is false; 0 for all others, and for everyone where the best tie. Raises ValueError if a group has one row. A
-    group of which only one row counts gets 0.
+    A = (R_best - R_second) / (std_g + epsilon) for the best response, 0 for the others; all are 0 if the best two tie.
+    It is not divided if `norm_adv_by_std_in_grpo` (argument, else config, else true) is false. A group with only one
+    valid row gets 0. Raises ValueError if a group has only one row.
     """
     rows = outcomes("grpo_passk", token_level_rewards, response_mask, index)
     sizes = torch.bincount(rows.groups, minlength=rows.num_groups)
@@ -207,12 +207,12 @@ def compute_gdpo_outcome_advantage(
     non_tensor_batch: dict[str, np.ndarray] | None = None,
     **_: Any,
 ) -> Pair:
-    """GDPO: each kind of reward normalised within the group by itself, then summed and whitened (arXiv:2601.05242).
+    """GDPO: normalises each reward separately within its group, then sums and whitens (arXiv:2601.05242).
 
-    A = whiten(sum_k w_k GRPO_k), over all valid tokens. config.gdpo_reward_keys names the columns (B,) of
-    `non_tensor_batch`; config.gdpo_reward_weights are the w_k, null = 1 each. token_level_rewards give shape and dtype
-    only. Raises ValueError if keys are missing, weights are of another number, or a row that
-    counts has no finite reward.
+    A = whiten(sum_k w_k GRPO_k) over all valid tokens. config.gdpo_reward_keys names the reward columns (B,) in
+    `non_tensor_batch`; config.gdpo_reward_weights are the weights w_k (null: 1 each). token_level_rewards only provide
+    shape and dtype. Raises ValueError if keys are missing, the number of weights differs from the number of keys, or a
+    valid row has a reward that is not finite.
     """
     keys, weights = getattr(config, "gdpo_reward_keys", None), getattr(config, "gdpo_reward_weights", None)
     columns = non_tensor_batch or {}
@@ -240,7 +240,7 @@ def compute_gdpo_outcome_advantage(
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
-    """RLOO: A_i = R_i - mean of the others in the group = n/(n-1) (R_i - mean_g) (arXiv:2402.14740).
+    """RLOO: A_i = R_i - mean of the group's other scores = n/(n-1) (R_i - mean_g) (arXiv:2402.14740).
 
     A group of one response has no baseline: A = R.
     """
@@ -252,14 +252,14 @@ def compute_rloo_outcome_advantage(
 def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
-    """RLOO as verl's rloo_vectorized has it: a group of one response gets 0 instead of its score."""
+    """RLOO as in verl's rloo_vectorized: a group of one response gets 0 instead of its score."""
     rows = outcomes("rloo_vectorized", token_level_rewards, response_mask, index)
     several = (rows.counts > 1)[rows.groups]
     return rows.advantages(torch.where(several, _leave_one_out(rows), 0), token_level_rewards)
 
 
 def _leave_one_out(rows: Outcomes) -> Tensor:
-    """Score less the mean of the others in the group, (B,); the score itself in a group of one."""
+    """Returns score minus mean of the group's other scores, (B,); in a group of one, the score itself."""
     scale = torch.where(rows.counts > 1, rows.counts / (rows.counts - 1).clamp(min=1), 1.0)
     return scale[rows.groups] * (rows.scores - rows.means[rows.groups])
 
@@ -268,9 +268,9 @@ def _leave_one_out(rows: Outcomes) -> Tensor:
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
-    """OPO: A = R - b_g, b_g = sum(len R) / sum(len), by length (arXiv:2505.23585).
+    """OPO: A = R - b_g with the length-weighted baseline b_g = sum(len R) / sum(len) (arXiv:2505.23585).
 
-    len counts valid tokens. A group of one response has baseline 0.
+    len is the number of valid tokens. A group of one response has baseline 0.
     """
     rows = outcomes("opo", token_level_rewards, response_mask, index)
     lengths = rows.is_valid.sum(dim=-1).double()
@@ -285,8 +285,8 @@ def compute_gpg_outcome_advantage(
 ) -> Pair:
     """GPG: A = alpha (R - mean_g) / f_norm with alpha = rows / rows of non-zero score (arXiv:2504.02546).
 
-    alpha makes up for groups that teach nothing; it counts rows with a valid token (verl: all rows). For the policy
-    loss `gpg`.
+    alpha compensates for groups without a learning signal; only rows with a valid token are counted (verl: all rows).
+    Use with the policy loss `gpg`.
     """
     rows = outcomes("gpg", token_level_rewards, response_mask, index)
     alpha = rows.valid.sum().double() / ((rows.scores != 0) & rows.valid).sum().clamp(min=1)
@@ -303,7 +303,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Pair:
     """REINFORCE++: G_t = r_t + gamma G_next over valid tokens; A = G whitened over the batch (arXiv:2501.03262).
 
-    gamma: argument, else config.gamma, else 1. G passes tokens under mask 0 unchanged; in verl it is 0 before them.
+    gamma: argument, else config.gamma, else 1. Tokens under mask 0 carry G through unchanged; verl resets G to 0 there.
     """
     check_shapes("reinforce_plus_plus", token_level_rewards=token_level_rewards, response_mask=response_mask)
     returns = discounted_returns(token_level_rewards, response_mask, option("gamma", gamma, config, 1.0))
@@ -314,7 +314,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
 ) -> Pair:
-    """REINFORCE++ with the group's mean as baseline: A = R - mean_g, whitened over the batch's valid tokens."""
+    """REINFORCE++ with the group mean as baseline: A = R - mean_g, whitened over all valid tokens of the batch."""
     rows = outcomes("reinforce_plus_plus_baseline", token_level_rewards, response_mask, index)
     centred = spread(rows.scores - rows.means[rows.groups], rows.is_valid, token_level_rewards)
     advantages = whiten_or_keep(centred, rows.is_valid)
@@ -325,9 +325,9 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor | None = None, response_mask: Tensor | None = None, **_: Any
 ) -> Pair:
-    """ReMax: A_t = (sum of rewards from t on) - the score of the greedy answer (arXiv:2310.10505).
+    """ReMax: A_t = (sum of the rewards from t to the end) - score of the greedy response (arXiv:2310.10505).
 
-    reward_baselines: (B,). Raises ValueError if it is missing or has another number of rows.
+    reward_baselines: (B,) scores of the greedy responses. Raises ValueError if they are missing or not B numbers.
     """
     check_shapes("remax", token_level_rewards=token_level_rewards, response_mask=response_mask)
     assert response_mask is not None
@@ -353,14 +353,14 @@ def compute_optimal_token_baseline_advantage(
     epsilon: float = 1e-8,
     **_: Any,
 ) -> Pair:
-    """Optimal token baseline: per prompt and time step, the baseline of least gradient variance (arXiv:2602.07078).
+    """Optimal token baseline: minimises the gradient variance for each prompt and time step (arXiv:2602.07078).
 
-    With pi the probability of the sampled token and S the sum of squared probabilities over the vocabulary, the
-    squared norm of the logit gradient is w_t = 1 - 2 pi + S (times rollout_is_weights^2), W_t = w_1 + .. + w_t, and
-    B_t = sum_i(G W) / (sum_i W + epsilon) over the rows of the group that have a token at t; A = G - B.
-    `handle_zero_tail`: no baseline where only the group's one longest row has tokens, which would be its own G. A group
-    of one row has no baseline. old_log_probs, sum_pi_squared, rollout_is_weights: (B, T).
-    Raises ValueError if an argument is missing or shaped otherwise.
+    Let pi be the probability of the sampled token and S the sum of squared probabilities over the vocabulary. The
+    squared norm of the logit gradient is w_t = 1 - 2 pi + S (times rollout_is_weights^2). With W_t = w_1 + .. + w_t,
+    B_t = sum_i(G W) / (sum_i W + epsilon) over the rows of the group that have a token at t, and A = G - B.
+    `handle_zero_tail` omits the baseline where only the group's longest row has tokens: it would equal the row's own G.
+    A group of one row has no baseline. old_log_probs, sum_pi_squared, rollout_is_weights: (B, T).
+    Raises ValueError if an argument is missing or has another shape.
     """
     name = "optimal_token_baseline"
     _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
@@ -368,7 +368,7 @@ def compute_optimal_token_baseline_advantage(
     rows = outcomes(name, token_level_rewards, response_mask, index)
     is_valid = rows.is_valid
     returns = discounted_returns(token_level_rewards, is_valid, 1.0)
-    # (1 - pi)^2 at least: below 0 is rounding, and a sum of such weights near 0 would make any number of the baseline
+    # exactly, w >= (1 - pi)^2: negative values are rounding errors, and a sum near 0 would make the baseline arbitrary
     weights = (1 - 2 * at_least_fp32(old_log_probs).exp() + at_least_fp32(sum_pi_squared)).clamp(min=0)
     if rollout_is_weights is not None:
         weights = weights * at_least_fp32(rollout_is_weights).square()
@@ -378,7 +378,7 @@ def compute_optimal_token_baseline_advantage(
     has_baseline = (rows.counts > 1)[rows.groups].unsqueeze(-1).expand_as(is_valid)
     if handle_zero_tail:
         positions = torch.arange(1, is_valid.shape[-1] + 1, device=is_valid.device)
-        ends = (positions * is_valid).amax(dim=-1)  # (B,) width up to the last valid token
+        ends = (positions * is_valid).amax(dim=-1)  # (B,) number of columns up to the last valid token
         _best, first, second = group_top_two(ends, rows.groups, rows.num_groups, rows.valid)
         is_tail = (positions > second[rows.groups].unsqueeze(-1)) & (ends.double() == first[rows.groups]).unsqueeze(-1)
         has_baseline = has_baseline & ~is_tail
@@ -396,9 +396,9 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     rollout_is_weights: Tensor | None = None,
     **options: Any,
 ) -> Pair:
-    """`compute_optimal_token_baseline_advantage` for several turns: time counts the policy's own tokens only.
+    """`compute_optimal_token_baseline_advantage` for multi-turn responses: only the policy's tokens are time steps.
 
-    Each row is moved together to its valid tokens before, and scattered back after.
+    The valid tokens of each row are gathered at its start, and the results are scattered back to their positions.
     """
     name = "tir_optimal_token_baseline"
     _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)

@@ -1,7 +1,7 @@
-"""Advantage estimators of ROLL: REINFORCE with and without turns, and those for episodes of several steps.
+"""Advantage estimators of ROLL: REINFORCE by tokens or by turns, and estimators for episodes of several steps.
 
-A row is one answer, which is an episode (agentic_reinforce: its runs of valid tokens are the turns) or one step of an
-episode (step_reinforce, gigpo: rows of one `traj_id`, ordered by `step`).
+A row is a whole episode whose runs of valid tokens are the turns (agentic_reinforce), or one step of an episode
+(step_reinforce, gigpo: the rows with equal `traj_id` form the episode, ordered by `step`).
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, che
 
 
 def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: float = 1.0) -> Pair:
-    """G_t = r_t + gamma G_(t+1) over all columns, as advantages and returns. `lambd` is not read (ROLL's signature)."""
+    """Returns G_t = r_t + gamma G_(t+1) over all columns, twice. `lambd` (ROLL's signature) is not read."""
     rewards = at_least_fp32(token_level_rewards)
     returns = backward_scan(rewards.new_tensor(gamma), rewards)
     return returns, returns
@@ -30,11 +30,11 @@ def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: f
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
 ) -> Pair:
-    """REINFORCE: A_t = G_t = r_t + gamma G_(t+1), where every column is a step, an environment's tokens too.
+    """REINFORCE: A_t = G_t = r_t + gamma G_(t+1). Every column is a step, including an environment's tokens.
 
-    Rewards under mask 0 are not read. gamma: argument, else config.gamma, else 1. No baseline, no whitening: for
-    rewards that were normalised before (ROLL's `reinforce` and, with normalised rewards, its `grpo`). ROLL leaves
-    returns under mask 0 as they come; here they are 0.
+    Rewards under mask 0 are not read. gamma: argument, else config.gamma, else 1. There is no baseline and no
+    whitening: the rewards should be normalised (ROLL's `reinforce` and, with normalised rewards, its `grpo`). Returns
+    are 0 under mask 0; ROLL does not mask them.
     """
     check_shapes("reinforce", token_level_rewards=token_level_rewards, response_mask=response_mask)
     discount = option("gamma", gamma, config, 1.0)
@@ -44,10 +44,10 @@ def compute_reinforce_advantage(
 
 @torch.no_grad()
 def compute_agentic_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: float, mask: Tensor) -> Pair:
-    """REINFORCE by turns: all tokens of a turn get C = (reward at its last token) + gamma C of the next turn.
+    """REINFORCE by turns: all tokens of a turn get C = (reward at its last token) + gamma (C of the next turn).
 
-    A turn is a run of valid tokens. Rewards on other tokens, a token-level KL penalty among them, are not read, as in
-    ROLL. `lambd` is not read either. token_level_rewards, mask: (B, T).
+    A turn is a run of valid tokens. As in ROLL, rewards on other tokens, such as a token-level KL penalty, are not
+    read, nor is `lambd`. token_level_rewards, mask: (B, T).
     """
     check_shapes("agentic_reinforce", token_level_rewards=token_level_rewards, mask=mask)
     is_valid = mask.bool()
@@ -62,7 +62,7 @@ def compute_agentic_reinforce_return(token_level_rewards: Tensor, gamma: float, 
 def compute_agentic_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
 ) -> Pair:
-    """`compute_agentic_reinforce_return` as a registered estimator; gamma: argument, else config.gamma, else 1."""
+    """Computes `compute_agentic_reinforce_return`. gamma: argument, else config.gamma, else 1."""
     return compute_agentic_reinforce_return(
         token_level_rewards, option("gamma", gamma, config, 1.0), 1.0, response_mask
     )
@@ -82,10 +82,10 @@ def compute_step_reinforce_advantage(
     gamma: float | None = None,
     **_: Any,
 ) -> Pair:
-    """Step REINFORCE: the discounted return of each step of an episode, normalised, at the last token of its row.
+    """Step REINFORCE: puts the normalised discounted return of each step on the last token of its row.
 
-    Then REINFORCE along the tokens with `gamma`. index: (B,) groups of the normalisation (tasks); traj_id, step: see
-    `compute_discounted_returns`; norm types: see `normalise_scores`. Raises ValueError if one is missing.
+    Then applies REINFORCE along the tokens with `gamma`. index: (B,) groups (tasks) for the normalisation. traj_id,
+    step: see `compute_discounted_returns`. Norm types: see `normalise_scores`. Raises ValueError if labels are missing.
     """
     name = "step_reinforce"
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
@@ -118,9 +118,9 @@ def compute_gigpo_advantage(
 ) -> Pair:
     """GiGPO: R = episode_reward_weight E + step_reward_weight S at the last token of each row (arXiv:2505.10978).
 
-    E: the score of the whole episode, normalised over the task's rows (index). S: the discounted return of the step,
-    normalised over the rows of the task that start from the same state (state_hash). Then REINFORCE along the tokens
-    with `gamma`. Raises ValueError if an argument is missing.
+    E is the score of the whole episode, normalised over the rows of its task (index). S is the discounted return of
+    the step, normalised over the rows of the task that start from the same state (state_hash). Then applies REINFORCE
+    along the tokens with `gamma`. Raises ValueError if an argument is missing.
     """
     check_shapes("gigpo", token_level_rewards=token_level_rewards, response_mask=response_mask)
     valid = response_mask.bool().any(dim=-1)
@@ -135,7 +135,7 @@ def compute_gigpo_advantage(
 
 
 def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Scores (B,) at the last valid token of each row, 0 elsewhere: (B, T)."""
+    """Returns (B, T) with the score of each row at its last valid token and 0 elsewhere. scores: (B,)."""
     positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device) * response_mask.bool()
     is_last = (positions == positions.amax(dim=-1, keepdim=True)) & response_mask.bool()
     return torch.where(is_last, scores.unsqueeze(-1), 0)

@@ -1,8 +1,8 @@
-"""Rewards of episodes before the estimator: normalised within a group that the user chooses, and those of GiGPO.
+"""Episode rewards before the advantage estimator: normalisation within a configurable group, and GiGPO's rewards.
 
-Pure functions of scores (B,) and labels, after ROLL's agentic pipeline. `normalization` turns the options (its older
-`method` names too) into types and bounds once; `agentic_reward_norm` applies them; `compute_gigpo_rewards` is what the
-estimator `gigpo` puts, weighed, on the last token of a row.
+Pure functions of scores (B,) and labels, following ROLL's agentic pipeline. `normalization` converts the options,
+including ROLL's older `method` names, to types and bounds; `agentic_reward_norm` applies them. `compute_gigpo_rewards`
+computes the two rewards whose weighted sum the estimator `gigpo` puts on the last token of a row.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from verl_lite.algos.masked import Labels, at_least_fp32, backward_scan, check_r
 from verl_lite.algos.reward_norm import normalise_scores
 
 GROUPINGS = ("batch", "traj_group_id", "tags", "state_group_id")
-"""Which rows are normalised together: all; those of one task; of one environment's tag; those of one task that start
-from the same state."""
+"""Groups of rows that are normalised together: the whole batch; one task; one environment tag; the rows of one task
+that start from the same state."""
 
 METHODS = ("identity", "mean", "mean_std", "asym_clip")
-"""ROLL's older names of normalisations."""
+"""ROLL's older names for normalisations."""
 
 _ASYMMETRIC = (-1.0, 3.0)
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """norm_mean_type, norm_std_type: as in `normalise_scores`, "group" being the rows that share a label.
-    bounds: what comes out is held within them; None = it is not."""
+    """How rewards are normalised. norm_mean_type, norm_std_type: as in `normalise_scores`; a "group" is the rows with
+    equal labels. bounds: range to which results are clamped; None: not clamped."""
 
     norm_mean_type: str | None = None
     norm_std_type: str | None = None
@@ -41,9 +41,9 @@ def normalization(
     *,
     is_grouped: bool = True,
 ) -> Normalization:
-    """What the options ask for. `method` fills the types that are None: mean, or mean and std (mean_std, asym_clip), of
-    the group, or of the batch if rows are not grouped. asym_clip also bounds the result to -1 .. 3, which ROLL did
-    first and later left out. Raises ValueError for an unknown method."""
+    """Returns the normalisation that the options select. `method` sets the types that are None: mean, or mean and std
+    (mean_std, asym_clip), over the group, or over the batch if rows are not grouped. asym_clip also clamps results to
+    [-1, 3], as ROLL's first version did. Raises ValueError for an unknown method."""
     if method not in METHODS:
         raise ValueError(f"reward normalisation: method={method!r}: expected one of {', '.join(METHODS)}.")
     own = "group" if is_grouped else "batch"
@@ -56,8 +56,8 @@ def normalization(
 def agentic_reward_norm(
     scores: Tensor, how: Normalization, *, valid: Tensor | None = None, groups: Labels | None = None
 ) -> Tensor:
-    """Scores (B,), normalised. valid: (B,) bool, rows that count, None = all; others get 0. groups: (B,) labels, None =
-    all rows are one group."""
+    """Returns the normalised scores (B,). valid: (B,) bool, None = all rows; invalid rows get 0. groups: (B,) labels,
+    None = all rows are one group."""
     valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
     labels = [0] * len(scores) if groups is None else groups
     result = normalise_scores(scores, valid, how.norm_mean_type, how.norm_std_type, groups=labels)
@@ -68,10 +68,10 @@ def agentic_reward_norm(
 def compute_discounted_returns(
     scores: Tensor, traj_id: Labels, step: Labels, gamma: float, valid: Tensor | None = None
 ) -> Tensor:
-    """Return of each step of its episode: G = score + gamma G of the episode's next step, (B,) -> (B,), any row order.
+    """Returns the discounted return of each step, (B,): G = score + gamma (G of the episode's next step).
 
-    traj_id: (B,) the episode of each row, step: (B,) numbers whose order is that of the steps; valid: (B,) bool, rows
-    that are steps, null = all: others get 0 and take no time.
+    Rows may be in any order. traj_id: (B,) episode of each row. step: (B,) numbers that order the steps of an episode.
+    valid: (B,) bool, None = all rows; invalid rows get 0 and are not steps, so they add no discount.
     """
     check_rows("compute_discounted_returns", len(scores), traj_id=traj_id, step=step)
     scores = at_least_fp32(scores)
@@ -107,11 +107,11 @@ def compute_gigpo_rewards(
     step_norm: Normalization,
     episode_groups: Labels | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """GiGPO (arXiv:2505.10978): of each step, (B,), the score of its episode, normalised among those of its task, and
-    its return, normalised among the task's steps from the same state.
+    """Computes GiGPO's two rewards of each step, both (B,) (arXiv:2505.10978): the score of its episode, normalised
+    over the episodes of the task, and its return, normalised over the task's steps from the same state.
 
-    scores: of the steps; valid: (B,) bool, rows that are steps. index: (B,) the task of each row; episode_groups: among
-    which episodes are compared, None = those of the task."""
+    scores: (B,) step scores. valid: (B,) bool, rows that are steps. index: (B,) task of each row. episode_groups: (B,)
+    labels of the episodes that are compared with each other, None = `index`."""
     check_rows("gigpo", len(scores), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
     trajectories, number = group_ids(traj_id, scores.device)
     scores = torch.where(valid, scores, 0)
@@ -126,8 +126,8 @@ def compute_gigpo_rewards(
 
 
 def build_state_groups(traj_group_id: Labels, state_hash: Labels) -> list[tuple[Any, Any]]:
-    """Label of each row's group of equal states within one task: (traj_group_id, state_hash).
+    """Returns a label for each row, (traj_group_id, state_hash), that groups equal states within one task.
 
-    ROLL's label is the hash alone, which puts equal states of different tasks into one group; here they stay apart.
+    ROLL labels rows with the hash alone, which also groups equal states of different tasks.
     """
     return list(zip(label_list(traj_group_id), label_list(state_hash), strict=True))

@@ -1,8 +1,9 @@
-"""Policy losses that treat a few tokens differently, chosen by comparing them with all others: Clip-Cov and KL-Cov.
+"""The policy losses Clip-Cov and KL-Cov, which treat a few tokens differently, selected by comparison with all others.
 
-A choice made within a micro-batch would depend on how the batch was cut. So the losses take the choice as an argument,
-`selected` (B, T), made once over the whole batch by `select_clip_cov` or `select_kl_cov` with the log-probs before the
-update; they choose by themselves only in a mini-batch given whole, and refuse to within a part of one.
+A selection within a micro-batch would depend on how the batch is split. `select_clip_cov` and `select_kl_cov` therefore
+select tokens once over the whole batch, with the log-probs before the update, and the losses take the result as the
+argument `selected` (B, T). Without it they select tokens themselves and raise ValueError unless they get the whole
+mini-batch.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,11 @@ def compute_policy_loss_clip_cov(
     config: Any,
     selected: Tensor | None = None,
 ) -> TokenLosses:
-    """Clip-Cov: PPO's clip without dual clip, and no loss for a few tokens that would cost entropy (arXiv:2505.22617).
+    """Clip-Cov: PPO's clip without dual clip; tokens that would reduce entropy get no loss (arXiv:2505.22617).
 
-    selected (B, T): those tokens, from `select_clip_cov`; chosen here if the mini-batch is given whole. verl chooses
-    anew in each micro-batch with the log-probs of now, so that its choice depends on the cut.
-    Metrics: pg_clipfrac: share of the chosen tokens.
+    selected (B, T): the tokens without loss, from `select_clip_cov`; None: selects them from the whole mini-batch. verl
+    selects tokens in each micro-batch with the current log-probs, so its selection depends on the split.
+    Metrics: pg_clipfrac: share of selected tokens.
     """
     low, high = clip_range(config)
     ratio = bounded_log_ratio(log_prob, old_log_prob).exp()
@@ -49,7 +50,7 @@ def compute_policy_loss_kl_cov(
 ) -> TokenLosses:
     """KL-Cov: -A r, plus config.policy_loss.ppo_kl_coef |d| for the tokens of largest covariance (arXiv:2505.22617).
 
-    selected (B, T): those tokens, from `select_kl_cov`; chosen here if the mini-batch is given whole.
+    selected (B, T): the tokens with the penalty, from `select_kl_cov`; None: selects them from the whole mini-batch.
     Metrics: ppo_kl: mean of |d|, as in verl.
     """
     log_ratio = bounded_log_ratio(log_prob, old_log_prob)
@@ -69,11 +70,11 @@ def select_clip_cov(
     log_prob: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Tokens (B, T) bool whose loss clip_cov drops, to be chosen over the whole batch.
+    """Selects the tokens, (B, T) bool, whose loss clip_cov drops. Call it with the whole batch.
 
-    max(clip_cov_ratio times the valid tokens, 1) drawn at random among those whose covariance (A - mean A)(log_prob -
-    mean log_prob) lies between clip_cov_lb and clip_cov_ub, less those that PPO's clip drops already (options of
-    config.policy_loss). log_prob: null = old_log_prob, the policy before the update. generator: null = torch's own.
+    Draws max(clip_cov_ratio * valid tokens, 1) tokens at random from those whose covariance (A - mean A)(log_prob -
+    mean log_prob) is between clip_cov_lb and clip_cov_ub and whose loss PPO's clip does not drop (options in
+    config.policy_loss). log_prob: None = old_log_prob, the policy before the update. generator: None = torch's default.
     """
     options, is_valid = config.policy_loss, response_mask.bool()
     if not options.clip_cov_lb < options.clip_cov_ub:
@@ -105,9 +106,9 @@ def select_kl_cov(
     log_prob: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Tokens (B, T) bool that kl_cov penalises, to be chosen over the whole batch.
+    """Selects the tokens, (B, T) bool, that kl_cov penalises. Call it with the whole batch.
 
-    The max(kl_cov_ratio times the valid tokens, 1) of largest covariance, see `select_clip_cov`. Nothing is drawn.
+    Selects the max(kl_cov_ratio * valid tokens, 1) tokens with the largest covariance (see `select_clip_cov`).
     """
     is_valid = response_mask.bool()
     new = old_log_prob if log_prob is None else log_prob
@@ -124,4 +125,4 @@ def _covariance(log_prob: Tensor, advantages: Tensor, is_valid: Tensor) -> Tenso
 
 
 TOKEN_SELECTIONS: dict[str, Callable[..., Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
-"""How the tokens of each of these losses are chosen over the whole batch."""
+"""The function that selects the tokens of each loss from the whole batch."""

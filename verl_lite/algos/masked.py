@@ -1,9 +1,9 @@
 """Sums, means and scans over masked tokens, over runs of tokens and over groups of rows.
 
-Shapes are (B, T) unless said otherwise; `mask` is not 0 where a value counts. A value under mask 0, NaN included,
-reaches neither result nor gradient. Values of less than fp32, integers among them, are summed and returned as fp32.
-Groups are dense numbers (B,) from `group_ids`; statistics of groups are in fp64 and weigh rows, so that a row without a
-valid token can be left out.
+Shapes are (B, T) unless stated otherwise; `mask` is nonzero at valid tokens. A value under mask 0, even NaN, affects
+neither result nor gradient. Values below fp32, including integers, are summed and returned as fp32. Groups are dense
+numbers (B,) from `group_ids`. Group statistics are in fp64 and take row weights, so that a row without a valid token
+can be excluded.
 """
 
 import math
@@ -15,18 +15,18 @@ from torch import Tensor
 
 Count = int | float | Tensor
 Labels = np.ndarray | Tensor | list[Any]
-"""A label for each row (B,), of any hashable kind."""
+"""Labels (B,), one for each row, of any hashable type."""
 
 # ---------------------------------------------------------------------------------------------------- arguments
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """The tensor as fp32, or as it is in fp64: bf16 cannot count past 256, and an integer has no quotient."""
+    """Converts to fp32 unless the tensor is fp64: bf16 cannot count past 256, and integers do not divide exactly."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def check_shapes(name: str, **tensors: Tensor | None) -> None:
-    """Raises ValueError naming the first argument that is None or shaped unlike the first one, or not (B, T)."""
+    """Raises ValueError, naming the argument, if a tensor is None, not (B, T), or shaped unlike the first tensor."""
     first: tuple[str, torch.Size] | None = None
     for argument, tensor in tensors.items():
         if tensor is None:
@@ -40,7 +40,7 @@ def check_shapes(name: str, **tensors: Tensor | None) -> None:
 
 
 def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
-    """Raises ValueError naming the first argument that is missing or is not one label for each of `rows` rows."""
+    """Raises ValueError, naming the argument, if labels are None or not one label for each of `rows` rows."""
     for argument, column in labels.items():
         if column is None:
             raise ValueError(f"{name}: {argument} is missing; (B,) labels, one for each row, are expected.")
@@ -53,21 +53,21 @@ def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum of values where the mask is not 0. Values elsewhere may be NaN: they reach neither result nor gradient."""
+    """Returns the sum of the values under a nonzero mask. Other values, even NaN, affect no result and no gradient."""
     kept = torch.where(mask.bool(), at_least_fp32(values), 0)
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Mean of values where the mask is not 0; 0 where nothing is left (denominator + 1e-8, as verl)."""
+    """Returns the mean of the values under a nonzero mask; 0 if there are none (denominator + 1e-8, as in verl)."""
     count = mask.bool().sum() if axis is None else mask.bool().sum(dim=axis)
     return masked_sum(values, mask, axis) / (count + 1e-8)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of values where the mask is not 0, with Bessel's correction unless `unbiased` is false.
+    """Returns the variance of the values under a nonzero mask, with Bessel's correction unless `unbiased` is false.
 
-    Raises ValueError if fewer than two values (one, if not unbiased) are left.
+    Raises ValueError if the mask keeps fewer than two values (fewer than one without the correction).
     """
     count = int(mask.bool().sum())
     if count < 1 + unbiased:
@@ -77,9 +77,9 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Values scaled to variance 1 over the mask and, if `shift_mean`, moved to mean 0. Mask before further use.
+    """Scales values to variance 1 over the mask and, if `shift_mean`, shifts them to mean 0.
 
-    Raises ValueError if the mask keeps fewer than two values.
+    The result is not masked. Raises ValueError if the mask keeps fewer than two values.
     """
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
@@ -87,9 +87,9 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def masked_normalize(values: Tensor, mask: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Values of each row (along `dim`) moved to mean 0 and scaled to variance 1 over its mask; 0 under mask 0. (ROLL)
+    """Shifts each row (along `dim`) to mean 0 and scales it to variance 1 over its mask; 0 under mask 0. (ROLL)
 
-    The variance is the biased one, of at least `eps`. A row whose mask is all 0 stays 0.
+    Uses the biased variance, clamped to at least `eps`. A row whose mask is all 0 becomes 0.
     """
     is_valid = mask.bool()
     kept = torch.where(is_valid, at_least_fp32(values), 0)
@@ -100,15 +100,15 @@ def masked_normalize(values: Tensor, mask: Tensor, dim: int = 1, eps: float = 1e
 
 
 def compute_clip_fraction(values: Tensor, clip_max: float, clip_min: float) -> float:
-    """Share of all values, padding too, that lie above `clip_max` or below `clip_min`; 0 of none. (ROLL)"""
+    """Returns the share of values, padding included, above `clip_max` or below `clip_min`; 0 for no values. (ROLL)"""
     beyond = (values > clip_max) | (values < clip_min)
     return float(beyond.sum()) / max(1, values.numel())
 
 
 def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
-    """`masked_whiten`, then 0 under mask 0; values stay as they are where fewer than two are left (as ROLL).
+    """Whitens values like `masked_whiten` and masks them; fewer than two valid values stay unchanged (as in ROLL).
 
-    A step in which nearly every reward failed goes on; verl stops it with an error. The result has no gradient.
+    A step in which nearly all rewards failed can thus continue; verl raises an error. The result has no gradient.
     """
     is_valid = mask.bool()
     kept = torch.where(is_valid, at_least_fp32(values.detach()), 0)
@@ -124,10 +124,10 @@ def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
-    """x_t = values_t + factors_t x_(t+1), from the last column to the first, x = 0 after it. Not differentiable.
+    """Computes x_t = values_t + factors_t x_(t+1) from the last column (where x_(t+1) = 0) to the first.
 
-    values: (B, T); factors: (B, T), or () for one factor. Columns lie one after the other in memory while the scan
-    runs: one multiply-add over all rows per step.
+    values: (B, T). factors: (B, T), or () for a common factor. Not differentiable. The scan runs over contiguous
+    columns, with one multiply-add over all rows per step.
     """
     columns = at_least_fp32(values.detach()).t().clone(memory_format=torch.contiguous_format)
     steps = factors.to(columns.dtype)
@@ -138,11 +138,11 @@ def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gaps: bool = False) -> Tensor:
-    """G_t = r_t + gamma G_next, 0 under mask 0, all (B, T). Rewards under mask 0 are not read.
+    """Computes returns G_t = r_t + gamma G_next, (B, T), 0 under mask 0. Rewards under mask 0 are not read.
 
-    next is the next valid token: the tokens of an environment between two turns take no time, and G passes them
-    unchanged. verl's reinforce_plus_plus sets G to 0 there instead, so that no reward reaches an earlier turn. With
-    `count_gaps` each column is a step, discounted as any other (ROLL).
+    "next" is the next valid token: an environment's tokens between two turns carry G through undiscounted. verl's
+    reinforce_plus_plus resets G to 0 there, so no reward reaches an earlier turn. With `count_gaps` every column is a
+    discounted step (ROLL).
     """
     is_valid = mask.bool()
     kept = torch.where(is_valid, at_least_fp32(rewards), 0)
@@ -154,14 +154,14 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gap
 
 
 def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each run of consecutive valid tokens, at every token of the run; 0 elsewhere. Differentiable.
+    """Returns, at every token of each run of consecutive valid tokens, the mean over that run; 0 elsewhere.
 
-    values, mask: (B, T) -> (B, T). One assistant turn is one run: with log-ratios as values this is GSPO's
-    length-normalised ratio per turn (ROLL's name and semantics).
+    values, mask: (B, T) -> (B, T), differentiable. An assistant turn is one run, so for log-ratios the result is GSPO's
+    length-normalised log-ratio per turn (ROLL's name and semantics).
     """
     is_valid, values = mask.bool(), at_least_fp32(values)
     starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
-    runs = starts.cumsum(dim=-1)  # 0 before the first run; tokens between runs have number of the run before, value 0
+    runs = starts.cumsum(dim=-1)  # 0 before the first run; tokens between runs add 0 to the preceding run
     zeros = values.new_zeros(len(values), values.shape[-1] + 1)
     totals = zeros.scatter_add(1, runs, torch.where(is_valid, values, 0))
     counts = zeros.scatter_add(1, runs, is_valid.to(values.dtype))
@@ -172,14 +172,14 @@ def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def label_list(labels: Labels) -> list[Any]:
-    """Labels as Python objects, equal where the labels are (two tensors of one number are not)."""
+    """Converts labels to Python objects, so that equal labels compare and hash equal (tensors do not)."""
     if isinstance(labels, np.ndarray | Tensor):
         return labels.tolist()
     return [label.item() if isinstance(label, Tensor) else label for label in labels]
 
 
 def group_ids(index: Labels, device: torch.device) -> tuple[Tensor, int]:
-    """Dense group numbers (B,) int64 in 0..G-1 for group labels of any hashable kind (uids), and G."""
+    """Returns dense group numbers (B,) int64 in 0..G-1 for labels of any hashable type (such as uids), and G."""
     labels = label_list(index)
     numbers: dict[Any, int] = {}
     ids = [numbers.setdefault(label, len(numbers)) for label in labels]
@@ -187,16 +187,15 @@ def group_ids(index: Labels, device: torch.device) -> tuple[Tensor, int]:
 
 
 def group_sum(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """Sum of the rows of each group: (B, ...) -> (G, ...)."""
+    """Returns the sum of the rows of each group: (B, ...) -> (G, ...)."""
     return values.new_zeros(num_groups, *values.shape[1:]).index_add(0, groups, values)
 
 
 def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation (Bessel) and row count of each group.
+    """Returns mean, standard deviation (Bessel) and row count of each group as three (G,) tensors in fp64.
 
-    scores, groups, weights: (B,); weight 0 leaves a row out, 1 counts it. Returns three (G,) tensors in fp64, by two
-    passes: rewards that differ in their seventh digit keep their variance. A group of fewer than two rows has mean 0,
-    std 1.
+    scores, groups, weights: (B,); weight 1 includes a row, 0 excludes it. The two-pass computation is exact enough for
+    rewards that differ in the seventh digit. A group of fewer than two rows has mean 0 and std 1.
     """
     scores, weights = scores.double(), weights.double()
     counts = group_sum(weights, groups, num_groups)
@@ -208,10 +207,10 @@ def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Ten
 
 
 def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Best row, best score and second-best score of each group, by two sorts.
+    """Returns the best row (G,) int64, its score (G,) and the second-best score (G,) of each group, using two sorts.
 
-    scores, groups (B,), valid (B,) bool. Returns (rows (G,) int64, first (G,), second (G,)); -inf where a group has no
-    valid row, or no second one. Of equal scores the earlier row is the best.
+    scores, groups: (B,); valid: (B,) bool. A score is -inf if the group has no valid row, or no second valid row. The
+    earlier of two rows with equal scores is the best.
     """
     ranked = torch.where(valid, scores.double(), -math.inf)
     by_score = torch.argsort(ranked, descending=True, stable=True)
@@ -224,9 +223,9 @@ def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor
 
 
 class RunningMoments:
-    """Mean and standard deviation of everything seen so far, merged batch by batch (Chan et al. 1979; ROLL, trlx).
+    """Running mean and standard deviation over all batches, merged batch by batch (Chan et al. 1979; ROLL, trlx).
 
-    Attributes: mean 0, std 1, var 1 (biased) and count 0 before the first update.
+    Attributes before the first update: mean 0, std 1, var 1 (biased), count 0.
     """
 
     def __init__(self) -> None:
@@ -236,10 +235,10 @@ class RunningMoments:
         self.count = 0.0
 
     def update(self, xs: Tensor) -> tuple[float, float]:
-        """Takes the values of a batch, of any shape, in; returns the batch's own (mean, unbiased std).
+        """Adds the values of a batch, of any shape, and returns the batch's own (mean, unbiased std).
 
-        A batch of one value has std 1, and so have all values together while they are one (ROLL: NaN). An empty batch
-        changes nothing. Computed in fp64.
+        The std of a single value is 1 (ROLL: NaN), both for the batch and for the running std. An empty batch changes
+        nothing and returns the running mean and std. Computed in fp64.
         """
         values = xs.detach().double().flatten()
         number = values.numel()
@@ -276,20 +275,21 @@ def agg_loss(
     global_batch_size: Count | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """The one place where token losses become a scalar.
+    """Aggregates token losses to a scalar, by one of the modes below.
 
-    With l the loss, m the mask, N = batch_num_tokens, S = global_batch_size, sums over the rows given here:
+    With loss l, mask m, N = batch_num_tokens, S = global_batch_size, and sums over the rows of the arguments:
       token-mean                sum(l m) / N
       token-sum                 sum(l m)
       seq-mean-token-sum        sum over rows of sum_t(l m) / S
       seq-mean-token-mean       sum over rows of (sum_t(l m) / sum_t m) / S
       seq-mean-token-sum-norm   as seq-mean-token-sum, divided by loss_scale_factor (default: the width of the mask)
-    times dp_size, which undoes a mean of gradients over data-parallel ranks; 1 where gradients are summed.
+    The result is multiplied by dp_size, which cancels a mean of gradients over data-parallel ranks; pass 1 if gradients
+    are summed.
 
-    loss_mat, loss_mask: (B, T). N: valid tokens, S: sequences with at least one, of the whole mini-batch on all ranks.
-    With them, a part without a token gives 0. Left out, they are counted here, which is right only for a mini-batch
-    given whole. Raises ValueError for that with dp_size > 1 or with a mask that keeps nothing (there is no mean), for
-    shapes that differ, an unknown mode, and a loss_scale_factor that is not above 0.
+    loss_mat, loss_mask: (B, T). N and S count the valid tokens, and the sequences with at least one, of the whole
+    mini-batch on all ranks; a part without tokens then has loss 0. If N or S is None, it is counted from loss_mask,
+    which is correct only for a whole mini-batch; that raises ValueError if dp_size > 1 or the mask keeps nothing. Also
+    raises ValueError for different shapes, an unknown mode, and a loss_scale_factor that is not above 0.
     """
     check_shapes("agg_loss", loss_mat=loss_mat, loss_mask=loss_mask)
     if loss_agg_mode not in LOSS_AGG_MODES:

@@ -1,13 +1,13 @@
-"""Policy losses of verl and ROLL: from log-probs and advantages to a scalar and its metrics.
+"""Policy losses of verl and ROLL: compute a scalar loss and its metrics from log-probs and advantages.
 
-Each loss is a formula for one token, made a `PolicyLossFn` by `policy_loss`, which sees to the mask, the importance
-weights and the denominators. Notation: d = log_prob - old_log_prob within +-20, r = exp(d), A the advantage, sg = no
-gradient. Formulas see tensors (B, T) of at least fp32 that are 0 under mask 0, and a bool mask. Each loss has the
-metric ppo_kl, the mean of -d, unless its formula gives another.
+Each loss is a formula for one token. The decorator `policy_loss` turns it into a `PolicyLossFn` and applies the mask,
+the importance weights and the denominators. Notation: d = log_prob - old_log_prob clamped to +-20, r = exp(d), A the
+advantage, sg = stop gradient. Formulas receive tensors (B, T) of at least fp32 that are 0 under mask 0, and a bool
+mask. Each loss has the metric ppo_kl, the mean of -d, unless its formula returns its own.
 
-Nothing here depends on how the batch was cut: formulas read a token or its row, and rows are never cut. This file has
-the losses whose gradient flows through the ratio; those of REINFORCE's form stand in `reinforce_losses`, those that
-compare a token with all others in `covariance_losses`.
+No loss depends on how the batch is split: formulas read a token or its row, and rows are never split. This file has the
+losses whose gradient flows through the ratio. `reinforce_losses` has the losses of REINFORCE's form,
+`covariance_losses` the losses that compare a token with all others.
 """
 
 import inspect
@@ -30,21 +30,21 @@ from verl_lite.algos.masked import (
 from verl_lite.metrics import Metric, declared
 from verl_lite.registry import Registry, accepts, takes
 
-LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: beyond it a ratio says nothing and overflows soon
+LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: larger ratios carry no information and soon overflow
 FORMULA_ARGUMENTS = 5  # old_log_prob, log_prob, advantages, response_mask, config
 
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
-"""Losses (B, T), and by name what to average over valid tokens as metrics (B, T)."""
+"""Losses (B, T), and tensors (B, T) by metric name whose mean over the valid tokens is the metric."""
 
 
 class PolicyLossFn(Protocol):
-    """What a policy loss is.
+    """The signature of a policy loss. Returns (scalar loss, metrics).
 
-    old_log_prob, log_prob, advantages, response_mask: (B, T). loss_agg_mode, batch_num_tokens, global_batch_size (of
-    the whole mini-batch): see `agg_loss`. config: any object with the named options as attributes, such as ActorConfig.
-    rollout_is_weights: (B, T), if given they multiply the token losses. Returns (scalar loss, metrics).
-    A loss that names more arguments gets more of the batch: `selected` (B, T) bool, tokens chosen over the whole batch
-    (`covariance_losses`), and `scores` (B,), how good each answer is.
+    old_log_prob, log_prob, advantages, response_mask: (B, T). loss_agg_mode, batch_num_tokens, global_batch_size (both
+    of the whole mini-batch): see `agg_loss`. config: an object with the loss's options as attributes, such as
+    ActorConfig. rollout_is_weights: (B, T) factors of the token losses, or None. A loss may name two more arguments:
+    `selected` (B, T) bool, tokens selected from the whole batch (`covariance_losses`), and `scores` (B,), the score of
+    each response.
     """
 
     def __call__(
@@ -68,14 +68,14 @@ POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
 def policy_loss(
     name: str, *, needs: tuple[str, ...] = (), always: str | None = None, row_weights: bool = False
 ) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
-    """Decorator: makes a formula f(old_log_prob, log_prob, advantages, response_mask, config) a `PolicyLossFn`, and
-    registers it.
+    """Returns a decorator that turns a formula f(old_log_prob, log_prob, advantages, response_mask, config) into a
+    `PolicyLossFn` and registers it.
 
-    needs: see `core_algos.register_policy_loss`. always: the aggregation mode of losses that are defined with one; the
-    argument loss_agg_mode is then not read. row_weights: a row is weighed by the geometric mean of its
-    rollout_is_weights. What else the formula names, the loss takes by keyword. Without `selected` (B, T), where it is
-    named, the mini-batch must be given whole (ValueError), so that the choice is everyone's. Raises ValueError naming
-    an argument whose shape does not match.
+    needs: see `core_algos.register_policy_loss`. always: aggregation mode that replaces the argument loss_agg_mode, for
+    losses that are defined with a mode. row_weights: weight each row by the geometric mean of its rollout_is_weights.
+    The loss takes further arguments of the formula by keyword. If the formula names `selected` (B, T) and it is not
+    passed, the loss raises ValueError unless it gets the whole mini-batch, because the selection would depend on the
+    split. The loss raises ValueError, naming the argument, for shapes that do not match.
     """
 
     def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:
@@ -92,7 +92,7 @@ def policy_loss(
             global_batch_size: Count | None = None,
             **extras: Any,
         ) -> tuple[Tensor, dict[str, Metric]]:
-            if config is None:  # optional in the signature alone, as in verl
+            if config is None:  # optional only in the signature, as in verl
                 raise ValueError(f"{formula.__name__}: config is missing; an ActorConfig or its like is expected.")
             given = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
             optional = {"rollout_is_weights": rollout_is_weights, "selected": extras.get("selected")}
@@ -154,11 +154,11 @@ def call_policy_loss(
     counts: Mapping[str, Count | None],
     columns: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """What a policy loss gives, be it a `PolicyLossFn` or a function with verl's signature.
+    """Calls a policy loss, either a `PolicyLossFn` or a function with verl's signature, and returns (loss, metrics).
 
-    counts: batch_num_tokens and global_batch_size. verl's functions find them where they expect them, in
-    config.global_batch_info, to be handed to `agg_loss`; config itself is not changed. Their metrics, plain
-    numbers, are read by `declared`. columns: what the loss names beyond the usual arguments.
+    counts: batch_num_tokens and global_batch_size. A function with verl's signature gets them in
+    config.global_batch_info of a wrapped config, as verl passes them. `declared` converts its metrics, which are plain
+    numbers. columns: the arguments that the loss names beyond the usual arguments.
     """
     options, given = config, {**columns, **counts}
     if not accepts(loss_fn, "batch_num_tokens"):
@@ -171,7 +171,7 @@ def call_policy_loss(
 
 
 class _VerlConfig:
-    """An actor's config as verl's losses see it, with the denominators of the mini-batch."""
+    """Wraps an actor's config for verl's losses: adds global_batch_info with the denominators of the mini-batch."""
 
     def __init__(self, config: Any, counts: Mapping[str, Count | None]) -> None:
         self._config = config
@@ -185,21 +185,21 @@ class _VerlConfig:
 
 
 def masked_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """log_prob - old_log_prob within +-20; 0 under mask 0 before it is exponentiated: a NaN there has no gradient."""
+    """Returns log_prob - old_log_prob clamped to +-20, and 0 under mask 0, where NaN thus has no gradient."""
     difference = at_least_fp32(log_prob) - at_least_fp32(old_log_prob)
     log_ratio = torch.where(response_mask.bool(), difference, 0)
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """log_prob - old_log_prob within +-20, of log-probs that are masked already."""
+    """Returns log_prob - old_log_prob clamped to +-20, for log-probs that are already masked."""
     return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def importance_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor, config: Any) -> Tensor:
-    """`masked_log_ratio` per token or, with config.ratio_type=segment, its mean over each run of valid tokens (ROLL).
+    """Returns `masked_log_ratio` or, for config.ratio_type=segment, the mean over each run of valid tokens (ROLL).
 
-    An object without ratio_type, such as a config of verl, means token.
+    A config without ratio_type, such as verl's, is treated as ratio_type=token.
     """
     if getattr(config, "ratio_type", "token") == "segment":
         segments = compute_segment_masked_mean(log_prob - old_log_prob, response_mask)
@@ -208,9 +208,9 @@ def importance_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: 
 
 
 def clip_range(config: Any) -> tuple[float, float]:
-    """(low, high) clip ranges of an actor's config: each falls back to clip_ratio where it is null.
+    """Returns the clip ranges (low, high) of an actor's config; each falls back to clip_ratio if it is null.
 
-    Raises ValueError for a negative one, with which the range would not hold the ratio 1.
+    Raises ValueError if a range is negative, because [1 - low, 1 + high] would not contain the ratio 1.
     """
     low, high = config.clip_ratio_low, config.clip_ratio_high
     low, high = config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
@@ -231,10 +231,10 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's clipped surrogate with asymmetric and dual clip, per token.
 
-    With r = exp(log_ratio): max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv:1707.06347, eq. 7), and where A < 0 at most
-    -A c (dual clip, arXiv:1912.09729, eq. 5): a bad action made very likely no longer dominates the batch. c None: off.
-    All tensors (B, T). Returns (loss, whether the clip was active, whether the dual clip was active).
-    Raises ValueError unless clip_ratio_c > 1.
+    With r = exp(log_ratio) the loss is max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv:1707.06347, eq. 7). Where A < 0
+    it is at most -A c (dual clip, arXiv:1912.09729, eq. 5), so that bad actions that became very likely do not dominate
+    the batch; c = None disables the dual clip. All tensors are (B, T). Returns (loss, clip active, dual clip active),
+    the last two bool. Raises ValueError unless clip_ratio_c > 1.
     """
     if clip_ratio_c is not None and clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
@@ -259,8 +259,8 @@ def compute_policy_loss_vanilla(
 ) -> TokenLosses:
     """PPO with asymmetric and dual clip: see `clipped_surrogate`.
 
-    config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, loss_scale_factor, ratio_type (segment: one ratio
-    per run of response tokens; ROLL's dual_clip_loss is clip_ratio_c = 1 + 2 clip_ratio).
+    config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c (ROLL's dual_clip_loss: 1 + 2 clip_ratio),
+    loss_scale_factor, ratio_type (segment: one ratio per run of response tokens).
     Metrics: pg_clipfrac, pg_clipfrac_lower (shares of tokens).
     """
     low, high = clip_range(config)
@@ -280,11 +280,11 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Deprecated, as in verl: the loss of `compute_policy_loss_vanilla` for a mini-batch given whole.
+    """Computes the loss of `compute_policy_loss_vanilla` for a whole mini-batch. Deprecated, as in verl.
 
-    All tensors (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
-    Raises ValueError if a clip range is neither given nor falls back to `cliprange`, or is negative, for a clip_ratio_c
-    not above 1, shapes that differ, and a mask that keeps nothing.
+    All tensors are (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
+    Raises ValueError if a clip range is negative or missing (without a `cliprange` to fall back to), if clip_ratio_c is
+    not above 1, if shapes differ, and if the mask keeps nothing.
     """
     warnings.warn("compute_policy_loss is deprecated: compute_policy_loss_vanilla", DeprecationWarning, stacklevel=2)
     low = cliprange if cliprange_low is None else cliprange_low
@@ -315,8 +315,9 @@ def compute_policy_loss_gspo(
 ) -> TokenLosses:
     """GSPO: max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean of d over the row) (arXiv:2507.18071).
 
-    Written per token as s = sg(s) exp(log_prob - sg(log_prob)), log s at most 10, so that advantages may differ within
-    a row (GSPO-token). The mode is always seq-mean-token-mean, as the paper defines it (verl 0.9.1: loss_agg_mode).
+    Computed per token as s = sg(s) exp(log_prob - sg(log_prob)), so that advantages may differ within a row
+    (GSPO-token); log s is at most 10. The aggregation mode is always seq-mean-token-mean, as in the paper (verl 0.9.1:
+    loss_agg_mode).
     """
     low, high = clip_range(config)
     log_ratio = bounded_log_ratio(log_prob.detach(), old_log_prob)
@@ -330,10 +331,10 @@ def compute_policy_loss_gspo(
 def compute_policy_loss_sapo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
-    """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of the clip (arXiv:2511.20347).
+    """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a soft gate instead of the clip (arXiv:2511.20347).
 
-    tau = config.tau_pos where A > 0, else config.tau_neg. The mode is always seq-mean-token-mean. Nothing is clipped,
-    so no clip fractions are reported (verl: 0).
+    tau = config.tau_pos where A > 0, else config.tau_neg. The aggregation mode is always seq-mean-token-mean. There are
+    no clip fractions, because nothing is clipped (verl reports 0).
     """
     if config.tau_pos <= 0 or config.tau_neg <= 0:
         raise ValueError(f"tau_pos={config.tau_pos}, tau_neg={config.tau_neg}: sapo needs both above 0.")
@@ -348,9 +349,9 @@ def compute_policy_loss_geo_mean(
 ) -> TokenLosses:
     """GMPO: -A_row exp(mean over the row of clipped d), A_row the row's mean advantage (arXiv:2507.20673).
 
-    d is clipped to [-low, high] where that is the worse for the sign of A, token by token. Rows are averaged over the
-    whole mini-batch; verl averages over each micro-batch: its gradient grows with their number. Metrics: pg_clipfrac,
-    pg_clipfrac_lower: tokens out of range with A > 0, with A < 0.
+    Each token's d is clipped to [-low, high] if that makes the objective worse for the sign of A. Rows are averaged
+    over the whole mini-batch; verl averages over each micro-batch, so its gradient grows with their number. Metrics:
+    pg_clipfrac and pg_clipfrac_lower, the shares of tokens out of range with A > 0 and with A < 0.
     """
     low, high = clip_range(config)
     log_ratio = bounded_log_ratio(log_prob, old_log_prob)

@@ -1,6 +1,6 @@
-"""Policy losses of the form -w A log_prob with a weight w that has no gradient: REINFORCE and its off-policy kin.
+"""Policy losses of the form -w A log_prob with a weight w without gradient: REINFORCE and its off-policy variants.
 
-kimi15 and dro add the squared log-ratio instead of a weight. Notation and decorator are those of `policy_losses`.
+kimi15 and dro add the squared log-ratio instead of a weight. `policy_losses` defines the notation and the decorator.
 """
 
 import math
@@ -16,7 +16,7 @@ from verl_lite.algos.policy_losses import TokenLosses, bounded_log_ratio, clip_r
 def compute_policy_loss_gpg(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
-    """GPG: -A log_prob, plain policy gradient (arXiv:2504.02546)."""
+    """GPG: -A log_prob, the plain policy gradient (arXiv:2504.02546)."""
     return -advantages * log_prob, {}
 
 
@@ -26,9 +26,8 @@ def compute_policy_loss_cispo(
 ) -> TokenLosses:
     """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log_prob: clipped tokens keep a gradient (arXiv:2506.13585).
 
-    config: the clip ranges, ratio_type; ROLL's cispo_epsilon_low and _high are the clip ranges here.
-    config.policy_loss.cispo_unified_mask: no loss where PPO's clip would drop it, r above the range with A > 0 or below
-    it with A < 0.
+    config: clip ranges (ROLL's cispo_epsilon_low and _high), ratio_type. config.policy_loss.cispo_unified_mask drops
+    the loss of tokens that PPO's clip would drop: r above the range with A > 0, or below it with A < 0.
     """
     low, high = clip_range(config)
     losses, averages = _truncated(old_log_prob, log_prob, advantages, response_mask, config, 1 - low, 1 + high)
@@ -75,11 +74,11 @@ def compute_policy_loss_topr(
     config: Any,
     scores: Tensor | None = None,
 ) -> TokenLosses:
-    """TOPR: good answers as in REINFORCE, bad ones with the ratio truncated to [0, 1] (arXiv:2503.14286).
+    """TOPR: REINFORCE for good responses; for bad responses the ratio is truncated to [0, 1] (arXiv:2503.14286).
 
-    -w_pos A log_prob for a good answer, else -w_neg sg(clamp(r, 0, 1)) A log_prob, with the w of
-    config.policy_loss.topr_positive_weight and topr_negative_weight; config.ratio_type. An answer is good if its score
-    is above 0: `scores` (B,) by keyword, as in ROLL. Without scores a token is good if its advantage is above 0.
+    -w_pos A log_prob for a good response, else -w_neg sg(clamp(r, 0, 1)) A log_prob. The weights w are
+    config.policy_loss.topr_positive_weight and topr_negative_weight; config.ratio_type applies to r. A response is good
+    if its score in `scores` (B,) is above 0, as in ROLL. Without scores a token is good if its advantage is above 0.
     """
     options = config.policy_loss
     ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config).detach().exp()
@@ -117,11 +116,11 @@ def compute_policy_loss_dro(
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
-    """DPPO with total variation: -sg(min(r, c)) A log_prob where the token is inside, else 0 (arXiv:2602.04879).
+    """DPPO with total variation: -sg(min(r, c)) A log_prob for a token inside the region, else 0 (arXiv:2602.04879).
 
-    Inside: p - p_old <= high where A > 0, p - p_old >= -low elsewhere. The clip ranges are bounds of probabilities
-    here, and clip_ratio_c = c bounds the weight; 20 suits it better than PPO's 3. Metrics, as in verl: pg_clipfrac, the
-    tokens outside; pg_clipfrac_lower, those inside whose ratio is above c.
+    A token is inside if p - p_old <= high where A > 0, or p - p_old >= -low elsewhere. The clip ranges bound
+    differences of probabilities, and clip_ratio_c = c bounds the weight; 20 works better than PPO's 3. Metrics, as in
+    verl: pg_clipfrac, the share of tokens outside; pg_clipfrac_lower, the share of tokens inside with a ratio above c.
     """
     low, high = clip_range(config)
     shift = (log_prob.exp() - old_log_prob.exp()).detach()
@@ -135,8 +134,9 @@ def compute_policy_loss_dppo_kl(
 ) -> TokenLosses:
     """DPPO with the binary KL divergence of the sampled token against all others (arXiv:2602.04879).
 
-    Inside: p_old (log p_old - log p) + (1 - p_old) log((1 - p_old) / (1 - p)) <= high where A > 0, <= low elsewhere; or
-    p on its way back: p <= p_old where A > 0, p >= p_old elsewhere. Else as `compute_policy_loss_dppo_tv`.
+    A token is inside if p_old (log p_old - log p) + (1 - p_old) log((1 - p_old) / (1 - p)) is at most high where A > 0
+    (low elsewhere), or if its update reduces the divergence: p <= p_old where A > 0, p >= p_old elsewhere. The loss and
+    the metrics are those of `compute_policy_loss_dppo_tv`.
     """
     low, high = clip_range(config)
     old, new = old_log_prob.exp(), log_prob.detach().exp()

@@ -1,7 +1,7 @@
-"""Scores of answers less a mean and over a standard deviation: of the batch, of the group, or of all that was seen.
+"""Normalisation of response scores by mean and standard deviation of the batch, the group, or all previous batches.
 
-Pure functions of scores (B,) and labels; the state of "running" is a `RunningMoments` for each domain, which its owner
-keeps, updates with `update_running` and saves. Rows that do not count (padding, a failed reward) are in no statistic
+Pure functions of scores (B,) and labels. The state for "running" is one `RunningMoments` per domain, which the caller
+owns, updates with `update_running` and saves. Invalid rows (padding, a failed reward) are excluded from all statistics
 and get 0.
 """
 
@@ -28,14 +28,13 @@ def normalise_scores(
     domains: Labels | None = None,
     running: Mapping[Any, RunningMoments] | None = None,
 ) -> Tensor:
-    """(scores - mean) / (std + 1e-6), (B,) -> (B,); a type of None leaves its part out.
+    """Returns (scores - mean) / (std + 1e-6), (B,) -> (B,); a type of None omits the mean or the std.
 
-    Types: "batch" over all rows that count, "group" over those that share a label of `groups`, "running" over all that
-    `running` has seen of the row's domain. std with Bessel's correction. Where a std is asked for and there is none
-    (a single row, or std <= 1e-6: all equal) the result is 0: such rows teach nothing. ROLL gives NaN for a group of
-    one, a number of order 1e6 for equal scores of which no mean is subtracted, and for a group's std without a group's
-    mean a result of the wrong shape.
-    valid: (B,) bool, the rows that count. Raises ValueError for an unknown type, or one whose labels are missing.
+    Types: "batch" uses all valid rows, "group" the valid rows with the same label in `groups`, "running" the moments of
+    the row's domain in `running`. std has Bessel's correction. If a std is undefined (a single row) or at most 1e-6
+    (equal scores), the result is 0, because such rows carry no signal. ROLL returns NaN for a group of one, numbers of
+    order 1e6 for equal scores without a mean, and a wrong shape for a group's std without a group's mean.
+    valid: (B,) bool. Raises ValueError for an unknown type, or for a type whose labels are missing.
     """
     for name, kind in (("norm_mean_type", norm_mean_type), ("norm_std_type", norm_std_type)):
         if kind is not None and kind not in NORM_TYPES:
@@ -62,7 +61,7 @@ def _moments(
     domains: Labels | None,
     running: Mapping[Any, RunningMoments] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and std of each row's own set, both (B,) fp64; std 0 for a set of fewer than two rows."""
+    """Returns mean and std of the set that each row belongs to, (B,) fp64; std is 0 for fewer than two valid rows."""
     if kind == "running":
         assert running is not None and domains is not None
         seen = [running[domain] for domain in label_list(domains)]
@@ -79,7 +78,7 @@ def _moments(
 def update_running(
     running: MutableMapping[Any, RunningMoments], scores: Tensor, valid: Tensor, domains: Labels
 ) -> None:
-    """Takes the scores that count into the moments of their domains; a domain not seen before starts its own."""
+    """Updates the running moments of each domain with its valid scores, and creates moments for new domains."""
     labels = label_list(domains)
     for domain in dict.fromkeys(labels):
         rows = torch.tensor([label == domain for label in labels], device=valid.device) & valid
