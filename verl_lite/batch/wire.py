@@ -1,9 +1,10 @@
-"""How a batch travels: the padding stays at home, and what arrives is bit for bit what was sent.
+"""The wire format of a batch: padding is not sent, and the received batch equals the sent batch bit for bit.
 
-For each row the span of real tokens is sent, for each column the values inside that span, laid end to end, token ids in
-four bytes. `prompts` and `responses` inside `input_ids` are cut out again; of `position_ids` the steps are sent. A
-column that fits no span is sent as it is. A slice pickles as one contiguous buffer (protocol 5, out of band), which
-Ray's object store hands over without a copy. Tensors arrive on the CPU, writable.
+The format stores, for each row, the span of its real tokens and, for each column, the concatenated values inside these
+spans, with token ids in four bytes. `prompts` and `responses` are slices of `input_ids` and are restored from it;
+`position_ids` are stored as differences. A column that fits no span is sent unchanged. A slice pickles as one
+contiguous buffer (protocol 5, out of band), which Ray's object store passes on without a copy. Received tensors are on
+the CPU and writable.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import torch
 
 _WORTH_PACKING = 0.9  # a span narrower than this share of the dense matrix is worth its two numbers per row
 _NARROWEST_PACKED_WIDTH = 8
-_FLOATS = (torch.float16, torch.float32, torch.float64)  # those that numpy has
+_FLOATS = (torch.float16, torch.float32, torch.float64)  # the float types that numpy supports
 
 
 class Column(NamedTuple):
-    """How one tensor is encoded: as a part of another (`source`, from column `low` on), or all of it (`span` -1), or by
-    what is inside a span: section `values`, or `constant` everywhere.
+    """The encoding of one tensor: a slice of another column (`source`, from its column `low`), the whole tensor
+    (`span` -1), or the entries inside a span: section `values`, or `constant` everywhere.
 
-    Outside every entry has the bits `fill`; or, with section `filled`, `fill` where its bit is set and else 0: `x *
-    mask` leaves both 0.0 and -0.0. is_steps: differences from left to right were encoded.
+    Entries outside the span have the bits `fill`. With section `filled` they are `fill` where its bit is set and 0
+    elsewhere, because `x * mask` produces both 0.0 and -0.0. is_steps: differences from left to right are encoded.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Column(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A numpy array of the message: (rows, *tail), or (real tokens of section `span`,)."""
+    """The layout of one numpy array: (rows, *tail), or (number of real tokens in section `span`,)."""
 
     dtype: str
     tail: tuple[int, ...] = ()
@@ -54,10 +55,10 @@ class Section(NamedTuple):
 
 @dataclass
 class Packed:
-    """A packed batch of `rows` rows. `slice` is cheap; `unpack` gives the columns back.
+    """A packed batch of `rows` rows. `slice` is cheap; `unpack` returns the columns.
 
-    arrays: one for each section; that of a span is (rows, 2): first real token, and tokens up to the last one. objects:
-    anything that can be sliced by rows and pickled. meta: travels with every slice. schema: columns and sections.
+    arrays: one array per section; a span's array is (rows, 2): position of the first real token, and number of tokens
+    up to the last. objects: row-sliceable columns to pickle. meta: sent with every slice. schema: columns and sections.
     """
 
     rows: int
@@ -74,7 +75,7 @@ class Packed:
         return {span: np.append(0, self.arrays[span][:, 1].cumsum(dtype=np.int64)) for span in spans}
 
     def slice(self, start: int, stop: int) -> Packed:
-        """Rows [start, stop) as views."""
+        """Returns rows [start, stop) as views."""
         arrays = []
         for section, array in zip(self.sections, self.arrays, strict=True):
             first, last = (start, stop) if section.span < 0 else self._offsets[section.span][[start, stop]]
@@ -83,7 +84,7 @@ class Packed:
         return Packed(stop - start, self.columns, self.sections, arrays, objects, self.meta, self.schema)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """All arrays in one block of bytes, each at its natural alignment."""
+        """Copies all arrays into one buffer, each at its natural alignment."""
         places, end = [], 0
         for array in self.arrays:
             begin = -(-end // array.itemsize) * array.itemsize
@@ -95,15 +96,15 @@ class Packed:
         return _load, (self.schema, self.rows, buffer, self.objects, self.meta)
 
     def unpack(self) -> dict[str, torch.Tensor]:
-        """The columns as CPU tensors that own their memory."""
+        """Returns the columns as CPU tensors that own their memory."""
         indices: dict[int, np.ndarray] = {}
         bits: dict[str, np.ndarray] = {}
-        for column in sorted(self.columns, key=lambda one: bool(one.source)):  # a part after what it is a part of
+        for column in sorted(self.columns, key=lambda one: bool(one.source)):  # slices after their source
             if column.source:
                 bits[column.name] = bits[column.source][:, column.low : column.low + column.tail[0]].copy()
                 continue
             if column.span < 0:
-                bits[column.name] = self.arrays[column.values].copy()  # what Ray hands over is read-only
+                bits[column.name] = self.arrays[column.values].copy()  # arrays from Ray's object store are read-only
                 continue
             width, itemsize = column.tail[0], getattr(torch, column.dtype).itemsize
             found = bits[column.name] = np.full((self.rows, width), column.fill, f"i{itemsize}")
@@ -119,8 +120,8 @@ class Packed:
 
 
 def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Any], meta: dict[str, Any], rows: int) -> Packed:
-    """Pack the columns of a batch: strided tensors (rows, ...) of any dtype up to 8 bytes, on any device. objects:
-    columns that are pickled as they are. meta: travels with every slice."""
+    """Packs the columns of a batch. tensors: strided tensors (rows, ...) of any dtype up to 8 bytes, on any device.
+    objects: columns that are pickled unchanged. meta: sent with every slice."""
     packer = _Packer(tensors, rows)
     columns = [packer.encode(name) for name in tensors]
     schema = zlib.compress(pickle.dumps((columns, packer.sections), protocol=5))
@@ -128,7 +129,7 @@ def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Any], meta: dict[s
 
 
 def concat(parts: list[Packed]) -> Packed | None:
-    """The parts as one batch with the first one's meta, or None where their encodings differ."""
+    """Concatenates batches and keeps the meta of the first; returns None if their encodings differ."""
     first = parts[0]
     for part in parts:
         if part.schema != first.schema or part.objects.keys() != first.objects.keys():
@@ -142,14 +143,14 @@ def concat(parts: list[Packed]) -> Packed | None:
 
 
 class _Packer:
-    """Chooses the encoding of each column. The spans of the masks come first."""
+    """Chooses the encoding of each column. It tries the spans of the masks first."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], rows: int) -> None:
         self.tensors, self.rows = tensors, rows
         self.bits = {name: _bits(tensor) for name, tensor in tensors.items()}
         self.sections: list[Section] = []
         self.arrays: list[np.ndarray] = []
-        self.spans: dict[int, int] = {}  # section of a span -> its width
+        self.spans: dict[int, int] = {}  # section number of a span -> width of its columns
         self.indices: dict[int, np.ndarray] = {}
         for name in tensors:
             if name.endswith("mask") and self._is_matrix(name):
@@ -196,7 +197,7 @@ class _Packer:
         return number
 
     def _fit(self, column: Column, bits: np.ndarray) -> Column | None:
-        """The column with its sections; None if it has more outside of the span than one value and zeros."""
+        """Encodes the column with its span; returns None if entries outside the span are not one value and zeros."""
         span = self.arrays[column.span]
         if column.span not in self.indices:
             self.indices[column.span] = _indices(span, bits.shape[1])
@@ -205,7 +206,7 @@ class _Packer:
         if nonzero_outside:
             row = int(np.argmax(span[:, 1] < bits.shape[1]))
             first = int(bits[row, 0 if span[row, 0] > 0 or span[row, 1] == 0 else span[row, 1]])
-            column = column._replace(fill=first or -1 << (8 * bits.itemsize - 1))  # the bits of -0.0
+            column = column._replace(fill=first or -1 << (8 * bits.itemsize - 1))  # the bits of -0.0 if first is 0
             where = bits == column.fill
             found = np.count_nonzero(where) - np.count_nonzero(inside == column.fill)
             if found != nonzero_outside:
@@ -222,7 +223,7 @@ class _Packer:
 
 
 def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Any], meta: dict[str, Any]) -> Packed:
-    """The inverse of `Packed.__reduce__`; arrays are views of `buffer`."""
+    """Restores a batch from `Packed.__reduce__`. Its arrays are views of `buffer`."""
     columns, sections = pickle.loads(zlib.decompress(schema))
     arrays: list[np.ndarray] = []
     end = 0
@@ -237,7 +238,7 @@ def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Any],
 
 
 def _span_of(values: np.ndarray) -> np.ndarray:
-    """(rows, 2): the first entry of each row that is not zero, and how many there are from it to the last."""
+    """Returns (rows, 2): position of the first nonzero entry of each row, and number of entries up to the last one."""
     is_set, width = values != 0, values.shape[1]
     start = is_set.argmax(axis=1)
     length = np.where(is_set.any(axis=1), width - is_set[:, ::-1].argmax(axis=1) - start, 0)
@@ -245,20 +246,20 @@ def _span_of(values: np.ndarray) -> np.ndarray:
 
 
 def _indices(span: np.ndarray, width: int) -> np.ndarray:
-    """Positions of all real tokens in the flattened (rows, width) matrix, row after row."""
+    """Returns the positions of all real tokens in the flattened (rows, width) matrix, row by row."""
     start, length = span.astype(np.int64).T
     first = np.arange(len(span)) * width + start - (np.cumsum(length) - length)
     return np.repeat(first, length) + np.arange(int(length.sum()))
 
 
 def can_pack(tensor: torch.Tensor) -> bool:
-    """True if `pack` takes it: nested, sparse, quantized and 16-byte types travel as pickled objects."""
+    """Returns True if `pack` supports the tensor. Nested, sparse, quantized and 16-byte tensors must be pickled."""
     plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     return plain and tensor.dtype.itemsize <= 8
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's bits as signed integers of the same size: exact comparisons, NaN and -0.0 included."""
+    """Returns the bits as signed integers of the same size, which compare exactly, including NaN and -0.0."""
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return plain.view(signed).numpy()
