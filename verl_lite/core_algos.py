@@ -1,17 +1,17 @@
 """The mathematics of policy optimisation: advantage estimators, policy losses, their aggregation, KL estimators.
 
-The names that verl's users import are found here, but for `compute_policy_loss_reinforce` and
-`compute_policy_loss_bypass_mode` (`algorithm.rollout_correction` does that to any loss), `compute_pf_ppo_reweight_data`
-(`verl_lite.pf_ppo`) and those for pictures (`verl_lite.flow_sde`). What they name stands in the folder `algos`:
-estimators in `advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`, `reinforce_losses` and
-`covariance_losses`, sums over masks and groups and `agg_loss` in `masked`. README.md beside this file is the guide:
-every name with its formula, key and source.
+This module exports the names that verl's users import, except `compute_policy_loss_reinforce` and
+`compute_policy_loss_bypass_mode` (use `algorithm.rollout_correction` with any loss), `compute_pf_ppo_reweight_data`
+(`verl_lite.pf_ppo`) and the functions for images (`verl_lite.flow_sde`). The folder `algos` implements them: estimators
+in `advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`, `reinforce_losses` and
+`covariance_losses`, masked and group sums and `agg_loss` in `masked`. The guide, README.md in this folder, lists every
+name with its formula, key and source.
 
-Pure functions of tensors in, tensors out; shapes are (B, T) with T response tokens, `response_mask` is 1 where the
-policy acted. Three rules hold throughout. A value under mask 0 never matters, not even NaN. A row whose mask is all 0
-(padding, a failed reward) has weight zero in every loss, count and group statistic. Losses own no normalisation: the
-denominators arrive as arguments, counted once over the whole mini-batch before it is split, so that the gradient cannot
-depend on micro-batches, ranks or packing; the sum of the losses over all parts is the loss of the mini-batch.
+All functions are pure. Shapes are (B, T) with T response tokens; `response_mask` is 1 on the policy's tokens. Three
+rules hold for all functions. A value under mask 0, even NaN, has no effect. A row whose mask is all 0 (padding, a
+failed reward) has weight zero in every loss, count and group statistic. Losses take their denominators as arguments,
+counted once over the whole mini-batch before it is split. The losses of all parts thus sum to the loss of the
+mini-batch, and the gradient does not depend on micro-batches, ranks or packing.
 
 Two registries are the extension points: `@register_adv_est(name)` and `@register_policy_loss(name)`.
 """
@@ -96,44 +96,44 @@ AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 def register_adv_est(
     name_or_enum: str | Enum, *, groups: bool = False, rows: str | None = None, raw_scores: bool = False
 ) -> Callable[[AdvantageEstimatorFn], AdvantageEstimatorFn]:
-    """Decorator: makes a function available as `algorithm.adv_estimator=name`.
+    """Returns a decorator that registers an advantage estimator as `algorithm.adv_estimator=name`.
 
-    It is called by keyword with token_level_rewards, response_mask (B, T), index (B,) group ids, config, and what else
-    the batch has; it returns (advantages, returns), both (B, T).
+    The estimator is called by keyword with token_level_rewards, response_mask (B, T), index (B,) group ids, config, and
+    the other columns of the batch. It returns (advantages, returns), both (B, T).
 
     Args:
-        groups: it compares the members of a group with each other, so that one alone teaches nothing.
-        rows: of agents, what a row has to be: "step", which only episodes have, or "trajectory"; None = either.
+        groups: the estimator compares the rows of a group, so a group of one row gives no signal.
+        rows: kind of rows it requires from agents: "step" (episodes only) or "trajectory"; None = either.
         raw_scores: it does not read the scores that `algorithm.norm_*`, `reward_clip` and `whiten_rewards` change.
     """
     return ADV_ESTIMATOR_REGISTRY.register(name_or_enum, groups=groups, rows=rows, raw_scores=raw_scores)
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
-    """The estimator of that name or path pkg.module:function. Raises ValueError if there is none."""
+    """Returns the estimator by name or path pkg.module:function. Raises ValueError if there is none."""
     return ADV_ESTIMATOR_REGISTRY.get_fn(name_or_enum, "advantage estimator simply")  # verl's wording
 
 
 def register_policy_loss(
     name: str | Enum, *, needs: tuple[str, ...] = (), loss_agg_mode: str | None = None
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: makes a function available as `actor.policy_loss.loss_mode=name`.
+    """Returns a decorator that registers a policy loss as `actor.policy_loss.loss_mode=name`.
 
     Args:
-        needs: options of `actor.policy_loss` that may not be null.
-        loss_agg_mode: the only aggregation that it has; None = it takes any.
+        needs: options of `actor.policy_loss` that must not be null.
+        loss_agg_mode: the only aggregation mode that the loss supports; None = all modes.
     """
     return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=loss_agg_mode)
 
 
 def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
-    """The policy loss of that name or path pkg.module:function. Raises ValueError if there is none."""
+    """Returns the policy loss by name or path pkg.module:function. Raises ValueError if there is none."""
     return POLICY_LOSS_REGISTRY.get_fn(name)
 
 
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})  # type: ignore[misc]
-"""verl's enum of the estimators' names; each member is its name, and the registry takes either."""
+"""verl's enum of estimator names. The registry accepts a member or its name."""
 
 
 def compute_value_loss(
@@ -148,11 +148,11 @@ def compute_value_loss(
     global_batch_size: Count | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped value loss: 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), aggregated as any other loss.
+    """Computes the clipped value loss 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), aggregated.
 
     vpreds v, returns G, values v_old, response_mask: (B, T); c = cliprange_value. Denominators, dp_size and mode: see
-    `agg_loss`; ROLL averages over each micro-batch, here the gradient does not depend on the cut. Returns (loss, share
-    of the tokens given here whose clip was active). Raises ValueError for c <= 0 or shapes that differ.
+    `agg_loss`. The gradient does not depend on the split; ROLL averages over each micro-batch. Returns (loss, share of
+    these tokens whose clip was active). Raises ValueError for c <= 0 or shapes that differ.
     """
     if cliprange_value <= 0:
         raise ValueError(f"compute_value_loss: cliprange_value={cliprange_value}: a number above 0 is expected.")
@@ -177,7 +177,7 @@ KL_ALIASES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "lo
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_mask: Tensor | None = None) -> Tensor:
-    """Estimate of KL(policy || reference) at each sampled token, with d = logprob - ref_logprob (B, T).
+    """Estimates KL(policy || reference) at each sampled token from d = logprob - ref_logprob (B, T).
 
       k1 (= kl)            d                  unbiased value; as a loss its gradient has expectation 0
       abs                  |d|
@@ -185,9 +185,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_m
       k3 (= low_var_kl)    exp(-d) + d - 1    unbiased value, low variance, biased gradient; within +-10, -d within +-20
       any with "+"         that value, the gradient of k2 (http://joschu.net/blog/kl-approx.html)
 
-    With `response_mask`, d is 0 under mask 0, which also keeps a NaN there out of the gradient.
-    Raises NotImplementedError for "full" (needs whole distributions), ValueError for another unknown name or shapes
-    that differ.
+    With `response_mask`, d is 0 under mask 0, so a NaN there does not reach the gradient.
+    Raises NotImplementedError for "full", which requires whole distributions, and ValueError for other unknown names
+    and for shapes that differ.
     """
     name = kl_penalty.removesuffix("+")
     if name == "full":
@@ -212,7 +212,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_m
     return value.detach() + gradient - gradient.detach()
 
 
-_kl_penalty = kl_penalty  # under another name, for functions that have an argument of this one
+_kl_penalty = kl_penalty  # for functions with an argument named kl_penalty
 
 
 def _kl_estimate(difference: Tensor, name: str) -> Tensor:
@@ -229,14 +229,14 @@ def _kl_estimate(difference: Tensor, name: str) -> Tensor:
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """verl's name of the value of `kl_penalty`, whose gradient a "+" would change: (B, T)."""
+    """Returns the value of `kl_penalty`, (B, T), ignoring a "+", which changes only the gradient. (verl's name)"""
     return _kl_penalty(logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_penalty: str = "kl"
 ) -> Tensor:
-    """ROLL's name and arguments of `kl_penalty`; 0 where `action_mask` is 0."""
+    """Computes `kl_penalty` with ROLL's name and arguments; 0 where `action_mask` is 0."""
     return _kl_penalty(log_probs, log_probs_base, kl_penalty, action_mask)
 
 
@@ -248,10 +248,10 @@ def apply_kl_penalty(
     kl_coef: float,
     kl_penalty_type: str = "kl",
 ) -> tuple[Tensor, float]:
-    """Rewards with the KL to the reference model taken off: (token_level_scores - kl_coef * kl (B, T), mean KL).
+    """Returns (token_level_scores - kl_coef * kl (B, T), mean KL), where kl is the KL to the reference model.
 
-    All tensors (B, T). The mean KL, for the controller and `actor/reward_kl_penalty`, is the mean over sequences with a
-    valid token of each one's mean over its tokens.
+    All tensors are (B, T). The mean KL, used by the controller and `actor/reward_kl_penalty`, averages over the tokens
+    of each sequence and then over the sequences with a valid token.
     Raises ValueError for shapes that differ or an unknown estimator.
     """
     check_shapes("apply_kl_penalty", token_level_scores=token_level_scores, response_mask=response_mask)
@@ -265,18 +265,18 @@ def apply_kl_penalty(
 
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
-    """verl's name of scores less kl_ratio (old_log_prob - ref_log_prob), all (B, T), without a mask."""
+    """Returns token_level_scores - kl_ratio (old_log_prob - ref_log_prob), all (B, T), unmasked. (verl's name)"""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 class FixedKLController:
-    """A KL coefficient that stays as it is."""
+    """A constant KL coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to do: the coefficient is fixed."""
+        """Does nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -286,7 +286,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """A KL coefficient that seeks a target: value *= 1 + clip(kl / target - 1, +-0.2) n_steps / horizon.
+    """A KL coefficient that tracks a target KL: value *= 1 + clip(kl / target - 1, +-0.2) n_steps / horizon.
 
     Ziegler et al. 2019, arXiv:1909.08593, section 2.2. `horizon` and `n_steps` are in sequences.
     """
@@ -299,13 +299,13 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Moves the coefficient after a batch of `n_steps` sequences with mean KL `current_kl`."""
+        """Updates the coefficient after a batch of `n_steps` sequences with mean KL `current_kl`."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
-    """The controller of `algorithm.kl_ctrl` (type, kl_coef, target_kl, horizon). Raises ValueError for another type."""
+    """Returns the controller for `algorithm.kl_ctrl`. Raises ValueError for an unknown type."""
     match kl_ctrl.type:
         case "fixed":
             return FixedKLController(kl_ctrl.kl_coef)
@@ -316,9 +316,9 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits) over the last dimension: (..., V) -> (...), differentiable. fp32 at least.
+    """Returns the entropy of softmax(logits) in nats: (..., V) -> (...), differentiable, in at least fp32.
 
-    A logit of -inf, a token that cannot be, adds nothing.
+    A logit of -inf (an impossible token) contributes 0.
     """
     log_probs = torch.log_softmax(at_least_fp32(logits), dim=-1)
     possible = torch.where(log_probs.isneginf(), 0, log_probs)
@@ -326,11 +326,11 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable. fp32 at least."""
+    """Returns log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable, in at least fp32."""
     wide = at_least_fp32(logits)
     return wide.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(dim=-1)
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
-    """The entropy of softmax(logits) (B, T, V), aggregated over the valid tokens of a mini-batch given whole."""
+    """Aggregates the entropy of softmax(logits), (B, T, V), over the valid tokens of a whole mini-batch."""
     return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)

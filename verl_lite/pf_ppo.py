@@ -1,6 +1,6 @@
-"""PF-PPO: a batch drawn anew, with replacement, by how informative the score of each row is (arXiv:2409.06957).
+"""PF-PPO: resamples a batch with replacement, weighted by how informative each row's score is (arXiv:2409.06957).
 
-For the step after the advantages: rows of a clear score are learnt from several times, others not at all.
+Applied after the advantages: rows with a clear score may occur several times in the batch, other rows not at all.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from verl_lite.algos.advantages import outcome_scores
 from verl_lite.protocol import DataProto
 
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
-_SMALLEST = 1e-8  # every row that counts can be drawn, also where all scores are 0
+_SMALLEST = 1e-8  # every valid row can be drawn, even if all scores are 0
 
 
 def pf_ppo_weights(scores: Tensor, valid: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
-    """Weights of the draw (B,) fp64, not normalised; 0 for rows that do not count.
+    """Returns the unnormalised sampling weights (B,) in fp64; 0 for invalid rows.
 
       pow          |score| ^ weight_pow
       max_min      1 for the largest and the smallest score of the batch, 0 for the others
       max_random   0.4 for the largest score, 0.1 for the others
 
-    plus 1e-8. scores: (B,); valid: (B,) bool. Raises ValueError for another method. (verl's rows always count.)
+    plus 1e-8. scores: (B,); valid: (B,) bool (in verl all rows are valid). Raises ValueError for another method.
     """
     if reweight_method not in REWEIGHT_METHODS:
         raise ValueError(f"reweight_method={reweight_method!r}: expected one of {', '.join(REWEIGHT_METHODS)}.")
@@ -44,11 +44,11 @@ def pf_ppo_weights(scores: Tensor, valid: Tensor, reweight_method: str = "pow", 
 def compute_pf_ppo_reweight_data(
     data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0, seed: int | Sequence[int] | None = None
 ) -> DataProto:
-    """As many rows as `data` has, drawn from it with replacement by `pf_ppo_weights`.
+    """Draws len(data) rows from `data` with replacement, weighted by `pf_ppo_weights`.
 
-    Reads token_level_scores and response_mask (B, R); the score of a row is the sum of its token scores. seed: equal
-    seeds draw equal rows on any machine; None = drawn by chance (verl: the global generator). A batch in which no row
-    counts comes back as it is.
+    Reads token_level_scores and response_mask (B, R); the score of a row is the sum of its token scores. Equal seeds
+    draw equal rows on any machine; None draws a random seed (verl: the global generator). Returns a batch without valid
+    rows unchanged.
     """
     valid = (data.batch["response_mask"] != 0).any(dim=-1)
     scores = outcome_scores(data.batch["token_level_scores"], data.batch["response_mask"])

@@ -1,8 +1,8 @@
-"""DataProto: the one batch type, with the methods of verl's.
+"""DataProto, the batch type of all components, with the methods of verl's DataProto.
 
-Results never share `meta_info` with their source; the methods that change a batch in place are those that verl's users
-rely on: `union`, `pop`, `rename`, `reorder` and `to`. `a | b` is the union that leaves both as they were. Pickled, a
-batch carries no padding (`wire.py`).
+Results never share `meta_info` with their source. `union`, `pop`, `rename`, `reorder` and `to` change a batch in place,
+because verl's users rely on that; `a | b` returns the union without changing a or b. A pickled batch contains no
+padding (`wire.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Index = slice | list[int] | list[bool] | np.ndarray | torch.Tensor
 
 
 class BatchError(AssertionError, ValueError):
-    """Batches that do not fit together. Both a ValueError and, as in verl, an AssertionError."""
+    """Raised for batches or columns that do not match. Both a ValueError and, as in verl, an AssertionError."""
 
 
 @dataclass
@@ -43,11 +43,11 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto:
-    """A batch of rows: tensors with a common first dimension, numpy arrays of the same length for everything else, and
-    facts about the whole.
+    """A batch of rows: tensors with a common first dimension (`batch`), numpy arrays of the same length for other
+    columns (`non_tensor_batch`), and data about the whole batch (`meta_info`).
 
-    `batch` is None where there are no tensors; it is declared as always there, because readers of a column know that
-    it is. verl's auto-padding switch is absent: `chunk` takes any number of rows, and a dispatch pads a copy (`pad`).
+    `batch` is None if there are no tensors. Its type omits None, because code that reads a column knows that tensors
+    exist. verl's auto-padding is not needed: `chunk` accepts any number of rows, and a dispatch pads a copy (`pad`).
     """
 
     batch: TensorDict = None  # type: ignore[assignment]
@@ -76,7 +76,7 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,
     ) -> DataProto:
-        """A batch from tensors and from sequences of anything; neither dict is changed."""
+        """Creates a batch from tensors and from sequences of arbitrary objects. The arguments are not changed."""
         sizes = {name: value.shape[0] if value.ndim else -1 for name, value in (tensors or {}).items()}
         if num_batch_dims != 1 or len(set(sizes.values())) > 1 or -1 in sizes.values():
             raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
@@ -86,7 +86,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
-        """A batch from one dict: tensors to `batch`, numpy arrays to `non_tensor_batch`."""
+        """Creates a batch from one dict: tensors go to `batch`, numpy arrays to `non_tensor_batch`."""
         for name, value in data.items():
             if not isinstance(value, torch.Tensor | np.ndarray):
                 raise ValueError(f"column {name!r} must be a tensor or a numpy array, found {type(value).__name__}")
@@ -95,7 +95,7 @@ class DataProto:
 
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> DataProto:
-        """What `pack` packed, sharing nothing with it but the objects in its columns."""
+        """Restores a packed batch. The result shares only the objects in its columns with `packed`."""
         arrays = {name: value.copy() for name, value in packed.objects.items() if isinstance(value, np.ndarray)}
         tensors = packed.unpack() | {k: v for k, v in packed.objects.items() if k not in arrays}
         batch = tensor_dict(tensors, packed.rows) if packed.meta["has_batch"] else None
@@ -103,7 +103,7 @@ class DataProto:
 
     @classmethod
     def from_parts(cls, parts: list[wire.Packed]) -> DataProto:
-        """The packed parts as one batch; see `concat`."""
+        """Restores packed parts as one batch; see `concat`."""
         joined = wire.concat(parts)
         if joined is None:
             return DataProto.concat([cls.from_packed(part) for part in parts])
@@ -112,7 +112,7 @@ class DataProto:
         return result
 
     def pack(self) -> wire.Packed:
-        """The wire format: real tokens only, sliceable by rows. The numbers are copies, the objects are not."""
+        """Converts to the wire format: real tokens only, sliceable by rows. It copies tensors but not objects."""
         columns = dict(self.batch.items()) if self.batch is not None else {}
         tensors = {k: v for k, v in columns.items() if isinstance(v, torch.Tensor) and wire.can_pack(v)}
         objects = self.non_tensor_batch | {k: v for k, v in columns.items() if k not in tensors}
@@ -136,7 +136,7 @@ class DataProto:
         return (self.batch is not None and name in self.batch.keys()) or name in self.non_tensor_batch
 
     def __getitem__(self, item: int | np.integer | Index) -> Any:
-        """An int gives a DataProtoItem; a slice, list, array or tensor (indices or a bool mask) a DataProto."""
+        """Returns a DataProtoItem for an int, and a DataProto for a slice, or for indices or a bool mask."""
         if isinstance(item, slice):
             return self._rows(item)
         if isinstance(item, list) or (isinstance(item, np.ndarray | torch.Tensor) and item.ndim):
@@ -152,7 +152,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """These columns only; None = all of a kind. Tensors are shared unless `deepcopy`."""
+        """Returns the named columns; None selects all of that kind. Tensors are shared unless `deepcopy`."""
         batch = self.batch
         if batch is not None:
             batch = batch.select(*batch_keys) if batch_keys is not None else batch.copy()
@@ -164,14 +164,14 @@ class DataProto:
         return copy.deepcopy(result) if deepcopy else result
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
-        """These rows, by indices or by a bool mask, as copies. Raises BatchError for uint8, which may be either."""
+        """Returns copies of rows, by indices or a bool mask. Raises BatchError for uint8, which may mean either."""
         index = torch.as_tensor(idxs)
         if index.dtype == torch.uint8 or index.is_floating_point():
             raise BatchError(f"rows are chosen by whole numbers or a bool mask, found {index.dtype}: convert it")
         return self._rows(index.nonzero().flatten() if index.dtype == torch.bool else index.long())
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows [start:end:step]; tensors are views."""
+        """Returns rows [start:end:step]; tensors are views."""
         return self._rows(slice(start, end, step))
 
     def _rows(self, index: Any) -> DataProto:
@@ -188,7 +188,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Take these columns out of this batch, in place; returns them as a batch. A missing one is a BatchError."""
+        """Removes columns from this batch in place and returns them as a batch. Raises BatchError if one is missing."""
         asked = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         sources: tuple[Any, ...] = ({} if self.batch is None else self.batch, self.non_tensor_batch, self.meta_info)
         for wanted, source in zip(asked, sources, strict=True):
@@ -198,7 +198,7 @@ class DataProto:
         return type(self).from_dict(taken[0], taken[1], taken[2])
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Rename tensors, in place."""
+        """Renames tensors in place."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
@@ -209,7 +209,7 @@ class DataProto:
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the other's columns and meta_info, in place. What both have must be equal, else BatchError."""
+        """Adds the columns and meta_info of `other` in place. Raises BatchError if an entry of both has two values."""
         if self.batch is None:
             self.batch = other.batch if other.batch is None else other.batch.copy()
         elif other.batch is not None:
@@ -222,24 +222,24 @@ class DataProto:
         return self
 
     def __or__(self, other: DataProto) -> DataProto:
-        """The union as a new batch."""
+        """Returns the union as a new batch."""
         return self.select().union(other)
 
     def reorder(self, indices: torch.Tensor | np.ndarray | Sequence[int]) -> None:
-        """Put the rows in this order, in place."""
+        """Reorders the rows in place."""
         ordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Move the tensors, in place."""
+        """Moves the tensors in place."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
 
     def pad(self, divisor: int) -> DataProto:
-        """A batch whose length is a multiple of `divisor`: this one, or one with copies of row 0 at the end.
+        """Returns a batch whose length is a multiple of `divisor`, with copies of row 0 appended if necessary.
 
-        Those rows have weight zero: `is_padding` (rows,) bool is True and `response_mask`, where present, is 0.
+        The appended rows have no weight: `is_padding` (rows,) bool is True and `response_mask`, if present, is 0.
         """
         rows = len(self)
         missing = -rows % divisor
@@ -257,28 +257,28 @@ class DataProto:
         return padded
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Each row `repeat_times` times: aabb with `interleave`, else abab."""
+        """Repeats each row `repeat_times` times: aabb with `interleave`, else abab."""
         rows = torch.arange(len(self))
         return self._rows(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> DataProto:
-        """Row i repeat_times[i] times."""
+        """Repeats row i repeat_times[i] times."""
         counts = torch.as_tensor(repeat_times, dtype=torch.long).flatten()
         if len(counts) != len(self):
             raise BatchError(f"repeat_times has {len(counts)} entries, the batch {len(self)} rows")
         return self._rows(torch.arange(len(self)).repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` batches whose lengths differ by at most one, the longer ones first; views of the tensors."""
+        """Splits into `chunks` batches whose lengths differ by at most one, longer batches first. Tensors are views."""
         return [self.slice(start, stop) for start, stop in chunk_bounds(len(self), chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Batches of `split_size` rows, the last perhaps shorter."""
+        """Splits into batches of `split_size` rows; the last batch may be shorter."""
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The batches one after another. meta_info["metrics"] becomes a dict of lists; other keys must agree."""
+        """Concatenates batches. meta_info["metrics"] becomes a dict of lists; other keys must have equal values."""
         if not data:
             raise ValueError("DataProto.concat needs at least one batch")
         first, names = data[0], [set(_columns(part)) for part in data]
@@ -298,9 +298,9 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches, `epochs` times over; drawn anew each epoch where dataloader_kwargs has shuffle=True.
+        """Iterates over mini-batches for `epochs` epochs. dataloader_kwargs={"shuffle": True} shuffles each epoch.
 
-        Raises BatchError if mini_batch_size does not divide the rows, or dataloader_kwargs has anything else.
+        Raises BatchError if mini_batch_size does not divide the rows, or if dataloader_kwargs has another key.
         """
         options = dataloader_kwargs or {}
         if options.keys() - {"shuffle"} or len(self) % mini_batch_size:
@@ -319,24 +319,24 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
-        """What `save_to_disk` wrote. A pickle: load only files that you trust."""
+        """Loads a file written by `save_to_disk`. The file is a pickle: load only files that you trust."""
         return pickle.loads(Path(filepath).read_bytes())
 
 
 class DataProtoFuture:
-    """An answer that workers are still computing: what a method with blocking=False returns, and another worker method
-    takes as an argument."""
+    """A result that workers are still computing. A method with blocking=False returns it, and other worker methods
+    accept it as an argument."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish = functools.cache(finish)
 
     def get(self) -> Any:
-        """Waits; the same object each time."""
+        """Waits for the result and returns it, the same object in each call."""
         return self._finish()
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """(batch, rows added): rows from the start again, as often as needed, unmarked (verl's; see DataProto.pad)."""
+    """Returns (padded batch, number of added rows). It repeats rows from the start, unmarked as in verl; see `pad`."""
     missing = -len(data) % size_divisor
     if missing == 0:
         return data, 0
@@ -344,12 +344,12 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """The batch without its last `pad_size` rows."""
+    """Returns the batch without its last `pad_size` rows."""
     return data.slice(0, max(0, len(data) - pad_size)) if pad_size else data
 
 
 def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
-    """[start, stop) of each of `chunks` parts, as numpy.array_split cuts."""
+    """Returns [start, stop) of each of `chunks` parts, split as by numpy.array_split."""
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, found {chunks}")
     size, extra = divmod(rows, chunks)
@@ -358,7 +358,7 @@ def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
-    """Rows back to a batch."""
+    """Combines rows into a batch."""
     batches: list[Any] = [item.batch for item in items]
     batch: Any = None if items[0].batch is None else torch.stack(batches)
     arrays = {name: as_column([item.non_tensor_batch[name] for item in items]) for name in items[0].non_tensor_batch}
@@ -366,14 +366,14 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Columns (rows, ...) as (new_batch_size, rows / new_batch_size, ...), neighbours in one group."""
+    """Reshapes columns (rows, ...) to (new_batch_size, rows / new_batch_size, ...); adjacent rows form a group."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise BatchError(f"cannot fold {len(data)} rows into new_batch_size={new_batch_size}: it must divide them")
     return _reshaped(data, 1, (new_batch_size, len(data) // new_batch_size))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """The inverse: the first `batch_dims` dimensions of every column become one, the rows."""
+    """Inverse of `fold_batch_dim`: merges the first `batch_dims` dimensions of every column into rows."""
     shapes = {name: tuple(column.shape) for name, column in _columns(data).items()}
     leading = {shape[:batch_dims] for shape in shapes.values()}
     if batch_dims < 1 or len(leading) > 1 or any(len(shape) < batch_dims for shape in leading):
@@ -386,7 +386,7 @@ def _columns(data: DataProto) -> dict[str, Any]:
 
 
 def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataProto:
-    """Every column with `leading` in place of its first `old_dims` dimensions."""
+    """Replaces the first `old_dims` dimensions of every column by `leading`."""
     columns = {name: value.reshape(*leading, *value.shape[old_dims:]) for name, value in _columns(data).items()}
     arrays = {name: columns.pop(name) for name in data.non_tensor_batch}
     batch: Any = None if data.batch is None else tensor_dict(columns, leading[0])
@@ -394,14 +394,14 @@ def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataP
 
 
 def tensor_dict(tensors: dict[str, Any], rows: int) -> TensorDict:
-    """Columns of `rows` rows. tensordict is imported here: it takes 4 s of CPU, which many processes never need."""
+    """Creates a TensorDict of `rows` rows. Imports tensordict here: that takes 4 s of CPU; many processes skip it."""
     from tensordict import TensorDict
 
     return TensorDict(tensors, batch_size=[rows])
 
 
 def as_column(values: Any) -> np.ndarray:
-    """One array entry per row. Lists become object arrays: equal-length lists do not collapse into a matrix."""
+    """Returns an array with one entry per row. A list of equally long lists becomes an object array, not a matrix."""
     if isinstance(values, np.ndarray):
         return values
     column = np.empty(len(values), dtype=object)
@@ -411,7 +411,7 @@ def as_column(values: Any) -> np.ndarray:
 
 
 def union_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
-    """All keys of all parts, in new containers; a key in several parts needs equal values, else BatchError."""
+    """Merges the keys of all parts into new containers. Raises BatchError if a key has different values."""
     merged: dict[str, Any] = {}
     for meta in metas:
         _unite(merged, meta, "Conflicting values for meta_info key")
@@ -419,7 +419,7 @@ def union_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _unite(first: Any, second: Any, kind: str) -> None:
-    """`first` with the entries of `second` added, in place; equal names need equal values."""
+    """Adds the entries of `second` to `first` in place. Raises BatchError if a name has different values."""
     for name, value in second.items():
         if name not in first.keys():
             first[name] = value
@@ -428,7 +428,7 @@ def _unite(first: Any, second: Any, kind: str) -> None:
 
 
 def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The parts' meta_info as one: "metrics" (a dict, or a list of them) to a dict of lists, others must be equal."""
+    """Merges meta_info: "metrics" (dicts or lists of dicts) becomes a dict of lists; other values must be equal."""
     metrics: dict[str, list[Any]] = {}
     found = [meta["metrics"] for meta in metas if meta.get("metrics") is not None]
     for value in found:
@@ -440,14 +440,14 @@ def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def copy_meta(value: Any) -> Any:
-    """Containers are new, what is in them is shared."""
+    """Copies dicts and lists recursively; all other objects are shared."""
     if type(value) is dict:
         return {name: copy_meta(entry) for name, entry in value.items()}
     return [copy_meta(entry) for entry in value] if type(value) is list else value
 
 
 def same(a: Any, b: Any) -> bool:
-    """Deep equality in which NaN equals NaN and arrays compare by elements."""
+    """Compares deeply; NaN equals NaN, and arrays are compared by element."""
     if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):
         return False
     if hasattr(a, "keys"):  # dict, TensorDict

@@ -1,9 +1,9 @@
-"""The planner: which rank computes which row in which micro-batch, and what the loss is divided by.
+"""The planner: assigns rows to ranks and micro-batches, and counts the denominators of the loss.
 
-The driver plans once, for all ranks, from sequence lengths alone. So every rank runs the same number of forward passes
-(FSDP would wait for ever otherwise), and the denominators are those of the whole mini-batch, counted before anything is
-split: the gradient does not depend on how the batch was cut. Which rows share an optimizer step follows from the
-driver's row order and the shuffle seed, never from the number of ranks.
+The driver plans once for all ranks, from the sequence lengths alone. Every rank runs the same number of forward passes
+(FSDP would hang otherwise). The denominators are counted over the whole mini-batch before it is split, so the gradient
+does not depend on the split. The rows of an optimizer step depend on the driver's row order and the shuffle seed, never
+on the number of ranks.
 """
 
 import heapq
@@ -21,15 +21,15 @@ from verl_lite.protocol import DataProto
 Ints = NDArray[np.int64]
 PLAN_COLUMNS = ("mini_batch", "micro_batch")
 
-# Matrix multiplications of a layer cost 24 h^2 operations per token, attention 4 h L: equal at a length of 6 h, here
-# for h = 4096. For the balance only the order of magnitude matters.
+# A layer's matrix multiplications cost 24 h^2 operations per token and its attention 4 h L. They are equal for L = 6 h,
+# here with h = 4096. Only the order of magnitude matters for the balance.
 ATTENTION_PARITY_LENGTH = 24_576
 BALANCE_TOLERANCE = 1.002  # heaviest rank over mean at which swapping stops
 MAX_SWAPS_PER_SET = 8
 
 
 class _Bounds(NamedTuple):
-    """Of one micro-batch on one rank."""
+    """Upper bounds of one micro-batch on one rank."""
 
     max_tokens: int
     max_rows: int
@@ -37,22 +37,22 @@ class _Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: forward passes of each rank, and the global denominators of its loss."""
+    """One optimizer step: number of forward passes per rank, and global denominators of the loss."""
 
     num_micro_batches: int
     num_tokens: int  # valid response tokens on all ranks
-    num_sequences: int  # sequences with at least one of them
+    num_sequences: int  # sequences with at least one valid token
 
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """Where each of `num_rows` rows goes. n places, n / world_size for each rank, in rank order.
+    """The assignment of `num_rows` rows to n slots, n / world_size per rank, in rank order.
 
-    order: (n,) the row that stands at each place; a padding place repeats the shortest row.
-    is_padding: (n,) bool, places without weight.
-    mini_batch, micro_batch: (n, epochs), the optimizer step of each place and the forward pass within it; -1 for a
-        padding place that an epoch has no use for (only with a shuffle and several epochs).
-    schedule: by epoch, by mini-batch. Each rank has at least one place in each micro-batch.
+    order: (n,) row of each slot; a padding slot repeats the shortest row.
+    is_padding: (n,) bool, slots without weight.
+    mini_batch, micro_batch: (n, epochs) optimizer step of each slot, and forward pass within the step; -1 for a padding
+        slot that an epoch does not need (only with a shuffle and several epochs).
+    schedule: mini-batches by epoch. Each rank has at least one slot in each micro-batch.
     """
 
     num_rows: int
@@ -64,10 +64,10 @@ class BatchPlan:
     schedule: list[list[MiniBatch]]
 
     def apply(self, data: DataProto) -> DataProto:
-        """The rows at their places, as a new batch.
+        """Returns a new batch with the rows in their slots.
 
-        Adds is_padding (n,) bool, mini_batch and micro_batch (n, epochs) int64, meta_info["schedule"]; response_mask,
-        where present, is 0 on padding. Raises ValueError unless data has the rows that were planned.
+        Adds is_padding (n,) bool, mini_batch and micro_batch (n, epochs) int64, and meta_info["schedule"]. Sets
+        response_mask, if present, to 0 on padding. Raises ValueError unless data has `num_rows` rows.
         """
         if len(data) != self.num_rows:
             raise ValueError(f"BatchPlan.apply: the batch has {len(data)} rows, {self.num_rows} were planned.")
@@ -83,9 +83,9 @@ class BatchPlan:
         return planned.union(DataProto.from_dict(columns))
 
     def restore(self, data: DataProto) -> DataProto:
-        """What ranks returned for the planned batch, in the order of the original rows, without padding.
+        """Returns the ranks' results for the planned batch in the order of the original rows, without padding.
 
-        The columns that `apply` added are gone, if they are there. Raises ValueError unless data has n rows.
+        Removes the columns that `apply` added, if present. Raises ValueError unless data has n rows.
         """
         if len(data) != len(self.order):
             raise ValueError(f"BatchPlan.restore: the batch has {len(data)} rows, {len(self.order)} were planned.")
@@ -113,15 +113,14 @@ def plan_batch(
 ) -> BatchPlan:
     """Plans `epochs` passes over a batch.
 
-    lengths: (B,) tokens of each row, prompt and response; num_tokens: (B,) those that the loss counts.
-    mini_batch_size: sequences per optimizer step, over all ranks; None = all. The last one may be smaller. Or the
-        sequences of each step, which are all of them together.
+    lengths: (B,) number of prompt and response tokens of each row. num_tokens: (B,) number of tokens in the loss.
+    mini_batch_size: sequences per optimizer step over all ranks, where the last step may be smaller; a list with the
+        number of sequences of each step, which must sum to B; None = all sequences in one step.
     max_token_len, micro_batch_size: bounds of a micro-batch on one rank, in tokens and in sequences; None = no bound.
     shuffle_seed: draws the mini-batches of each epoch at random; None = rows in order, the same in each epoch.
     balance: give ranks rows of equal total cost L + L^2 / ATTENTION_PARITY_LENGTH within a mini-batch; else rows in
-        order. With a shuffle and several epochs, rows stay where the first puts them; later ones are balanced by luck.
-    Raises ValueError for an empty batch, a bound below 1, a row longer than max_token_len, or steps that are not the
-    batch.
+        order. With a shuffle, rows keep their ranks of the first epoch; later epochs are not balanced.
+    Raises ValueError for an empty batch, a bound below 1, a row longer than max_token_len, or a wrong sum of steps.
     """
     sizes, tokens = np.asarray(lengths, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
     num_rows = len(sizes)
@@ -137,7 +136,7 @@ def plan_batch(
     is_padding = rows < 0
     order = np.where(is_padding, int(sizes.argmin()), rows)
     micro_batch, numbers = _cut(sizes[order], mini_batch, bounds)
-    # micro-batches of the first epoch stand together, so that a rank reads slices
+    # the slots of a micro-batch are contiguous in the first epoch, so that a rank reads slices
     keys = zip(micro_batch[..., 0], mini_batch[..., 0], strict=True)
     places = (np.arange(world_size)[:, None], np.stack([np.lexsort(key) for key in keys]))
     return BatchPlan(
@@ -152,7 +151,7 @@ def plan_batch(
 
 
 def plan_samples(number: int, world_size: int, micro_batch_size: int) -> BatchPlan:
-    """`plan_batch` of one optimizer step over samples that all cost the same."""
+    """Plans one optimizer step over samples of equal cost."""
     ones = np.ones(number, dtype=np.int64)
     return plan_batch(
         ones, world_size=world_size, mini_batch_size=None, micro_batch_size=micro_batch_size, num_tokens=ones
@@ -162,8 +161,8 @@ def plan_samples(number: int, world_size: int, micro_batch_size: int) -> BatchPl
 def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
     """Splits items into `parts` sets of equal size and nearly equal cost: (parts, k) indices, k = ceil(B / parts).
 
-    The largest differencing method of Karmarkar and Karp (1982), started from chunks of `parts` items that already have
-    one item for each set, then swaps. Indices of len(costs) and above are fillers of cost 0, at most one in each set.
+    Uses the largest differencing method of Karmarkar and Karp (1982), starting from chunks of `parts` items with one
+    item for each set, and then swaps items. Indices from len(costs) on are fillers of cost 0, at most one per set.
     """
     given = np.asarray(costs, dtype=np.float64)
     size = -(-len(given) // parts)
@@ -174,7 +173,7 @@ def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
     for created in range(size, 2 * size - 1):
         _, _, sums, sets = heapq.heappop(heap)
         _, _, other_sums, other_sets = heapq.heappop(heap)
-        sums, sets = sums + other_sums[::-1], np.hstack([sets, other_sets[::-1]])  # the heaviest with the lightest
+        sums, sets = sums + other_sums[::-1], np.hstack([sets, other_sets[::-1]])  # pair the heaviest with the lightest
         descending = np.argsort(-sums, kind="stable")
         sums = sums[descending]
         heapq.heappush(heap, (sums[-1] - sums[0], created, sums, sets[descending]))
@@ -182,7 +181,7 @@ def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
 
 
 def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
-    """Swaps items between the heaviest and the lightest set while that helps; fillers stay where they are."""
+    """Swaps items between the heaviest and the lightest set while that reduces their gap; fillers do not move."""
     sets = sets.copy()
     sums = costs[sets].sum(axis=1)
     enough = sums.mean() * BALANCE_TOLERANCE
@@ -193,7 +192,7 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
             break
         given, taken = costs[sets[heavy]], costs[sets[light]]
         by_cost = np.argsort(taken)
-        # for each item of the heavy set, the item of the light one that comes nearest to moving half of the gap
+        # for each item of the heavy set, find the item of the light set whose swap moves closest to half of the gap
         right = np.searchsorted(taken[by_cost], given - gap / 2).clip(1, max(1, len(taken) - 1))
         nearest = np.concatenate([by_cost[right - 1], by_cost[right % len(taken)]])
         items = np.tile(np.arange(len(given)), 2)
@@ -210,7 +209,7 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
 
 
 def _draw_mini_batches(num_rows: int, size: int | Sequence[int] | None, epochs: int, seed: int | None) -> Ints:
-    """(B, epochs): the optimizer step of each row."""
+    """Returns the optimizer step of each row, (B, epochs)."""
     steps = np.empty((num_rows, epochs), dtype=np.int64)
     if isinstance(size, Sequence):
         by_position = np.repeat(np.arange(len(size)), size)
@@ -223,7 +222,7 @@ def _draw_mini_batches(num_rows: int, size: int | Sequence[int] | None, epochs: 
 
 
 def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) -> Ints:
-    """(B,) rank of each row; within a mini-batch the ranks' row counts differ by at most one."""
+    """Returns the rank of each row, (B,). Within a mini-batch the ranks' row counts differ by at most one."""
     owner = np.zeros(len(lengths), dtype=np.int64)
     costs = lengths + lengths.astype(np.float64) ** 2 / ATTENTION_PARITY_LENGTH
     for rows in _by_value(steps, int(steps.max()) + 1):
@@ -237,11 +236,11 @@ def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) ->
 
 
 def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds: _Bounds) -> tuple[Ints, Ints]:
-    """Rows of each rank (W, n / W), filled up with -1, and the mini-batch of each (W, n / W, epochs).
+    """Returns the rows of each rank (W, n / W), padded with -1, and their mini-batches (W, n / W, epochs).
 
-    Each rank gets the places that it needs for its forward passes. Where all epochs draw the same mini-batches, that is
-    the same number on all ranks. Otherwise one rank has more rows of a mini-batch than another; it takes padding only
-    where it has fewer rows than forward passes, and what is left of its padding takes no part (-1) in that epoch.
+    Each rank gets the slots that its forward passes need. If all epochs have the same mini-batches, every rank gets
+    equally many slots of each mini-batch. Otherwise the ranks' row counts in a mini-batch differ: a rank gets padding
+    only where it has fewer rows than forward passes, and its unused padding slots are excluded (-1) from that epoch.
     """
     epochs, num_steps = steps.shape[1], int(steps.max()) + 1
     by_rank = _by_value(owner, world_size)
@@ -274,16 +273,16 @@ def _schedule(steps: Ints, num_tokens: Ints, num_micro_batches: list[int]) -> li
 
 
 def _by_value(values: Ints, number: int) -> list[Ints]:
-    """Positions of each value 0..number-1, ascending; others (-1) are in none."""
+    """Returns the ascending positions of each value 0..number-1; other values (-1) are ignored."""
     ascending = np.argsort(values, kind="stable")
     bounds = np.searchsorted(values[ascending], np.arange(number + 1))
     return [ascending[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def _cut(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
-    """Micro-batch of each place (W, n / W, epochs), and their number by epoch and mini-batch: the same on all ranks.
+    """Returns the micro-batch of each slot (W, n / W, epochs), and the number of micro-batches by epoch and mini-batch.
 
-    lengths (W, n / W), mini_batch (W, n / W, epochs).
+    The number is the same on all ranks. lengths: (W, n / W); mini_batch: (W, n / W, epochs).
     """
     world_size, _, epochs = mini_batch.shape
     micro_batch = np.where(mini_batch < 0, -1, 0)
@@ -302,10 +301,10 @@ def _cut(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[l
 
 
 def _cut_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[list[int]]]:
-    """For each rank its rows' positions by micro-batch, of which all ranks have as many as the neediest one.
+    """Returns, for each rank, the positions of its rows by micro-batch. Every rank gets the largest number required.
 
-    The first micro-batch of each rank is its heaviest: ranks wait little for each other, and a budget that is too large
-    for the device shows at once.
+    The first micro-batch of each rank is its heaviest, so that ranks wait little for each other and a token bound that
+    is too large for the device fails immediately.
     """
     packed = [_pack(own, bounds) for own in lengths]
     number = max(len(bins) for bins in packed)
@@ -320,11 +319,11 @@ def _cut_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[list
 
 
 def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
-    """Few bins within the bounds: each item, longest first, into the fullest bin that has room."""
+    """Packs items into few bins within the bounds: each item, longest first, goes to the fullest bin with room."""
     if len(lengths) <= bounds.max_rows and sum(lengths) <= bounds.max_tokens:
         return [list(range(len(lengths)))]
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending, of bins that may take another row
+    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending, of bins with room for another row
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         found = bisect_left(room, (lengths[item], -1))
         if found < len(room):
@@ -339,9 +338,9 @@ def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
 
 
 def _spread(lengths: list[int], number: int, bounds: _Bounds) -> list[list[int]] | None:
-    """Exactly `number` bins of similar load, none empty: each item, longest first, into the emptiest bin.
+    """Packs items into exactly `number` nonempty bins of similar load: each item, longest first, to the emptiest bin.
 
-    None if that breaks a bound (then a tighter packing is needed). There are at least `number` items.
+    Returns None if that violates a bound, so that a tighter packing is needed. Requires at least `number` items.
     """
     bins: list[list[int]] = [[] for _ in range(number)]
     loads = [(0, 0, i) for i in range(number)]  # (tokens, rows, bin): an empty bin comes before any other
@@ -358,7 +357,7 @@ def _spread(lengths: list[int], number: int, bounds: _Bounds) -> list[list[int]]
 
 
 def _split(bins: list[list[int]], number: int) -> list[list[int]]:
-    """`number` bins, none empty, by halving the bins with the most items. There are at least `number` items."""
+    """Halves the bins with the most items until there are `number` bins, none empty. Requires `number` items."""
     bins = list(bins)
     while len(bins) < number:
         largest = max(range(len(bins)), key=lambda i: len(bins[i]))
