@@ -114,7 +114,7 @@ def test_a_umask_that_is_none_is_refused(umask: str, is_one: bool) -> None:
     config.trainer.umask = umask
     said = [problem for problem in section_problems(config) if "umask" in problem]
     assert (not said) is is_one
-    assert is_one or said[0].startswith(f"trainer.umask={umask}: an octal umask is expected, 077 ")
+    assert is_one or said[0].startswith(f"trainer.umask={umask}: an octal umask is expected: 077 ")
 
 
 def test_a_folder_in_use_is_refused_with_the_name_of_its_user(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The options of agents that act in environments: which environments, how many at one time, how rewards are normalised.
+"""The options of agents that act in environments: the environments, their groups, and the normalisation of rewards.
 
-Names are ROLL's. `agentic.train_env_manager.tags` turns the whole on: training samples are then episodes of the
-environments that `agentic.custom_envs` describes, and there is no dataset of prompts.
+Names are those of ROLL. A run is agentic if `agentic.train_env_manager.tags` is not empty: its training samples are
+then episodes of the environments in `agentic.custom_envs`, and it reads no dataset of prompts.
 """
 
 import math
@@ -26,20 +26,26 @@ _METHODS = ("identity", "mean", "mean_std", "asym_clip")
 
 @dataclass
 class EnvManagerConfig(Options):
-    """Groups of environments: the members of a group share configuration and seed, and are compared with each other."""
+    """Groups of environments. The members of a group share configuration and seed; their scores are compared."""
 
-    tags: list[str] = opt([], "environments of agentic.custom_envs that are used; empty = none")
-    num_groups_partition: list[int] = opt([], "groups of each tag, in sum num_env_groups; empty = equal shares")
-    num_env_groups: int = opt(16, "groups that run at one time", at_least(1))
-    group_size: int = opt(1, "episodes of one task that are compared with each other", at_least(1))
-    group_size_redundancy: int = opt(0, "episodes beyond group_size; the first group_size to end are kept", at_least(0))
-    max_traj_per_env: int = opt(-1, "episodes of one environment in a step at most; -1 = any number", ALL_OR_SOME)
-    format_penalty: float = opt(0.0, "added to the reward of an action that the environment does not understand")
-    group_filter_cls: str | None = opt(None, "registered filter, or pkg.module:Class; groups it drops are replaced")
-    max_replaced_groups: int = opt(-1, "groups replaced in a step at most; -1 = 4 x num_env_groups", at_least(-1))
+    tags: list[str] = opt([], "names of the entries of agentic.custom_envs to use; empty = none")
+    num_groups_partition: list[int] = opt([], "groups of each tag, num_env_groups in total; empty = equal shares")
+    num_env_groups: int = opt(16, "number of groups that run at the same time", at_least(1))
+    group_size: int = opt(1, "episodes of one task, whose scores are compared", at_least(1))
+    group_size_redundancy: int = opt(0, "extra episodes per group; the first group_size to end are kept", at_least(0))
+    max_traj_per_env: int = opt(-1, "maximum number of episodes per environment and step; -1 = unlimited", ALL_OR_SOME)
+    format_penalty: float = opt(0.0, "added to the reward of an action that the environment cannot parse")
+    group_filter_cls: str | None = opt(None, "registered filter or pkg.module:Class; dropped groups are replaced")
+    max_replaced_groups: int = opt(-1, "maximum of replaced groups per step; -1 = 4 x num_env_groups", at_least(-1))
 
     def check_groups(self, key: str, known: dict[str, Any], size: int, size_key: str) -> Problems:
-        """Tags, their partition, and whether a batch of `size` episodes is made of whole groups."""
+        """Yields the problems of tags and their partition, and of a batch of `size` episodes that splits a group.
+
+        Args:
+            key: dotted name of this section.
+            known: agentic.custom_envs, by tag.
+            size_key: option that sets `size`.
+        """
         for tag in (tag for tag in self.tags if tag not in known):
             yield unknown_value(f"{key}.tags", tag, list(known)) + "; they are the entries of agentic.custom_envs"
         shares, groups, each = self.num_groups_partition, self.num_env_groups, self.max_traj_per_env
@@ -62,44 +68,44 @@ class EnvManagerConfig(Options):
 
 @dataclass
 class EnvPoolConfig(Options):
-    """The processes that environments run in."""
+    """The processes in which environments run."""
 
-    num_workers: int = opt(1, "processes for each engine; 0 = in the engine, where no deadline holds", at_least(0))
-    threads: int = opt(64, "environments of one process that step at the same time at most", at_least(1))
-    timeout_s: float = opt(60.0, "a reset or step that takes longer has failed, and its process is replaced", POSITIVE)
-    max_error_rate: float = opt(0.1, "the run stops when a larger share of a step's episodes failed", SHARE)
+    num_workers: int = opt(1, "processes per engine; 0 = run in the engine's process, without timeout_s", at_least(0))
+    threads: int = opt(64, "maximum number of environments that step at once in one process", at_least(1))
+    timeout_s: float = opt(60.0, "time limit of a reset or step; beyond it the process is replaced", POSITIVE)
+    max_error_rate: float = opt(0.1, "the run stops if a larger share of a step's episodes failed", SHARE)
 
 
 @dataclass
 class RewardNormalizationConfig(Options):
-    """Of episodes' scores."""
+    """Normalisation of the scores of episodes."""
 
-    grouping: str | None = opt(None, "rows normalised together; null = batch, gigpo: its task", _GROUPINGS)
-    method: str | None = opt(None, "for both below; null = identity, gigpo: mean_std", _METHODS)
-    norm_mean_type: str | None = opt(None, "mean subtracted: null | batch | group", ("batch", "group"))
-    norm_std_type: str | None = opt(None, "deviation divided by: null | batch | group", ("batch", "group"))
+    grouping: str | None = opt(None, "rows normalised together; null = batch (gigpo: traj_group_id)", _GROUPINGS)
+    method: str | None = opt(None, "sets norm_*_type where null; null = identity (gigpo: mean_std)", _METHODS)
+    norm_mean_type: str | None = opt(None, "subtract the mean of batch | group; null: see method", ("batch", "group"))
+    norm_std_type: str | None = opt(None, "divide by the std of batch | group; null: see method", ("batch", "group"))
 
 
 @dataclass
 class AgenticConfig(Options):
-    """An agent that learns by acting."""
+    """Training of an agent on episodes of environments."""
 
-    custom_envs: dict[str, Any] = opt({}, "by tag: env_type, env_config, max_steps, ...; see trainer/AGENTIC.md")
-    train_env_manager: EnvManagerConfig = section(EnvManagerConfig, "environments of training")
-    val_env_manager: EnvManagerConfig = section(EnvManagerConfig, "environments of validation; no tags = none")
-    rollout_batch_size: int = opt(128, "episodes of a training step", at_least(1))
-    val_batch_size: int = opt(128, "episodes of a validation", at_least(1))
-    async_generation_ratio: int = opt(0, "steps that episodes begin before the one that learns from them", at_least(0))
-    model_update_frequency: int = opt(1, "steps between two updates of the rollout engine's weights", at_least(1))
-    reward_normalization: RewardNormalizationConfig = section(RewardNormalizationConfig, "of episodes' scores")
-    episode_reward_weight: float = opt(1.0, "gigpo: weight of the episode's normalised score")
-    step_reward_weight: float = opt(1.0, "gigpo: weight of the step's normalised return")
-    step_reward_gamma: float = opt(0.95, "gigpo, step_reinforce: discount from one step to the next", SHARE)
-    logging_steps: int = opt(1, "steps between two episodes shown in the log; 0 = never", at_least(0))
-    env_pool: EnvPoolConfig = section(EnvPoolConfig, "processes of the environments")
+    custom_envs: dict[str, Any] = opt({}, "TAG: {env_type, env_config, max_steps, ...}; see trainer/AGENTIC.md")
+    train_env_manager: EnvManagerConfig = section(EnvManagerConfig, "training environments")
+    val_env_manager: EnvManagerConfig = section(EnvManagerConfig, "validation environments; no tags = none")
+    rollout_batch_size: int = opt(128, "episodes per training step", at_least(1))
+    val_batch_size: int = opt(128, "episodes per validation", at_least(1))
+    async_generation_ratio: int = opt(0, "steps by which episodes start ahead of their training step", at_least(0))
+    model_update_frequency: int = opt(1, "steps between weight updates of the rollout engine", at_least(1))
+    reward_normalization: RewardNormalizationConfig = section(RewardNormalizationConfig, "episode scores")
+    episode_reward_weight: float = opt(1.0, "gigpo: weight of the normalised score of the episode")
+    step_reward_weight: float = opt(1.0, "gigpo: weight of the normalised return of the step")
+    step_reward_gamma: float = opt(0.95, "gigpo, step_reinforce: discount factor per environment step", SHARE)
+    logging_steps: int = opt(1, "steps between episodes printed to the log; 0 = never", at_least(0))
+    env_pool: EnvPoolConfig = section(EnvPoolConfig, "environment processes")
 
     def check_run(self) -> Problems:
-        """Of a run of agents: groups of both managers."""
+        """Checks for agentic runs: the groups of both environment managers."""
         train, val, known = self.train_env_manager, self.val_env_manager, self.custom_envs
         size = self.rollout_batch_size
         yield from train.check_groups("agentic.train_env_manager", known, size, "agentic.rollout_batch_size")

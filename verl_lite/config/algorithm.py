@@ -1,4 +1,4 @@
-"""The options that make advantages of rewards."""
+"""The options of rewards and advantages."""
 
 from dataclasses import dataclass
 
@@ -11,50 +11,50 @@ _SCALES = ("batch", "group", "running")
 
 @dataclass
 class KLControlConfig(Options):
-    type: str = opt("fixed", "whether the coefficient follows the KL", ("fixed", "adaptive"))
+    type: str = opt("fixed", "fixed, or adaptive: adjusted towards target_kl", ("fixed", "adaptive"))
     kl_coef: float = opt(0.001, "coefficient (initial, if adaptive)", at_least(0))
-    horizon: int = opt(10000, "adaptive: sequences over which the coefficient reacts", at_least(1))
-    target_kl: float = opt(0.1, "adaptive: KL per token aimed at", POSITIVE)
+    horizon: int = opt(10000, "adaptive: number of sequences over which the coefficient adjusts", at_least(1))
+    target_kl: float = opt(0.1, "adaptive: target KL per token", POSITIVE)
 
 
 @dataclass
 class PFPPOConfig(Options):
-    reweight_method: str = opt("pow", "how the weight follows from the score", ("pow", "max_min", "max_random"))
-    weight_pow: float = opt(2.0, "pow: exponent of the absolute score", POSITIVE)
+    reweight_method: str = opt("pow", "weight of a row as a function of its score", ("pow", "max_min", "max_random"))
+    weight_pow: float = opt(2.0, "pow: the weight is |score| to this power", POSITIVE)
 
 
 @dataclass
 class FilterGroupsConfig(Options):
-    """Dynamic sampling (DAPO): prompts whose answers are all as good as each other are replaced by other prompts."""
+    """Dynamic sampling (DAPO): replaces prompts whose answers all have the same outcome."""
 
-    enable: bool = opt(False, "drop groups of equal outcome and sample more prompts in their place")
-    metric: str | None = opt(None, "what has to differ: acc, score, or an entry of the reward's dict; null = the first")
-    max_num_gen_batches: int = opt(10, "generation batches of one step at most; then the run stops", at_least(2))
+    enable: bool = opt(False, "drop groups of equal outcomes and sample other prompts instead")
+    metric: str | None = opt(None, "outcome: acc, score or an entry of the reward's dict; null = acc, else score")
+    max_num_gen_batches: int = opt(10, "maximum number of generation batches per step; then the run stops", at_least(2))
 
 
 @dataclass
 class AlgorithmConfig(Options):
-    """How rewards become advantages."""
+    """The computation of advantages from rewards."""
 
     adv_estimator: str = opt("grpo", "registered advantage estimator, or pkg.module:function")
-    gamma: float = opt(1.0, "discount", SHARE)
-    lam: float = opt(1.0, "GAE lambda", SHARE)
+    gamma: float = opt(1.0, "discount factor per token", SHARE)
+    lam: float = opt(1.0, "lambda of GAE", SHARE)
     norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; false = Dr.GRPO")
-    gdpo_reward_keys: list[str] = opt([], "gdpo: values of the reward function's dict, each normalised by itself")
-    gdpo_reward_weights: list[float] = opt([], "gdpo: a weight for each of these; empty = 1 each")
-    norm_mean_type: str | None = opt(None, "mean subtracted from scores: null | batch | group | running", _SCALES)
-    norm_std_type: str | None = opt(None, "scores are divided by the deviation of: batch | group | running", _SCALES)
-    reward_clip: float | None = opt(None, "scores, and tokens' rewards after the KL, are clipped to +- this", POSITIVE)
-    whiten_rewards: bool = opt(False, "whiten rewards over the batch's tokens before the estimator")
-    whiten_advantages: bool = opt(False, "whiten advantages over the batch's tokens after the estimator")
-    advantage_clip: float | None = opt(None, "advantages are clipped to +- this, last", POSITIVE)
+    gdpo_reward_keys: list[str] = opt([], "gdpo: entries of the reward function's dict, each normalised separately")
+    gdpo_reward_weights: list[float] = opt([], "gdpo: weight of each gdpo_reward_keys entry; empty = 1 each")
+    norm_mean_type: str | None = opt(None, "subtract this mean from scores: null | batch | group | running", _SCALES)
+    norm_std_type: str | None = opt(None, "divide scores by this std: null | batch | group | running", _SCALES)
+    reward_clip: float | None = opt(None, "bound of |score|, and of |token reward| after the KL penalty", POSITIVE)
+    whiten_rewards: bool = opt(False, "whiten token rewards over the batch, before the estimator")
+    whiten_advantages: bool = opt(False, "whiten token advantages over the batch, after the estimator")
+    advantage_clip: float | None = opt(None, "bound of |advantage|, applied last", POSITIVE)
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling")
-    use_pf_ppo: bool = opt(False, "gae: draw the batch anew with weights by score (PF-PPO)")
-    pf_ppo: PFPPOConfig = section(PFPPOConfig, "these weights")
-    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "mismatch of rollout and trainer")
+    use_pf_ppo: bool = opt(False, "gae: resample the rows of the batch, weighted by score (PF-PPO)")
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, "weights of PF-PPO")
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "rollout-trainer mismatch")
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference model from the rewards")
-    kl_penalty: str = opt("kl", "its estimator: k1 (= kl) | abs | k2 | k3", KL_ESTIMATORS)
-    kl_ctrl: KLControlConfig = section(KLControlConfig, "its coefficient")
+    kl_penalty: str = opt("kl", "use_kl_in_reward: estimator k1 (= kl) | abs | k2 | k3", KL_ESTIMATORS)
+    kl_ctrl: KLControlConfig = section(KLControlConfig, "use_kl_in_reward: coefficient")
 
     def check(self) -> Problems:
         keys, weights, chosen = self.gdpo_reward_keys, self.gdpo_reward_weights, self.adv_estimator
@@ -63,4 +63,4 @@ class AlgorithmConfig(Options):
         if weights and len(weights) != len(keys):
             yield f"algorithm.gdpo_reward_weights={weights}: one weight for each of gdpo_reward_keys={keys} is expected"
         if self.use_pf_ppo and chosen != "gae" and ":" not in chosen:
-            yield f"algorithm.use_pf_ppo=true with {chosen}: PF-PPO has a critic: set algorithm.adv_estimator=gae"
+            yield f"algorithm.use_pf_ppo=true with {chosen}: PF-PPO needs a critic: set algorithm.adv_estimator=gae"

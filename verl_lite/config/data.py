@@ -1,4 +1,4 @@
-"""The options of the data: which files, what their columns are called, how prompts are made of them, in which order."""
+"""The options of the data: files, columns, conversion of rows to prompts, and the order of the prompts."""
 
 import math
 import re
@@ -10,62 +10,62 @@ from typing import Any
 from verl_lite.config.fields import ALL_OR_SOME, SEED, Options, Problems, at_least, opt, section, unknown_value
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?(@[\w.-]+)?")
-"""owner/name, owner/name:config, owner/name:config@split"""
+"""A data set of the Hugging Face hub: owner/name, owner/name:config or owner/name:config@split."""
 SUFFIXES = (".parquet", ".json", ".jsonl")
 _TRUNCATIONS = ("error", "left", "right", "middle")
 OUR_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
-"""What `data.columns` may map."""
-CHAT_TEMPLATE = "a file, Jinja text, or none = messages' texts one after another; null = the tokenizer's own"
+"""The keys that `data.columns` accepts."""
+CHAT_TEMPLATE = "file or Jinja text; none = concatenate the texts of the messages; null = the tokenizer's own"
 
 
 @dataclass
 class CustomClassConfig(Options):
-    path: str | None = opt(None, "Python file, or pkg://module, with a dataset class of your own; null = ours")
-    name: str | None = opt(None, "its name")
+    path: str | None = opt(None, "Python file, or pkg://module, of a custom dataset class; null = built-in")
+    name: str | None = opt(None, "name of the dataset class")
 
 
 @dataclass
 class SamplerConfig(Options):
-    class_path: str | None = opt(None, "Python file, or pkg://module, with a sampler; null = data.shuffle")
-    class_name: str | None = opt(None, "its name")
+    class_path: str | None = opt(None, "Python file, or pkg://module, of a sampler class; null = data.shuffle")
+    class_name: str | None = opt(None, "name of the sampler class")
 
 
 @dataclass
 class DataConfig(Options):
-    """What is asked."""
+    """The prompts."""
 
     train_files: list[str] = opt([], "parquet, json or jsonl files, folders, hub names (owner/name:config@split)")
-    val_files: list[str] = opt([], "the same for validation; may be empty, then nothing is validated")
-    prompt_key: str = opt("prompt", "column that holds the chat messages")
-    columns: dict[str, Any] = opt({}, "ours: theirs, as {prompt: question, ground_truth: answer}; trainer/DATA.md")
-    data_source: str | None = opt(None, "data_source of rows that have no such column")
-    system_prompt: str | None = opt(None, "system message put before prompts that begin with none")
-    prompt_template: str | None = opt(None, "text around a prompt that is plain text, which stands for {prompt} in it")
-    ground_truth_regex: str | None = opt(None, "the ground truth is the first group of its last match, as #### (.+)")
-    tools_path: str | None = opt(None, "json list of tool schemas for the chat template, of rows without their own")
-    sources: dict[str, Any] = opt({}, "by data_source: {weight: share of each batch, n: answers instead of rollout.n}")
-    sampler: SamplerConfig = section(SamplerConfig, "the order of the training prompts")
-    custom_cls: CustomClassConfig = section(CustomClassConfig, "a dataset class of your own")
+    val_files: list[str] = opt([], "validation files, in the same forms; empty = no validation")
+    prompt_key: str = opt("prompt", "column of the chat messages")
+    columns: dict[str, Any] = opt({}, "KEY: COLUMN, such as {prompt: question, ground_truth: answer}; trainer/DATA.md")
+    data_source: str | None = opt(None, "data_source of rows without this column")
+    system_prompt: str | None = opt(None, "system message for prompts that have none")
+    prompt_template: str | None = opt(None, "template of plain-text prompts; {prompt} is replaced by the text")
+    ground_truth_regex: str | None = opt(None, "group 1 of the last match is the ground truth, e.g. #### (.+)")
+    tools_path: str | None = opt(None, "json list of tool schemas for the chat template, for rows without tools")
+    sources: dict[str, Any] = opt({}, "DATA_SOURCE: {weight: share of each batch, n: replaces rollout.n}")
+    sampler: SamplerConfig = section(SamplerConfig, "order of the training prompts")
+    custom_cls: CustomClassConfig = section(CustomClassConfig, "custom dataset class")
     train_batch_size: int = opt(1024, "prompts per training step (each is sampled rollout.n times)", at_least(1))
-    val_batch_size: int | None = opt(None, "prompts of a validation at one time; changes no number", at_least(1))
-    max_prompt_length: int = opt(512, "tokens; see `truncation` for longer prompts", at_least(1))
-    max_response_length: int = opt(512, "tokens generated at most per sample", at_least(1))
-    truncation: str = opt("error", "longer prompts: error | left | right | middle", _TRUNCATIONS)
-    filter_overlong_prompts: bool = opt(False, "drop longer prompts at start, and say how many")
-    filter_overlong_prompts_workers: int = opt(1, "processes that measure prompts", at_least(1))
-    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all", ALL_OR_SOME)
-    val_max_samples: int = opt(-1, "validate on so many rows at most, the same in every run; -1 = all", ALL_OR_SOME)
-    shuffle: bool = opt(True, "shuffle the training rows each epoch")
+    val_batch_size: int | None = opt(None, "prompts validated at a time; no effect on the results", at_least(1))
+    max_prompt_length: int = opt(512, "maximum number of prompt tokens; see `truncation`", at_least(1))
+    max_response_length: int = opt(512, "maximum number of generated tokens per sample", at_least(1))
+    truncation: str = opt("error", "of longer prompts: error, or cut at left | right | middle", _TRUNCATIONS)
+    filter_overlong_prompts: bool = opt(False, "drop longer prompts at the start, and log their number")
+    filter_overlong_prompts_workers: int = opt(1, "processes that count prompt tokens", at_least(1))
+    train_max_samples: int = opt(-1, "maximum number of training rows; -1 = all", ALL_OR_SOME)
+    val_max_samples: int = opt(-1, "maximum number of validation rows, the same in every run; -1 = all", ALL_OR_SOME)
+    shuffle: bool = opt(True, "shuffle the training rows in each epoch")
     seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed", SEED)
     chat_template: str | None = opt(None, CHAT_TEMPLATE)
     apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")
 
     def check_prompts(self, *, trains: bool) -> Problems:
-        """Files, columns and order of a run on prompts. What the rows say is checked when they are read."""
-        if self.custom_cls.path is None:  # what the files are is the class's affair
+        """Yields the problems of files, columns and order for a run on prompts. Rows are checked when they are read."""
+        if self.custom_cls.path is None:  # a custom dataset class interprets the files itself
             for name, places in (("data.train_files", self.train_files), ("data.val_files", self.val_files)):
                 for place in places:
-                    yield from _place(name, place)
+                    yield from _data_file(name, place)
             if trains and not self.train_files:
                 yield "data.train_files is empty: give a parquet file of prompts, data.train_files=train.parquet"
         for ours, theirs in self.columns.items():
@@ -84,20 +84,21 @@ class DataConfig(Options):
             groups = 0
         if not groups:
             shown = f"data.ground_truth_regex={self.ground_truth_regex!r}"
-            yield f"{shown}: a regular expression with a group is expected, as '#### (.+)'"
+            yield f"{shown}: a regular expression with a group is expected, such as '#### (.+)'"
         problems = list(_source_problems(self.sources))
         yield from problems
         if self.sampler.class_path and not problems and any(entry.get("weight") for entry in self.sources.values()):
-            yield "data.sources.*.weight and data.sampler.class_path both decide which prompts come: leave one out"
+            yield "data.sources.*.weight and data.sampler.class_path both decide which prompts are drawn: leave one out"
 
 
 def python_file(name: str, place: str | None) -> Problems:
-    """The problem of a missing file of the user's; a module (pkg://package.module) is not looked for."""
+    """Yields a problem if the Python file `place` does not exist. Modules (pkg://package.module) are not checked."""
     if place is not None and not place.startswith("pkg://") and not Path(place).expanduser().is_file():
         yield f"{name}={place}: there is no file {Path(place).expanduser().absolute()} (a module is pkg://package.module)"
 
 
-def _place(name: str, place: str) -> Problems:
+def _data_file(name: str, place: str) -> Problems:
+    """Yields a problem if `place` is neither a folder, a data file nor the form of a hub name."""
     file = Path(place).expanduser()
     if file.is_dir() or Path(place.partition("@")[0].partition(":")[0]).expanduser().is_dir():
         return
@@ -109,12 +110,12 @@ def _place(name: str, place: str) -> Problems:
 
 
 def _source_problems(sources: Mapping[str, Any]) -> Problems:
-    """What is wrong with `data.sources` whatever the data is."""
+    """Yields the problems of `data.sources` that do not depend on the data."""
     for name, entry in sources.items():
         if not isinstance(entry, Mapping) or not entry or not all(_is_source_option(*item) for item in entry.items()):
             yield (
-                f"data.sources.{name}={entry}: weight, a number of at least 0, and n, a whole number of at least 1, or "
-                "one of them are expected, as {weight: 0.5, n: 8}"
+                f"data.sources.{name}={entry}: weight (a number of at least 0), n (a whole number of at least 1), or "
+                "both are expected, such as {weight: 0.5, n: 8}"
             )
     weights = {name: entry.get("weight") for name, entry in sources.items() if isinstance(entry, Mapping)}
     if any(weight is not None for weight in weights.values()):

@@ -6,14 +6,14 @@ from typing import Any
 from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, Options, Problems, Range, at_least, opt, section
 from verl_lite.config.learners import DTYPES
 
-_TRUNCATED = "samples of a truncated distribution have other log-probs than the trainer's: {} is expected in training"
+_TRUNCATED = "log-probs of a truncated distribution differ from the trainer's: {} is expected in training"
 _WHOLE_P = Range(_TRUNCATED.format("1"), lambda value: value == 1)
 _WHOLE_K = Range(_TRUNCATED.format("-1"), lambda value: value == -1)
-_SAMPLES = Range("training has to sample: a number above 0 is expected, 1.0 as a rule", lambda value: value > 0)
+_SAMPLES = Range("training has to sample: a number above 0 is expected, usually 1.0", lambda value: value > 0)
 
 
 SAMPLED = "rollout.val_kwargs.n={} rollout.val_kwargs.do_sample=true rollout.val_kwargs.temperature=1.0"
-"""Several answers to each validation prompt, as a user writes it."""
+"""Command line options for several sampled answers to each validation prompt."""
 
 
 @dataclass
@@ -21,46 +21,46 @@ class ValKwargs(Options):
     """Sampling in validation."""
 
     n: int = opt(1, "samples per validation prompt", at_least(1))
-    do_sample: bool = opt(False, "false = greedy, whatever the temperature")
-    temperature: float = opt(0.0, "0 = greedy", at_least(0))
-    top_p: float = opt(1.0, "nucleus", POSITIVE_SHARE)
-    top_k: int = opt(-1, "-1 = all tokens", ALL_OR_SOME)
-    greedy_too: bool = opt(False, "also a greedy one, logged as val-aux/{source}/greedy/*")
+    do_sample: bool = opt(False, "sample; false = greedy at any temperature")
+    temperature: float = opt(0.0, "sampling temperature; 0 = greedy", at_least(0))
+    top_p: float = opt(1.0, "nucleus sampling; 1 = all tokens", POSITIVE_SHARE)
+    top_k: int = opt(-1, "sample from the most probable tokens; -1 = all", ALL_OR_SOME)
+    greedy_too: bool = opt(False, "add a greedy sample, logged as val-aux/{source}/greedy/*")
 
     def check(self) -> Problems:
         asked = f"rollout.val_kwargs.n={self.n}, greedy_too={self.greedy_too}, temperature={self.temperature}"
         if self.do_sample and not self.temperature > 0:
             yield f"{asked} with do_sample=true: a temperature above 0 is expected, such as 1.0; or do_sample=false"
         if not self.do_sample and (self.n > 1 or self.greedy_too):
-            yield f"{asked} with do_sample=false would answer greedily more than once: set {SAMPLED.format(self.n)}"
+            yield f"{asked} with do_sample=false would repeat the greedy answer: set {SAMPLED.format(self.n)}"
 
 
 @dataclass
 class RolloutConfig(Options):
-    """How the policy generates."""
+    """Generation by the policy."""
 
-    name: str = opt("auto", "rollout engine: auto (vllm where it runs, else hf) | vllm | hf | a registered one")
+    name: str = opt("auto", "rollout engine: auto (vllm if it runs, else hf) | vllm | hf | a registered engine")
     n: int = opt(1, "samples per prompt", at_least(1))
     temperature: float = opt(1.0, "sampling temperature; the trainer's log-probs use the same", _SAMPLES)
     top_p: float = opt(1.0, "must be 1 in training; val_kwargs.top_p is free", _WHOLE_P)
     top_k: int = opt(-1, "must be -1 in training; val_kwargs.top_k is free", _WHOLE_K)
-    ignore_eos: bool = opt(False, "sample on after the end of text, for benchmarks of fixed length")
+    ignore_eos: bool = opt(False, "continue after the end of text, for benchmarks of fixed length")
     dtype: str = opt("auto", "dtype of generation: auto (bf16 on CUDA, fp32 on CPU) | fp32 | bf16", DTYPES)
     tensor_model_parallel_size: int = opt(1, "devices that share one engine", at_least(1))
-    gpu_memory_utilization: float = opt(0.5, "share of the device's memory for the engine (CUDA)", POSITIVE_SHARE)
-    kv_cache_memory_mb: int = opt(256, "memory of the KV cache (CPU), MiB", at_least(1))
-    max_num_seqs: int = opt(256, "sequences decoded together at most on one engine", at_least(1))
-    max_num_batched_tokens: int = opt(8192, "tokens per engine step at most", at_least(1))
-    max_model_len: int | None = opt(None, "context; null = max_prompt_length + max_response_length")
-    enforce_eager: bool = opt(False, "no CUDA graphs (on a CPU there are none)")
-    enable_chunked_prefill: bool = opt(True, "vLLM: split long prompts over steps")
+    gpu_memory_utilization: float = opt(0.5, "CUDA: share of the device memory for the engine", POSITIVE_SHARE)
+    kv_cache_memory_mb: int = opt(256, "CPU: memory of the KV cache in MiB", at_least(1))
+    max_num_seqs: int = opt(256, "maximum number of sequences decoded together on one engine", at_least(1))
+    max_num_batched_tokens: int = opt(8192, "maximum number of tokens per engine step", at_least(1))
+    max_model_len: int | None = opt(None, "context length; null = max_prompt_length + max_response_length")
+    enforce_eager: bool = opt(False, "CUDA: run without CUDA graphs")
+    enable_chunked_prefill: bool = opt(True, "vLLM: split long prompts over several engine steps")
     enable_prefix_caching: bool = opt(True, "vLLM: share the KV cache of equal prompts; reset at each weight update")
-    free_cache_engine: bool = opt(True, "put the engine to sleep while training (CUDA)")
-    update_weights_bucket_megabytes: int = opt(512, "tensors gathered at once in a weight update, MiB", at_least(1))
-    calculate_log_probs: bool = opt(True, "log how far the engine's log-probs are from the trainer's")
-    router_replay: bool = opt(False, "mixtures of experts: train tokens by the experts that sampled them (vLLM: GPU)")
-    log_prob_use_dynamic_bsz: bool | None = opt(None, "null = actor.use_dynamic_bsz")
-    log_prob_max_token_len_per_gpu: int | None = opt(None, "null = actor.ppo_max_token_len_per_gpu", at_least(1))
-    log_prob_micro_batch_size_per_gpu: int | None = opt(None, "null = actor.ppo_micro_batch_size_per_gpu", at_least(1))
-    engine_kwargs: dict[str, Any] = opt({}, "extra arguments of the engine, by engine name: engine_kwargs.vllm.KEY")
+    free_cache_engine: bool = opt(True, "CUDA: free the engine's memory during training")
+    update_weights_bucket_megabytes: int = opt(512, "size of one bucket of a weight update in MiB", at_least(1))
+    calculate_log_probs: bool = opt(True, "keep the engine's log-probs and log their distance to the trainer's")
+    router_replay: bool = opt(False, "mixture of experts: train with the rollout's expert choices (vLLM: GPU)")
+    log_prob_use_dynamic_bsz: bool | None = opt(None, "size micro-batches by tokens; null = actor.use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: int | None = opt(None, "tokens per micro-batch; null = the actor's", at_least(1))
+    log_prob_micro_batch_size_per_gpu: int | None = opt(None, "rows per micro-batch; null = the actor's", at_least(1))
+    engine_kwargs: dict[str, Any] = opt({}, "extra engine arguments by engine name: engine_kwargs.vllm.KEY")
     val_kwargs: ValKwargs = section(ValKwargs, "sampling in validation")

@@ -1,7 +1,7 @@
-"""What may be asked of the rollout correction: a configuration's text made numbers.
+"""The options of the rollout correction, and their conversion to numbers.
 
-Everything is said in the keys of `algorithm.rollout_correction` (`RolloutCorrectionConfig`, or any object with these
-attributes), and read by `correction_of` into a `Correction`, which `rollout_correction` carries out.
+`correction_of` parses `algorithm.rollout_correction` (a `RolloutCorrectionConfig`, or any object with its attributes)
+into a `Correction`, which `rollout_correction` applies.
 
 Throughout, x = log pi_trainer - log pi_rollout of a sampled token.
 """
@@ -14,30 +14,30 @@ from typing import Any
 from verl_lite.config.fields import Options, Problems, opt, unknown_value
 
 WEIGHT_LEVELS = {"token": "token", "segment": "segment", "geometric": "seq_mean", "sequence": "seq_sum"}
-"""What an importance weight is taken over, by the name of `rollout_is` (and ROLL's weight_type and agg_type)."""
+"""The level of an importance weight by the name in `rollout_is` (and in ROLL's weight_type and agg_type)."""
 
 SIGNED_MEASURES, DIVERGENCES = ("k1", "ratio", "diff"), ("k2", "k3")
 REJECTION_OPTIONS = (
     *(f"{level}_{measure}" for level in WEIGHT_LEVELS.values() for measure in (*SIGNED_MEASURES, *DIVERGENCES)),
     *(f"seq_max_{measure}" for measure in DIVERGENCES),
 )
-"""What `rollout_rs` knows: level_measure. verl has k1, k2, k3 over token, seq_mean, seq_sum and seq_max; the rest
-is ROLL's, or follows from both."""
+"""The names that `rollout_rs` accepts, each LEVEL_MEASURE. verl has k1, k2 and k3 over token, seq_mean, seq_sum and
+seq_max; the others come from ROLL or combine both."""
 
 _KEY = "algorithm.rollout_correction"
 
 
 @dataclass
 class RolloutCorrectionConfig(Options):
-    """What is done about samples whose rollout log-probs differ from the trainer's: see ROLLOUT_CORRECTION.md."""
+    """Corrections for samples whose rollout log-probs differ from the trainer's; see ROLLOUT_CORRECTION.md."""
 
     rollout_is: str | None = opt(None, "importance weights: null | token | sequence | segment | geometric")
-    rollout_is_threshold: str = opt("2.0", "upper bound (truncated), or low_high, outside of which they are 0 (IcePop)")
+    rollout_is_threshold: str = opt("2.0", "upper bound (truncation), or low_high: weights outside are 0 (IcePop)")
     rollout_is_batch_normalize: bool = opt(False, "divide the weights by their mean over the batch")
-    rollout_rs: str | None = opt(None, "rejection: level_measure, such as token_k1, or a comma list; null = none")
-    rollout_rs_threshold: str | None = opt(None, "bound of each, or one: low_high or high; of k2 and k3 the largest")
-    bypass_mode: bool = opt(False, "the rollout's log-probs are old_log_probs, without a pass that computes them")
-    loss_type: str = opt("ppo_clip", "with bypass_mode; ppo_clip = policy_loss.loss_mode", ("ppo_clip", "reinforce"))
+    rollout_rs: str | None = opt(None, "rejection: LEVEL_MEASURE, such as token_k1, or a comma list; null = none")
+    rollout_rs_threshold: str | None = opt(None, "bound for all or one each: low_high or high; k2, k3: high")
+    bypass_mode: bool = opt(False, "use the rollout's log-probs as old_log_probs; saves a forward pass")
+    loss_type: str = opt("ppo_clip", "bypass_mode: ppo_clip = policy_loss.loss_mode", ("ppo_clip", "reinforce"))
 
     def check(self) -> Problems:
         try:
@@ -55,7 +55,7 @@ class RolloutCorrectionConfig(Options):
 class Weighting:
     """Importance weights. level: token, segment, seq_mean or seq_sum.
 
-    Without `lower` larger weights are truncated to `upper`; with it, weights outside [lower, upper] are 0 (IcePop).
+    If `lower` is None, larger weights are truncated to `upper`; else weights outside [lower, upper] are 0 (IcePop).
     """
 
     level: str
@@ -66,7 +66,7 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Rejection:
-    """One criterion: what it measures, over what, and the closed interval that passes (logarithms for k1 and ratio).
+    """A rejection criterion: samples pass if their measure lies in [lower, upper] (logarithms for k1 and ratio).
 
     level: token, segment, seq_mean, seq_sum or seq_max. measure: k1 = -x, ratio = x, k2 = x^2 / 2, k3 = e^x - 1 - x,
     diff = pi_trainer - pi_rollout.
@@ -84,17 +84,19 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Correction:
-    """What is done: weights or none, and criteria that all have to pass."""
+    """Importance weights, if any, and rejection criteria, all of which a sample has to pass."""
 
     weighting: Weighting | None = None
     rejections: tuple[Rejection, ...] = ()
 
 
 def correction_of(options: Any) -> Correction:
-    """The numbers of `options`, any object with the attributes of `RolloutCorrectionConfig`.
+    """Parses `options`, any object with the attributes of `RolloutCorrectionConfig`, into a `Correction`.
 
-    bypass_mode and loss_type are not part of it: they say where and in which loss it is used.
-    Raises ValueError naming the key: an unknown name (with the nearest), a threshold that is missing or malformed.
+    bypass_mode and loss_type are not read here: they decide where and in which loss the correction is applied.
+
+    Raises:
+        ValueError: a name is unknown, or a threshold is missing or malformed; the message names the key.
     """
     weighting = None
     if options.rollout_is is not None:
@@ -112,7 +114,7 @@ def correction_of(options: Any) -> Correction:
 
 
 def _rejections(options: Any) -> Iterator[Rejection]:
-    """Those of `rollout_rs`, with one threshold for all or one each."""
+    """Yields the criteria of `rollout_rs`, which have one common threshold or one threshold each."""
     if options.rollout_rs is None:
         return
     names = [name.strip() for name in options.rollout_rs.split(",") if name.strip()]
@@ -146,7 +148,7 @@ def _rejections(options: Any) -> Iterator[Rejection]:
 
 
 def _bounds(text: str) -> tuple[float | None, float]:
-    """The two numbers of low_high, or None and the one; not a number where it is neither."""
+    """Parses `low_high` or `high`. Returns (low or None, high); high is NaN if the text is neither."""
     try:
         *low, upper = (float(part) for part in text.split("_", 1))
     except ValueError:

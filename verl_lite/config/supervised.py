@@ -1,5 +1,5 @@
-"""The options of training without a rollout: `python -m trainer.main_sft`, and `trainer.main_rm`, which trains a reward
-model from pairs of answers."""
+"""The options of training without a rollout: supervised fine-tuning (`python -m trainer.main_sft`) and reward models
+(`trainer.main_rm`)."""
 
 from dataclasses import dataclass
 
@@ -13,40 +13,40 @@ _SCORE_AT = ("end_of_turn", "end_of_text")
 
 @dataclass
 class SupervisedDataConfig(Options):
-    """What the data of all training without a rollout has."""
+    """The data options common to all training without a rollout."""
 
-    train_files: list[str] = opt([], "parquet, json or jsonl files to learn from")
-    val_files: list[str] = opt([], "the same, to measure on; may be empty")
+    train_files: list[str] = opt([], "parquet, json or jsonl files of training rows")
+    val_files: list[str] = opt([], "validation files, in the same formats; may be empty")
     train_batch_size: int = opt(64, "rows per optimizer step, over all ranks", at_least(1))
-    train_max_samples: int = opt(-1, "use at most this many training rows; -1 = all", ALL_OR_SOME)
-    shuffle: bool = opt(True, "shuffle the rows each epoch")
+    train_max_samples: int = opt(-1, "maximum number of training rows; -1 = all", ALL_OR_SOME)
+    shuffle: bool = opt(True, "shuffle the rows in each epoch")
     chat_template: str | None = opt(None, CHAT_TEMPLATE)
-    max_token_len_per_gpu: int = opt(16384, "token budget of a micro-batch on one device")
+    max_token_len_per_gpu: int = opt(16384, "maximum number of tokens per micro-batch")
 
 
 @dataclass
 class SFTDataConfig(SupervisedDataConfig):
-    messages_key: str = opt("messages", "column of chat messages; what the assistant says in them is learnt")
-    prompt_key: str = opt("prompt", "without a messages column: the question, text or chat messages; COLUMN.ENTRY too")
-    response_key: str = opt("response", "without a messages column: the answer to it, text; COLUMN.ENTRY too")
-    max_length: int = opt(1024, "tokens of a whole sequence; see `truncation` for longer ones")
-    truncation: str = opt("error", "what to do with a longer sequence", ("error", "right", "drop"))
+    messages_key: str = opt("messages", "column of chat messages; the assistant's messages are trained")
+    prompt_key: str = opt("prompt", "without messages_key: the prompt, text or chat messages; COLUMN or COLUMN.ENTRY")
+    response_key: str = opt("response", "without messages_key: the answer, text; COLUMN or COLUMN.ENTRY")
+    max_length: int = opt(1024, "maximum number of tokens per sequence; see `truncation`")
+    truncation: str = opt("error", "treatment of longer sequences", ("error", "right", "drop"))
 
 
 @dataclass
 class SFTTrainerConfig(RunConfig):
     """The run."""
 
-    log_freq: int = opt(1, "steps between lines of metrics, which are means over these steps", at_least(1))
-    n_gpus_per_node: int | None = opt(1, "devices (CPU: worker slots); several: trainer.backend=ray", at_least(1))
+    log_freq: int = opt(1, "steps between lines of metrics, which average over them", at_least(1))
+    n_gpus_per_node: int | None = opt(1, "devices (CPU: worker slots); more than 1 needs backend=ray", at_least(1))
     backend: str = opt("inline", "inline = all in this process; ray = one process per device", ("ray", "inline"))
 
 
 @dataclass
 class SupervisedConfig(RunOptions):
-    """What all training without a rollout has: see `trainer.supervised.loop`."""
+    """The options common to all training without a rollout; see `trainer.supervised.loop`."""
 
-    data: SupervisedDataConfig = section(SupervisedDataConfig, "what is learnt from")
+    data: SupervisedDataConfig = section(SupervisedDataConfig, "training data")
     model: NetworkConfig = section(NetworkConfig, "the network")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
@@ -57,18 +57,18 @@ class SupervisedConfig(RunOptions):
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning, `python -m trainer.main_sft`."""
 
-    data: SFTDataConfig = section(SFTDataConfig, "what is learnt from")
+    data: SFTDataConfig = section(SFTDataConfig, "training data")
     model: ModelConfig = section(ModelConfig, "the network")
 
 
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
-    prompt_key: str = opt("prompt", "the question, text or chat messages; not needed where the answers are whole chats")
+    prompt_key: str = opt("prompt", "the prompt, text or chat messages; not needed if the answers are whole chats")
     chosen_key: str = opt("chosen", "the better answer: text, the assistant's message, or the whole chat")
-    rejected_key: str = opt("rejected", "the worse answer, likewise")
-    max_length: int = opt(1024, "tokens of question and one answer; see `truncation` for longer ones")
-    truncation: str = opt("error", "what to do with a pair that has a longer one", ("error", "drop"))
-    score_at: str = opt("end_of_turn", "token of the score; end_of_text is for reward_model.retokenize=true", _SCORE_AT)
+    rejected_key: str = opt("rejected", "the worse answer, in the same forms")
+    max_length: int = opt(1024, "maximum number of tokens of prompt and one answer; see `truncation`")
+    truncation: str = opt("error", "treatment of pairs with a longer answer", ("error", "drop"))
+    score_at: str = opt("end_of_turn", "token with the score; end_of_text: for reward_model.retokenize", _SCORE_AT)
 
 
 @dataclass
@@ -81,4 +81,4 @@ class RewardTrainingConfig(SupervisedConfig):
     """Training of a reward model, `python -m trainer.main_rm`."""
 
     data: PreferenceDataConfig = section(PreferenceDataConfig, "pairs of answers")
-    loss: RewardLossConfig = section(RewardLossConfig, "Bradley-Terry, and what is added")
+    loss: RewardLossConfig = section(RewardLossConfig, "Bradley-Terry loss and regularisation")
