@@ -1,4 +1,4 @@
-"""Every option of every command, with its default, range and meaning; and the way from a command line to them."""
+"""The options of all commands, with defaults, ranges and help, and the loader that reads them from a command line."""
 
 from verl_lite.config.agentic import AgenticConfig, EnvManagerConfig, EnvPoolConfig, RewardNormalizationConfig
 from verl_lite.config.algorithm import AlgorithmConfig
@@ -37,4 +37,4 @@ from verl_lite.config.supervised import (
 from verl_lite.registry import did_you_mean
 
 KEYS: dict[str, Key] = schema_of(PPOConfig).keys
-"""Every option of `trainer.main_ppo`."""
+"""All options of `trainer.main_ppo` by dotted name."""

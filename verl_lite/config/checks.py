@@ -1,8 +1,8 @@
-"""Whether options can work: their ranges, what sections say of themselves, and what only the machine, the files or a
-registry knows. Checked before anything heavy starts; gives one `ConfigError` with every problem found.
+"""Checks a configuration before a run starts, and reports all problems in one `ConfigError`.
 
-Refused is what cannot work, or would give other results than asked for. That an option has no effect is no error: see
-`reads`.
+The checks cover ranges, the `check` methods of the sections, and everything that depends on the machine, the files or
+a registry. They refuse options that cannot work or would give other results than requested. An option without effect
+is no error.
 """
 
 import re
@@ -26,7 +26,7 @@ from verl_lite.rewards import code, judge
 from verl_lite.rewards.scoring import part_problems, reward_parts
 
 FOREIGN_ENGINES = ("sglang", "trtllm")
-"""Engines of verl whose `engine_kwargs` may stand in a configuration without being used."""
+"""verl engines whose `rollout.engine_kwargs` entries are accepted and ignored."""
 
 
 def validate(
@@ -35,12 +35,12 @@ def validate(
     """Checks a whole configuration of `trainer.main_ppo`. Trackers are checked by `trainer.tracking.check_trackers`.
 
     Args:
-        engines: the names that `rollout.name` may have, see `workers.rollout.base.engine_names`.
-        slots: devices of the whole run; None = n_gpus_per_node * nnodes.
-        available: GPUs of this machine, or its cores where it runs on the CPU; None = not checked.
+        engines: valid values of `rollout.name`, see `workers.rollout.base.engine_names`.
+        slots: number of devices of the run; None = n_gpus_per_node * nnodes.
+        available: number of GPUs of this machine (of cores for a run on the CPU); None = not checked.
 
     Raises:
-        ConfigError: all problems together.
+        ConfigError: with all problems.
     """
     if slots is None and config.trainer.n_gpus_per_node is not None:
         slots = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -59,8 +59,10 @@ def validate(
 
 
 def section_problems(options: Any) -> Problems:
-    """Numbers out of their range, words that are none of the choices, and what each section says of itself, except
-    about these values."""
+    """Yields values outside their range or choices, and the problems that each section's `check` finds.
+
+    Problems of `check` that mention a number outside its range are omitted.
+    """
     wrong = []
     for key in schema_of(type(options)).keys.values():
         value = value_of(options, key.name)
@@ -81,11 +83,11 @@ def section_problems(options: Any) -> Problems:
 
 
 def machine_problems(config: RunOptions, count: int | None, available: int | None) -> Problems:
-    """Devices (on a CPU: worker slots) against machine and backend, for every command that trains.
+    """Checks the number of devices (on a CPU: worker slots) against machine and backend, for all commands that train.
 
     Args:
-        count: of the whole run; None = not known.
-        available: of this machine; None = not checked.
+        count: number of devices of the run; None = unknown.
+        available: number of devices of this machine; None = not checked.
     """
     trainer, address = config.trainer, config.ray_kwargs.ray_init.address
     if trainer.nnodes > 1 and address is None:
@@ -105,7 +107,7 @@ def machine_problems(config: RunOptions, count: int | None, available: int | Non
 
 
 def loss_problems(actor: ActorConfig) -> Problems:
-    """The policy loss, and what its registration says that it needs."""
+    """Checks the policy loss and the requirements of its registration."""
     mode = actor.policy_loss.loss_mode
     facts = POLICY_LOSS_REGISTRY.facts.get(mode, {})
     yield from _registered("actor.policy_loss.loss_mode", mode, POLICY_LOSS_REGISTRY, "function")
@@ -118,7 +120,7 @@ def loss_problems(actor: ActorConfig) -> Problems:
 
 
 def estimator_problems(config: PPOConfig) -> Problems:
-    """The advantage estimator, and what its registration and its arguments say that it needs."""
+    """Checks the advantage estimator and the requirements of its registration and its parameters."""
     algorithm, chosen = config.algorithm, config.algorithm.adv_estimator
     key, acts = f"algorithm.adv_estimator={chosen}", config.is_agentic
     function, facts = ADV_ESTIMATOR_REGISTRY.get(chosen), ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {})
@@ -140,7 +142,7 @@ def estimator_problems(config: PPOConfig) -> Problems:
 
 
 def _groups(config: PPOConfig, estimator: str | None) -> Problems:
-    """There is something to compare, where the answers to one prompt are compared."""
+    """Checks that groups have at least two members if anything compares the members of a group."""
     algorithm, filters = config.algorithm, config.algorithm.filter_groups.enable
     shaped = [name for name in ("norm_mean_type", "norm_std_type") if getattr(algorithm, name) == "group"]
     who = estimator or (f"algorithm.{shaped[0]}=group" if shaped else "algorithm.filter_groups" if filters else None)
@@ -155,8 +157,12 @@ def _groups(config: PPOConfig, estimator: str | None) -> Problems:
 
 
 def reward_problems(reward: Any, alone: bool = True) -> Problems:
-    """Parts of `reward`, and the file of the user's function, as far as they can be judged without running them. alone:
-    nothing else scores."""
+    """Checks the parts of `reward` and the file of a custom function without running them.
+
+    Args:
+        reward: a `RewardConfig`.
+        alone: True if no reward model scores in addition.
+    """
     yield from python_file("reward.custom_reward_function.path", reward.custom_reward_function.path)
     problems = list(part_problems(reward.functions))
     yield from problems
@@ -172,6 +178,7 @@ def reward_problems(reward: Any, alone: bool = True) -> Problems:
 
 
 def _engine(config: PPOConfig, count: int | None, engines: Collection[str]) -> Problems:
+    """Checks the rollout engine, its tensor parallelism and its extra arguments."""
     rollout, parallel = config.rollout, config.rollout.tensor_model_parallel_size
     yield from _registered("rollout.name", rollout.name, engines, "Class")
     here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
@@ -184,7 +191,7 @@ def _engine(config: PPOConfig, count: int | None, engines: Collection[str]) -> P
 
 
 def _agent(config: PPOConfig) -> Problems:
-    """Environments, filters and estimator of a run of agents."""
+    """Checks the environments and the group filter of an agentic run, and the estimator's row format."""
     options, manager, chosen = config.agentic, config.agentic.train_env_manager, config.algorithm.adv_estimator
     longest, expected = config.data.max_response_length, ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {}).get("rows")
     for tag, entry in options.custom_envs.items():
@@ -211,7 +218,7 @@ def _agent(config: PPOConfig) -> Problems:
 
 
 def _models(config: PPOConfig) -> Problems:
-    """Folders of models; what has the form of a name of the Hugging Face hub is looked for when it is read."""
+    """Checks that model folders exist. Names in the form of the Hugging Face hub are looked up when they are loaded."""
     for name in ("model.path", "model.tokenizer_path", "reward_model.model.path", "critic.model.path"):
         value = value_of(config, name)
         if value and not Path(value).is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", value):
@@ -219,7 +226,7 @@ def _models(config: PPOConfig) -> Problems:
 
 
 def _registered(key: str, value: str, known: Collection[str], kind: str) -> Problems:
-    """The problem of a name that is neither registered nor a place in a module."""
+    """Yields a problem if `value` is neither registered nor has the form module:object."""
     if ":" not in value and value not in known:
         yield f"{unknown_value(key, value, known)}; or pkg.module:{kind}"
 

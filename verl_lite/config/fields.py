@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 from verl_lite.registry import did_you_mean
 
 Problems = Iterator[str]
-"""Sentences, each naming key, value, what was expected and what to change."""
+"""Problems of a configuration: sentences with key, value, expectation and remedy."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Which values an option takes, and how that is said; null passes where the option may be null."""
+    """The valid values of an option as a predicate, and in words. Null is valid for optional options."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -42,30 +42,30 @@ def opt(default: Any, doc: str, expects: Range | tuple[str, ...] | None = None) 
 
     Args:
         default: value of the option if nothing sets it.
-        doc: one sentence for `--help-config`.
-        expects: the range of a number, or the words that a text may be.
+        doc: help sentence for `--help-config`.
+        expects: range of a number, or valid values of a text.
     """
     return field(default_factory=lambda: copy.copy(default), metadata={"doc": doc, "expects": expects})
 
 
 def section(cls: type, doc: str) -> Any:
-    """A nested group of options, built fresh for each instance."""
+    """Returns a dataclass field for a nested section of options; each instance gets its own."""
     return field(default_factory=cls, metadata={"doc": doc})
 
 
 def unknown_value(name: str, value: Any, known: Collection[str]) -> str:
-    """The problem of a key whose value is none of the known ones."""
+    """Returns the problem of an unknown value, with the known values and the nearest of them."""
     return f"{name}={value} is not known; known: {', '.join(sorted(known))}{did_you_mean(str(value), known)}"
 
 
 class Options:
-    """Base of every section of options.
+    """Base class of all sections of options.
 
-    gone: of a whole configuration, the keys that were options once, with what to say or do instead.
+    gone: for a root class, messages for removed options by dotted key.
     """
 
     gone: ClassVar[Mapping[str, str]] = {}
 
     def check(self) -> Problems:
-        """What cannot work, or would give other results than asked: key, value, expectation and remedy of each."""
+        """Yields the problems of values that cannot work, or would give other results than requested."""
         yield from ()

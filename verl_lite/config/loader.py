@@ -1,8 +1,8 @@
-"""From a command line to a configuration: defaults < recipe < files < command line, each value with its source.
+"""Loads a configuration from a command line. Precedence: defaults < recipe < files < command line.
 
-Takes the arguments after `python -m trainer.main_ppo` (`key=value`, `+key=value`, `++key=value`, `~key`,
-`--config FILE`); gives a `LoadedConfig`. verl's and ROLL's spellings are accepted (`spellings`). A key that does not
-exist or a value of the wrong type is an error wherever it stands, and all errors are shown together.
+`load_config` reads the arguments after `python -m trainer.main_ppo` (`key=value`, `+key=value`, `++key=value`, `~key`,
+`--config FILE`) and returns a `LoadedConfig`, which records the source of each value. Keys of verl and ROLL are
+translated (`spellings`). Unknown keys and values of the wrong type are errors in every source; one error reports all.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DEFAULT_RECIPE = "quickstart"
 RECIPE_FILE = "recipe.py"
 COMMAND_LINE = "command line"
 PREFIX = "actor_rollout_ref"
-"""What stands before the policy's sections in verl."""
+"""verl's prefix of the sections of the policy."""
 SWITCHES = "--config FILE, --print-config, --help, --help-config [PREFIX], --quiet and --verbose"
 
 _PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -45,12 +45,15 @@ _PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const=
 _OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
-"""Keys whose values are paths: a leading ~/ is the home folder, as the shell leaves it in `key=~/data`."""
+"""Names of keys whose values are paths. A leading ~/ is expanded, because the shell leaves it in `key=~/data`."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One `key=value` of one source; `raw` is its text on a command line, `reset` the operator ~."""
+    """A `key=value` of one source.
+
+    raw: the value's text on the command line. reset: True for `~key`, which restores the default.
+    """
 
     path: Path
     value: Any
@@ -64,12 +67,12 @@ class Assignment:
 
 @dataclass
 class LoadedConfig(Generic[C]):
-    """A configuration and where it comes from.
+    """A configuration with the sources of its values.
 
-    config: the resolved dataclasses. omega: the same before interpolations are resolved. provenance: for each dotted
-    key "default", "recipe:NAME", "file:PATH", "command line" or another source. notes: sentences about keys of verl
-    that were renamed or have no effect here. action: "run", "print" (--print-config) or "help"; help_prefix: what of
-    the reference --help-config asks for. verbosity: "quiet" (--quiet), "normal" or "verbose" (--verbose).
+    config: the resolved dataclasses. omega: the configuration with unresolved interpolations. provenance: source of
+    each dotted key: "default", "recipe:NAME", "file:PATH", "command line" or another. notes: sentences about translated
+    keys and keys without effect. action: "run", "print" (--print-config) or "help". help_prefix: prefix of the keys
+    that --help-config prints. verbosity: "quiet" (--quiet), "normal" or "verbose" (--verbose).
     """
 
     config: C
@@ -89,16 +92,15 @@ def load_config(argv: list[str], *, recipe_loader: RecipeLoader | None = None) -
 def load_schema(
     argv: list[str], root: type[C], *, recipe_loader: RecipeLoader | None = None, default_recipe: str | None = None
 ) -> LoadedConfig[C]:
-    """Reads the command line of any command, whose options are a root dataclass.
+    """Reads the command line of a command whose options are the dataclass `root`.
 
     Args:
-        argv: the arguments, without the program.
-        recipe_loader: from the name of a recipe to its overrides, nested or with dotted keys; without it no recipe is
-            read.
-        default_recipe: the one where neither a recipe nor `model.path` nor `data.train_files` is given.
+        argv: arguments without the program name.
+        recipe_loader: returns the overrides of a recipe by name, nested or with dotted keys; None = read no recipe.
+        default_recipe: recipe to use if neither a recipe nor `model.path` nor `data.train_files` is given.
 
     Raises:
-        ConfigError: every unknown key, wrong value, unreadable file or unresolved reference, together.
+        ConfigError: with all unknown keys, wrong values, unreadable files and unresolved references.
     """
     merge = _Merge(schema_of(root))
     options, words = _PARSER.parse_known_args(argv)
@@ -122,7 +124,7 @@ def load_schema(
 
 
 def parse_value(raw: str) -> Any:
-    """The text of a command line as YAML in OmegaConf's dialect (`1e-6` is a number); what is not YAML stays text."""
+    """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text."""
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + raw]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException):
@@ -131,7 +133,7 @@ def parse_value(raw: str) -> Any:
 
 
 def split_choices(raw: str) -> list[str]:
-    """`a,b,[c,d]` -> `a`, `b`, `[c,d]`: cut at the commas outside quotes and brackets."""
+    """Splits at commas outside quotes and brackets: `a,b,[c,d]` becomes `a`, `b`, `[c,d]`."""
     choices, depth, quote = [""], 0, ""
     for character in raw:
         if character == "," and not depth and not quote:
@@ -148,33 +150,37 @@ def split_choices(raw: str) -> list[str]:
 
 
 def is_unicode(text: str) -> bool:
-    """True where it has an encoding: half of a surrogate pair, which json can spell, has none."""
+    """Returns True if `text` can be encoded. Half of a surrogate pair, which json can contain, cannot."""
     return text.encode(errors="ignore").decode() == text
 
 
 def is_recipe_path(name: str) -> bool:
-    """True where `recipe` names a folder or a file; anything else is a name or a module."""
+    """Returns True if the recipe name is the path of a folder or file, not a name or module."""
     return os.sep in name or name.startswith((".", "~")) or name.endswith(".py")
 
 
 @dataclass
 class _Merge:
-    """What the layers so far add up to; given holds the last assignment of each leaf that some layer sets."""
+    """The merged assignments of the sources read so far.
+
+    given: last assignment of each leaf. refused: keys and values by the sentence that refuses them. together: verdicts
+    on ROLL keys that depend on other keys. variables: names that files define for their own references.
+    """
 
     schema: Schema
     given: dict[Path, Assignment] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    refused: dict[str, list[str]] = field(default_factory=dict)  # sentence -> what it is said of
+    refused: dict[str, list[str]] = field(default_factory=dict)
     together: dict[str, spellings.Verdict] = field(default_factory=dict)
-    variables: set[str] = field(default_factory=set)  # of files: what is there to be referred to
+    variables: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.speaks_verl = self.schema.root is PPOConfig
         self.translator = {PPOConfig: spellings.translate, SFTConfig: sft_spellings.translate}.get(self.schema.root)
 
     def value(self, name: str) -> Any:
-        """The value of a leaf so far; None where there is no such key."""
+        """Returns the current value of a leaf; None if the key does not exist."""
         assignment, key = self.given.get(tuple(name.split("."))), self.schema.keys.get(name)
         return assignment.value if assignment else key.default if key else None
 
@@ -189,7 +195,7 @@ class _Merge:
     # ------------------------------------------------------------------------------------------------ sources
 
     def parse_word(self, word: str) -> Iterator[Assignment]:
-        """`key=value`, `+key=value`, `++key=value` or `~key` as assignments, several if the value is a mapping."""
+        """Parses `key=value`, `+key=value`, `++key=value` or `~key`. A mapping gives one assignment per leaf."""
         match = _OVERRIDE.fullmatch(word)
         if word.startswith("-"):
             hydra = "; verl's files are not read, its keys are: paste them" if word.startswith("--config-") else ""
@@ -214,7 +220,7 @@ class _Merge:
             yield Assignment(path, value, COMMAND_LINE, raw)
 
     def read_file(self, name: str) -> list[Assignment]:
-        """The assignments of a YAML file."""
+        """Returns the assignments of a YAML file; adds a problem if the file cannot be read."""
         path = FilePath(name).expanduser().absolute()
         try:
             content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -228,8 +234,8 @@ class _Merge:
         return []
 
     def follow(self, value: Any, content: Mapping[Any, Any]) -> Any:
-        """A file's value with what it refers to in its place, where that is no key: the file's own variables, keys by
-        other names. References to keys stay, since what comes later may set them."""
+        """Replaces references in a file's value to names that are no keys here: variables of the file, keys of verl and
+        ROLL. References to keys remain, because a later source may set these keys."""
         if isinstance(value, dict):
             return {name: self.follow(entry, content) for name, entry in value.items()}
         if isinstance(value, list):
@@ -247,14 +253,14 @@ class _Merge:
             if there is None:
                 return reference[0]
             self.variables |= set() if self._exists(path[0]) else {path[0]}
-            return self.follow(there, {**content, path[0]: None})  # a circle ends, and is reported where it is read
+            return self.follow(there, {**content, path[0]: None})  # None ends a cycle; resolving reports it
 
         whole = _REFERENCE.fullmatch(value)
         return found(whole) if whole else _REFERENCE.sub(lambda reference: str(found(reference)), value)
 
     def flatten(self, mapping: Mapping[Any, Any], prefix: Path, source: str) -> Iterator[Assignment]:
-        """The leaves of nested mappings; a key with dots is a path, except below a free dictionary. An empty mapping
-        at a section or a free dictionary says nothing."""
+        """Yields the leaves of nested mappings. A key with dots is a path, except below a free dictionary. An empty
+        mapping in place of a section gives no assignment."""
         is_free = self.schema.find(prefix) is not None
         for name, value in mapping.items():
             path = _without_prefix((*prefix, *((str(name),) if is_free else split(str(name)))))
@@ -267,7 +273,7 @@ class _Merge:
         return dotted in self.schema.keys or dotted in self.schema.sections
 
     def recipe(self, given: list[Assignment], loader: RecipeLoader | None, default: str | None) -> list[Assignment]:
-        """The recipe's assignments: the one named last, or the default one where neither model nor data is named."""
+        """Returns the assignments of the last recipe named, else of the default if neither model nor data is set."""
         if "recipe" not in self.schema.keys or loader is None:
             return []
         named = [one.value for one in given if one.path == ("recipe",)]
@@ -287,8 +293,10 @@ class _Merge:
     # ------------------------------------------------------------------------------------------------ merging
 
     def translate(self, source: Iterable[Assignment]) -> list[Assignment]:
-        """The assignments of one source under this project's names, those given under verl's first, so that our own
-        win; none of a key that has no effect here or is refused."""
+        """Returns the assignments of one source under the names used here, without ignored and refused keys.
+
+        Renamed keys come first, so that an assignment under the name used here overrides them.
+        """
         own: list[Assignment] = []
         renamed: list[Assignment] = []
         for one in source:
@@ -296,7 +304,7 @@ class _Merge:
             verdict = None
             if self.translator is not None and not self._exists(name):
                 verdict = self.together.get(name) or self.translator(name, one.value)
-            if one.value == "???":  # verl's mark for "to be given"
+            if one.value == "???":  # verl's placeholder for a required value
                 continue
             if verdict is None and one.path[0] in self.variables:
                 continue
@@ -312,7 +320,7 @@ class _Merge:
         return [*renamed, *own]
 
     def assign(self, one: Assignment) -> None:
-        """Sets one leaf, or notes what is wrong with it."""
+        """Sets one leaf, or adds a problem."""
         key, name, path = self.schema.find(one.path), ".".join(one.path), one.path
         if one.reset and (key is not None or name in self.schema.sections):
             self.given = {known: value for known, value in self.given.items() if known[: len(path)] != path}
@@ -325,7 +333,7 @@ class _Merge:
         except (ValueError, OverflowError):
             self.problems.append(f"{one.shown()}: {key.describe()}")
             return
-        if key.kind == "dict":  # an entry replaces what an earlier layer has above or below it
+        if key.kind == "dict":  # an entry replaces the entries of earlier layers above and below it
             for other in list(self.given):
                 if other != path and (other[: len(path)] == path or path[: len(other)] == other):
                     del self.given[other]
@@ -341,6 +349,7 @@ class _Merge:
         self.given[path] = replace(one, value=_expand(name, value))
 
     def _unknown(self, name: str) -> str:
+        """Returns the message for an unknown key: removed option, group of options, or the nearest keys."""
         if name in (gone := getattr(self.schema.root, "gone", {})):  # any dataclass can be loaded
             return str(gone[name])
         members = [known for known in self.schema.keys if known.startswith(f"{name}.")]
@@ -350,8 +359,8 @@ class _Merge:
         return "there is no such key; " + (f"did you mean {hint}?" if hint else "--help-config lists all keys.")
 
     def derive(self) -> None:
-        """What follows from what was given."""
-        for name in self.schema.keys:  # as in verl, a micro-batch size asks for batches of that size
+        """Sets the options that follow from others, and adds problems of omitted options."""
+        for name in self.schema.keys:  # as in verl, a micro-batch size turns off dynamic batch sizes
             section, _, leaf = name.rpartition(".")
             dynamic = f"{section}.{'log_prob_' * leaf.startswith('log_prob')}use_dynamic_bsz"
             is_size = leaf.endswith("micro_batch_size_per_gpu") and dynamic in self.schema.keys
@@ -377,7 +386,7 @@ class _Merge:
             self.set("trainer.experiment_name", name, "made from recipe, date and time")
 
     def resolve(self) -> tuple[Any, DictConfig]:
-        """The dataclasses of what was gathered; a reference that leads nowhere becomes a problem."""
+        """Returns the configuration as dataclasses and as OmegaConf. An unresolved reference adds a problem."""
         nested: dict[str, Any] = {}
         for path, one in self.given.items():
             inner = nested
@@ -395,7 +404,7 @@ class _Merge:
             return self.schema.root(), omega
 
     def provenance(self) -> dict[str, str]:
-        """The source of each key, and of each entry of a free dictionary."""
+        """Returns the source of each key and of each entry of a free dictionary."""
         above = {path[:depth] for path in self.given for depth in range(1, len(path))}
         defaults = {name: "default" for name, key in self.schema.keys.items() if key.path not in above}
         return defaults | {".".join(path): one.source for path, one in self.given.items()}
@@ -406,14 +415,14 @@ def _without_prefix(path: Path) -> Path:
 
 
 def _strip_prefix(value: Any) -> Any:
-    """References such as `${actor_rollout_ref.actor.optim.lr}` in the shorter spelling."""
+    """Removes verl's prefix from references such as `${actor_rollout_ref.actor.optim.lr}`."""
     if is_interpolation(value):
         return re.sub(rf"(?<=[{{:,]){PREFIX}\.", "", value)
     return [_strip_prefix(item) for item in value] if isinstance(value, list) else value
 
 
 def _expand(name: str, value: Any) -> Any:
-    """A path with the home folder in place of `~/`; a recipe's path from the root, to be found from any folder."""
+    """Expands `~/` in paths, and makes the path of a recipe absolute so that it is valid in any folder."""
     if isinstance(value, list):
         return [_expand(name, item) for item in value]
     if name == "recipe" and value is not None and is_recipe_path(value):
@@ -423,6 +432,6 @@ def _expand(name: str, value: Any) -> Any:
 
 
 def _rank(source: str) -> int:
-    """The layer of a source: default, recipe, file, command line."""
+    """Returns the precedence of a source: 0 = default, 1 = recipe, 2 = file, 3 = command line."""
     order = ("default", "recipe:", "file:", COMMAND_LINE)
     return next((rank for rank, start in enumerate(order) if source.startswith(start)), 0)

@@ -1,4 +1,4 @@
-"""The options as a flat table: every dotted key with its type, default and sentence; values in the type of a key."""
+"""A flat table of options by dotted key, with type, default and help; converts values to the type of their key."""
 
 import dataclasses
 import difflib
@@ -14,7 +14,7 @@ from verl_lite.config.fields import Range
 from verl_lite.errors import UserError
 
 Path = tuple[str, ...]
-"""A key cut at its dots: `("actor", "optim", "lr")`; below a free dictionary, in a file, a part may have dots."""
+"""The parts of a dotted key: `("actor", "optim", "lr")`. Keys of a free dictionary in a file may contain dots."""
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -22,7 +22,7 @@ _KEY = re.compile(r"""[^.\[\]"'\s]+(\.[^.\[\]"'\s]+)*""")
 
 
 class ConfigError(UserError):
-    """What is wrong with a configuration: every problem found, each naming key, value, expectation and remedy."""
+    """An invalid configuration. The message lists all problems, each with key, value, expectation and remedy."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = list(dict.fromkeys(problems))
@@ -33,10 +33,10 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the schema.
+    """One option.
 
-    kind: int | float | bool | str | list (of `item`) | dict (free: any entry may be added below it). expects: a
-    number's range, or the words that a text may be.
+    kind: int | float | bool | str | list (of `item`) | dict (free dictionary, which accepts any entry). expects: range
+    of a number, or valid values of a text.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Key:
         return ".".join(self.path)
 
     def describe(self) -> str:
-        """The type in words, with the default as the example."""
+        """Returns the type in words, with the default as an example."""
         words = _WORDS.get(self.kind, f"a list of {'numbers' if self.item in ('int', 'float') else 'texts'}")
         shown = str(self.default).lower() if isinstance(self.default, bool) else str(self.default).replace(" ", "")
         example = f", for example {self.name}={shown}" if self.default not in (None, "", {}, []) else ""
@@ -61,19 +61,19 @@ class Key:
 
 @dataclass(frozen=True)
 class Schema:
-    """The keys of one root class of options, in the order of its fields."""
+    """The options of a root dataclass, in the order of its fields."""
 
     root: type[Any]
     keys: dict[str, Key]
 
     @cached_property
     def sections(self) -> frozenset[str]:
-        """Dotted names of the groups of options."""
+        """Dotted names of all sections."""
         paths = [key.path for key in self.keys.values()]
         return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
 
     def find(self, path: Path) -> Key | None:
-        """The leaf that `path` names, or the free dictionary that it is an entry of; None if there is none."""
+        """Returns the option at `path`, or the free dictionary with the entry `path`; None if neither exists."""
         for depth in range(len(path), 0, -1):
             key = self.keys.get(".".join(path[:depth]))
             if key is not None and (depth == len(path) or key.kind == "dict"):
@@ -81,7 +81,7 @@ class Schema:
         return None
 
     def nearest(self, name: str) -> list[str]:
-        """At most three keys that `name` may have meant, by their last part, the likest path first."""
+        """Returns up to three keys with a similar last part, the most similar key first."""
         leaf, leaves = name.rpartition(".")[2], {known: known.rpartition(".")[2] for known in self.keys}
         close = [leaf] if leaf in leaves.values() else difflib.get_close_matches(leaf, {*leaves.values()}, 2, 0.75)
         found = [known for known, last in leaves.items() if last in close]
@@ -93,14 +93,14 @@ _SCHEMAS: dict[type, Schema] = {}
 
 
 def schema_of(root: type) -> Schema:
-    """The schema of a root dataclass such as `PPOConfig`."""
+    """Returns the (cached) schema of a root dataclass such as `PPOConfig`."""
     if root not in _SCHEMAS:
         _SCHEMAS[root] = Schema(root, {key.name: key for key in _walk(root, ())})
     return _SCHEMAS[root]
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value at a dotted key; None where the command has no such option."""
+    """Returns the value at a dotted key; None if the configuration has no such option."""
     return reduce(lambda section, part: getattr(section, part, None), name.split("."), config)
 
 
@@ -121,7 +121,7 @@ def _walk(cls: type, prefix: Path) -> Iterator[Key]:
 
 
 def split(text: str) -> Path:
-    """`actor.optim.lr` -> its parts. ValueError for an empty part, a blank, a quote or a bracket."""
+    """Splits a dotted key. Raises ValueError for empty parts, blanks, quotes and brackets."""
     if not _KEY.fullmatch(text := text.strip()):
         raise ValueError(f"{text!r} is not a key: parts separated by single dots are expected, such as actor.optim.lr")
     return tuple(text.split("."))
@@ -132,11 +132,11 @@ def is_interpolation(value: Any) -> bool:
 
 
 def convert(key: Key, value: Any, raw: str | None = None) -> Any:
-    """`value` (as YAML understood it) in the type of `key`; `raw` is the text of a command line.
+    """Converts `value`, as parsed from YAML, to the type of `key`. raw: the value's text on the command line.
 
-    A single value becomes a list of one where a list is expected, nested lists of files are flattened, numbers that
-    YAML read as text (`"1e-6"`) become numbers, and a text stays what was typed (`0012`, `{prompt} #`), unless that is
-    quoted or null. Interpolations pass: they are converted when they are resolved.
+    A single value becomes a list of length one if the key is a list; nested lists are flattened; numbers that YAML
+    parsed as text (`"1e-6"`) become numbers. A text keeps its characters from the command line (`0012`, `{prompt} #`)
+    unless it is quoted or null. Interpolations are returned unchanged and converted when they are resolved.
 
     Raises:
         ValueError: the value cannot have that type.

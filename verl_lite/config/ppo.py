@@ -1,7 +1,7 @@
-"""All options of `python -m trainer.main_ppo`, and what they have to say to each other.
+"""All options of `python -m trainer.main_ppo`, and the checks that involve several sections.
 
-Names are verl's. A key on the command line is the path through these classes (`actor.optim.lr=1e-6`). Each section
-stands in a file of its own with its checks; here is what concerns more than one section.
+Names are those of verl. A key on the command line is the path through these classes (`actor.optim.lr=1e-6`). Each
+section has its own file, with the checks that involve only this section.
 """
 
 from dataclasses import dataclass
@@ -18,37 +18,37 @@ from verl_lite.config.run import RunOptions, TrainerConfig
 
 @dataclass
 class PPOConfig(RunOptions):
-    """Reinforcement learning of a language model, of an agent that acts in environments included."""
+    """Options for reinforcement learning of a language model, on prompts or as an agent in environments."""
 
-    data: DataConfig = section(DataConfig, "what is asked")
-    model: ModelConfig = section(ModelConfig, "the policy's network")
-    actor: ActorConfig = section(ActorConfig, "how the policy learns")
-    ref: RefConfig = section(RefConfig, "the frozen reference model")
-    critic: CriticConfig = section(CriticConfig, "how values are learnt, where the estimator needs them")
-    rollout: RolloutConfig = section(RolloutConfig, "how the policy generates")
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "how rewards become advantages")
-    reward: RewardConfig = section(RewardConfig, "how answers are scored")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "a model that scores answers")
+    data: DataConfig = section(DataConfig, "prompts and files")
+    model: ModelConfig = section(ModelConfig, "network of the policy")
+    actor: ActorConfig = section(ActorConfig, "training of the policy")
+    ref: RefConfig = section(RefConfig, "frozen reference model")
+    critic: CriticConfig = section(CriticConfig, "value function, for estimators that need one")
+    rollout: RolloutConfig = section(RolloutConfig, "generation by the policy")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "rewards and advantages")
+    reward: RewardConfig = section(RewardConfig, "reward function")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "model that scores answers")
     agentic: AgenticConfig = section(AgenticConfig, "agents that act in environments, instead of a dataset of prompts")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
 
     @property
     def is_agentic(self) -> bool:
-        """True where training samples are episodes of environments."""
+        """True if the training samples are episodes of environments."""
         return bool(self.agentic.train_env_manager.tags)
 
     @property
     def validates(self) -> bool:
-        """True where there is something to validate on: prompts, or environments of their own."""
+        """True if the run has validation prompts or environments."""
         return bool(self.agentic.val_env_manager.tags if self.is_agentic else self.data.val_files)
 
     @property
     def longest_sample(self) -> int:
-        """Tokens of the longest prompt and answer together."""
+        """Maximum number of tokens of a prompt with its answer."""
         return self.data.max_prompt_length + self.data.max_response_length
 
     def check(self) -> Problems:
-        """What concerns more than one section."""
+        """Yields the problems that involve several sections."""
         trainer, buffer, filters = self.trainer, self.reward.overlong_buffer, self.algorithm.filter_groups
         if self.model.path is None:
             yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"
@@ -80,7 +80,7 @@ class PPOConfig(RunOptions):
                 yield f"{name}.ppo_mini_batch_size={mini} is larger than {batch}: set at most {prompts} prompts"
 
     def _check_lengths(self) -> Problems:
-        """Micro-batches and the engine's context against the longest sample."""
+        """Checks that micro-batches and the engine's context can hold the longest sample."""
         actor, critic, rollout, longest = self.actor, self.critic, self.rollout, self.longest_sample
         need = f"data.max_prompt_length + data.max_response_length = {longest}: set at least {longest}"
         for start, options, size_key, budget_key in (
@@ -108,7 +108,7 @@ class PPOConfig(RunOptions):
             yield f"{shown} is shorter than the context: set {context}, or rollout.enable_chunked_prefill=true"
 
     def _check_agent(self) -> Problems:
-        """Of a run of agents: what the run as a whole needs."""
+        """Checks for agentic runs that involve several sections."""
         trainer, frequency = self.trainer, self.agentic.model_update_frequency
         if trainer.total_training_steps is None and not trainer.val_only:
             yield "trainer.total_training_steps=null: environments have no end: give a number of steps, such as 200"

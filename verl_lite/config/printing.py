@@ -1,4 +1,4 @@
-"""A configuration as text: all values with their sources, the reference of all keys, and the file saved with a run."""
+"""Prints a configuration with the sources of its values, writes it to a file, and prints the help of all keys."""
 
 import re
 import sys
@@ -23,18 +23,18 @@ _MOST_USED = (
 
 
 def print_config(loaded: LoadedConfig[Any]) -> str:
-    """YAML of every option, resolved, with the source of each value behind it (`# command line`)."""
+    """Returns YAML of all resolved options, with the source of each value as a comment (`# command line`)."""
     schema, sources = schema_of(type(loaded.config)), dict(loaded.provenance)
     resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
     for name in schema.keys:
         then = OmegaConf.select(loaded.omega, name)
         if value_of(loaded.config, name) != (OmegaConf.to_object(then) if OmegaConf.is_config(then) else then):
-            sources[name] = "filled in at launch"  # devices counted, files made by a recipe
+            sources[name] = "filled in at launch"  # number of devices, files that a recipe wrote
     return "\n".join([*(f"# {note}" for note in loaded.notes), *_render(resolved, (), sources, schema)]) + "\n"
 
 
 def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
-    """Writes `print_config(loaded)`; `--config PATH` reads it back to the same configuration."""
+    """Writes `print_config(loaded)`, from which `--config PATH` loads the same configuration."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(print_config(loaded), encoding="utf-8")
@@ -42,7 +42,7 @@ def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
 
 
 def help_text(loaded: LoadedConfig[Any]) -> str:
-    """What --help or --help-config asks for."""
+    """Returns the text of --help or --help-config."""
     root = type(loaded.config)
     if loaded.help_prefix is not None:
         return help_config(root, loaded.help_prefix)
@@ -57,7 +57,7 @@ def help_text(loaded: LoadedConfig[Any]) -> str:
 
 
 def help_config(root: type = PPOConfig, prefix: str = "") -> str:
-    """Every key that begins with `prefix` with its type, default and sentence. Raises UserError if there is none."""
+    """Returns type, default and help of all keys that begin with `prefix`. Raises UserError if there are none."""
     lines = ["Options are key=value; verl's prefix actor_rollout_ref. may be given or left out."]
     schema = schema_of(root)
     keys = [key for key in schema.keys.values() if f"{key.name}.".startswith(prefix)]
@@ -73,6 +73,7 @@ def help_config(root: type = PPOConfig, prefix: str = "") -> str:
 
 
 def _render(node: Any, path: tuple[str, ...], sources: dict[str, str], schema: Schema) -> list[str]:
+    """Returns the YAML lines of a mapping, with the source of each value as a comment."""
     lines: list[str] = []
     for name, value in node.items():
         start, dotted = f"{'  ' * len(path)}{_flow(str(name))}:", ".".join((*path, str(name)))
@@ -84,8 +85,8 @@ def _render(node: Any, path: tuple[str, ...], sources: dict[str, str], schema: S
 
 
 class _OneLine(yaml.SafeDumper):
-    """YAML on one line that OmegaConf's loader reads back: text that is more than plain words is quoted, since its
-    dialect takes `1e-6` for a number, and `${` for a reference."""
+    """Dumps YAML on one line that OmegaConf reads back unchanged. Text other than plain words is quoted, because
+    OmegaConf parses `1e-6` as a number and `${` as a reference."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -99,11 +100,11 @@ _OneLine.add_representer(str, _OneLine.text)
 
 
 def _default(value: Any) -> str:
-    """A default for the reference, where `${...}` refers to another key and is not escaped."""
+    """Formats a default value for the help. `${...}` is not escaped, because it refers to another key."""
     return _flow(value).replace(r"\\${", "${")
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Formats a value as YAML on one line."""
     options: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "allow_unicode": True, "sort_keys": False}
     return yaml.dump([value], Dumper=_OneLine, **options).strip()[1:-1]

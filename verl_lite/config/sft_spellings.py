@@ -1,7 +1,7 @@
 """Translates the keys of verl's SFT trainers, as `spellings` does for its PPO trainer.
 
-verl has two: `fsdp_sft_trainer` (sections data, model, optim, trainer) and `sft_trainer`, which adds engine, checkpoint
-and profiler. Keys that have the same meaning in the PPO trainer are looked up there.
+verl has two SFT trainers: `fsdp_sft_trainer` (sections data, model, optim, trainer) and `sft_trainer`, which adds
+engine, checkpoint and profiler. Keys with the same meaning in the PPO trainer are translated by `spellings`.
 """
 
 from dataclasses import replace
@@ -50,11 +50,11 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
                     ("speculators are not trained here", (False,))),
 }  # fmt: skip
 _OF_A_ROLE = ("optim.", "fsdp_config.", "checkpoint.", "profiler.", "strategy", "ulysses_sequence_parallel_size")
-"""Keys that the PPO trainer has in the section of each role."""
+"""Prefixes of keys that the PPO trainer has in the section of each role."""
 
 
 def translate(name: str, value: Any) -> Verdict | None:
-    """The verdict on a key of verl's SFT trainers that is not a key here; None where they have no such key."""
+    """Returns the verdict on a key of verl's SFT trainers that is no key here; None if they do not have the key."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
         known, below = ".".join(parts[:depth]), "".join(f".{part}" for part in parts[depth:])
@@ -81,7 +81,7 @@ def _renamed(name: str, value: Any, target: str) -> Verdict:
 
 
 def _of_actor(name: str, value: Any) -> Verdict | None:
-    """The verdict of the PPO trainer on the key in the actor's section, without that section."""
+    """Returns the verdict of `spellings` on `actor.NAME`, with the prefix `actor.` removed."""
     verdict = spellings.translate(f"actor.{name}", value)
     if verdict is None:
         return None

@@ -1,9 +1,9 @@
-"""verl's and ROLL's spellings: which keys are renamed, which have no effect, which are refused.
+"""Translates the keys of verl and ROLL: tables of renamed keys, of keys without effect and of refused keys.
 
-Keys stand without verl's prefix `actor_rollout_ref.`; an entry holds for all below it, and `*` stands for any role
-(actor, ref, critic, reward_model). A key that ignoring would leave the results unchanged is accepted with a note; one
-that would change them is refused at any value but null and those that are listed. When an option of the same name is
-added here, its line goes. `together` judges the keys of ROLL that mean something only with others.
+Keys are written without verl's prefix `actor_rollout_ref.`. An entry applies to all keys below it, and `*` matches any
+role (actor, ref, critic, reward_model). A key is accepted with a note if ignoring it leaves the results unchanged;
+otherwise it is refused at all values except null and the harmless values in its entry. When an option of the same name
+is added here, remove the entry. `together` translates the keys of ROLL whose meaning depends on other keys.
 """
 
 import math
@@ -109,17 +109,17 @@ RENAMED: dict[str, str] = {
     "actor_infer.strategy_args.strategy_name": "rollout.name",
     "actor_infer.strategy_args.strategy_config.gpu_memory_utilization": "rollout.gpu_memory_utilization",
 }  # fmt: skip
-"""Keys of one meaning under two names; `VALUES` has the values that are spelt otherwise."""
+"""The name used here for each renamed key. `VALUES` translates the values that differ."""
 
 EQUAL = [name for name in RENAMED if name.endswith(".max_resp_len")]
-"""Keys that must not differ from the option of which they are another name."""
+"""Renamed keys whose value must equal that of the option with the name used here."""
 
 BESIDE: dict[str, dict[str, Any]] = {
     "actor.tis_imp_ratio_cap": {f"{_CORRECTION}.rollout_is": "token"},
     "target_kl": {"algorithm.kl_ctrl.type": "adaptive"},
     "validation.generating_args.temperature": {"rollout.val_kwargs.do_sample": True},
 }
-"""What a renamed key sets besides."""
+"""Further options that a renamed key sets."""
 
 NO_EFFECT: dict[str, str] = {
     "it is a matter of speed, memory or logging alone": (
@@ -183,7 +183,7 @@ NO_EFFECT: dict[str, str] = {
         "actor_infer.generating_args critic.model_args critic.data_args critic.training_args validation"
     ),
 }
-"""By sentence the keys that are accepted and dropped at any value, because results do not depend on them here."""
+"""Keys that are ignored at any value, because the results do not depend on them, by the reason in the note."""
 
 _AGENTS = "multi-turn is not said so here: agents have recipes (recipe=agentic_..., trainer/AGENTIC.md)"
 _VETO = f"a veto by token is {_CORRECTION}.rollout_rs=seq_max_k2 with rollout_rs_threshold=log(veto)^2 / 2"
@@ -194,7 +194,7 @@ _LOW_HIGH = (
 _FSDP2 = "the training engine here is FSDP2 (actor.fsdp_config.*)"
 
 _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    # without a word on what to say instead
+    # keys without a replacement
     ("it is not here", (), (
         "data.datagen trainer.default_hdfs_dir *.model.external_lib model.lora_adapter_path ref.model "
         "reward_model.max_length")),
@@ -294,7 +294,7 @@ _REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
      "train_env_manager.llm_proxy.proxy_type val_env_manager.llm_proxy.proxy_type"),
     ("say trainer.resume_mode=auto, or resume_path with trainer.resume_from_path", (False,), "resume_from_checkpoint"),
 )  # fmt: skip
-"""(sentence, values that are harmless, keys) of what would change the run at any other value but null."""
+"""(reason, harmless values, keys) of the keys that would change the run at all values except null and the harmless."""
 
 REFUSED = {name: (sentence, harmless) for sentence, harmless, names in _REFUSALS for name in names.split()}
 _IDLE = {name: sentence for sentence, names in NO_EFFECT.items() for name in names.split()}
@@ -323,12 +323,12 @@ VALUES: dict[str, dict[Any, Any]] = {
     **{f"{role}.fsdp_config.mixed_precision.{dtype}": _DTYPES
        for role in _ROLES for dtype in ("param_dtype", "reduce_dtype")},
 }  # fmt: skip
-"""Values that verl spells differently, by its key; None = the key is left out."""
+"""Translations of values by key of verl or ROLL. None = the key is ignored at this value."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do with one verl key: what to set, what to say, why it is refused."""
+    """The translation of a key: options to set, a note for the user, and the reason if the key is refused."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
@@ -336,10 +336,10 @@ class Verdict:
 
 
 def translate(name: str, value: Any) -> Verdict | None:
-    """The verdict on a verl or ROLL key that is not a key here; None where neither has it.
+    """Returns the verdict on a verl or ROLL key that is no key here; None if neither has the key.
 
     Args:
-        name: dotted, without `actor_rollout_ref.`.
+        name: dotted key without `actor_rollout_ref.`.
     """
     parts = name.split(".")
     if parts[-1] == "_target_":
@@ -361,11 +361,11 @@ _OF_PROMPTS = {
     "actor_infer.generating_args.num_return_sequences": "rollout.n",
     "actor_infer.generating_args.max_new_tokens": "data.max_response_length",
 }
-"""What these are called where prompts are answered; else they are about episodes."""
+"""Names of ROLL keys in a run on prompts. In an agentic run these keys refer to episodes."""
 
 
 def together(given: Mapping[str, Any]) -> dict[str, Verdict]:
-    """Verdicts, by name, on the keys of ROLL that mean something only with others. given: all that the user says."""
+    """Returns verdicts by name on keys of ROLL whose meaning depends on other keys. given: all keys that are set."""
     found: dict[str, Verdict] = {}
     if not given.get("use_pg_clip_range"):
         for name in ("pg_clip_low", "pg_clip_high"):
@@ -393,19 +393,24 @@ _ROLL_DEFAULTS = {
     "dual_clip_loss": "null",
     "value_clip": "null",
 }
-"""What ROLL takes for keys that a file leaves out, where it is not what is taken here."""
+"""Defaults of ROLL that differ from those used here."""
 
 
 def left_out(given: Mapping[str, Any], value: Callable[[str], Any], source: Callable[[str], str]) -> list[str]:
-    """A note on what files of ROLL (their model is `pretrain`) leave out. given: all that the user says; value and
-    source of a key here."""
+    """Returns a note on omitted keys with another default in ROLL, for files of ROLL (which set `pretrain`).
+
+    Args:
+        given: all keys that are set.
+        value: returns the value of a key used here.
+        source: returns the source of a key used here.
+    """
     keys = {RENAMED.get(name, "actor.clip_ratio_c"): theirs for name, theirs in _ROLL_DEFAULTS.items()}
     ours = [f"{key}={value(key)} (ROLL: {theirs})" for key, theirs in keys.items() if source(key) == "default"]
     return [f"left out, and another default here: {', '.join(ours)}"] if ours and "pretrain" in given else []
 
 
 def _correction_of_roll(given: Mapping[str, Any]) -> dict[str, Any]:
-    """algorithm.rollout_correction as train_infer_correction says it, or its older form, infer_correction."""
+    """Translates ROLL's train_infer_correction, or its older form infer_correction, to algorithm.rollout_correction."""
     defaults = {"enabled": False, "weight_type": "token", "upper_bound": 1.2}
     is_on, by, bound = (given.get(f"train_infer_correction.is_weight.{name}", one) for name, one in defaults.items())
     filters: list[Mapping[str, Any]] = given.get("train_infer_correction.filters") or []
@@ -433,14 +438,14 @@ def _correction_of_roll(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def called(name: str, settings: Mapping[str, Any]) -> Verdict:
-    """The verdict on a key that has another name here. settings: what to set."""
+    """Returns the verdict on a renamed key. settings: the options to set, by name."""
     shown = ", with ".join(f"{to}={'null' if new is None else new}" for to, new in settings.items())
     return Verdict(dict(settings), f"{name} is called {shown} here" if settings else f"{name} asks for nothing")
 
 
 def refused(name: str, value: Any, sentence: str, harmless: tuple[Any, ...]) -> Verdict:
-    """The verdict on a key that would change the run at any value but null and the harmless ones."""
-    if value is None or is_interpolation(value) or value in harmless:  # a reference is to a key judged by itself
+    """Returns the verdict on a key that would change the run at all values except null and the harmless."""
+    if value is None or is_interpolation(value) or value in harmless:  # the key of a reference has its own verdict
         return Verdict(note=None if value is None else f"{name}={value} has no effect here: {sentence}")
     accepted = " or ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in (*harmless, "null"))
     return Verdict(refusal=f"it would change the run: {sentence}. Accepted: {accepted}")
@@ -461,7 +466,7 @@ def _renamed(name: str, value: Any, target: str, entry: str) -> Verdict:
 
 
 def same_meaning(name: str, value: Any) -> tuple[Any, str | None]:
-    """A value (of the right type) as it is spelt here, and a note where the meaning differs from verl's."""
+    """Returns the value used here for a value of verl, and a note if the meaning differs from verl's."""
     if name == "trainer.logger" and "file" in value:
         renamed = ["jsonl" if entry == "file" else entry for entry in value]
         return renamed, "trainer.logger: verl's file tracker is called jsonl here"
