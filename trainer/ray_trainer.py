@@ -1,7 +1,7 @@
-"""The driver. `fit` is the algorithm: read it first, then the stages it names.
+"""The driver process of PPO training. `fit` is the training loop: read it first, then the stages that it calls.
 
-Each stage reads columns of the batch and adds its own (`verl_lite/schema.py` lists them). Workers do the heavy part;
-the driver plans, dispatches and estimates advantages. A recipe replaces a stage by overriding it.
+Each stage reads columns of the batch and adds new ones (`verl_lite/schema.py` lists all columns). The workers run the
+models; the driver plans, dispatches and computes advantages. A recipe replaces a stage by overriding its method.
 """
 
 from contextlib import AbstractContextManager
@@ -39,18 +39,18 @@ from workers.rollout.base import SamplingParams
 
 
 class RayPPOTrainer:
-    """Holds the parts of a run, which `trainer.build` makes from the configuration.
+    """The trainer: holds the components of a run, which `trainer.build` creates from the configuration.
 
-    ref is None where no KL term asks for it, critic where the estimator needs no values. trains, scores: whether it
-    learns, and asks for rewards; what only answers has neither critic nor training prompts.
+    ref is None if no KL term is configured; critic is None if the estimator needs no values. trains: True if the class
+    updates the policy; if False it has neither critic nor training prompts. scores: True if it computes rewards.
     """
 
     trains = scores = True
 
     @classmethod
     def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
-        """A last look before anything heavy starts, by those who keep answers in the run folder: raises UserError if it
-        has others. data: the validation prompts."""
+        """Checks the run folder before any process starts. Subclasses that store answers there raise UserError if it
+        holds the answers of another configuration. data: the validation prompts."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class RayPPOTrainer:
         self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
         self.tracking, self.samples, self.saver, self.run_dir = tracking, samples, saver, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
-        self.running_moments: dict[str, RunningMoments] = {}  # of scores, by data_source
+        self.running_moments: dict[str, RunningMoments] = {}  # data_source -> moments of its scores
         self.needs_old_log_prob = needs_old_log_prob(config)
-        self.policy_work: tuple[ModelShape, float] | None = None  # and FLOP/s of a device, where both are known
+        self.policy_work: tuple[ModelShape, float] | None = None  # shape, peak FLOP/s per device; None if unknown
         self.timing: dict[str, float] = {}
         self.metrics: Metrics = {}
         self.result = FitResult()
@@ -83,7 +83,7 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------------------------------------- the algorithm
 
     def fit(self) -> FitResult:
-        """Trains to the end of the configured steps. Returns what to show."""
+        """Runs all remaining training steps. Returns the results for the final report."""
         result = self.result = FitResult()
         self.resume()
         self.model_update()
@@ -124,19 +124,19 @@ class RayPPOTrainer:
                     result.after = self.validate(result)
             self.log_step(batch, result.after if "testing" in self.timing else {})
             if self.saver.is_due(self.steps):
-                self.save()  # last, so that a resumed run finds the whole history of the steps before it
+                self.save()  # after logging, so that a resumed run finds the metrics of all earlier steps
         result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
         return result
 
     # ------------------------------------------------------------------------------------------------- the stages
 
     def collect(self, prompts: DataProto) -> DataProto:
-        """Adds what the policy samples for the step; with dynamic sampling scored groups, until enough are kept."""
+        """Returns the sampled responses of the step; with dynamic sampling, scored groups that passed the filter."""
         if not isinstance(self.steps, PromptLoader):
             return self.generate(prompts)
         try:
             batch, metrics = collect_groups(prompts, self.steps, self.generate_and_score)
-        except FilterBudgetExceeded:  # the steps before this one must not be lost
+        except FilterBudgetExceeded:  # save the last completed step before the run ends
             self.saver.finish()
             if self.steps.back_to_last_step() and self.config.trainer.save_freq != 0:
                 if self.steps.global_step not in saved_steps(self.run_dir):
@@ -146,7 +146,7 @@ class RayPPOTrainer:
         return batch
 
     def generate_and_score(self, prompts: DataProto) -> DataProto:
-        """One generation batch with its rewards; its metrics are added to those of the batches before it."""
+        """Samples and scores one generation batch. Combines its metrics with those of the step's earlier batches."""
         before, self.metrics = self.metrics, {}
         batch = self.generate(prompts)
         with self.timed("reward", within="gen"):
@@ -155,16 +155,16 @@ class RayPPOTrainer:
         return batch
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """Adds what the policy samples for these prompts."""
+        """Samples responses to the prompts and collects the rollout metrics."""
         batch = self.sample(prompts)
         self.metrics |= batch.meta_info.pop("metrics")
-        if self.config.algorithm.rollout_correction.bypass_mode:  # the policy that sampled is the one of the ratio
+        if self.config.algorithm.rollout_correction.bypass_mode:  # the ratio is taken against the rollout policy
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         return batch
 
     def sample(self, prompts: DataProto) -> DataProto:
-        """Samples rollout.n answers for each prompt, or as many as its column answers_per_prompt says, and a greedy one
-        where its score is the baseline (ReMax)."""
+        """Samples rollout.n responses per prompt, or the number in the column answers_per_prompt, plus one greedy
+        response if its score is the baseline (ReMax)."""
         greedy, sampling = needs_greedy_baseline(self.config), training_sampling(self.config)
         n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
         return self.rollout(prompts, sampling, n, "train", self.steps.global_step, greedy_too=greedy)
@@ -178,8 +178,8 @@ class RayPPOTrainer:
         step: int,
         greedy_too: bool = False,
     ) -> DataProto:
-        """Answers each prompt `n` times, or n[i] times the i-th; rows of one prompt stand together. Adds sample,
-        sample_id and, with `greedy_too`, one more answer to each prompt, greedy, which is_greedy tells."""
+        """Samples `n` responses per prompt (n[i] for prompt i); the rows of a prompt are adjacent. Adds the columns
+        sample and sample_id. `greedy_too` adds a greedy response per prompt, marked in the column is_greedy."""
         counts = np.broadcast_to(n, len(prompts))
         rows = prompts.sample_level_repeat(counts + greedy_too)
         sample = np.concatenate([np.arange(count + greedy_too) for count in counts])
@@ -192,16 +192,16 @@ class RayPPOTrainer:
         return kept | self.actor.generate(rows)
 
     def model_update(self) -> Metrics:
-        """Gives the rollout engines the trained weights; samples drawn from now on carry the step as their version."""
+        """Copies the trained weights to the rollout engines. The current step becomes the version of new samples."""
         return self.actor.update_weights(version=self.steps.global_step)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Adds the rewards, most of which were computed while others still generated; with dynamic sampling they are
-        there."""
+        """Adds the rewards, most of which were computed during generation. With dynamic sampling the batch already has
+        them."""
         return batch if isinstance(self.steps, PromptLoader) else self.compute_reward(batch)
 
     def compute_reward(self, batch: DataProto) -> DataProto:
-        """Waits for the rewards of the batch, and takes off the penalty of long answers."""
+        """Waits for the rewards of the batch, masks failed rows and subtracts the length penalty."""
         scores = self.rewards.score(batch)
         self.metrics |= scores.meta_info.pop("metrics")
         batch, penalties = punish_overlong(mask_failed(batch | scores), self.config)
@@ -210,11 +210,11 @@ class RayPPOTrainer:
         return batch
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
-        """Adds the log-probs that ratios are taken against."""
+        """Adds old_log_probs, the denominator of the policy ratio."""
         return self.compare_rollout(batch | self.actor.compute_log_prob(batch))
 
     def compare_rollout(self, batch: DataProto) -> DataProto:
-        """Logs how far the rollout engine's log-probs are from old_log_probs; gives the same batch."""
+        """Logs the difference between rollout_log_probs and old_log_probs. Returns the batch unchanged."""
         if self.config.rollout.calculate_log_probs:
             self.metrics |= rollout_probs_diff(
                 batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
@@ -222,7 +222,7 @@ class RayPPOTrainer:
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
-        """Adds token_level_rewards (the scores as the options shape them), advantages and returns."""
+        """Adds token_level_rewards (normalised, clipped scores less the KL penalty), advantages and returns."""
         algorithm = self.config.algorithm
         batch, score_metrics = self.normalize_rewards(batch)
         batch, reward_metrics = compute_token_reward(batch, algorithm, self.kl_ctrl)
@@ -242,18 +242,18 @@ class RayPPOTrainer:
         return batch
 
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
-        """Adds response_level_rewards: the score of each answer, normalised and clipped."""
+        """Adds response_level_rewards: the normalised and clipped score of each response."""
         return reward_postprocess(batch, self.config.algorithm, self.running_moments)
 
     @property
     def token_estimator(self) -> str:
-        """The estimator, once rewards stand on tokens."""
+        """Name of the estimator that computes advantages from token-level rewards."""
         return self.config.algorithm.adv_estimator
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
-        """Adds rollout_is_weights and takes what is rejected out of response_mask, as algorithm.rollout_correction
-        says; logs how far the rollout engine is from the trainer. Without old log-probs of the trainer the workers
-        compare during the update."""
+        """Applies algorithm.rollout_correction: adds rollout_is_weights, removes rejected tokens from response_mask and
+        logs the mismatch of rollout and trainer. If old_log_probs are not computed, the workers log it in the update.
+        """
         if not (self.needs_old_log_prob and self.config.rollout.calculate_log_probs):
             return batch
         columns, options = batch.batch, self.config.algorithm.rollout_correction
@@ -268,12 +268,12 @@ class RayPPOTrainer:
         return batch
 
     def resample(self, batch: DataProto) -> DataProto:
-        """The rows that actor and critic learn from: all, or with algorithm.use_pf_ppo as many, drawn by score."""
+        """Returns the rows for the update: all, or with algorithm.use_pf_ppo the same number drawn by score."""
         if not self.config.algorithm.use_pf_ppo:
             return batch
         options, seed = self.config.algorithm.pf_ppo, [self.config.trainer.seed, self.steps.global_step]
         chosen = compute_pf_ppo_reweight_data(batch, options.reweight_method, options.weight_pow, seed)
-        chosen.batch.pop(ANSWERS, None)  # the rows that are drawn are not whole groups
+        chosen.batch.pop(ANSWERS, None)  # drawn rows do not form complete groups
         distinct = len(set(chosen.non_tensor_batch["sample_id"]))
         self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(distinct, len(batch))
         return chosen
@@ -282,11 +282,12 @@ class RayPPOTrainer:
 
     @property
     def validates(self) -> bool:
-        """Whether there is something to validate on."""
+        """True if the run has validation prompts."""
         return bool(self.val_data)
 
     def validate(self, result: FitResult) -> dict[str, float]:
-        """Answers and scores the validation set with its own sampling. Keeps samples to show in `result`."""
+        """Generates and scores the validation set under each validation sampling. Returns the metrics, writes the
+        samples to files, and stores a few in `result` for the final report."""
         answered = self.generate_validation_set()
         metrics: dict[str, float] = {}
         for sampling, rows in answered.items():
@@ -297,7 +298,7 @@ class RayPPOTrainer:
         return metrics
 
     def generate_validation_set(self) -> dict[chunks.ValSampling, list[Sample]]:
-        """Generates and scores the validation prompts. The numbers do not depend on data.val_batch_size."""
+        """Generates and scores the validation prompts. The scores do not depend on data.val_batch_size."""
         assert self.val_data is not None
         kept = self.kept_answers()
         engines = self.actor.world_size // self.config.rollout.tensor_model_parallel_size
@@ -312,33 +313,33 @@ class RayPPOTrainer:
         )
 
     def kept_answers(self) -> chunks.KeptAnswers | None:
-        """Where the validation's answers are kept, so that it can be continued; a run that trains validates anew."""
+        """The store from which an interrupted validation resumes; None in training, which always validates in full."""
         return None
 
     def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
-        """Answers each prompt of the validation sampling.n times."""
+        """Samples sampling.n responses to each validation prompt."""
         return self.rollout(prompts, sampling.params, sampling.n, sampling.purpose, step=0).select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:
-        """Waits for the scores of answers."""
+        """Waits for the scores of the responses and returns them as samples."""
         scored = answers | self.rewards.score(answers).select(meta_info_keys=[])
         return samples_of(scored, self.tokenizer, self.steps.global_step)
 
     # ------------------------------------------------------------------------------------- saving, resuming, logging
 
     def save(self) -> None:
-        """Writes a checkpoint of this step, and logs how long it kept the training."""
+        """Writes a checkpoint of this step and logs the seconds that training waited for it."""
         with self.timed("save_checkpoint"):
             self.saver.save(self.steps, self.state())
         self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on from, besides models, steps and random states."""
+        """Returns the trainer's own state for a checkpoint: the KL coefficient and the running moments."""
         moments = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
         return {"kl_coef": self.kl_ctrl.value, "running_moments": moments}
 
     def resume(self) -> None:
-        """Continues from the checkpoint that `trainer.resume_mode` names, if any."""
+        """Restores the checkpoint that `trainer.resume_mode` selects, if there is one."""
         state = self.saver.restore(self.steps)
         if state is not None:
             self.kl_ctrl.value = state["kl_coef"]
@@ -367,12 +368,12 @@ class RayPPOTrainer:
         self.keep_samples(batch)
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
-        """What this step learnt from, in numbers; tells a sampler of it."""
+        """Returns the metrics of the training batch. Also updates the data sampler."""
         shown = step_metrics.compute_data_metrics(batch, use_critic=self.critic is not None)
         return {"training/epoch": float(self.steps.epoch), **shown, **self.steps.update(batch)}
 
     def mfu(self, batch: DataProto) -> dict[str, float]:
-        """perf/mfu/actor, where the model's shape and the peak of the devices are known."""
+        """Returns perf/mfu/actor if the model's shape and the peak FLOP/s of the devices are known, else nothing."""
         if self.policy_work is None or "update_actor" not in self.timing:
             return {}
         shape, peak = self.policy_work
@@ -387,7 +388,7 @@ class RayPPOTrainer:
 
 
 def training_sampling(config: PPOConfig) -> SamplingParams:
-    """How answers, or actions, are sampled in training."""
+    """Returns the sampling parameters for training rollouts and agent actions."""
     rollout = config.rollout
     return SamplingParams(
         temperature=rollout.temperature,

@@ -1,7 +1,7 @@
-"""The driver's faces of the worker groups: each call plans the batch, dispatches it and puts the answer back in order.
+"""Driver-side interfaces of the worker groups. Each call plans the batch, dispatches it and restores the row order.
 
-Planning happens here, once, for all ranks: which rows share an optimizer step, which rank computes which row, how many
-micro-batches there are, and the global denominators of the loss. Ranks obey; none of them counts.
+The driver plans once for all ranks: the rows of each optimizer step, the rank of each row, the number of micro-batches,
+and the global denominators of the loss. Ranks only execute the plan.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +34,8 @@ TRAIN_COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses", "re
 
 
 def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
-    """How many rows so many prompts have: `n` each, or, where the column answers_per_prompt says otherwise, one number
-    for each so many prompts of the batch, in order; rows of one prompt stand together there."""
+    """Returns the number of rows of `prompts` prompts: prompts * n, or, if the batch has the column answers_per_prompt,
+    a list with the row count of each consecutive chunk of `prompts` prompts. The rows of a prompt must be adjacent."""
     if "answers_per_prompt" not in batch:
         return prompts * n
     counts, sizes, row = batch.batch["answers_per_prompt"].tolist(), [], 0
@@ -46,7 +46,7 @@ def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
 
 
 class ModelRole:
-    """What roles with a model share: a worker group, and batches planned for its ranks."""
+    """Base of all roles with a model: holds the worker group and plans batches for its ranks."""
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
         self.group, self.config = group, config
@@ -59,14 +59,15 @@ class ModelRole:
     def infer(
         self, call: Callable[..., Any], batch: DataProto, stage: str, blocking: bool = True, **meta_info: Any
     ) -> Any:
-        """A pass without gradient over all rows, by a method of the worker group; meta_info goes with the batch."""
+        """Runs `call`, a method of the worker group, over all rows without gradients. `meta_info` is added to the
+        batch; blocking=False returns a future."""
         plan = self.plan(batch, stage)
         columns = [*TRAIN_COLUMNS, *self.replayed] if stage == "log_prob" else TRAIN_COLUMNS
         return dispatch_planned(call, apply_plan(batch, plan, columns, **meta_info), plan.restore, blocking)
 
     @property
     def replayed(self) -> list[str]:
-        """The column with the experts of the rollout, where the policy is to take them again."""
+        """The column with the rollout's experts if rollout.router_replay is set, else no column."""
         return ["routed_experts"] if self.config.rollout.router_replay else []
 
     def plan(
@@ -78,8 +79,8 @@ class ModelRole:
         epochs: int = 1,
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
-        """stage: a pass of `micro_batching`. mini_batch_size: prompts of an optimizer step; -1 = all. shuffle_seed:
-        None = rows in order."""
+        """Plans the batch for the ranks. stage: the pass, as named in `micro_batching`. mini_batch_size: prompts per
+        optimizer step; -1 = all. shuffle_seed: seed of the row order; None = keep the order."""
         cut = micro_batching(self.config, stage)
         rows = None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, self.config.rollout.n)
         return plan_batch(
@@ -96,7 +97,7 @@ class ModelRole:
 
 
 def apply_plan(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_info: Any) -> DataProto:
-    """Those columns as the ranks get them."""
+    """Returns the given columns with their rows in the order of the plan, as the ranks receive them."""
     data = plan.apply(batch.select(batch_keys=list(columns), non_tensor_batch_keys=[], meta_info_keys=[]))
     data.meta_info |= meta_info
     return data
@@ -105,7 +106,7 @@ def apply_plan(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta
 def dispatch_planned(
     call: Callable[..., Any], data: DataProto, then: Callable[[Any], DataProto], blocking: bool
 ) -> Any:
-    """`then` of what a method of a worker group answers; with blocking=False a future of it, as the ranks begin."""
+    """Calls a worker group's method and applies `then` to its result. blocking=False returns a future at once."""
     if blocking:
         return then(call(data))
     answer = call(data, blocking=False)
@@ -113,22 +114,22 @@ def dispatch_planned(
 
 
 def joined_metrics(results: Iterable[DataProto], more: Metrics) -> DataProto:
-    """The metrics of all ranks, and more, as meta_info of a batch."""
+    """Returns a batch whose meta_info holds the combined metrics of all ranks, plus `more`."""
     return DataProto(meta_info={"metrics": combine([result.meta_info["metrics"] for result in results]) | more})
 
 
 def step_of(batch: DataProto) -> int:
-    """The training step of a batch that says it as ROLL does, counted from 0; ours count from 1."""
+    """Returns the training step, counted from 1, from meta_info['global_step'], which ROLL counts from 0."""
     if "global_step" not in batch.meta_info:
         raise ValueError("train_step: the batch has no meta_info['global_step'], counted from 0, as get_batch gives it")
     return int(batch.meta_info["global_step"]) + 1
 
 
 class ActorRole(ModelRole, SavedByWorkers):
-    """The policy, as the driver sees it."""
+    """The driver's interface to the policy workers."""
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """One answer for each row, in the order of the rows; meta_info metrics of all ranks."""
+        """Samples one response per row, in row order; meta_info holds the metrics of all ranks."""
         answers = self.group.generate_sequences(prompts)
         metrics = join(answers.meta_info["metrics"])
         slowest, mean = (metrics[f"rollout/{name}_rank_seconds"].value for name in ("slowest", "mean"))
@@ -136,8 +137,8 @@ class ActorRole(ModelRole, SavedByWorkers):
         return answers
 
     def compute_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
-        """old_log_probs and entropys of the batch under the weights of now, and sum_pi_squared for estimators that
-        read it; blocking=False gives a future of it."""
+        """Computes old_log_probs and entropys under the current weights, and sum_pi_squared if the estimator takes it.
+        blocking=False returns a future."""
         return self.infer(
             self.group.compute_log_prob,
             batch,
@@ -151,12 +152,12 @@ class ActorRole(ModelRole, SavedByWorkers):
     compute_log_probs = compute_log_prob  # ROLL's name
 
     def update(self, batch: DataProto, step: int) -> Metrics:
-        """Trains on the batch; see `actor.ppo_mini_batch_size` and `actor.ppo_epochs` for how many optimizer steps."""
+        """Trains on the batch. actor.ppo_mini_batch_size and actor.ppo_epochs set the number of optimizer steps."""
         return self.train_step(batch, step=step).meta_info["metrics"]
 
     def train_step(self, batch: DataProto, blocking: bool = True, step: int | None = None) -> Any:
-        """`update` under ROLL's name: a batch with the metrics in meta_info, with blocking=False a future of it. step:
-        None = as the batch says."""
+        """ROLL's name for `update`. Returns a batch with the metrics in meta_info; blocking=False returns a future.
+        step: the training step; None = read it from the batch."""
         step = step_of(batch) if step is None else step
         config, correction = self.config, self.config.algorithm.rollout_correction
         plan = self.plan(
@@ -167,7 +168,7 @@ class ActorRole(ModelRole, SavedByWorkers):
             shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
         )
         columns = [*TRAIN_COLUMNS, "advantages", *self.replayed]
-        # strictly on-policy there are no old log-probs: the update itself is where trainer and rollout can be compared
+        # strictly on-policy, old_log_probs are not computed: the update compares the trainer with the rollout instead
         if not is_on_policy(config) or correction.bypass_mode:
             columns.append("old_log_probs")
         elif config.rollout.calculate_log_probs:
@@ -182,15 +183,15 @@ class ActorRole(ModelRole, SavedByWorkers):
         return dispatch_planned(self.group.update_actor, data, lambda results: joined_metrics(results, shape), blocking)
 
     def update_weights(self, version: int) -> Metrics:
-        """Makes the rollout engines use the trained weights; samples drawn from now on carry `version`."""
+        """Copies the trained weights to the rollout engines. New samples carry `version`."""
         return combine(self.group.update_weights(version))
 
 
 def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, torch.Tensor]:
-    """selected (B, R) bool and scores (B,), where the policy loss names them.
+    """Returns the columns selected (B, R) bool and scores (B,), each only if the policy loss takes it.
 
-    selected: tokens chosen over the whole batch, by the policy of before the update; the same ones in each epoch. A
-    random choice follows from trainer.seed and the step.
+    selected: tokens chosen over the whole batch under the policy before the update, the same in every epoch. Random
+    choices are seeded with trainer.seed and the step.
     """
     tensors, loss_mode = {}, config.actor.policy_loss.loss_mode
     if loss_takes(config, "selected"):
@@ -209,9 +210,9 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
 
 
 class AgentRole(ActorRole):
-    """The policy that acts in environments, as the driver sees it; a `trainer.rollout_scheduler.GroupRunner`.
+    """The driver's interface to a policy that acts in environments; a `trainer.rollout_scheduler.GroupRunner`.
 
-    Groups are dealt whole to the engines in turn, so that which members of a group are kept is decided where they run.
+    Whole groups are assigned to the engines round-robin, because an engine filters the members of its own groups.
     """
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
@@ -219,31 +220,31 @@ class AgentRole(ActorRole):
         self.group_filter = make_group_filter(config.agentic, config.agentic.train_env_manager, "train")
 
     def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
-        """Starts these groups and returns."""
+        """Starts the groups without waiting for them."""
         mesh = self.group.mesh("rollout")
         dealt = PerRank(plans[part :: mesh.dp_size] for part in mesh.dp_rank)
         is_train = any(plan.attempts[0][0].purpose == "train" for plan in plans)
         self.group.begin_episodes(key, dealt, sampling, self.group_filter if is_train else None)
 
     def finish_groups(self, key: str) -> list[GroupResults]:
-        """Waits for the groups begun under this key. One entry for each engine."""
+        """Waits for the groups that were started under this key. Returns one entry per engine."""
         results = self.group.run_episodes(key)
         return [results[rank] for rank in self.group.mesh("rollout").collecting]
 
 
 class CriticRole(ModelRole, SavedByWorkers):
-    """The critic on its worker group. What `critic` leaves open is as in the actor's update."""
+    """The driver's interface to the critic workers. Update options that `critic` leaves unset come from `actor`."""
 
     def compute_values(self, batch: DataProto, blocking: bool = True) -> Any:
-        """values of the batch under the critic's weights of now; blocking=False gives a future of it."""
+        """Computes values under the critic's current weights; blocking=False returns a future."""
         return self.infer(self.group.compute_values, batch, "values", blocking)
 
     def update(self, batch: DataProto, step: int) -> Metrics:
-        """Fits the values to the returns, with mini-batches and epochs of its own where `critic` sets them."""
+        """Fits the values to the returns. Mini-batch size and epochs come from `critic`, else from `actor`."""
         return self.train_step(batch, step=step).meta_info["metrics"]
 
     def train_step(self, batch: DataProto, blocking: bool = True, step: int | None = None) -> Any:
-        """`update` under ROLL's name; see `ActorRole.train_step`."""
+        """ROLL's name for `update`; see `ActorRole.train_step`."""
         step = step_of(batch) if step is None else step
         critic, actor = self.config.critic, self.config.actor
         shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
@@ -259,10 +260,10 @@ class CriticRole(ModelRole, SavedByWorkers):
 
 
 class ReferenceRole(ModelRole):
-    """The frozen reference model, as the driver sees it."""
+    """The driver's interface to the frozen reference model."""
 
     def compute_ref_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
-        """ref_log_prob of the batch; blocking=False gives a future of it."""
+        """Computes ref_log_prob of the batch; blocking=False returns a future."""
         temperature = self.config.rollout.temperature
         return self.infer(self.group.compute_ref_log_prob, batch, "ref", blocking, temperature=temperature)
 
@@ -270,9 +271,9 @@ class ReferenceRole(ModelRole):
 
 
 class RewardModelRole(ModelRole):
-    """The reward model, as the driver sees it.
+    """The driver's interface to the reward model.
 
-    inputs: what it reads of a batch. weight: the factor of its score, beside that of the reward function.
+    inputs: converts a batch into the model's input rows. weight: factor of its score in the sum with the function's.
     """
 
     def __init__(self, group: WorkerGroup, config: PPOConfig, inputs: RewardInputs) -> None:
@@ -280,8 +281,8 @@ class RewardModelRole(ModelRole):
         self.inputs, self.weight = inputs, config.reward_model.weight
 
     def score(self, batch: DataProto) -> list[RewardResult]:
-        """A score for each row, 0 for an empty answer; failed where the model cannot read the row, or gives no finite
-        number."""
+        """Returns one result per row; an empty response scores 0. A row fails if the model cannot read it or returns a
+        number that is not finite."""
         rows, errors = self.inputs(batch)
         scored = self.infer(self.group.compute_rm_score, rows, "reward_model")
         scores = scored.batch["rm_scores"].tolist()

@@ -1,4 +1,4 @@
-"""The sequence of training steps: which prompts, which epoch, what is due. Resumable at any step."""
+"""The sequence of training steps: prompts and epoch of each step, and periodic actions. Resumable at any step."""
 
 import math
 from collections.abc import Iterator
@@ -14,22 +14,22 @@ from verl_lite.protocol import DataProto
 
 
 class StepCounter:
-    """`global_step` is the step that runs now (1 is the first; 0 before it), `epoch` counts from 0; `total` is the last
-    one."""
+    """Counts training steps. `global_step`: current step, from 1 (0 before the first). `epoch`: current epoch, from 0.
+    `total`: last step."""
 
     total: int
     global_step: int = 0
     epoch: int = 0
     stop_asked = False
-    stopping = False  # the step that runs now is the last one although there are more
+    stopping = False  # True if the run ends after the current step although steps remain
 
     def stop(self) -> None:
-        """Asks the run to end after the step that runs now, at any instant, even from a signal's handler."""
+        """Requests that the run ends after the current step. Safe to call at any time, also in a signal handler."""
         self.stop_asked = True
 
     def must_stop(self) -> bool:
-        """Whether the run was asked to end after this step. Decided here, once a step, before its checkpoint, so that
-        it never ends without one."""
+        """True if the run must end after this step because `stop` was called."""
+        # evaluated once per step, before its checkpoint, so that a stopped run always has one
         self.stopping = self.stop_asked and not self.is_last
         return self.stopping
 
@@ -38,11 +38,11 @@ class StepCounter:
         return self.global_step >= self.total
 
     def due(self, frequency: int) -> bool:
-        """Whether something that happens every `frequency` steps happens in this one; -1 = in the last, 0 = never."""
+        """True if an action with this frequency is due in the current step; -1 = only in the last step, 0 = never."""
         return frequency != 0 and (self.is_last or (frequency > 0 and self.global_step % frequency == 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
+        """Returns the state from which a resumed run continues."""
         return {"global_step": self.global_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -50,14 +50,14 @@ class StepCounter:
 
 
 class EpochSteps(StepCounter):
-    """Steps over rows that are known by their number: which rows a step has depends on seed and step alone.
+    """Steps over a dataset of numbered rows: seed and step alone determine the rows of a step.
 
-    An epoch has every row `repeat` times, and its last batch may be smaller. Iterates over the numbers of the steps.
+    An epoch contains every row `repeat` times, and its last batch may be smaller. Iterating yields step numbers.
 
     Args:
-        rows: to train on.
-        options: how many epochs or steps, and the seed.
-        dataset: fingerprint of the data, which a checkpoint keeps.
+        rows: number of training rows.
+        options: number of epochs or steps, and the seed.
+        dataset: fingerprint of the data, which checkpoints store.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EpochSteps(StepCounter):
         return super().state_dict() | {"dataset": self.dataset}
 
     def rows_of(self, step: int) -> list[int]:
-        """The rows of the batch of a step, which count from 1."""
+        """Returns the row numbers of the batch of `step`; steps count from 1, rows from 0."""
         epoch, number = divmod(step - 1, self.per_epoch)
         order = np.tile(np.arange(self.rows), self.repeat)
         if self.shuffle:
@@ -88,8 +88,8 @@ class EpochSteps(StepCounter):
 
 
 def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
-    """Training steps of the whole run; the last batch of an epoch may be short. epoch_prompts: of one epoch; None =
-    there is no dataset, and trainer.total_training_steps is given."""
+    """Returns the number of training steps of the run; the last batch of an epoch may be smaller. epoch_prompts: number
+    of prompts per epoch; None = no dataset, which requires trainer.total_training_steps."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     assert epoch_prompts is not None
@@ -97,8 +97,8 @@ def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
 
 
 class TrainingSteps(StepCounter):
-    """Iterates over the prompts of each step, from the first or the resumed one to the last. Epochs follow one another
-    until the number of steps is reached."""
+    """Iterates over the prompts of each step, from the first or resumed step to the last. Epochs repeat until `total`
+    steps are done."""
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         self.config = config
@@ -116,17 +116,17 @@ class TrainingSteps(StepCounter):
             self.epoch += 1
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Tells a sampler what became of the step's batch, once a step and before its checkpoint; gives what it wants
-        logged."""
+        """Passes the step's finished batch to the data sampler, once per step and before its checkpoint. Returns the
+        sampler's metrics."""
         return self.order.update(batch)
 
     def only(self, step: int, epoch: int, prompts: DataProto) -> None:
-        """Leaves one step to do, with these prompts."""
+        """Restricts the iteration to one step with the given prompts."""
         self.loader, self.global_step, self.epoch, self.total = [prompts], step - 1, epoch, step
 
     @property
     def past_critic_warmup(self) -> bool:
-        """Whether the actor learns in this step; before, only the critic does."""
+        """True if the actor is updated in this step; during warmup only the critic is."""
         return self.global_step > self.config.trainer.critic_warmup
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,8 +138,8 @@ class TrainingSteps(StepCounter):
 
 
 class EpisodeSteps(TrainingSteps):
-    """The steps of a run without a dataset: what is to be done in each is the scheduler's part, whose state is saved
-    with them. Each step gives a batch without rows: meta_info global_step, from 0, and the number of its first group.
+    """Steps of a run without a dataset. The scheduler chooses the work of each step, and its state is saved here. Each
+    step yields a batch without rows: meta_info global_step, from 0, and next_group, the number of its first group.
     """
 
     def __init__(self, config: PPOConfig, scheduler: RolloutScheduler) -> None:
@@ -152,11 +152,11 @@ class EpisodeSteps(TrainingSteps):
             yield DataProto(meta_info={"global_step": self.global_step - 1, "next_group": self.scheduler.next_group})
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Nothing: the scheduler saw the episodes end."""
+        """Returns no metrics: the scheduler already recorded the finished episodes."""
         return {}
 
     def only(self, step: int, epoch: int, prompts: DataProto) -> None:
-        """Leaves one step to do, with its groups, where these were not begun in an earlier one."""
+        """Restricts the iteration to one step with its groups, unless these were started in an earlier step."""
         self.scheduler.next_group = prompts.meta_info["next_group"]
         self.global_step, self.total = step - 1, step
 
