@@ -1,18 +1,18 @@
-"""From scores to advantages, on the driver: ROLL's three functions, which the trainer calls in turn.
+"""Computes advantages from scores on the driver, with ROLL's three functions, which the trainer calls in this order:
 
-    reward_postprocess     one number for each answer, normalised and clipped        response_level_rewards (B,)
-    compute_token_reward   that number on the answer's tokens, less the KL penalty   token_level_rewards (B, R)
+    reward_postprocess     normalised and clipped reward of each response            response_level_rewards (B,)
+    compute_token_reward   that reward on the response's tokens, less the KL penalty token_level_rewards (B, R)
     compute_advantage      the registered estimator, whitening, clipping             advantages, returns (B, R)
 
-Columns are verl's: (B, R) belongs to the R response tokens. A batch in ROLL's layout works too: response_level_rewards
-instead of token scores, ref_log_probs instead of ref_log_prob, and a response_mask one column wider than what belongs
-to predictions. `pipeline_config` is any object that has the options as attributes, under our names or ROLL's; one that
-it lacks is off. Nothing that is given is changed, but for the two controllers.
+Columns are verl's; (B, R) columns cover the R response tokens. Batches in ROLL's layout are accepted as well, with
+response_level_rewards instead of token scores, ref_log_probs instead of ref_log_prob, and a response_mask that is one
+column wider than the predictions. `pipeline_config` is any object with the options as attributes, under our names or
+ROLL's; a missing option is off. The functions change no argument except the two controllers.
 
-Estimators have verl's meaning: grpo normalises within the group itself. In ROLL rewards are normalised first, and
-every estimator but gae is REINFORCE; that is what a batch without a column of groups gets here too, outside of a run.
-recipes/COMPARISON.md has its recipes under these options. With KL in the reward ROLL takes it off the normalised score
-and verl off the score that is normalised after.
+Estimators have verl's meaning: grpo normalises within the group itself. ROLL normalises rewards first, and all its
+estimators except gae are REINFORCE; outside of a run, a batch without group columns is treated in that way.
+recipes/COMPARISON.md lists ROLL's recipes under these options. With KL in the reward, ROLL subtracts the penalty from
+the normalised score; verl subtracts it from the score before the normalisation.
 """
 
 from collections.abc import MutableMapping
@@ -36,10 +36,10 @@ ScalarMetrics = dict[str, float]
 
 _SAME_NAMES = "values reward_baselines old_log_probs sum_pi_squared rollout_is_weights traj_id step state_hash"
 ESTIMATOR_COLUMNS = {"index": "uid"} | {name: name for name in _SAME_NAMES.split()}
-"""The column that each argument of an estimator is. One that names it needs it; rollout_is_weights alone may lack."""
+"""Estimator argument -> column. An estimator requires each column it takes; only rollout_is_weights is optional."""
 
 RETURNS_IN_ROLL = ("grpo", "gigpo", "step_reinforce")
-"""Estimators that compare rows with each other here, and in ROLL take rewards that were compared before."""
+"""Estimators that compare rows with each other here; in ROLL they receive rewards that are already normalised."""
 
 _LABELS = ("uid", "traj_id", "step", "state_hash")
 
@@ -48,21 +48,23 @@ _LABELS = ("uid", "traj_id", "step", "state_hash")
 def reward_postprocess(
     data: DataProto, pipeline_config: AlgorithmConfig | Any, running_ctrl: Controllers | None = None
 ) -> tuple[DataProto, ScalarMetrics]:
-    """Normalises and clips the reward of each answer: response_level_rewards, from these (B,) if they are there, else
-    from the sums of token_level_scores. Rows without a valid token (padding, a failed reward) count nowhere and get 0.
+    """Normalises and clips the reward of each response and writes response_level_rewards (B,).
+
+    Reads response_level_rewards if present, else the sums of token_level_scores. Rows without a valid token (padding,
+    failed rewards) are excluded from all statistics and get 0.
 
     Args:
-        pipeline_config: norm_mean_type and norm_std_type (see `normalise_scores`), reward_clip. Groups are rows that
-            share a uid; without that column ROLL's, each actor_infer.generating_args.num_return_sequences
-            neighbours, and both types are group if adv_estimator=grpo.
-        running_ctrl: `RunningMoments` by domain, else data_source (one is added for a new one), or one for all; it
-            takes in this batch before it is read.
+        pipeline_config: norm_mean_type and norm_std_type (see `normalise_scores`), reward_clip. Rows that share a uid
+            form a group. Without that column groups are ROLL's: actor_infer.generating_args.num_return_sequences
+            adjacent rows, and adv_estimator=grpo sets both types to group.
+        running_ctrl: `RunningMoments` by domain, or by data_source without a domain column (new keys are added), or one
+            object for all rows. It is updated with this batch before it is used.
 
     Returns:
-        The batch, and critic/reward_clip_frac, over rows that count (0 without a clip; ROLL counts all rows).
+        The batch, and critic/reward_clip_frac over valid rows (0 without a clip; ROLL counts all rows).
 
     Raises:
-        ValueError: an unknown type, or a column or controller that is missing.
+        ValueError: a type is unknown, or a column or controller is missing.
     """
     stage = "reward_postprocess"
     scores, valid = response_scores(data, stage)
@@ -95,21 +97,21 @@ def reward_postprocess(
 def compute_token_reward(
     data: DataProto, pipeline_config: Any, kl_ctrl: FixedKLController | None = None
 ) -> tuple[DataProto, ScalarMetrics]:
-    """Puts rewards on tokens and takes the KL to the reference model off them.
+    """Assigns rewards to tokens and subtracts the KL penalty to the reference model.
 
-    Reads response_mask, response_level_rewards and token_level_scores, one of which suffices; old_log_probs and
-    ref_log_prob (or ref_log_probs), where the penalty is on. Writes token_level_rewards (B, R): the reward of an answer
-    at its last valid token; the scores where they stood, if all that was done leaves their sum as it was.
+    Reads response_mask; response_level_rewards or token_level_scores or both; with the penalty also old_log_probs and
+    ref_log_prob (or ref_log_probs). Writes token_level_rewards (B, R): each reward at the last valid token of its
+    response, or the token_level_scores unchanged if their sum equals the reward.
 
     Args:
-        pipeline_config: use_kl_in_reward (ROLL: add_token_level_kl), kl_penalty, reward_clip, for tokens too.
-        kl_ctrl: of the coefficient, read before this batch moves it; it counts rows that have a valid token (verl and
-            ROLL: all rows; ROLL moves it without the penalty too).
+        pipeline_config: use_kl_in_reward (ROLL: add_token_level_kl), kl_penalty, reward_clip (applied to tokens too).
+        kl_ctrl: controller of the KL coefficient. The coefficient is read before this batch updates it. The update
+            counts rows with a valid token (verl and ROLL: all rows; ROLL updates it without the penalty too).
 
     Returns:
-        The batch; critic/kl and critic/kl_coef where its columns are there, with the penalty also under verl's names
-        actor/reward_kl_penalty and actor/reward_kl_penalty_coeff; with reward_clip critic/token_reward_clip_frac, over
-        valid tokens (ROLL: over all).
+        The batch and its metrics: critic/kl and critic/kl_coef if the log-prob columns are present; with the penalty
+        also verl's actor/reward_kl_penalty and actor/reward_kl_penalty_coeff; with reward_clip
+        critic/token_reward_clip_frac over valid tokens (ROLL: over all tokens).
     """
     stage = "compute_token_reward"
     switch = "use_kl_in_reward" if hasattr(pipeline_config, "use_kl_in_reward") else "add_token_level_kl"
@@ -155,23 +157,24 @@ def compute_advantage(
     response_mask: torch.Tensor | None = None,
     pipeline_config: Any = None,
 ) -> DataProto:
-    """Advantages by the registered estimator `adv_estimator` (a name, or pkg.module:function).
+    """Computes advantages with the registered estimator `adv_estimator` (a name, or pkg.module:function).
 
-    Reads token_level_rewards (B, R), response_mask unless another is given, and the columns that the estimator names
-    (`ESTIMATOR_COLUMNS`). Writes raw_advantages (B, R), as the estimator gives them; advantages, these whitened and
-    clipped; and returns, neither. With a clip meta_info["metrics"] gains critic/advantage_clip_frac, over valid tokens.
+    Reads token_level_rewards (B, R), response_mask unless it is an argument, and the columns that the estimator takes
+    (`ESTIMATOR_COLUMNS`). Writes raw_advantages (B, R), the estimator's output; advantages, whitened and clipped; and
+    returns, unchanged. A clip adds critic/advantage_clip_frac over valid tokens to meta_info["metrics"].
 
     Args:
-        gamma, lambd: discount, lambda of gae.
-        pipeline_config: handed to the estimator as `config`; a run gives it. Without it the function is ROLL's: gae is
-            whitened only where whiten_advantages asks for it, and where no column says which rows belong together
-            the estimators `RETURNS_IN_ROLL` are reinforce, of rewards that `reward_postprocess` normalised.
-        whiten_rewards: of all valid tokens before the estimator, so that a longer answer loses more; those of the batch
-            stay as they are (ROLL: replaced).
-        whiten_advantages: of all valid tokens after it. Fewer than two valid tokens are not whitened.
+        gamma: discount.
+        lambd: lambda of GAE.
+        pipeline_config: passed to the estimator as `config`; set in a run. None selects ROLL's behavior: gae whitens
+            only with whiten_advantages, and without group columns the estimators in `RETURNS_IN_ROLL` become
+            reinforce over the rewards that `reward_postprocess` normalised.
+        whiten_rewards: whiten the rewards of all valid tokens before the estimator, so that a longer response loses
+            more. The batch keeps its own rewards (ROLL replaces them).
+        whiten_advantages: whiten all valid tokens after the estimator. Fewer than two valid tokens are not whitened.
 
     Raises:
-        ValueError: an unknown estimator, or a missing column: which, for whom, and who writes it.
+        ValueError: the estimator is unknown, or a column is missing (the message names the stage that writes it).
     """
     stage = f"compute_advantage with adv_estimator={adv_estimator}"
     is_rolls = pipeline_config is None
@@ -207,12 +210,12 @@ def compute_advantage(
 
 
 def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls a registered estimator with what is given, the columns of the batch that it may read, and no other."""
+    """Calls a registered estimator with the entries of `given` and the columns that its signature accepts."""
     function = get_adv_estimator_fn(name)
     for argument, column in ESTIMATOR_COLUMNS.items():
         if column in data or (takes(function, argument) and argument != "rollout_is_weights"):
             given[argument] = column_of(data, column, stage)
-    # what a reward function returned beside its score goes by its own name, as in verl
+    # extra values of the reward function are passed under their own names, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
     given |= {"batch": data.batch, "non_tensor_batch": {**extras, **data.non_tensor_batch}}
     result = function(**{key: value for key, value in given.items() if accepts(function, key)})
@@ -228,14 +231,15 @@ def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: st
 
 
 def column_of(data: DataProto, name: str, stage: str) -> Any:
-    """A column, wherever it is kept. Raises ValueError where it is missing."""
+    """Returns a tensor or non-tensor column. Raises ValueError if it is missing."""
     if name not in data:
         check(data, [name], stage)
     return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
 
 
 def _groups_of_roll(data: DataProto, pipeline_config: Any, stage: str) -> list[int] | None:
-    """The group of each row where no uid says it: num_return_sequences neighbours. None where that is not said."""
+    """Returns the group of each row as in ROLL: num_return_sequences adjacent rows form a group. None if that option is
+    unset or the batch has a uid column."""
     arguments = getattr(getattr(pipeline_config, "actor_infer", None), "generating_args", None)
     size = getattr(arguments, "num_return_sequences", None)
     if not size or "uid" in data:
@@ -246,8 +250,8 @@ def _groups_of_roll(data: DataProto, pipeline_config: Any, stage: str) -> list[i
 
 
 def _response_mask(data: DataProto, width: int | None = None) -> torch.Tensor:
-    """response_mask of the response tokens, as wide as the other columns (`width`; None = as one of the batch); ROLL's
-    lacks its first column there."""
+    """Returns response_mask (B, width), without the first column of ROLL's wider mask. width: None = the width of the
+    batch's other response columns."""
     mask = data.batch["response_mask"]
     if width is None:
         others = [name for name in ("old_log_probs", "token_level_scores") if name in data]
@@ -256,7 +260,7 @@ def _response_mask(data: DataProto, width: int | None = None) -> torch.Tensor:
 
 
 def response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reward of each answer (B,), and which rows count (B,)."""
+    """Returns the reward of each response (B,) and a bool mask of the rows with a valid token (B,)."""
     check(data, ["response_mask"], stage)
     mask = _response_mask(data)
     valid = (mask != 0).any(dim=-1)
@@ -266,7 +270,8 @@ def response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Te
 
 
 def _place_rewards(data: DataProto, mask: torch.Tensor) -> torch.Tensor:
-    """(B, R): the reward of each answer on its tokens; scores of several tokens stay where their sum is as it was."""
+    """Returns token rewards (B, R): token_level_scores of rows whose sum equals the reward, else the reward at the last
+    valid token."""
     if "response_level_rewards" not in data:
         return column_of(data, "token_level_scores", "compute_token_reward")
     rewards = data.batch["response_level_rewards"].float()
@@ -278,7 +283,7 @@ def _place_rewards(data: DataProto, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Values within +-bound, and the share of the counted ones that lay beyond it."""
+    """Returns the values clipped to +-bound, and the fraction of `counted` values outside of it."""
     if bound is None:
         return values, 0.0
     beyond = (values.abs() > bound) & counted

@@ -1,7 +1,7 @@
-"""The one place that turns the options of `trainer.main_ppo` into objects: data, worker groups, reward pool, trainer.
-`PPOJob` is what the frame (`trainer.run`) runs, for language models and for agents.
+"""Creates the objects of a PPO run from its options: data, worker groups, reward pool and trainer.
+`PPOJob` is the job that `trainer.run` executes, for language models and for agents.
 
-`build_trainer` is a context: what it started (processes, files) ends with it, whatever happens inside.
+`build_trainer` is a context manager: on exit it stops the processes and closes the files, also after an error.
 """
 
 import shlex
@@ -60,14 +60,14 @@ from workers.rollout.slot_cache import check_layers
 from workers.rollout.vllm_engine import check_replay
 
 GIB = 1 << 30
-REWARD_CALLS_AT_ONCE = 8  # the driver waits for scores in one call while workers send samples in others
+REWARD_CALLS_AT_ONCE = 8  # one call of the driver waits for scores while calls of workers submit samples
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The tokenizer and the datasets of a run; train is None where agents act in environments, val without files.
+    """The tokenizer and the datasets of a run. train is None for agentic runs, val is None without data.val_files.
 
-    epoch_prompts: training prompts of one epoch. reward_inputs: what the reward model reads, None without one.
+    epoch_prompts: number of training prompts per epoch. reward_inputs: input converter of the reward model, if any.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -78,8 +78,8 @@ class RunData:
 
 
 def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) -> RunData:
-    """Reads, checks and tokenises the data, and tries the reward on two rows, or the environments: all that can fail
-    cheaply. trains, scores: see `RayPPOTrainer`."""
+    """Reads, checks and tokenizes the data, and tries the reward function on a few rows, or the environments, before
+    any worker starts. trains, scores: see `RayPPOTrainer`."""
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     if trains:
         check_experts(config)
@@ -100,7 +100,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     check_vocabulary(config, datasets)
     named = named_by_options(config) if trains and scores else {}
     extras: list[list[dict[str, float | str]]] = []
-    if has_function:  # two rows of each dataset; for names that a reward may return for one source only, one of each
+    if has_function:  # try two rows per dataset; if options name reward values, also one row per data source
         pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
         try:
             for data in datasets:
@@ -115,20 +115,20 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
 
 
 def named_by_options(config: PPOConfig) -> dict[str, str]:
-    """The numbers that a reward has to return, each with the option that names it."""
+    """Returns the values that the reward must return besides the score, each with the option that names it."""
     algorithm = config.algorithm
     keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
     named = {key.removeprefix("reward/"): "algorithm.gdpo_reward_keys" for key in keys}
     metric = algorithm.filter_groups.metric if algorithm.filter_groups.enable else None
-    if metric not in (None, SCORE, ACCURACY):  # a score alone is acc
+    if metric not in (None, SCORE, ACCURACY):  # acc defaults to the score
         named[str(metric)] = "algorithm.filter_groups.metric"
     return named
 
 
 def check_named(config: PPOConfig, named: Mapping[str, str], extras: Sequence[Mapping[str, float | str]]) -> None:
-    """Raises UserError for a name that is no number in what the reward returned for any of the rows that were tried.
+    """Raises UserError for a named value that the reward did not return as a number for any row that was tried.
 
-    named: as of `named_by_options`. extras: what the reward returned for each row besides the score.
+    named: result of `named_by_options`. extras: the values that the reward returned besides the score, by row.
     """
     known = {name for extra in extras for name, value in extra.items() if not isinstance(value, str)}
     known |= {"model", "function"} if config.reward_model.enable else set()
@@ -144,9 +144,9 @@ def check_named(config: PPOConfig, named: Mapping[str, str], extras: Sequence[Ma
 
 
 class PPOJob(Job[PPOConfig]):
-    """`trainer.main_ppo`, and what validates or generates with its options.
+    """The job of `trainer.main_ppo` and of the commands that evaluate or generate with its options.
 
-    trainer_class: one that replaces a stage of the trainer; None = the recipe's, or the one that the options ask for.
+    trainer_class: subclass that replaces stages of the trainer; None = the class of the recipe or of the options.
     """
 
     module = "trainer.main_ppo"
@@ -157,7 +157,7 @@ class PPOJob(Job[PPOConfig]):
     ) -> None:
         super().__init__(config, slots, console)
         self.kind = trainer_class or trainer_of(config)
-        self.continues = not config.trainer.val_only  # else it may validate with other settings
+        self.continues = not config.trainer.val_only  # a run that only validates may use other options
 
     def check(self, available: int | None) -> None:
         config = self.config
@@ -220,14 +220,14 @@ class PPOJob(Job[PPOConfig]):
 
 
 def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
-    """Runs a whole training from its command line; returns the exit status. trainer_class: see `PPOJob`."""
+    """Runs a training from its command line. Returns the exit status. trainer_class: see `PPOJob`."""
     loaded = load_config(argv, recipe_loader=recipe_overrides)
     return run(PPOJob, loaded, argv, trainer_class=trainer_class)
 
 
 def check_context(config: PPOConfig) -> None:
-    """Raises UserError where prompt and answer together may be longer than the model's positions reach: an engine
-    refuses that late, and a model that is run beyond them writes nonsense."""
+    """Raises UserError if prompt and response together may exceed the model's number of positions."""
+    # an engine would reject this only after its start; a model beyond its positions generates nonsense
     context = longest_context(load_model_config(config.model))
     prompt, answer = config.data.max_prompt_length, config.data.max_response_length
     if context is not None and prompt + answer > context:
@@ -239,7 +239,7 @@ def check_context(config: PPOConfig) -> None:
 
 
 def check_engine(config: PPOConfig) -> None:
-    """Raises UserError for a model that the chosen engine cannot run: vLLM would fail only after its start."""
+    """Raises UserError if the chosen engine cannot run the model; vLLM itself would fail only after its start."""
     name = resolve_engine_name(config.rollout.name)
     if name == "hf":
         try:
@@ -252,7 +252,7 @@ def check_engine(config: PPOConfig) -> None:
 
 
 def check_experts(config: PPOConfig) -> None:
-    """Raises UserError where something is asked of a mixture of experts that the model or the engine does not give."""
+    """Raises UserError for mixture-of-experts options that the model or the engine does not support."""
     coefficient, engine, options = config.actor.router_aux_loss_coef, config.rollout.name, []
     if coefficient:
         options.append(f"actor.router_aux_loss_coef={coefficient}")
@@ -267,8 +267,7 @@ def check_experts(config: PPOConfig) -> None:
 
 
 def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> None:
-    """Raises UserError for a prompt with a token that the model has no embedding for, as another model's tokenizer
-    writes them."""
+    """Raises UserError for a prompt token without an embedding in the model, a sign of another model's tokenizer."""
     size = load_model_config(config.model).get_text_config().vocab_size
     for data in datasets:
         if (largest := data.largest_token()) >= size:
@@ -279,14 +278,14 @@ def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> No
 
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
-    """What the run takes of one machine's devices."""
+    """Returns the devices and the memory share that the run needs on each machine."""
     is_vllm = resolve_engine_name(config.rollout.name) == "vllm"
     share = config.rollout.gpu_memory_utilization if is_vllm else 0.0
     return ResourceRequest(slots // config.trainer.nnodes, share, config.trainer.share_devices)
 
 
 def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> ServiceHandle | None:
-    """The reward pool as a service, its processes starting; it ends with `stack`. None if no function is called."""
+    """Starts the reward pool as a service, which `stack` stops. Returns None if the run has no reward function."""
     if not needs_reward_function(config):
         return None
     number, modules = config.reward.num_workers, reward_modules()
@@ -310,9 +309,9 @@ def worker_classes(
     run_dir: Path,
     kind: type[RayPPOTrainer] = RayPPOTrainer,
 ) -> dict[str, ClassWithInitArgs]:
-    """The workers of each device by role, in the order in which they build their models.
+    """Returns the worker classes of each device by role, in the order in which they build their models.
 
-    The actor comes last: its rollout engine takes what memory the others leave.
+    The actor comes last because its rollout engine uses the remaining memory.
     """
     roles = {}
     if config.ray_kwargs.ray_init.address is not None and device_type(config.trainer.device) == "cuda":
@@ -336,9 +335,9 @@ def worker_classes(
 def build_trainer(
     config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, kind: type[RayPPOTrainer]
 ) -> Iterator[RayPPOTrainer]:
-    """Everything a run is made of, started; ended when the context is left.
+    """Starts all components of a run, yields the trainer, and stops the components on exit.
 
-    config: resolved and validated, with `trainer.n_gpus_per_node` set. run_dir: exists.
+    config: resolved and validated configuration with `trainer.n_gpus_per_node` set. run_dir: existing run folder.
     """
     total_steps, trainer = count_steps(config, data.epoch_prompts), config.trainer
     with ExitStack() as stack:
@@ -377,7 +376,7 @@ def build_trainer(
         )
         built.policy_work = policy_work(config)
         yield built
-        # only after success: a process that died cannot be asked to close, and the first error must stay the first
+        # only after success: closing a dead process would raise and hide the first error
         groups["actor_rollout"].close()
         if pool is not None:
             pool.call("close")

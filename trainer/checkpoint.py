@@ -1,14 +1,14 @@
-"""Checkpoints of a run: verl's folder layout, each complete or absent, whatever instant the process dies at.
+"""Checkpoints of a run in verl's folder layout. Each is complete or absent, even if the process is killed while saving.
 
 run folder / latest_checkpointed_iteration.txt    the newest complete step
            / global_step_N / actor/, critic/      sharded model, optimizer, schedule (torch DCP); huggingface/
-                           / data.pt              all else that training continues from
+                           / data.pt              the driver's state: steps, data order, random states, ...
                            / manifest.json        size and SHA-256 of each of these files
 
-A checkpoint is written under a hidden name, .global_step_N.draft, its files are hashed and brought to the disk, and one
-rename makes it visible; the marker follows. What is replaced (.old) or deleted (.gone) gets a hidden name first. So
-whatever is called global_step_N is whole, `tidy` clears away what a killed process left, and `whole_checkpoint` finds
-what a disk or a copy has changed.
+A checkpoint is written to a hidden folder, .global_step_N.draft. Its files are hashed and synced to disk, one rename
+makes it visible, and then the marker is updated. A checkpoint that is replaced (.old) or deleted (.gone) is renamed to
+a hidden name first. Therefore every folder named global_step_N is complete. `tidy` removes the remains of a killed
+process, and `whole_checkpoint` detects files that a disk or a copy has changed.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from verl_lite.errors import UserError, printable
 MARKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "data.pt"
-SPARE_SHARE = 0.05  # of a checkpoint's size that must be free beyond it: sizes vary, and other files grow meanwhile
+SPARE_SHARE = 0.05  # free space required beyond a checkpoint's size, as a share of it: sizes vary, other files grow
 LEAST_FREE_BYTES = 1 << 20  # a failed save that leaves less than this failed because the disk is full
-MOST_MANIFEST_BYTES = 16 << 20  # of 100,000 files; a larger one is not what this program wrote
-LOADED = ("*/.metadata", "*/*.distcp", "*/*.pt")  # the files of models that a run reads, beside those for people
+MOST_MANIFEST_BYTES = 16 << 20  # size for 100,000 files; this program writes no larger manifest
+LOADED = ("*/.metadata", "*/*.distcp", "*/*.pt")  # model files that a resumed run reads
 
 
 class DiskFull(UserError):
@@ -38,29 +38,29 @@ class DiskFull(UserError):
 
 
 def open_draft(run_dir: Path, step: int, expected_bytes: int = 0) -> Path:
-    """The folder in which the checkpoint of `step` is put together. Raises DiskFull if there is no room for it."""
+    """Creates the draft folder for the checkpoint of `step`. Raises DiskFull if the disk has no room for it."""
     require_space(run_dir, expected_size(run_dir, expected_bytes))
     draft = run_dir / f".global_step_{step}.draft"
-    _remove(draft)  # of a process that was killed
+    _remove(draft)  # left by a killed process
     draft.mkdir(parents=True)
     return draft
 
 
 @contextmanager
 def removed_on_failure(draft: Path) -> Iterator[None]:
-    """Whatever goes wrong inside, the draft goes; DiskFull if it went wrong for want of room."""
+    """Removes the draft if the block raises. Raises DiskFull instead of the error if the disk is full."""
     try:
         yield
     except BaseException as error:
         needed, free = expected_size(draft.parent, folder_bytes(draft)), free_bytes(draft.parent)
         _remove(draft)
-        if isinstance(error, Exception) and free < LEAST_FREE_BYTES:  # also where a worker's error hides its errno
+        if isinstance(error, Exception) and free < LEAST_FREE_BYTES:  # a worker's error has no errno
             raise DiskFull(_no_room(draft.parent, needed, free)) from error
         raise
 
 
 def publish(draft: Path) -> Path:
-    """Makes a draft, all of whose files are written, the checkpoint of its step; the marker follows."""
+    """Turns a completely written draft into the checkpoint of its step, then updates the marker. Returns its folder."""
     run_dir, name = draft.parent, draft.stem[1:]
     final, old = run_dir / name, run_dir / f".{name}.old"
     names = [str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file()]
@@ -68,11 +68,11 @@ def publish(draft: Path) -> Path:
     (draft / MANIFEST).write_text(json.dumps({"sha256": entries}, indent=1), encoding="utf-8")
     for path in (*draft.rglob("*"), draft):
         _sync(path)
-    if os.path.lexists(final):  # a run that was resumed at an earlier step comes by again
+    if os.path.lexists(final):  # a run resumed at an earlier step saves this step again
         final.rename(old)
     draft.rename(final)
     _sync(run_dir)
-    if (run_dir / MARKER).is_dir():  # which no file can replace
+    if (run_dir / MARKER).is_dir():  # os.replace cannot put a file in place of a folder
         _set_aside(run_dir / MARKER)
     write_atomically(run_dir / MARKER, name.removeprefix("global_step_"))
     _remove(old)
@@ -80,8 +80,8 @@ def publish(draft: Path) -> Path:
 
 
 def tidy(run_dir: Path) -> None:
-    """Removes what a process that was killed left half written or half deleted; what it had only begun to replace comes
-    back."""
+    """Removes the drafts and partly deleted checkpoints of a killed process. Restores a checkpoint whose replacement
+    was not completed."""
     for old in run_dir.glob(".global_step_*.old"):
         if old.is_dir() and not os.path.lexists(final := run_dir / old.stem[1:]):
             old.rename(final)
@@ -90,22 +90,22 @@ def tidy(run_dir: Path) -> None:
 
 
 def prune(run_dir: Path, keep_newest: int | None) -> None:
-    """Deletes all checkpoints but the `keep_newest` newest (null = all, at least one)."""
+    """Deletes all checkpoints except the `keep_newest` newest. None keeps all; at least one is kept."""
     folders = saved_steps(run_dir)
     for step in sorted(folders)[: -max(1, keep_newest or len(folders))]:
         _remove(folders[step].rename(run_dir / f".global_step_{step}.gone"))
 
 
 def saved_steps(run_dir: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run folder by step."""
+    """Returns the folders of the complete checkpoints of a run, by step."""
     paths = run_dir.glob("global_step_*")
     found = ((re.fullmatch(r"global_step_(0|[1-9][0-9]{0,17})", path.name), path) for path in paths)
     return {int(match[1]): path for match, path in found if match and path.is_dir()}
 
 
 def whole_steps(run_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
-    """The checkpoints of a run folder without damage, the newest first. Changes nothing; logs each damaged one, and
-    raises UserError if all are damaged."""
+    """Yields the undamaged checkpoints of a run folder, newest first, and logs each damaged one. Changes no file.
+    Raises UserError if all checkpoints are damaged."""
     steps, found = saved_steps(run_dir), False
     for step in sorted(steps, reverse=True):
         if damage := damage_of(steps[step]):
@@ -118,7 +118,8 @@ def whole_steps(run_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
 
 
 def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
-    """The checkpoint to start from: none for `disable`, the newest for `auto` (or none), `path` for `resume_path`."""
+    """Returns the checkpoint to start from: None for `disable`, the newest or None for `auto`, `path` for
+    `resume_path`. Raises UserError if `path` is no checkpoint."""
     if mode == "disable":
         return None
     if mode == "auto":
@@ -135,7 +136,7 @@ def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
 
 
 def marked_step(run_dir: Path) -> tuple[int, str]:
-    """The step that the marker names, -1 if it names no checkpoint here, and what is wrong with it (empty: nothing)."""
+    """Returns the step in the marker file, or -1 if this folder lacks its checkpoint, and the problem ("" if none)."""
     marker = run_dir / MARKER
     if not marker.is_file():
         return -1, "it is not a file" if os.path.lexists(marker) else ""
@@ -148,9 +149,9 @@ def marked_step(run_dir: Path) -> tuple[int, str]:
 
 
 def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[str], None]) -> Path | None:
-    """What `find_checkpoint` finds, every byte checked. With `auto` a damaged one is set aside, under another name, and
-    the newest before it is taken. Raises UserError if the one that was named is damaged, or if none is left of those
-    that the folder had: nobody asked to start from scratch."""
+    """Returns the checkpoint of `find_checkpoint` after verifying every file. With `auto` a damaged checkpoint is
+    renamed and the next older one is used. Raises UserError if a checkpoint given by path is damaged, or if the folder
+    had checkpoints and all are damaged, so that a run never restarts from scratch unnoticed."""
     if mode == "auto" and (problem := marked_step(run_dir)[1]):
         log(f"{run_dir / MARKER}: {problem}. The newest whole checkpoint is taken; the next one replaces this file")
     while (folder := find_checkpoint(run_dir, mode, path)) and (damage := damage_of(folder)):
@@ -170,7 +171,7 @@ def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[
 
 
 def damage_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint: its files, the list of them, or the step in its name; None if nothing is."""
+    """Describes the damage of a checkpoint (its files, its manifest, or the step in its name); None if undamaged."""
     manifest, top, reading = folder / MANIFEST, folder.resolve(), MANIFEST
     if not manifest.is_file():
         return (
@@ -202,7 +203,7 @@ def damage_of(folder: Path) -> str | None:
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files by name; several at once, since hashing and reading let other threads work."""
+    """Returns the SHA-256 of files by name. Uses threads, since hashing and reading release the GIL."""
 
     def hashed(name: str) -> tuple[str, str]:
         with (folder / name).open("rb") as file:
@@ -213,26 +214,26 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What the driver put into data.pt. UserError if it is damaged, or names anything that could run."""
-    from verl_lite import safe_state  # imports torch, which most callers of this file do without
+    """Reads the driver's state from data.pt. Raises UserError if the file is damaged or refers to executable code."""
+    from verl_lite import safe_state  # imports torch, which most importers of this file do not need
 
     state: dict[str, Any] = safe_state.read_state(folder / STATE)
     return state
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of all files below a folder."""
+    """Returns the total size of all files below a folder, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def expected_size(run_dir: Path, guess: int = 0) -> int:
-    """Bytes that the next checkpoint will take: as many as the newest one, or `guess` where there is none."""
+    """Estimates the size of the next checkpoint in bytes: that of the newest one, or `guess` if there is none."""
     steps = saved_steps(run_dir)
     return folder_bytes(steps[max(steps)]) if steps else guess
 
 
 def require_space(run_dir: Path, needed: int) -> None:
-    """Raises DiskFull unless `needed` bytes and a little more are free at the run folder."""
+    """Raises DiskFull unless `needed` bytes plus SPARE_SHARE of them are free at the run folder."""
     free = free_bytes(run_dir)
     if free < needed * (1 + SPARE_SHARE):
         raise DiskFull(_no_room(run_dir, needed, free))
@@ -247,32 +248,32 @@ def _no_room(run_dir: Path, needed: int, free: int) -> str:
 
 
 def why_not_written(path: Path, error: OSError) -> str:
-    """A sentence on a file beside the training that could not be written: where, why, and how much room is left."""
+    """Returns a sentence about a file that could not be written: its path, the reason and the free space there."""
     return f"{path} cannot be written: {error.strerror or error}; {free_bytes(path) / 1e9:.3g} GB are free there"
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that are free at a place, or where it would be made."""
+    """Returns the free bytes on the disk of `path`, which need not exist yet."""
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 
-_TOLD: set[Path] = set()
+_REPORTED_PATHS: set[Path] = set()
 
 
 @contextmanager
 def beside_training(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Inside, files are written that the training does without, such as samples: where that fails, a sentence, once for
-    each path, and the training goes on."""
+    """Guards the writing of optional files such as samples. If it fails with OSError, logs the reason once per path and
+    lets the training continue."""
     try:
         yield
     except OSError as error:
-        if path not in _TOLD:
-            _TOLD.add(path)
+        if path not in _REPORTED_PATHS:
+            _REPORTED_PATHS.add(path)
             log(f"{why_not_written(path, error)}. The training goes on without these files, until there is room")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small file: readers see the old text or the new one, also after a crash."""
+    """Replaces a small file atomically: readers see the old or the new text, also after a crash."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
     _sync(draft)
@@ -281,7 +282,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Deletes a folder; a file or a link of that name as well, whose target stays."""
+    """Deletes a folder, a file or a link; the target of a link is kept."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -289,7 +290,7 @@ def _remove(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Renames what is damaged to NAME.damaged; returns its new place."""
+    """Renames a damaged file or folder to NAME.damaged and returns the new path."""
     aside = path.with_name(f"{path.name}.damaged")
     _remove(aside)
     return path.rename(aside)

@@ -1,8 +1,8 @@
-"""The frame of every command that trains: one run from its command line to its exit status.
+"""Runs any training command, from its command line to its exit status.
 
-A command gives a `Job`: its options, how its data is read and tried, and how its trainer is built. All else is here:
-help, retries, devices, the run folder and its lock, resuming, the plan, signals, trackers, the crash dump, the report.
-Cheap things come first: processes are started when options, data and disk have been looked at.
+A command provides a `Job`: its options, how its data is read and checked, and how its trainer is built. This file does
+the rest: help, retries, devices, run folder and lock, resuming, plan, signals, trackers, crash dump and report.
+Options, data and disk are checked before any process is started.
 """
 
 import fcntl
@@ -51,7 +51,7 @@ Options = TypeVar("Options", bound=RunOptions)
 
 
 class Trainer(Protocol):
-    """What a job builds. `fit` gives a `final_report.FitResult`."""
+    """The trainer that a job builds. `fit` returns a `final_report.FitResult`."""
 
     saver: Saver
     steps: Any
@@ -61,7 +61,7 @@ class Trainer(Protocol):
 
 @dataclass
 class Report:
-    """What a job adds to the report of its run: lines first, then pictures by name, then commands to go on with."""
+    """A job's additions to the final report: lines, pictures by name, and suggested next commands by name."""
 
     lines: list[RenderableType] = field(default_factory=list)
     pictures: Mapping[str, Path | None] = field(default_factory=dict)
@@ -69,10 +69,10 @@ class Report:
 
 
 class Job(Generic[Options]):
-    """What a command trains. Made anew for each try; the frame calls its methods in the order in which they stand.
+    """One attempt of a training command. `run` creates a job per attempt and calls its methods in the order below.
 
-    module: the command is `python -m module`. to_look: how a user looks at a run that has no step left, with {run_dir}
-    in it. continues: whether it starts from checkpoints of its run folder.
+    module: module of the command `python -m module`. to_look: command that inspects a finished run; may contain
+    {run_dir}. continues: True if the job starts from the checkpoints in its run folder.
     """
 
     module: ClassVar[str]
@@ -84,53 +84,52 @@ class Job(Generic[Options]):
         self.run_dir = run_folder(config)
 
     def prepare(self) -> None:
-        """Makes what the options name, before anybody looks for it."""
+        """Lets the recipe create what the options refer to, such as data, before anything reads it."""
         prepare_recipe(self.config)
 
     def check(self, available: int | None) -> None:
-        """Raises UserError for options that cannot work. available: devices of this machine; None = do not compare."""
+        """Raises UserError for invalid options. available: number of devices of this machine; None = no check."""
 
     def request(self) -> ResourceRequest:
-        """What the run takes of one machine."""
+        """Returns the devices that the run needs on each machine."""
         trainer: RunConfig = self.config.trainer
         return ResourceRequest(self.slots // trainer.nnodes, shared=trainer.share_devices)
 
     def read_data(self) -> int:
-        """Reads the data and tries all that can fail cheaply; returns the training steps of the whole run."""
+        """Reads the data and runs the cheap checks. Returns the number of training steps of the whole run."""
         raise NotImplementedError
 
     def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint, about; 0 = not known."""
+        """Returns the approximate size of a checkpoint in bytes; 0 = unknown."""
         return 0
 
     def check_folder(self) -> None:
-        """A last look into the run folder; raises UserError if the run cannot continue what is there."""
+        """Checks the job's own files in the run folder. Raises UserError if the run cannot continue from them."""
 
     def plan(self) -> str:
-        """The arithmetic of the run as text; empty = nothing to count, and no progress to show."""
+        """Returns the plan of steps and batches as text; empty = no plan, and no progress display."""
         return ""
 
     def full_plan(self) -> tuple[str, bool]:
-        """For trainer.dry_run: all that is known before the start, and whether it fits this machine."""
+        """Returns the plan that trainer.dry_run prints, and True if the run fits this machine."""
         return self.plan(), True
 
     def build(self, tracking: Tracking) -> AbstractContextManager[Trainer]:
-        """The trainer with everything it is made of, started; ended with the context."""
+        """Returns a context that starts the trainer with its workers and stops them on exit."""
         raise NotImplementedError
 
     def report(self, trainer: Trainer, result: Any) -> Report:
-        """What to show besides validation, samples and places. The workers have ended."""
+        """Returns the job's additions to the final report. Called after the workers have ended."""
         return Report()
 
 
 def run(job_class: type[Job[Options]], loaded: LoadedConfig[Options], argv: list[str], **parts: Any) -> int:
-    """Does what a command line, read into `loaded`, asks for: the help, the configuration, or the run. Returns the exit
-    status.
+    """Executes a parsed command line: prints the help or the configuration, or runs the job. Returns the exit status.
 
-    Where a worker was lost it tries again from the last checkpoint, as often as trainer.max_retries says.
+    After the loss of a worker the run restarts from the last checkpoint, at most trainer.max_retries times.
 
     Args:
-        parts: more arguments of the job.
+        parts: additional keyword arguments for the job's constructor.
     """
     config: Options = loaded.config
     if loaded.action == "help":
@@ -150,8 +149,8 @@ def run(job_class: type[Job[Options]], loaded: LoadedConfig[Options], argv: list
             with ExitStack() as stack:
                 stack.enter_context(guarded())
                 return train(job, loaded, command, stack)
-        except ClusterLostError as error:  # this process cannot join another
-            spec = getattr(sys.modules["__main__"], "__spec__", None)  # a debugger leaves it out
+        except ClusterLostError as error:  # this process cannot join a second cluster
+            spec = getattr(sys.modules["__main__"], "__spec__", None)  # None under a debugger
             if retries_left and spec is not None and spec.name.removesuffix(".__main__") == job.module:
                 error.again = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={retries_left - 1}"]
                 error.again += ["~trainer.resume_from_path", "trainer.resume_mode=auto"] if has_own(job) else []
@@ -173,13 +172,14 @@ def run(job_class: type[Job[Options]], loaded: LoadedConfig[Options], argv: list
 
 
 def has_own(job: Job[Options]) -> bool:
-    """True where another try begins with what the run folder has: not where nothing was saved yet of a run that began
-    with another's checkpoint."""
+    """True if a retry must resume from the run folder. False if the run started from another run's checkpoint and has
+    not saved one yet."""
     return job.config.trainer.resume_mode != "resume_path" or bool(saved_steps(job.run_dir))
 
 
 def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], stack: ExitStack) -> int:
-    """One try, from the data to the report; returns the exit status. What it holds meanwhile ends with `stack`."""
+    """Runs one attempt, from reading the data to the report. Returns the exit status. `stack` releases its locks and
+    devices."""
     config, console, run_dir = job.config, job.console, job.run_dir
     for note in loaded.notes:
         console.note(note)
@@ -223,8 +223,8 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
 
 
 def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) -> int:
-    """`trainer.dry_run=true`: all that can be checked without workers and devices, the plan, and the resolved
-    configuration as RUN/dry_run.yaml. Returns the exit status: a plan that does not fit is wrong input."""
+    """Executes `trainer.dry_run=true`: runs all checks that need no worker or device, prints the plan, and writes the
+    resolved configuration to RUN/dry_run.yaml. Returns the exit status, WRONG_INPUT if the plan does not fit."""
     job.check(None)
     total_steps = job.read_data()
     stack.enter_context(file_mask(job.config.trainer.umask, job.run_dir))
@@ -238,7 +238,7 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
 
 
 def how_to_continue(command: list[str], run_dir: Path) -> str:
-    """Whether a stopped run has saved a step, and the command that goes on from there."""
+    """Returns a message with the command that continues a stopped run; notes if no checkpoint was saved."""
     again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
     kept = [word for word in command if word.partition("=")[0].lstrip("+~") not in (*again, "trainer.resume_from_path")]
     none = "" if saved_steps(run_dir) else " No step is saved, since no checkpoint was due (trainer.save_freq)."
@@ -247,7 +247,7 @@ def how_to_continue(command: list[str], run_dir: Path) -> str:
 
 @contextmanager
 def saying_how_to_continue(command: list[str], run_dir: Path) -> Iterator[None]:
-    """Adds to an interrupt that leaves the block how the run can continue."""
+    """Adds the command that continues the run to a KeyboardInterrupt that leaves the block."""
     try:
         yield
     except KeyboardInterrupt as stopped:
@@ -256,13 +256,13 @@ def saying_how_to_continue(command: list[str], run_dir: Path) -> Iterator[None]:
 
 
 def run_folder(config: RunOptions) -> Path:
-    """Where the run folder is, or will be."""
+    """Returns the absolute path of the run folder, which need not exist yet."""
     return Path(config.trainer.default_local_dir).expanduser().absolute()
 
 
 def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
-    """Makes the run folder; until `stack` ends files are made with trainer.umask. Raises UserError if it cannot be made
-    or written to, or holds another run that is not to be resumed."""
+    """Creates the run folder, and applies trainer.umask to new files until `stack` ends. Raises UserError if the folder
+    cannot be created or written to, or holds a run and trainer.resume_mode=disable."""
     run_dir = run_folder(config)
     taken = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if taken and config.trainer.resume_mode == "disable":
@@ -282,7 +282,7 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
 
 
 class HeldFolder:
-    """The run folder of a run that trains, locked until `stack` ends. config_file: the text of its config.yaml."""
+    """The locked folder of a running training; `stack` releases the lock. config_file: the text of its config.yaml."""
 
     config_file = ""
 
@@ -291,8 +291,8 @@ class HeldFolder:
         self.file = self.lock.enter_context(locked_folder(run_dir, note))
 
     def restore(self, saver: Saver | None = None) -> None:
-        """Makes the folder again if somebody deleted or renamed it: locked and with config.yaml; `saver` writes a
-        checkpoint after the step at hand if the run saves at intervals. Raises UserError if another run has it now."""
+        """Recreates and locks the folder, with config.yaml, if it was deleted or renamed. If the run saves at
+        intervals, `saver` then saves after the current step. Raises UserError if another run uses the folder now."""
         try:
             if os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.run_dir / LOCK)):
                 return
@@ -312,8 +312,8 @@ class HeldFolder:
 
 @contextmanager
 def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Inside, no other run can write to this folder; UserError if one does already. The kernel takes the lock off a
-    process that is killed. Gives the open file that is locked."""
+    """Locks the run folder within the block and yields the open lock file. Raises UserError if another run holds the
+    lock. The kernel releases the lock of a killed process."""
     path = run_dir / LOCK
     with path.open("a") as file:
         try:
@@ -331,11 +331,11 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]
         try:
             yield file
         finally:
-            file.truncate(0)  # nobody has it any more; the folder may be another run's by now
+            file.truncate(0)  # the lock is free again, and another run may own the folder by now
 
 
 def check_run_dir(job: Job[Options], total_steps: int) -> None:
-    """Raises UserError where the run cannot continue from what the folder has, or its checkpoints find no room."""
+    """Raises UserError if the run cannot continue from its folder, or if the disk has no room for its checkpoints."""
     trainer = job.config.trainer
     whole_checkpoint(job.run_dir, trainer.resume_mode, trainer.resume_from_path, job.console.note)
     if job.continues:
