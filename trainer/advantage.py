@@ -9,10 +9,9 @@ response_level_rewards instead of token scores, ref_log_probs instead of ref_log
 column wider than the predictions. `pipeline_config` is any object with the options as attributes, under our names or
 ROLL's; a missing option is off. The functions change no argument except the two controllers.
 
-Estimators have verl's meaning: grpo normalises within the group itself. ROLL normalises rewards first, and all its
-estimators except gae are REINFORCE; outside of a run, a batch without group columns is treated in that way.
-recipes/COMPARISON.md lists ROLL's recipes under these options. With KL in the reward, ROLL subtracts the penalty from
-the normalised score; verl subtracts it from the score before the normalisation.
+Estimators have verl's meaning: grpo normalises within the group itself. ROLL normalises rewards first, and its
+estimators except gae are REINFORCE; outside of a run, a batch without group columns is treated in that way. With KL in
+the reward, ROLL subtracts it after the normalisation, verl before. recipes/COMPARISON.md lists ROLL's recipes.
 """
 
 from collections.abc import MutableMapping
@@ -48,10 +47,8 @@ _LABELS = ("uid", "traj_id", "step", "state_hash")
 def reward_postprocess(
     data: DataProto, pipeline_config: AlgorithmConfig | Any, running_ctrl: Controllers | None = None
 ) -> tuple[DataProto, ScalarMetrics]:
-    """Normalises and clips the reward of each response and writes response_level_rewards (B,).
-
-    Reads response_level_rewards if present, else the sums of token_level_scores. Rows without a valid token (padding,
-    failed rewards) are excluded from all statistics and get 0.
+    """Normalises and clips the reward of each response: response_level_rewards (B,), from these if present, else
+    from the sums of token_level_scores. Rows without a valid token (padding, a failed reward) count nowhere and get 0.
 
     Args:
         pipeline_config: norm_mean_type and norm_std_type (see `normalise_scores`), reward_clip. Rows that share a uid
@@ -164,8 +161,7 @@ def compute_advantage(
     returns, unchanged. A clip adds critic/advantage_clip_frac over valid tokens to meta_info["metrics"].
 
     Args:
-        gamma: discount.
-        lambd: lambda of GAE.
+        gamma, lambd: discount factor, lambda of GAE.
         pipeline_config: passed to the estimator as `config`; set in a run. None selects ROLL's behavior: gae whitens
             only with whiten_advantages, and without group columns the estimators in `RETURNS_IN_ROLL` become
             reinforce over the rewards that `reward_postprocess` normalised.

@@ -5,10 +5,10 @@ run folder / latest_checkpointed_iteration.txt    the newest complete step
                            / data.pt              the driver's state: steps, data order, random states, ...
                            / manifest.json        size and SHA-256 of each of these files
 
-A checkpoint is written to a hidden folder, .global_step_N.draft. Its files are hashed and synced to disk, one rename
-makes it visible, and then the marker is updated. A checkpoint that is replaced (.old) or deleted (.gone) is renamed to
-a hidden name first. Therefore every folder named global_step_N is complete. `tidy` removes the remains of a killed
-process, and `whole_checkpoint` detects files that a disk or a copy has changed.
+A checkpoint is written to a hidden folder, .global_step_N.draft; its files are hashed and synced; one rename makes it
+visible; then the marker is updated. Replaced (.old) and deleted (.gone) checkpoints first get hidden names, so that
+every folder named global_step_N is complete. `tidy` removes the remains of a killed process. `whole_checkpoint` detects
+files that a disk or a copy has changed.
 """
 
 import hashlib
@@ -118,8 +118,7 @@ def whole_steps(run_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
 
 
 def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
-    """Returns the checkpoint to start from: None for `disable`, the newest or None for `auto`, `path` for
-    `resume_path`. Raises UserError if `path` is no checkpoint."""
+    """Returns the checkpoint for trainer.resume_mode: none, the newest if any, or `path`, which must be one."""
     if mode == "disable":
         return None
     if mode == "auto":
@@ -150,8 +149,8 @@ def marked_step(run_dir: Path) -> tuple[int, str]:
 
 def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[str], None]) -> Path | None:
     """Returns the checkpoint of `find_checkpoint` after verifying every file. With `auto` a damaged checkpoint is
-    renamed and the next older one is used. Raises UserError if a checkpoint given by path is damaged, or if the folder
-    had checkpoints and all are damaged, so that a run never restarts from scratch unnoticed."""
+    renamed and the next older one is used. Raises UserError if the checkpoint at `path` is damaged, or if all those of
+    the folder are, so that a run never restarts from scratch unnoticed."""
     if mode == "auto" and (problem := marked_step(run_dir)[1]):
         log(f"{run_dir / MARKER}: {problem}. The newest whole checkpoint is taken; the next one replaces this file")
     while (folder := find_checkpoint(run_dir, mode, path)) and (damage := damage_of(folder)):

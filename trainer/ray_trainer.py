@@ -286,8 +286,7 @@ class RayPPOTrainer:
         return bool(self.val_data)
 
     def validate(self, result: FitResult) -> dict[str, float]:
-        """Generates and scores the validation set under each validation sampling. Returns the metrics, writes the
-        samples to files, and stores a few in `result` for the final report."""
+        """Generates and scores the validation set, and stores some samples in `result`. Returns the metrics."""
         answered = self.generate_validation_set()
         metrics: dict[str, float] = {}
         for sampling, rows in answered.items():

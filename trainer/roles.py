@@ -59,8 +59,7 @@ class ModelRole:
     def infer(
         self, call: Callable[..., Any], batch: DataProto, stage: str, blocking: bool = True, **meta_info: Any
     ) -> Any:
-        """Runs `call`, a method of the worker group, over all rows without gradients. `meta_info` is added to the
-        batch; blocking=False returns a future."""
+        """Runs a worker group method over all rows without gradients. The batch carries `meta_info` to the ranks."""
         plan = self.plan(batch, stage)
         columns = [*TRAIN_COLUMNS, *self.replayed] if stage == "log_prob" else TRAIN_COLUMNS
         return dispatch_planned(call, apply_plan(batch, plan, columns, **meta_info), plan.restore, blocking)
