@@ -188,4 +188,4 @@ def test_other_data_and_other_settings_are_refused(tmp_path: Path) -> None:
     resume = ["trainer.total_training_steps=2", "trainer.resume_mode=auto"]
     assert "rollout.n: 2 in the checkpoint, 3 now" in runs.refused("run", *resume, "rollout.n=3")
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text().replace("1+1", "1+2"))
-    assert "The training prompts are not those of the checkpoint" in runs.refused("run", *resume)
+    assert "The training prompts differ from the checkpoint" in runs.refused("run", *resume)

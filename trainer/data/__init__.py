@@ -1,1 +1,1 @@
-"""The rows of a run: where they come from, what they mean, in which order."""
+"""Datasets: sources of rows, row formats, tokenization, and the order of training prompts."""

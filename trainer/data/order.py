@@ -1,8 +1,8 @@
-"""In which order the training prompts come: shuffled epochs, sources mixed by weight, or a sampler of the user's own.
+"""The order of training prompts: shuffled epochs, sources mixed by weight, or a sampler written by the user.
 
-An order is a batch sampler of the data loader: lists of positions in a `PromptDataset`, one list a step. A state saved
-after a step and loaded again goes on as if nothing had happened. Shares are exact, which those of
-`datasets.interleave_datasets`, drawn at random, are not.
+An order is a batch sampler for the data loader. It yields one list of positions in a `PromptDataset` per step. After
+loading a saved state, an order continues exactly where the state was saved. The shares of a mixture are exact, unlike
+in `datasets.interleave_datasets`, which draws the source of each row at random.
 """
 
 import copy
@@ -27,15 +27,17 @@ from verl_lite.registry import accepts, load_object
 
 
 class Sampler(Protocol):
-    """What data.sampler names: a class made as `Sampler(data_source=PromptDataset, data_config=DataConfig)`.
+    """The interface of a class configured with data.sampler.
 
-    data_config.seed is always a number. Each iteration gives the `len` positions of one epoch, each from 0 to
-    len(data_source) - 1; it is asked for no more of them than the next step needs. A prompt that comes twice in one
-    step is two groups of answers.
+    The trainer constructs it as `Sampler(data_source=PromptDataset, data_config=DataConfig)`; data_config.seed is
+    always a number. Each iteration yields the positions of one epoch: `len(self)` integers from 0 to
+    len(data_source) - 1. The trainer draws only as many positions as the next step needs. If a prompt occurs twice in
+    one step, each occurrence gets its own group of answers.
 
-    `state_dict()` and `load_state_dict(state)` make a resumed run exact: after loading, the next iteration gives what
-    was left of the epoch. A sampler may have `update(batch)`, which is called once a step, when the batch has its
-    advantages and before the checkpoint; it may return numbers, which are logged as sampler/<name>.
+    `state_dict()` and `load_state_dict(state)` make a resumed run exact: after loading a state, the next iteration
+    yields the remaining positions of the epoch. A sampler may define `update(batch)`. The trainer calls it once per
+    step, after the advantages are computed and before the checkpoint is saved. It may return a dict of numbers, which
+    are logged as sampler/<name>.
     """
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None: ...
@@ -50,10 +52,11 @@ class Sampler(Protocol):
 
 
 class BatchOrder:
-    """Every prompt once an epoch; the last batch of one may be short. The order depends on (seed, epoch) alone.
+    """Batches in which every prompt occurs once per epoch. The order depends only on (seed, epoch).
 
-    One pass of the iterator is one epoch, or the rest of it after `load_state_dict`. rows: prompts of an epoch; served:
-    how many of them this epoch has given. fingerprint: of the dataset; a state of another dataset is refused.
+    One pass of the iterator is one epoch, or the rest of the epoch after `load_state_dict`. The last batch of an epoch
+    may be short. rows: prompts per epoch. served: prompts already yielded in the current epoch. fingerprint: digest of
+    the dataset; a state saved with another dataset is refused.
     """
 
     def __init__(self, rows: int, batch_size: int, *, seed: int, fingerprint: str, shuffle: bool = True) -> None:
@@ -62,7 +65,7 @@ class BatchOrder:
         self.epoch = self.served = 0
 
     def __len__(self) -> int:
-        """Batches per epoch."""
+        """Number of batches per epoch."""
         return -(-self.rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -72,7 +75,7 @@ class BatchOrder:
         self.epoch, self.served = self.epoch + 1, 0
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
-        """The batches after the rows that are served, which are counted between them."""
+        """Yields the batches after the first `self.served` rows. The caller updates `served` after each batch."""
         order = self._shuffled(np.arange(self.rows), self.epoch)
         for start in range(self.served, self.rows, self.batch_size):
             yield order[start : start + self.batch_size].tolist()
@@ -81,7 +84,7 @@ class BatchOrder:
         return np.random.default_rng([self.seed, *stream]).permutation(values) if self.shuffle else values
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Hears what became of a batch; gives numbers to log."""
+        """Receives a finished training batch; returns metrics to log."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,20 +94,21 @@ class BatchOrder:
         found = [self.rows, self.fingerprint]
         if state["dataset"] != found:
             raise UserError(
-                f"The training prompts are not those of the checkpoint: rows and fingerprint are {found}, those "
-                f"of the checkpoint {state['dataset']}. Resume with the same data.train_files, tokenizer and template."
+                f"The training prompts differ from the checkpoint: their rows and fingerprint are {found}, in the "
+                f"checkpoint {state['dataset']}. Resume with the same data.train_files, tokenizer and template."
             )
         self.epoch, self.served = state["epoch"], state["served"]
 
 
 class MixtureBatches(BatchOrder):
-    """Batches in which each source has its share (data.sources.NAME.weight over the sum of weights).
+    """Batches in which each source has its share: data.sources.NAME.weight divided by the sum of the weights.
 
-    A batch's seats go one by one to the source that is furthest behind its share of all batches so far: it gets its
-    share rounded, what was rounded is made up for in the next batch, and it is never a whole prompt ahead. A source
-    that ends begins again, shuffled anew; an epoch is as many prompts as the dataset has, and its batches are full.
+    Each slot of a batch goes to the source that is furthest behind its share of all batches so far. A source therefore
+    gets its share of each batch up to rounding, later batches compensate the rounding, and no source is ever a whole
+    prompt ahead of its share. After its last prompt, a source is reshuffled and starts again. An epoch has as many
+    prompts as the dataset, rounded up to full batches.
 
-    sources: positions by name. weights: for exactly these.
+    sources: positions in the dataset by source name. weights: weight by source name, for the same names.
     """
 
     def __init__(
@@ -114,9 +118,10 @@ class MixtureBatches(BatchOrder):
         exact = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
         self.shares = {name: exact[name] / sum(exact.values()) for name in sorted(exact)}
         self.positions = sources
-        self.behind = dict.fromkeys(self.shares, Fraction(0))  # its share of all batches, less what it gave
+        # by source: its share of all prompts so far, minus the prompts drawn from it
+        self.behind = dict.fromkeys(self.shares, Fraction(0))
         self.drawn = dict.fromkeys(self.shares, 0)
-        # the positions of a source after it has ended so many times
+        # the shuffled positions of a source in its pass number `times`
         self._order = functools.lru_cache(maxsize=len(self.shares))(
             lambda name, times: self._shuffled(self.positions[name], zlib.crc32(name.encode()), times)
         )
@@ -126,7 +131,8 @@ class MixtureBatches(BatchOrder):
             for name, share in self.shares.items():
                 self.behind[name] += share * self.batch_size
             batch = np.array([self._draw() for _ in range(self.batch_size)])
-            yield self._shuffled(batch, self.epoch, self.served).tolist()  # else a mini-batch could be of one source
+            # shuffled, because otherwise a mini-batch could consist of a single source
+            yield self._shuffled(batch, self.epoch, self.served).tolist()
 
     def _draw(self) -> int:
         name = max(self.behind, key=self.behind.__getitem__)
@@ -140,7 +146,7 @@ class MixtureBatches(BatchOrder):
         return super().state_dict() | {"sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A source that had no weight then starts anew (data.sources may differ where trainer.resume_allow says so)."""
+        """Restores a state. A source that the state lacks starts from its first prompt."""
         super().load_state_dict(state)
         for name, saved in state.get("sources", {}).items():
             if name in self.shares:
@@ -148,25 +154,25 @@ class MixtureBatches(BatchOrder):
 
 
 class SamplerBatches(BatchOrder):
-    """Batches of what a sampler gives; the last one of an epoch may be short. See `Sampler`."""
+    """Batches of the positions that a user's sampler yields. The last batch of an epoch may be short. See `Sampler`."""
 
     def __init__(self, sampler: Any, positions: int, batch_size: int, **options: Any) -> None:
         super().__init__(len(sampler), batch_size, **options)
         self.sampler, self.positions, self.name = sampler, positions, type(sampler).__name__
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
-        # not asked for where the epoch at hand is already done
+        # if the epoch was complete when its state was saved, no new iteration of the sampler is started
         positions = iter(self.sampler) if self.served < self.rows else iter(())
         while self.served < self.rows:
             count = min(self.batch_size, self.rows - self.served)
             batch = list(islice(positions, count))
-            # at an epoch's end one more is asked for, which also runs what the sampler does there
+            # one more request at the end of an epoch detects surplus positions and runs the code after the last `yield`
             is_more = self.served + count == self.rows and next(positions, None) is not None
             is_index = [isinstance(place, int | np.integer) and 0 <= place < self.positions for place in batch]
             if is_more or len(batch) < count or not all(is_index):
                 raise UserError(
-                    f"data.sampler: an epoch of {self.name} gave {'more' if is_more else self.served + len(batch)} "
-                    f"positions, of the last step {batch!r:.200}; expected are {self.rows} (its len), each from 0 to "
+                    f"data.sampler: an epoch of {self.name} yielded {'more' if is_more else self.served + len(batch)} "
+                    f"positions, in the last step {batch!r:.200}; expected {self.rows} (its len), each from 0 to "
                     f"{self.positions - 1}"
                 )
             yield [int(position) for position in batch]
@@ -186,10 +192,10 @@ class SamplerBatches(BatchOrder):
 
 
 def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
-    """The order that data.sampler, data.sources or data.shuffle ask for.
+    """Builds the order configured with data.sampler, data.sources or data.shuffle.
 
     Raises:
-        UserError: if they cannot be met; also where an epoch has fewer prompts than a step.
+        UserError: If the settings do not fit the dataset, or an epoch has fewer prompts than a step.
     """
     options, size = config.data, config.data.train_batch_size
     seed = config.trainer.seed if options.seed is None else options.seed
@@ -212,8 +218,8 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
     # verl drops a short last batch, and refuses data of which nothing would be left
     if order.rows < size and not config.trainer.val_only:
         raise UserError(
-            f"data.train_batch_size={size}: an epoch has only {order.rows} prompts, so no step would have as many as "
-            f"asked for. Set data.train_batch_size={order.rows} or less, or give more rows in data.train_files"
+            f"data.train_batch_size={size}: an epoch has only {order.rows} prompts, so no step would have a full "
+            f"batch. Set data.train_batch_size={order.rows} or less, or add rows to data.train_files"
         )
     return order
 
@@ -227,23 +233,23 @@ def _make_sampler(data: PromptDataset, options: DataConfig) -> Any:
         raise UserError(
             f"data.sampler.class_name={name}: expected {name}(data_source=..., data_config=...) with __len__ and "
             "__iter__ (the positions of one epoch), and state_dict() and load_state_dict(state), so that a resumed run "
-            "is the one that was interrupted"
+            "continues exactly where it was interrupted"
         )
     return sampler
 
 
 def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder | None = None) -> StatefulDataLoader:
-    """Training batches of data.train_batch_size prompts (`DataProto`, see `PromptDataset.__getitems__`).
+    """Returns a loader of training batches with data.train_batch_size prompts each.
 
-    Each iteration is one epoch of `order` (None = as the configuration says). `state_dict()` after a batch, loaded into
-    a new loader, continues with the next one.
+    A batch is a `DataProto`, see `PromptDataset.__getitems__`. Each iteration of the loader is one epoch of `order`
+    (None: the configured order). A new loader with the `state_dict()` saved after a batch continues with the next one.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torchdata warns of its own use of a deprecated call
+        warnings.simplefilter("ignore", UserWarning)  # torchdata itself calls a deprecated function
         return StatefulDataLoader(
             data,
             batch_sampler=order or build_order(data, config),
             num_workers=0,
             collate_fn=lambda batch: batch,
-            generator=torch.Generator(),  # its own, so that a new iterator draws nothing from the global one
+            generator=torch.Generator(),  # a separate one, so that new iterators draw nothing from the global generator
         )

@@ -1,7 +1,7 @@
-"""Pairs of answers, of which one is the better: read, checked and tokenised.
+"""Preference data: reads, checks and tokenizes pairs of a chosen and a rejected answer.
 
-A row has a question and two answers, in any of the forms in which such data is published (see `read_pair`). Question
-and answer are tokenised each on its own, as a policy reads the one and samples the other.
+A row has a question and two answers, in any of the common public formats (see `read_pair`). Question and answer are
+tokenized separately, because a policy also receives the question as tokens and samples the tokens of the answer.
 """
 
 import math
@@ -23,8 +23,10 @@ MARGIN = "margin"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts to be scored. Every token of an answer is in its mask. margin: by how much the first score is to exceed
-    the second in the loss."""
+    """Two sequences to score, with a mask of 1 on every token of the answers.
+
+    margin: the amount by which the loss requires the chosen score to exceed the rejected score.
+    """
 
     chosen: Example
     rejected: Example
@@ -37,25 +39,27 @@ class Pair:
 def load_pairs(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: PreferenceDataConfig, *, option: str
 ) -> list[Pair]:
-    """All pairs of the files. option: the configuration key the files came from, for messages.
+    """Loads all pairs of the files.
 
-    Raises UserError for a file, column or row that cannot be used, and for an answer that with its question is longer
-    than data.max_length, unless data.truncation=drop: a cut answer would be another one.
+    Args:
+        option: The configuration key that lists the files, for messages.
+    Raises:
+        UserError: If a file, column or row is unusable, or if question and answer together are longer than
+            data.max_length (data.truncation=drop drops such pairs instead).
     """
+    # overlong answers are never truncated: a truncated answer would be a different answer
     pairs: list[Pair] = []
     for row, where in rows_of(files, option):
         chats = read_pair(row, config, where)
         chosen, rejected = (encode_answer(chat, tokenizer, config.score_at, where) for chat in chats)
         if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
-            raise UserError(
-                f"{where}: both answers have the same tokens, and neither is the better; leave such rows out"
-            )
+            raise UserError(f"{where}: both answers have the same tokens, so neither is better; remove such rows")
         longest = max(len(chosen), len(rejected))
         if longest <= config.max_length:
             pairs.append(Pair(chosen, rejected, _margin(row, where)))
         elif config.truncation == "error":
             raise UserError(
-                f"{where} has an answer of {longest} tokens with its question, more than data.max_length="
+                f"{where}: question and answer together have {longest} tokens, more than data.max_length="
                 f"{config.max_length}. Raise it, or set data.truncation=drop to leave such pairs out"
             )
     if not pairs:
@@ -64,7 +68,7 @@ def load_pairs(
 
 
 def _margin(row: dict[str, Any], where: str) -> float:
-    """TRL's column `margin`; 0 without it."""
+    """Returns the row's value in TRL's column `margin`, or 0 without that column."""
     margin = row.get(MARGIN, 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise UserError(f"{where}, column {MARGIN!r}: found {margin!r}, expected a finite number; leave the column out")
@@ -72,11 +76,10 @@ def _margin(row: dict[str, Any], where: str) -> float:
 
 
 def read_pair(row: dict[str, Any], config: PreferenceDataConfig, where: str) -> tuple[Chat, Chat]:
-    """The two chats of a row, the better one first; each ends with the assistant's answer.
+    """Returns the chosen and the rejected chat of a row. Each ends with a message of the assistant.
 
-    An answer is text or a list of messages. Text, and messages that begin with the assistant's, answer the prompt
-    (text or messages), which the row then has to have. Other lists are whole chats, and a prompt beside them says
-    nothing new.
+    An answer is text or a list of messages. Text, and a list that begins with an assistant message, continue the row's
+    prompt (text or messages), which is then required. Any other list is a complete chat; a prompt column is ignored.
     """
     better, worse = (config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")
     return _chat(row, *better, config, where), _chat(row, *worse, config, where)
@@ -89,7 +92,7 @@ def _chat(row: dict[str, Any], key: str, option: str, config: PreferenceDataConf
     check_prompt(answer, place)
     if answer[-1]["role"] != "assistant":
         found = f"its last message is of role {answer[-1]['role']!r}"
-        raise UserError(f"{place}: {found}; expected the assistant's, which is what is scored")
+        raise UserError(f"{place}: {found}; expected 'assistant', because the assistant's answer is scored")
     if answer[0]["role"] != "assistant":
         return answer
     prompt = _column(row, config.prompt_key, "prompt_key", where)
@@ -106,15 +109,15 @@ def _column(row: dict[str, Any], key: str, option: str, where: str) -> Any:
 
 
 def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str, where: str) -> Example:
-    """The tokens of a chat's last message behind those of the rest. score_at: where the answer's tokens end.
+    """Tokenizes a chat whose last message is the answer. score_at: "end_of_turn" ends the answer at that token.
 
-    Raises UserError if the chat template writes the rest differently once the answer follows.
+    Raises UserError if the chat template renders the question differently when the answer follows.
     """
     question, whole = render(chat[:-1], tokenizer, is_question=True), render(chat, tokenizer, is_question=False)
     if not whole.startswith(question):
         raise UserError(
-            f"{where}: under the chat template the question with its answer does not begin with the question as it is "
-            "asked, so that the model would score other tokens than a policy reads; use another template"
+            f"{where}: the chat template renders the question differently when an answer follows, so the reward model "
+            "would score other tokens than a policy reads; use another template"
         )
     response = encode_text(whole[len(question) :], tokenizer)
     response = turn_of(response, tokenizer) if score_at == "end_of_turn" else response
@@ -122,16 +125,16 @@ def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str,
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
-    """A batch with the columns of `trainer.data.sft_dataset.collate`. Each row holds the chosen text and, to its right,
-    the rejected text, so rows are twice as wide. `texts_of` separates the two."""
+    """Collates pairs into a batch with the columns of `trainer.data.sft_dataset.collate`. Each row holds the chosen
+    sequence followed by the rejected sequence, so rows are twice as wide. `texts_of` separates the two."""
     texts = collate([text for pair in pairs for text in (pair.chosen, pair.rejected)], pad_token_id)
     columns = {str(name): texts.batch[name].reshape(len(pairs), -1) for name in texts.batch.keys()}
     return DataProto.from_dict(columns | {MARGIN: torch.tensor([pair.margin for pair in pairs])})
 
 
 def texts_of(data: DataProto) -> DataProto:
-    """A planned batch of (n,) pairs as one of (2n,) texts, chosen and rejected in turn. A pair was planned as one row,
-    so its two texts are in the same micro-batch."""
+    """Splits a planned batch of n pairs into 2n sequences, chosen and rejected alternately. Both sequences of a pair
+    are in the same micro-batch, because the pair was planned as one row."""
     of_pair = {"mini_batch", "micro_batch", "is_padding", MARGIN}
     columns: dict[str, torch.Tensor] = {}
     for name in map(str, data.batch.keys()):

@@ -1,7 +1,7 @@
-"""The prompts of a run: reads rows from wherever they are, checks them, tokenises once, and serves batches.
+"""The prompt dataset: reads rows from files or the hub, checks and tokenizes them once, and returns batches.
 
-`sources` opens the places, `schema` says what their columns mean, `tokens` makes the tokens, and `order` decides which
-prompts come when. For users: trainer/DATA.md.
+`sources` opens files and datasets, `row_formats` interprets their columns, `tokens` tokenizes prompts, and `order`
+defines the order of training prompts. The user's guide is trainer/DATA.md.
 """
 
 import hashlib
@@ -30,16 +30,17 @@ logger = logging.getLogger(__name__)
 class PromptDataset:
     """The prompts of one split, tokenised with the model's chat template and at most data.max_prompt_length long.
 
-    `report` says how many prompts there are and what was dropped or cut.
+    `report` is a sentence with the number of prompts and how many were dropped or cut.
 
     Args:
-        files: what data.train_files or data.val_files name, one or several.
-        split: "train" or "val"; it names the option in messages, and the rows: a row's uid is "{split}-{index}", where
-            index counts the rows of all files, dropped ones too.
-        needs_ground_truth: whether a reward function compares answers with reward_model["ground_truth"].
-        answers: to each prompt where neither row nor data.sources says how many (rollout.n); None = they are not heard.
+        files: The value of data.train_files or data.val_files.
+        split: "train" or "val". It selects the options and begins each row's uid, "{split}-{index}", where index
+            counts the rows of all files, including dropped rows.
+        needs_ground_truth: True if a reward function compares answers with reward_model["ground_truth"].
+        answers: Default number of answers per prompt (rollout.n), for rows without `n` whose data source has no
+            data.sources.NAME.n. None ignores both settings.
     Raises:
-        UserError: for files, rows or prompts that cannot be used.
+        UserError: If a file, row or prompt is unusable.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class PromptDataset:
         self._tokens = encode_prompts(prompts, tokenizer, config)
         self._index, self.report = self._fit_to_limit(config)
         if split == "val" and 0 < max_samples < len(self._index):
-            # drawn, because files are often sorted; the same in every run, so that runs can be compared
+            # drawn at random, because files are often sorted; with a fixed seed, so that runs can be compared
             drawn = np.random.default_rng(_SUBSET_SEED).choice(len(self._index), max_samples, replace=False)
             self._index = self._index[np.sort(drawn)]
             self.report += f"; {max_samples} of them are taken, at random (data.val_max_samples)"
@@ -79,15 +80,16 @@ class PromptDataset:
         return len(self._index)
 
     def __getitem__(self, position: int) -> DataProto:
-        """One prompt, as a batch of one row."""
+        """Returns one prompt as a batch of one row."""
         return self.__getitems__([range(len(self))[position]])
 
     def __getitems__(self, positions: Sequence[int]) -> DataProto:
-        """A batch of the prompts at these places (data loaders look for this name).
+        """Returns a batch of the prompts at these positions. PyTorch data loaders call this method by its name.
 
-        Tensors prompts (B, P) left-padded, prompt_mask (B, P), and answers_per_prompt (B,) if any row of the dataset
-        asks for another number of answers than `answers`; raw_prompt, data_source, reward_model, extra_info, uid and
-        index (B,). A prompt that stands in the batch again has another uid there: its answers are a group of their own.
+        Tensors: prompts (B, P), left-padded; prompt_mask (B, P); answers_per_prompt (B,), only if a row of the dataset
+        requests another number of answers than `answers`. Non-tensors, each (B,): raw_prompt, data_source,
+        reward_model, extra_info, uid and index. Repeated prompts in a batch get different uids, so that the answers to
+        each occurrence form their own group.
         """
         index, width = self._index[np.asarray(positions, dtype=np.int64)], self._max_prompt_length
         prompts = torch.full((len(index), width), self._pad_token_id, dtype=torch.long)
@@ -111,56 +113,57 @@ class PromptDataset:
         return DataProto.from_dict(tensors=tensors, non_tensors=columns)
 
     def batches(self, batch_size: int | None = None) -> Iterator[DataProto]:
-        """All prompts once, in order; None = in one batch."""
+        """Yields all prompts once, in order, in batches of batch_size prompts (None: in a single batch)."""
         size = batch_size or len(self)
         for start in range(0, len(self), size):
             yield self.__getitems__(range(start, min(start + size, len(self))))
 
     def row(self, position: int) -> PromptRow:
-        """A row, as its columns are understood."""
+        """Returns the row of the prompt at a position, converted to a `PromptRow`."""
         return self._rows(self._index[[position]])[0]
 
     def data_sources(self) -> list[str]:
-        """Every data_source of the rows, of those dropped too."""
+        """Returns the sorted data sources of all rows, including dropped rows."""
         return sorted(self._source_names)
 
     def positions_by_source(self) -> dict[str, np.ndarray]:
-        """The places of each data_source's prompts, of those that are left."""
+        """Returns the positions of each data source's prompts; sources without remaining prompts are left out."""
         kept = self._source_of[self._index]
         found = {name: np.flatnonzero(kept == code) for code, name in enumerate(self._source_names)}
         return {name: places for name, places in found.items() if len(places)}
 
     def fingerprint(self) -> str:
-        """Equal for equal prompts in equal order under an equal tokenizer and template."""
+        """Returns a digest of the token ids of all prompts, in order."""
         digest = hashlib.blake2b(digest_size=8)
         for place in self._index:
             digest.update(self._tokens[place].tobytes() + b"|")
         return digest.hexdigest()
 
     def largest_token(self) -> int:
-        """The largest token id of all prompts."""
+        """Returns the largest token id in any prompt."""
         return max(int(tokens.max()) for tokens in self._tokens)
 
     def _read(self, rows: int, config: DataConfig, answers: int | None) -> list[Prompt]:
-        """The prompts of the first rows, checked; notes the source of each and how many answers it asks for."""
+        """Reads and checks the first `rows` prompts; stores their data sources and requested numbers of answers."""
         codes: dict[str, int] = {}
         prompts: list[Prompt] = []
-        sources, asked = np.zeros(rows, dtype=np.int32), np.zeros(rows, dtype=np.int64)
+        sources = np.zeros(rows, dtype=np.int32)
+        requested = np.zeros(rows, dtype=np.int64)
         for file in self._files:
             for row in self._schema.rows(file, range(min(len(file), rows - len(prompts)))):
                 source, place = row["data_source"], len(prompts)
                 of_source = config.sources.get(source, {}).get("n")
                 sources[place] = codes.setdefault(source, len(codes))
-                asked[place] = row["n"] or of_source or answers or 0
+                requested[place] = row["n"] or of_source or answers or 0
                 prompts.append(Prompt(row["prompt"], json.dumps(row["tools"]) if row["tools"] else None))
         unknown = sorted(config.sources.keys() - codes.keys()) if self.split == "train" else []
         if unknown:
             raise UserError(
-                f"data.sources.{unknown[0]}: data.train_files has no row of that data source; it has "
+                f"data.sources.{unknown[0]}: data.train_files has no row of that data source; found "
                 f"{', '.join(sorted(codes))}"
             )
         self._source_names, self._source_of = list(codes), sources
-        self._answers = None if answers is None or (asked == answers).all() else asked
+        self._answers = None if answers is None or (requested == answers).all() else requested
         return prompts
 
     def _rows(self, index: np.ndarray) -> list[PromptRow]:
@@ -177,8 +180,8 @@ class PromptDataset:
         index, overlong = np.arange(len(lengths)), np.flatnonzero(lengths > limit)
         if not lengths.min():
             raise UserError(
-                f"data.{self.split}_files: {self._describe(int(lengths.argmin()))} has a prompt without any token "
-                "under the chat template, and an answer has to follow something; leave such rows out"
+                f"data.{self.split}_files: {self._describe(int(lengths.argmin()))} has a prompt that the chat template "
+                "turns into no tokens, so there is nothing to sample from; remove such rows"
             )
         report = f"{self.split}: {len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens"
         if not len(overlong):
@@ -190,10 +193,10 @@ class PromptDataset:
             raise UserError(
                 f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit} "
                 f"({self._describe(int(overlong[0]))} has {lengths[overlong[0]]} tokens, the longest {lengths.max()}). "
-                "Raise it, drop such prompts with data.filter_overlong_prompts=true (some have to be left), or cut "
-                "them with data.truncation=left|right|middle."
+                "Raise it, drop such prompts with data.filter_overlong_prompts=true (at least one prompt must remain), "
+                "or cut them with data.truncation=left|right|middle."
             )
-        head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]  # tokens kept of the beginning
+        head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]  # tokens kept from the beginning
         for place in overlong:
             tokens = self._tokens[place]
             self._tokens[place] = np.concatenate([tokens[:head], tokens[len(tokens) - (limit - head) :]])

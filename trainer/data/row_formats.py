@@ -1,7 +1,7 @@
-"""What the rows of a place mean: their columns, checked and made into the row that the trainer works with.
+"""Row formats: checks the columns of each row and converts it to the `PromptRow` that the trainer uses.
 
-Rows follow verl's schema (`EXAMPLE_ROW`), or `data.columns` says which of their columns is which of ours. Every message
-names place, row and column, and shows what was found.
+Rows follow verl's schema (`EXAMPLE_ROW`), or `data.columns` maps their columns to those of the schema. Every error
+message names the file, row and column, and shows the value found.
 """
 
 import json
@@ -28,12 +28,15 @@ EXAMPLE_ROW: dict[str, Any] = {
 _OURS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
 _MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _MULTIMODAL = "pictures, video and sound are not supported yet: use a dataset of text"
-_ROWS_AT_ONCE = 1000  # of a table, as Python objects
+_ROWS_AT_ONCE = 1000  # rows of a table that are converted to Python objects at a time
 
 
 class PromptRow(TypedDict):
-    """One row. prompt: chat messages. tools: schemas that the chat template shows, or None. n: how many answers the row
-    asks for, None where it leaves that open. reward_model: with the ground_truth, where there is one."""
+    """One row of prompt data.
+
+    prompt: chat messages. reward_model: verl's dict, with the key ground_truth if the row has a ground truth.
+    tools: tool schemas for the chat template, or None. n: number of answers to sample, or None if the row has no `n`.
+    """
 
     data_source: str
     prompt: Chat
@@ -44,14 +47,14 @@ class PromptRow(TypedDict):
 
 
 class RowSchema:
-    """How rows are read under a configuration.
+    """Converts rows to `PromptRow` as configured.
 
     Args:
         split: "train" or "val", for messages.
-        needs_ground_truth: whether a reward function compares answers with reward_model["ground_truth"], which each
-            row then has to have.
+        needs_ground_truth: True if a reward function compares answers with reward_model["ground_truth"], so that every
+            row must have a ground truth.
     Raises:
-        UserError: for tools that cannot be read.
+        UserError: If the file data.tools_path is unreadable or contains no tool schemas.
     """
 
     def __init__(self, config: DataConfig, split: str, needs_ground_truth: bool = True) -> None:
@@ -68,7 +71,7 @@ class RowSchema:
         self._theirs = {name: _listed(given.get(name, name)) for name in _OURS}
 
     def rows(self, table: RowTable, indices: Sequence[int]) -> Iterator[PromptRow]:
-        """Some rows, checked. Raises UserError for the first that cannot be used."""
+        """Yields the checked rows at these indices. Raises UserError for the first unusable row."""
         mapped = [name for names in self._theirs.values() for name in names]
         wanted = [*mapped, *(name.partition(".")[0] for name in mapped), "reward_model", *_MEDIA_COLUMNS, *table.media]
         names = [name for name in dict.fromkeys(wanted) if name in table.columns]
@@ -78,7 +81,7 @@ class RowSchema:
                 yield self._row(raw, table, f"{self._option}: row {index} of {table.path}")
 
     def check_columns(self, tables: Sequence[RowTable]) -> None:
-        """Raises UserError for a table without a column of prompts, or that data.columns names and no table has."""
+        """Raises UserError if a table has no prompt column, or if no table has a column named in data.columns."""
         for table in filter(len, tables):
             if _first_found(self._theirs["prompt"], table.columns) is None:
                 raise self._not_understood(f"{self._option}: {table.path}", "prompt", table.columns)
@@ -94,9 +97,10 @@ class RowSchema:
     def _not_understood(self, where: str, ours: str, columns: Collection[str]) -> UserError:
         theirs = ", ".join(self._theirs[ours]) or ours
         return UserError(
-            f"{where}: there is no {ours} (column {theirs!r}); columns found: {', '.join(columns)}. Say which column "
-            "is which, as data.columns='{prompt: question, ground_truth: answer}', and data.data_source=NAME where no "
-            f"column has the name that picks the reward (trainer/DATA.md). A correct row:\n{json.dumps(EXAMPLE_ROW)}"
+            f"{where}: there is no {ours} (column {theirs!r}); columns found: {', '.join(columns)}. Map the columns, "
+            "for example data.columns='{prompt: question, ground_truth: answer}', and set data.data_source=NAME if no "
+            "column has the data source that selects the reward (trainer/DATA.md). A correct row:\n"
+            f"{json.dumps(EXAMPLE_ROW)}"
         )
 
     def _row(self, raw: dict[str, Any], table: RowTable, where: str) -> PromptRow:
@@ -124,38 +128,38 @@ class RowSchema:
         }
 
     def _value(self, ours: str, raw: dict[str, Any], where: str) -> tuple[Any, str]:
-        """The first of their values for one of our columns that is not null, and its column, for messages. A dotted
-        name goes into dicts."""
+        """Returns the first non-null value among the row's columns mapped to `ours`, and its location for messages."""
         value = next((value for name in self._theirs[ours] if (value := value_at(raw, name)) is not None), None)
         return value, f"{where}, column {_first_found(self._theirs[ours], raw) or (*self._theirs[ours], ours)[0]!r}"
 
     def _prompt(self, raw: dict[str, Any], where: str) -> tuple[Chat, str | None]:
-        """The messages, and what the assistant says last in a chat of another schema."""
+        """Returns the prompt's messages and, for a mapped chat that ends with an assistant message, that answer."""
         value, place = self._value("prompt", raw, where)
         template, system = self._config.prompt_template, self._config.system_prompt
         if isinstance(value, str):
             if value.startswith('[{"role"'):
-                raise _wrong(place, value, "chat messages, or plain text: not messages written as json")
+                raise _wrong(place, value, "chat messages or plain text, not messages written as json text")
             value = [{"role": "user", "content": (template or "{prompt}").replace("{prompt}", value)}]
         check_prompt(value, place)
         answer = None
         if self._maps_prompt and value[-1]["role"] == "assistant":
             value, answer = value[:-1], value[-1]["content"]
             if not value:
-                raise _wrong(place, "an answer of the assistant", "a prompt before it")
+                raise _wrong(place, "only an assistant message", "a prompt before it")
         if system is not None and value[0]["role"] != "system":
             value = [{"role": "system", "content": system}, *value]
         return value, answer
 
     def _reward_model(self, raw: dict[str, Any], answer: str | None, where: str) -> dict[str, Any]:
-        """reward_model with the ground truth, if there is one: that of a mapped column, its own, that of a column
-        ground_truth, or the answer that ends the chat."""
+        """Returns the row's reward_model dict with its ground truth, if the row has one: from the column mapped with
+        data.columns.ground_truth, else from reward_model, the column ground_truth, or the answer that ends the chat."""
         found = raw.get("reward_model")
         if found is not None and not isinstance(found, dict):
-            raise _wrong(f"{where}, column 'reward_model'", found, f"a dict, as {EXAMPLE_ROW['reward_model']}")
-        found, (mapped, place) = dict(found or {}), self._value("ground_truth", raw, where)
+            raise _wrong(f"{where}, column 'reward_model'", found, f"a dict like {EXAMPLE_ROW['reward_model']}")
+        found = dict(found or {})
+        mapped, place = self._value("ground_truth", raw, where)
         match mapped:
-            case [{"role": "assistant", "content": str(text)}]:  # an answer written as a chat
+            case [{"role": "assistant", "content": str(text)}]:  # an answer stored as a chat with one message
                 mapped = text
         if mapped is not None and ("ground_truth" in self._config.columns or "ground_truth" not in found):
             found["ground_truth"] = mapped
@@ -167,7 +171,7 @@ class RowSchema:
             groups = [group for group in (matches[-1].groups() if matches else ()) if group is not None]
             if not groups:
                 setting = f"data.ground_truth_regex={self._regex.pattern}"
-                raise _wrong(f"{place} (ground truth)", text, f"text in which {setting} finds a group")
+                raise _wrong(f"{place} (ground truth)", text, f"text in which {setting} matches a group")
             found["ground_truth"] = groups[0]
         return found
 
@@ -176,20 +180,20 @@ class RowSchema:
             return {name: value_at(raw, name) for name in self._theirs["extra_info"]}
         value, place = self._value("extra_info", raw, where)
         if value is not None and not isinstance(value, dict):
-            raise _wrong(place, value, "a dict (or several columns that make one: data.columns.extra_info=[...])")
+            raise _wrong(place, value, "a dict (data.columns.extra_info=[...] builds a dict from several columns)")
         return value or {}
 
     def _answers(self, raw: dict[str, Any], where: str) -> int | None:
         value, place = self._value("n", raw, where)
         if value is not None and (type(value) is not int or value < 1):
-            raise _wrong(place, value, "a number of answers, at least 1; data.columns.n=null leaves the column out")
+            raise _wrong(place, value, "a number of answers, at least 1; data.columns.n=null ignores the column")
         return value
 
 
 def check_prompt(prompt: Any, where: str) -> None:
     """Raises UserError unless `prompt` is a list of chat messages with text."""
     if not isinstance(prompt, list) or not prompt:
-        raise _wrong(where, prompt, f"a list of chat messages, as {EXAMPLE_ROW['prompt']}")
+        raise _wrong(where, prompt, f"a list of chat messages like {EXAMPLE_ROW['prompt']}")
     for message in prompt:
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
             raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
@@ -218,12 +222,12 @@ def _listed(names: Any) -> list[str]:
 
 
 def _first_found(names: Sequence[str], columns: Collection[str]) -> str | None:
-    """The first of these names, or of columns that they go into, a.b, that there is."""
+    """Returns the first name that is a column, or whose first part is (a for the dotted name a.b); None without one."""
     return next((name for name in names if name in columns or name.partition(".")[0] in columns), None)
 
 
 def value_at(raw: dict[str, Any], name: str) -> Any:
-    """The value of a column, or of a place inside it, a.b; None where there is none."""
+    """Returns the value of a column, or the value inside a dict column for a dotted name a.b; None if missing."""
     if name in raw or "." not in name:
         return raw.get(name)
     first, _, rest = name.partition(".")

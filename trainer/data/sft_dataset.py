@@ -1,8 +1,8 @@
-"""The rows of supervised fine-tuning, read, checked and tokenised: which tokens are given, and which are learnt.
+"""Supervised fine-tuning data: reads, checks and tokenizes rows, and marks the tokens that are trained on.
 
-A row is a list of chat messages, in which everything that the assistant says is learnt, or a question and its answer.
-The chat template is applied piece by piece: a question is tokenised on its own, exactly as it will be when the model is
-asked it, so training and generation see the same tokens.
+A row is a list of chat messages, all of whose assistant messages are trained on, or a question and its answer. The chat
+template is applied turn by turn and a question is tokenized separately, exactly as for generation, so that training and
+generation see the same tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,12 +20,13 @@ from verl_lite.protocol import DataProto
 from workers.policy.chat_template import render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
-COMPLETION = "completion"  # TRL's name of the answer
+COMPLETION = "completion"  # TRL's name for the answer column
 
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence. prompt: tokens up to the first learnt one; response: the rest; mask: 1 where a token is learnt."""
+    """One sequence. prompt: tokens before the first trained token. response: the remaining tokens. mask: 1 for each
+    response token that is trained on, else 0."""
 
     prompt: list[int]
     response: list[int]
@@ -38,13 +39,10 @@ class Example:
 def load_examples(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, *, option: str
 ) -> list[Example]:
-    """All sequences of the files.
+    """Loads all sequences of the files. option: the configuration key that lists the files, for messages.
 
-    Args:
-        option: the configuration key the files came from, for messages.
-    Raises:
-        UserError: for a file, column or row that cannot be used, and for a sequence longer than data.max_length unless
-            data.truncation says what to do with it.
+    Raises UserError if a file, column or row is unusable, or if a sequence is longer than data.max_length and
+    data.truncation is "error".
     """
     examples = []
     for row, where in rows_of(files, option):
@@ -65,15 +63,15 @@ def load_examples(
 
 
 def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each row of the files, and where it stands, for messages. Raises UserError for a file that cannot be read."""
+    """Yields each row of the files with its location for messages. Raises UserError for an unreadable file."""
     for path in files:
         for index, row in enumerate(read_rows(path, option)):
             yield row, f"{option}: row {index} of {path}"
 
 
 def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[Chat, int]:
-    """The chat of a row, from its messages column or else from its prompt and response (or TRL's completion) columns;
-    and the place of the first message that may be learnt, which is 0 or the one behind the prompt."""
+    """Returns the chat of a row and the index of the first message that may be trained on: the messages column and 0,
+    else the prompt column followed by the response (or TRL's completion) column, and the length of the prompt."""
     if row.get(config.messages_key) is not None:
         chat = row[config.messages_key]
         _check_answer(chat, f"{where}, column {config.messages_key!r}")
@@ -94,24 +92,25 @@ def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[C
 
 
 def _check_answer(chat: Any, where: str) -> None:
-    """Raises UserError unless these are messages of which the assistant says something."""
+    """Raises UserError unless `chat` is a list of messages with at least one assistant message."""
     check_prompt(chat, where)
     if not any(message["role"] == "assistant" for message in chat):
-        raise UserError(f"{where}: no message is the assistant's, nothing to learn")
+        raise UserError(f"{where}: there is no assistant message, so there is nothing to train on")
 
 
 def question_of(prompt: Any, where: str) -> Chat:
-    """A prompt as messages; text is the user's. Raises UserError for what is neither."""
+    """Returns a prompt as messages; plain text becomes one user message. Raises UserError for any other type."""
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     check_prompt(chat, where)
     return chat
 
 
 def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, first: int = 0) -> Example:
-    """Tokens of a chat; learnt are the assistant's from message `first` on, each up to and with its end-of-turn token.
+    """Tokenizes a chat and marks the tokens to train on: assistant messages from index `first`.
 
-    What a template writes behind that token (a newline, say) is context only. A template that writes no end-of-turn
-    token gets the tokenizer's. Raises UserError if the template rewrites earlier turns when later ones come.
+    Each such message is trained on up to and including its end-of-turn token. Text that the template writes after that
+    token, such as a newline, is context only. If the template writes no end-of-turn token, the tokenizer's is added.
+    Raises UserError if the template changes earlier turns when later turns follow.
     """
     tokens: list[int] = []
     mask: list[int] = []
@@ -123,8 +122,8 @@ def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, firs
             text = render(turns, tokenizer, is_question=not learnt)
             if not text.startswith(done):
                 raise UserError(
-                    f"{where}: the chat template writes earlier turns differently once later ones follow, so that "
-                    "several turns cannot be learnt from one row; split the row into one row for each assistant message"
+                    f"{where}: the chat template renders earlier turns differently when later turns follow, so one row "
+                    "cannot train several turns; split the row into one row for each assistant message"
                 )
             new = encode_text(text[len(done) :], tokenizer)
             kept = turn_of(new, tokenizer) if learnt else new
@@ -136,8 +135,8 @@ def encode_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, firs
 
 
 def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, is_question: bool) -> str:
-    """The chat as the template writes it, with the beginning of an answer behind a question. Without a template a
-    question and its answer are their texts; UserError for more messages."""
+    """Returns the text of a chat under the chat template, for a question including the generation prompt. Without a
+    template, the text is the content of the messages; more than two messages are then a UserError."""
     if tokenizer.chat_template is None and len(chat) > 2:
         raise UserError(NO_TEMPLATE.format("chats of several messages"))
     template = tokenizer.chat_template or plain_template(tokenizer)
@@ -145,20 +144,21 @@ def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, is_question: bool)
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Its tokens, without those that a tokenizer adds by itself."""
+    """Returns the token ids of a text, without the special tokens that a tokenizer adds by default."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def turn_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """An answer up to and with its last end-of-turn token, which is added where the template writes none."""
+    """Returns an answer's tokens up to its last end-of-turn token, which is appended if the answer has none."""
     ends = [place for place, token in enumerate(tokens) if token == tokenizer.eos_token_id]
     return tokens[: ends[-1] + 1] if ends else [*tokens, tokenizer.eos_token_id]
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
-    """A batch with the columns of a rollout: prompts left-padded to (B, P), responses right-padded to (B, R).
+    """Collates sequences into a batch with the columns of a rollout.
 
-    response_mask is 1 on learnt tokens; P and R are the longest of the batch.
+    Prompts are left-padded to (B, P) and responses right-padded to (B, R), where P and R are the longest lengths in
+    the batch. response_mask is 1 for tokens that are trained on.
     """
 
     def padded(rows: Iterable[Sequence[int]], value: int, side: str = "right") -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Where rows come from: files, folders of files, folders of `datasets`, names of the Hugging Face hub, a class.
+"""Data sources: files, folders of files, folders saved by `datasets`, datasets of the Hugging Face hub, or a class.
 
-Takes what data.train_files or data.val_files say; gives `RowTable`s. A place that keeps several splits gives the one
-that is named behind an @, or the one whose name fits the option. trainer/DATA.md has the spellings. Json is parsed here
-and not by `datasets`, which makes a date of the text "2024-05-01" and, in columns of several types, a number of "1".
+Opens each entry of data.train_files or data.val_files as a `RowTable`. If a source has several splits, the split named
+after @ is used, else the split whose name fits the option. trainer/DATA.md lists the accepted entries. This module
+parses json itself, because `datasets` converts the text "2024-05-01" to a date and, in columns with several types, the
+text "1" to a number.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "train": ("train", "training"),
     "val": ("test", "validation", "val", "valid", "dev", "eval", "testing", "evaluation"),
 }
-"""Names of the split that an option takes where none is asked for, the first that there is."""
+"""Split names for an entry without @, in order of preference, by option."""
 
 _SPLIT_WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(name for names in SPLITS.values() for name in names)})(?![a-z0-9])")
 _DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
 
 
 class RowTable:
-    """Rows from one place. Those of a file are in memory, those of `datasets` stay on disk until they are asked for.
+    """The rows of one source. Rows of a file are in memory; rows of `datasets` stay on disk until they are read.
 
-    path: the place, for messages. data_source: a name for all rows that give none. columns: names in the order of the
-    place. media: columns declared to hold pictures, video or sound.
+    path: the source, for messages. data_source: the data source of rows that have none themselves. columns: column
+    names; for json sorted, else in the order of the file. media: columns whose declared type is image, video or audio.
     """
 
     def __init__(
         self, path: str, rows: list[dict[str, Any]] | pyarrow.Table | datasets.Dataset, data_source: str | None = None
     ) -> None:
         self.path, self.data_source, self._rows, self.media = path, data_source, rows, list[str]()
-        if isinstance(rows, list):  # the types of a column may differ from row to row
+        if isinstance(rows, list):  # from json: rows may have different columns and types
             self.columns = sorted({name for row in rows for name in row})
             return
         self.columns = list(rows.column_names)
@@ -60,7 +61,7 @@ class RowTable:
         return len(self._rows)
 
     def rows(self, indices: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Some rows, in the order asked for, with these columns where they have them."""
+        """Returns the rows at these indices, in this order, with those of the given columns that they have."""
         rows = self._rows
         if isinstance(rows, list):
             return [{name: row[name] for name in columns if name in row} for row in map(rows.__getitem__, indices)]
@@ -74,35 +75,38 @@ class RowTable:
 def open_sources(
     places: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
 ) -> list[RowTable]:
-    """The rows of each place, unchecked. split: "train" or "val", the option that the places are from. Raises UserError
-    for a place that is not there or cannot be read."""
+    """Opens each entry of data.train_files (split="train") or data.val_files ("val") without checking its rows.
+
+    Raises UserError if a source does not exist or is unreadable.
+    """
     if config.custom_cls.path is not None:
         return [_rows_of_class(places, config, tokenizer, split)]
     return [table for place in places for table in open_place(place, f"data.{split}_files", split)]
 
 
 def read_rows(path: str, option: str) -> list[dict[str, Any]]:
-    """All rows of a file; see `read_data_file`."""
+    """Returns all rows of a file; see `read_data_file`."""
     table = read_data_file(path, option)
     return table.rows(range(len(table)), table.columns)
 
 
 def read_data_file(path: str, option: str) -> RowTable:
-    """The rows of a parquet, json (a list of rows) or jsonl (a row per line) file. option: the configuration key that
-    the file came from, for messages. Raises UserError for a file that is not there, cannot be read, or is of another
-    kind."""
+    """Reads a parquet, json (a list of rows) or jsonl (one row per line) file. option: its key, for messages.
+
+    Raises UserError if the file does not exist, is unreadable, or has another format.
+    """
     file, where = Path(path).expanduser(), f"{option}={path!r}"
     if not file.is_file() or file.suffix not in SUFFIXES:
-        problem = "expected a file" if file.is_file() else f"no such file (looked for {file.absolute()}); expected one"
-        raise UserError(f"{where}: {problem} named .parquet, .json or .jsonl")
+        found = "expected a file" if file.is_file() else f"no such file (looked for {file.absolute()}); expected a file"
+        raise UserError(f"{where}: {found} named .parquet, .json or .jsonl")
     if file.suffix != ".parquet":
         return RowTable(path, _read_json(file, where))
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
             table = reader.read()
-        table.validate(full=True)  # texts that are not UTF-8 are found here, not when a row is asked for
+        table.validate(full=True)  # finds text that is not UTF-8 here instead of when a row is read
         if len(set(table.column_names)) < table.num_columns:
-            raise pyarrow.ArrowInvalid(f"several columns of one name: {', '.join(table.column_names)}")
+            raise pyarrow.ArrowInvalid(f"several columns have the same name: {', '.join(table.column_names)}")
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{where}: not a readable parquet file ({error})") from error
     return RowTable(path, table)
@@ -110,9 +114,9 @@ def read_data_file(path: str, option: str) -> RowTable:
 
 def _read_json(file: Path, where: str) -> list[dict[str, Any]]:
     try:
-        text = file.read_bytes().decode("utf-8-sig")  # editors on Windows put a mark in front
+        text = file.read_bytes().decode("utf-8-sig")  # editors on Windows begin files with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: cannot be read ({error}); expected json in UTF-8, not compressed") from error
+        raise UserError(f"{where}: cannot be read ({error}); expected uncompressed json in UTF-8") from error
     if text.lstrip().startswith("["):
         rows = parse_json(text, where, "a row per line, or one list of rows")
     else:  # split, not splitlines, which would also split at U+2028 inside a string
@@ -125,15 +129,15 @@ def _read_json(file: Path, where: str) -> list[dict[str, Any]]:
 
 
 def parse_json(text: str, where: str, expected: str) -> Any:
-    """What a json text says. Raises UserError with `where` and what was expected."""
+    """Parses a json text. Raises UserError, which contains `where` and `expected`, if the text is invalid."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also of a number with too many digits
+    except (ValueError, RecursionError) as error:  # ValueError is also raised for a number with too many digits
         raise UserError(f"{where}: not valid json ({error}); expected {expected}") from error
 
 
 def open_place(text: str, option: str, split: str) -> list[RowTable]:
-    """The rows of one place, `base:config@split`, a table for each file; `option` and `split` as of `open_sources`."""
+    """Opens one entry of an option, `base:config@split`, as one table per file. split: selects the default splits."""
     front, _, asked = text.partition("@")
     base, _, config = front.partition(":")
     if Path(text).expanduser().exists():  # a path may hold any character
@@ -144,7 +148,7 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
         return [RowTable(text, _load_saved(base, where, wanted))]
     if place.is_dir() and not config:
         return [read_data_file(str(file), option) for file in _files_of_split(place, where, wanted)]
-    if place.is_dir():  # a repository as it lies on the hub, whose README says which files a config has
+    if place.is_dir():  # a copy of a hub repository, whose README lists the files of each config
         return [RowTable(text, _load_prepared(str(place), config, where, wanted))]
     if HUB_NAME.fullmatch(text) and place.suffix not in SUFFIXES:
         return [RowTable(text, _load_prepared(base, config or None, where, wanted), data_source=base)]
@@ -152,7 +156,8 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
 
 
 def _files_of_split(folder: Path, where: str, wanted: Sequence[str]) -> list[Path]:
-    """The files of a folder, or of its `data`, whose names speak of the split; all where no name speaks of any."""
+    """Returns the files of a folder, or of its subfolder `data`, that are named after a wanted split, or all files if
+    none is named after a split."""
     by_split: dict[str, list[Path]] = {}
     for part in (folder, folder / "data"):
         for file in sorted(part.iterdir()) if part.is_dir() and not by_split else ():
@@ -165,24 +170,24 @@ def _files_of_split(folder: Path, where: str, wanted: Sequence[str]) -> list[Pat
         return by_split[""]
     if "" in by_split and len(by_split) > 1:
         raise UserError(
-            f"{where}: some files of the folder are named after a split and {by_split[''][0].name} is not: name the "
-            "files that are meant"
+            f"{where}: some files of the folder are named after a split, but {by_split[''][0].name} is not; list the "
+            "intended files instead of the folder"
         )
     return by_split[_choose_split(list(by_split), where, wanted)]
 
 
 def _choose_split(known: Sequence[str], where: str, wanted: Sequence[str]) -> str:
-    """The first of the splits that is there. Raises UserError listing what there is."""
+    """Returns the first wanted split that exists. Raises UserError, which lists the existing splits, if none does."""
     if found := [name for name in wanted if name in known]:
         return found[0]
     raise UserError(
-        f"{where}: no split called {' or '.join(wanted[:2])}; there are {', '.join(sorted(known)) or 'none'}. Name one "
-        "behind an @, as owner/name:config@split"
+        f"{where}: no split called {' or '.join(wanted[:2])}; splits found: {', '.join(sorted(known)) or 'none'}. Add "
+        "the split after an @, for example owner/name:config@split"
     )
 
 
 def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Dataset:
-    """A folder that `save_to_disk` wrote: a dataset, or several by split."""
+    """Loads a dataset, or the wanted split of a `DatasetDict`, from a folder written by `save_to_disk`."""
     import datasets
 
     try:
@@ -192,12 +197,12 @@ def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Data
     if isinstance(found, datasets.DatasetDict):
         return found[_choose_split(list(found), where, wanted)]
     if len(wanted) == 1:
-        raise UserError(f"{where}: the folder holds one dataset without splits; leave @{wanted[0]} out")
+        raise UserError(f"{where}: the folder contains one dataset without splits; remove @{wanted[0]}")
     return found
 
 
 def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[str]) -> datasets.Dataset:
-    """A dataset of the hub, or a folder laid out like one; without network from the cache of `datasets`."""
+    """Loads a dataset of the hub (without network, from the cache of `datasets`), or a copy of a hub repository."""
     import datasets
 
     try:
@@ -210,17 +215,17 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
         raise
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{where}: neither a file, nor read as a dataset of the Hugging Face hub or from the cache "
-            f"{datasets.config.HF_DATASETS_CACHE} ({type(error).__name__}: {error}). A config is named behind a colon, "
-            f"as {name}:NAME. Without network, load it once where there is one and copy the cache, or write it as a "
-            f"file: datasets.load_dataset({name!r}, split=SPLIT).to_parquet(FILE)"
+            f"{where}: not a file, and loading it from the Hugging Face hub or the cache "
+            f"{datasets.config.HF_DATASETS_CACHE} failed ({type(error).__name__}: {error}). Add a config after a "
+            f"colon: {name}:NAME. Without network, load the dataset on another machine and copy the cache, or write "
+            f"it to a file: datasets.load_dataset({name!r}, split=SPLIT).to_parquet(FILE)"
         ) from error
 
 
 def _rows_of_class(
     places: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str
 ) -> RowTable:
-    """The rows of data.custom_cls, made with verl's arguments, of those that it takes."""
+    """Returns the rows of data.custom_cls. The class is constructed with those of verl's arguments that it accepts."""
     custom = config.custom_cls
     made = load_object(custom.path or "", custom.name or "", "data.custom_cls.path", "data.custom_cls.name")
     most = config.train_max_samples if split == "train" else config.val_max_samples
@@ -235,6 +240,6 @@ def _rows_of_class(
         if not isinstance(row, dict) or any(isinstance(value, torch.Tensor) for value in row.values()):
             raise UserError(
                 f"data.custom_cls: row {index} of {name} is {row!r:.100}, expected a dict of columns without tensors "
-                '(tokens are made here): {"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
+                '(tokens are computed later): {"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
             )
     return RowTable(name, found)

@@ -1,8 +1,8 @@
-"""Prompts as token ids: the chat template applied, tokenised, and kept on disk for the next run.
+"""Tokenizes prompts: applies the chat template, encodes the text, and caches the token ids on disk.
 
-What comes out is what the rollout engine samples from, so lengths are measured on the very same tokens. Tokens are kept
-by `datasets.map` under VERL_LITE_CACHE (or ~/.cache/verl_lite) in `tokens/`, in a file named after all that they depend
-on: nothing needs to be told when that changes, and any file may be deleted at any time.
+The rollout engine samples from exactly these tokens, so prompt lengths are exact. `datasets.map` caches the tokens in
+the folder `tokens/` of VERL_LITE_CACHE (default ~/.cache/verl_lite). The name of a cache file is a digest of everything
+that the tokens depend on, so a file is never out of date and may be deleted at any time.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
 CACHED_FROM = 5_000
-"""Prompts from which tokens are kept on disk: fewer are made in less than two seconds of one core (recipes/LOG.md)."""
+"""Smallest number of prompts that is cached. Fewer take less than two seconds on one core (recipes/LOG.md)."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the chat template is given of a row. tools: their schemas as json, None = none."""
+    """The chat template's input for one row. tools: tool schemas as json text, or None."""
 
     messages: list[dict[str, str]]
     tools: str | None = None
@@ -42,11 +42,13 @@ class Prompt:
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[np.ndarray]:
-    """Token ids of each prompt, int32, with the generation prompt at the end, exactly as they will be sampled from.
+    """Returns the int32 token ids of each prompt, including the generation prompt at the end.
+
+    Without a chat template, the text of a prompt is its single message.
 
     Raises:
-        UserError: for a chat where the tokenizer has no template (a single message is its text), for a prompt or
-            arguments that the template refuses, and for tools or a system prompt that it does not show.
+        UserError: If the tokenizer has no template and a prompt has several messages or tools, if the template raises
+            an error for a prompt, or if its output does not contain the tools or the system prompt.
     """
     kwargs = dict(config.apply_chat_template_kwargs)
     if tokenizer.chat_template is None:
@@ -86,14 +88,14 @@ def _encode_with_cache(
         kept = rows.map(encode, cache_file_name=file, num_proc=processes, new_fingerprint=name, **options)
         return _arrays(kept)
     except (OSError, pyarrow.ArrowInvalid) as error:  # a damaged file, or a folder that cannot be written
-        logger.warning("the tokens of the prompts are not kept in %s (%s): they are made again", folder, error)
+        logger.warning("the prompt tokens in %s cannot be used (%s): tokenizing without the cache", folder, error)
         for damaged in folder.glob(f"{name}*") if folder.is_dir() else ():
             damaged.unlink(missing_ok=True)
         return _arrays(rows.map(encode, keep_in_memory=True, new_fingerprint=name, **options))
 
 
 def _arrays(rows: Any) -> list[np.ndarray]:
-    """The tokens of each row, as views of the dataset's own memory."""
+    """Returns the tokens of each row as views of the dataset's memory."""
     found: list[np.ndarray] = []
     for chunk in rows.data.column("tokens").chunks:
         ends = chunk.offsets.to_numpy() - chunk.offsets[0].as_py()
@@ -102,10 +104,8 @@ def _arrays(rows: Any) -> list[np.ndarray]:
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[str]:
-    """Everything besides the prompts that the tokens depend on, as text.
-
-    A template that writes the date of today gives other prompts tomorrow.
-    """
+    """Returns everything except the prompts that the tokens depend on, as text. This includes the date if the template
+    uses it, because the prompts then change every day."""
     import tokenizers
     import transformers
 
@@ -131,19 +131,19 @@ def _render(
     try:
         return render_chats(tokenizer, chats, add_generation_prompt=True, **shown)
     except ChatTemplateError as error:
-        if len(chats) > 1:  # which of them it was is found one by one
+        if len(chats) > 1:  # renders the chats one by one to find the chat that fails
             return [_render(tokenizer, [chat], tools, kwargs)[0] for chat in chats]
         raise UserError(
             f"The chat template of {tokenizer.name_or_path!r} with data.apply_chat_template_kwargs={kwargs} refuses "
-            f"the prompt {chats[0]!r:.200} ({error}). Change the prompt in the data, take "
-            "another template with data.chat_template, or other data.apply_chat_template_kwargs"
+            f"the prompt {chats[0]!r:.200} ({error}). Change the prompt in the data, data.chat_template, or "
+            "data.apply_chat_template_kwargs"
         ) from error
 
 
 def _check_shown(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: dict[str, Any]
 ) -> None:
-    """Raises UserError where the template leaves out tools, or the system prompt of data.system_prompt."""
+    """Raises UserError if the template's output ignores a prompt's tools or data.system_prompt."""
     system = config.system_prompt
     with_tools = [each for each in prompts if each.tools is not None][:1]
     with_system = [each for each in prompts if each.messages[0]["content"] == system and len(each.messages) > 1][:1]
@@ -155,6 +155,6 @@ def _check_shown(
         whole, without = (_render(tokenizer, [each.messages], each.tools, kwargs) for each in pair)
         if whole == without:
             raise UserError(
-                f"The chat template of {tokenizer.name_or_path!r} does not show {what}: take another template with "
+                f"The chat template of {tokenizer.name_or_path!r} does not show {what}: set another template with "
                 "data.chat_template"
             )

@@ -73,7 +73,7 @@ def test_overlong_prompts_are_dropped_and_counted_when_asked(make: Callable) -> 
     data = make(["1", "12345678", "12345"], filter_overlong_prompts=True)
     assert len(data) == 2 and "1 longer than 6 were dropped, 2 kept" in data.report
     assert [prompt.non_tensor_batch["uid"][0] for prompt in data.batches(1)] == ["train-0", "train-2"]
-    with pytest.raises(UserError, match="some have to be left"):
+    with pytest.raises(UserError, match="at least one prompt must remain"):
         make(["12345678"], filter_overlong_prompts=True)
 
 
@@ -113,7 +113,7 @@ def test_wrong_files_are_explained(tmp_path: Path) -> None:
         ("broken.jsonl", b'{"a": 1}\n{"a":\n', "line 2: not valid json"),
         ("rows.csv", b"a,b", "expected a file named"),
         ("empty.jsonl", b"", "the dataset has no rows"),
-        ("gzip.jsonl", b"\x1f\x8b\x08\x00", "expected json in UTF-8, not compressed"),
+        ("gzip.jsonl", b"\x1f\x8b\x08\x00", "expected uncompressed json in UTF-8"),
         ("brackets.jsonl", b"[" * 100_000, "not valid json .*recursion"),
         ("digits.jsonl", b'{"a": ' + b"9" * 10_000 + b"}", "line 1: not valid json .*digits"),
     ):
@@ -139,7 +139,7 @@ STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system rol
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (BARE, make_row(""), "data.train_files: row 1 of .* without any token"),
+        (BARE, make_row(""), "data.train_files: row 1 of .* turns into no tokens"),
         (STRICT, make_row("2", prompt=[{"role": "system", "content": "be"}]), "be.*no system role.*data.chat_template"),
     ],
 )

@@ -35,10 +35,10 @@ def test_a_folder_gives_the_files_of_the_split_by_their_names(tmp_path: Path) ->
     folder = str(tmp_path / "sums")
     assert contents(load(folder)) == ["1", "2"] and contents(load(folder, "val")) == ["3"]
     assert contents(load(folder + "@test")) == ["3"]
-    with pytest.raises(UserError, match="data.train_files=.*no split called dev; there are test, train. Name one"):
+    with pytest.raises(UserError, match="data.train_files=.*no split called dev; splits found: test, train. Add"):
         load(folder + "@dev")
     write(tmp_path / "sums" / "data" / "more.jsonl", numbered(4))
-    with pytest.raises(UserError, match="named after a split and more.jsonl is not"):
+    with pytest.raises(UserError, match="named after a split, but more.jsonl is not"):
         load(folder)
     for place in ("nowhere", "owner/name.parquet"):
         with pytest.raises(UserError, match="no such file .*"):
@@ -64,7 +64,7 @@ def test_a_saved_dataset_is_read_from_its_folder_in_any_order(tmp_path: Path) ->
         {"style": "rule", "ground_truth": "1"},
         {"style": "rule", "ground_truth": "3"},
     ]
-    with pytest.raises(UserError, match="the folder holds one dataset without splits; leave @test out"):
+    with pytest.raises(UserError, match="the folder contains one dataset without splits; remove @test"):
         load(str(tmp_path / "saved") + "@test")
 
 
@@ -118,10 +118,10 @@ def test_a_hub_name_is_read_from_the_cache_and_is_the_data_source() -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("openai/gsm8k", "(main|socratic).*A config is named .* openai/gsm8k:NAME"),
+        ("openai/gsm8k", "(main|socratic).*Add a config after a colon: openai/gsm8k:NAME"),
         ("openai/gsm8k:hard", "config 'hard'.*main.*socratic"),
-        ("openai/gsm8k:main@dev", "no split called dev; there are test, train. Name one"),
-        ("nobody/nothing", r"_files='nobody/nothing': neither a file, nor .*Hugging Face hub .*to_parquet\(FILE\)"),
+        ("openai/gsm8k:main@dev", "no split called dev; splits found: test, train. Add the split"),
+        ("nobody/nothing", r"_files='nobody/nothing': not a file, .* from the Hugging Face hub .*to_parquet\(FILE\)"),
     ],
 )
 def test_hub_names_that_lead_nowhere_are_explained(place: str, message: str) -> None:

@@ -102,7 +102,7 @@ def test_an_answer_has_the_tokens_that_a_policy_samples() -> None:
             "column 'margin': found '1', expected a finite",
         ),
         ({"prompt": "1", "chosen": "2", "rejected": "2"}, "both answers have the same tokens"),
-        ({"prompt": "1", "chosen": "2" * 200, "rejected": "2"}, "answer of 2.. tokens .* more than data.max_length=64"),
+        ({"prompt": "1", "chosen": "2" * 200, "rejected": "2"}, "answer .* 2.. tokens, more than data.max_length=64"),
     ],
 )
 def test_a_wrong_row_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:

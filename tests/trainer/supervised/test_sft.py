@@ -112,8 +112,8 @@ def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
         ({"question": "1", "answer": "2"}, "neither a chat in column 'messages' .* found: question, answer"),
         ({"prompt": "1", "answer": "2"}, r"in 'response' \(data.response_key\) or .*; columns found: prompt, answer"),
         ({"prompt": "1", "response": 2}, "with an answer, text or messages, in 'response' .* or 'completion'"),
-        ({"prompt": "1", "completion": [user("2")]}, "column 'completion': no message is the assistant's"),
-        ({"messages": [user("1")]}, "no message is the assistant's"),
+        ({"prompt": "1", "completion": [user("2")]}, "column 'completion': there is no assistant message"),
+        ({"messages": [user("1")]}, "there is no assistant message"),
         ({"messages": "1"}, "found '1', expected a list of chat messages"),
     ],
 )
@@ -269,5 +269,5 @@ def test_a_long_sequence_is_refused_cut_or_dropped(tmp_path: Path) -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + PLAIN
-    with pytest.raises(UserError, match="row 7: the chat template writes earlier turns differently"):
+    with pytest.raises(UserError, match="row 7: the chat template renders earlier turns differently"):
         encode_chat([user("1"), assistant("2"), user("3"), assistant("4")], tokenizer, "row 7")
