@@ -1,8 +1,8 @@
-"""Code: the answer's program is right if it passes the tests of the ground truth, in a sandbox (`verl_lite.sandbox`).
+"""The reward for code, which runs a response's program against the tests of the ground truth in `verl_lite.sandbox`.
 
-The last fenced Python block of the answer counts, or the whole answer if it has none. What is expected never enters the
-process in which the answer runs, and nothing of an answer is evaluated here. Where the machine cannot hold untrusted
-code, nothing runs.
+The program is the last fenced Python block of the response, or the whole response if it has no block. Expected values
+never enter the process that runs the program, and this process evaluates nothing that the program sends. If the machine
+cannot confine untrusted code, no program runs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 from verl_lite.rewards.registry import register_reward
 from verl_lite.sandbox import Limits, Outcome, Sandbox
 
-# Possessive quantifiers (*+) read each line once.
+# The possessive quantifiers (*+) prevent backtracking, so each line is read once.
 _BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _CLOCK_FACTOR = 3.0
-"""So many seconds by the clock may a test take for each of processor time."""
+"""Limit of a test's wall-clock time, as a multiple of its limit of processor time."""
 
 _SPARE_S = 1.0
 _TOLERANCE = 1e-6
 _REPLY_BYTES, _REPLY_FACTOR = 1 << 16, 16
-"""A longer reply to a call than this many bytes, and this many times the arguments and the right value, is wrong: it
-would take memory and time outside of the sandbox."""
+"""Limits of a reply to a call: a fixed number of bytes, plus a multiple of the size of the arguments and the expected
+value. A longer reply is wrong, because reading it would take memory and time outside the sandbox."""
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -52,15 +52,26 @@ def compute_score(
     max_tests: int | None = None,
     allow_unsafe: bool = False,
 ) -> dict[str, float | str]:
-    """score: 1.0 if all tests pass, else 0.0; with `partial` the share that passes.
+    """Scores the program in a response: 1.0 if all tests pass, else 0.0; with `partial` the share of passed tests.
 
-    timeout_s: processor time of one test (by the clock three times as much). total_timeout_s: seconds by the clock
-    after which the tests of an answer end, so that the rest has failed; less than reward.timeout_s. memory_mb: of the
-    program. max_tests: only the first ones. allow_unsafe: run where the sandbox cannot hold code.
-    Extras: acc (all passed), passed (share), compiled, timeouts (tests), error (the first one).
-    Raises ValueError for a ground truth without tests, UserError on a machine without protection.
+    Args:
+        timeout_s: limit of one test in seconds of processor time; its wall-clock limit is three times as long.
+        total_timeout_s: wall-clock limit of all tests of a response, in seconds, less than reward.timeout_s. Tests that
+            have not run by then have failed.
+        memory_mb: address space of the program.
+        max_tests: number of tests that are run, from the first one; None = all.
+        allow_unsafe: True to run programs on a machine where the sandbox cannot confine them.
+
+    Returns:
+        score; acc (1.0 if all tests passed); passed (share of passed tests); compiled; timeouts (number of tests);
+        error (the first error).
+
+    Raises:
+        ValueError: the ground truth has no tests.
+        UserError: the machine cannot confine programs and `allow_unsafe` is false.
     """
-    tests, code = read_tests(ground_truth, max_tests), extract_code(solution_str)
+    tests = read_tests(ground_truth, max_tests)
+    code = extract_code(solution_str)
     outcomes, passed, count = [Outcome(False, error="the answer has no code")], [False], 1
     if code.strip():
         limits = Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb)
@@ -80,18 +91,25 @@ def compute_score(
 
 
 def time_problems(kwargs: Mapping[str, Any], timeout_s: float, option: str) -> Iterator[str]:
-    """One sentence if a slow program would be a failure of the reward. kwargs: of `compute_score`, from `option`."""
+    """Yields a message if a slow program could exceed reward.timeout_s: it would fail its sample instead of scoring 0.
+
+    kwargs: arguments of `compute_score`. option: key of these arguments in the configuration.
+    """
     total_s = kwargs.get("total_timeout_s", inspect.signature(compute_score).parameters["total_timeout_s"].default)
     if total_s + _SPARE_S >= timeout_s:
         yield (
-            f"reward.timeout_s={timeout_s:g}: all tests of a program may take {total_s:g} s ({option}.total_timeout_s);"
-            f" expected are {_SPARE_S:g} s more, or a slow program would be a failure and no 0: raise it or lower that"
+            f"reward.timeout_s={timeout_s:g} has to exceed {option}.total_timeout_s={total_s:g} by more than "
+            f"{_SPARE_S:g} s, or slow programs would fail their samples instead of scoring 0: raise the first or lower "
+            "the second"
         )
 
 
 def extract_code(solution_str: str) -> str:
-    """The last fenced block of Python after a thought, or the last one without a language, or the whole text. A block
-    without an end goes to the end of the text."""
+    """Returns the program in a response, searched after the last </think>.
+
+    The program is the last fenced block labelled as Python, else the last unlabelled block, else the whole text if it
+    has no block, else "". A block without a closing fence extends to the end of the text.
+    """
     text = solution_str.rpartition("</think>")[2]
     blocks = _BLOCK.findall(text)
     for languages in (_PYTHON, ("",)):
@@ -101,31 +119,33 @@ def extract_code(solution_str: str) -> str:
 
 
 def _run_tests(
-    sandbox: Sandbox, code: str, tests: PairTests | SnippetTests, stop_early: bool, until: float
+    sandbox: Sandbox, code: str, tests: PairTests | SnippetTests, stop_early: bool, deadline: float
 ) -> tuple[list[Outcome], list[bool], int]:
-    """Outcomes of the tests that ran, whether each was passed, and how many tests there are."""
+    """Returns the outcomes of the tests that ran, True for each passed test, and the number of all tests.
+
+    stop_early: True to stop after the first failure. deadline: value of `time.monotonic()` at which the tests end.
+    """
     outcomes: list[Outcome] = []
     passed: list[bool] = []
     if isinstance(tests, SnippetTests):
         options: dict[str, Any] = {"setup": tests.setup, "call": tests.call, "stop_early": stop_early}
-        outcomes, count = sandbox.run_snippets(code, tests.snippets, total_s=until - time.monotonic(), **options)
+        outcomes, count = sandbox.run_snippets(code, tests.snippets, total_s=deadline - time.monotonic(), **options)
         return outcomes, [outcome.value is True for outcome in outcomes], count
-    while len(outcomes) < len(tests.outputs) and not (outcomes and time.monotonic() > until):
-        done, left_s = len(outcomes), until - time.monotonic()
+    while len(outcomes) < len(tests.outputs) and not (outcomes and time.monotonic() > deadline):
+        done = len(outcomes)
+        left_s = deadline - time.monotonic()
         if tests.function is None:
-            more = [sandbox.run_script(code, tests.inputs[done], left_s)]
-        else:  # wrong programs mostly fail at once: one call first, then ever more of them in one process
+            found = [sandbox.run_script(code, tests.inputs[done], left_s)]
+        else:  # most wrong programs fail their first test: start with one call per process, then double the number
             end = 2 * done + 1 if stop_early else len(tests.inputs)
-            calls, right = (
-                tests.inputs[done:end],
-                json.dumps([tests.inputs[done:end], tests.outputs[done:end]], default=str),
-            )
-            room = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * len(right)
-            more = sandbox.call(code, tests.function, calls, left_s, room)
+            calls = tests.inputs[done:end]
+            test_data = json.dumps([calls, tests.outputs[done:end]], default=str)
+            max_reply_bytes = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * len(test_data)
+            found = sandbox.call(code, tests.function, calls, left_s, max_reply_bytes)
         is_right = is_right_output if tests.function is None else is_right_value
-        outcomes += more
+        outcomes += found
         truths = tests.outputs[done : len(outcomes)]
-        passed += [not o.error and is_right(o.value, truth) for o, truth in zip(more, truths, strict=True)]
+        passed += [not o.error and is_right(o.value, truth) for o, truth in zip(found, truths, strict=True)]
         if not outcomes[-1].is_compiled or (stop_early and not all(passed)):
             break
     return outcomes, passed, len(tests.outputs)
@@ -133,19 +153,22 @@ def _run_tests(
 
 @functools.cache
 def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
-    """One fork server for each set of limits, for the life of the process `pid`. What holds is printed once."""
+    """Returns the sandbox of these limits, one per process `pid`. Prints its permissions when it starts."""
     sandbox = Sandbox(limits, allow_unsafe=allow_unsafe)
     print(f"Code runs in a sandbox. It could {', '.join(sandbox.could) or 'do nothing that was tried'}.")
     return sandbox
 
 
-# ------------------------------------------------------------ tests as data sets write them
+# ------------------------------------------------------------ test formats of data sets
 
 
 @dataclass(frozen=True)
 class PairTests:
-    """A script reads each input from stdin and prints the output; or `function`, or the method of that name of a class
-    `Solution`, is called with the arguments in each input and returns the output."""
+    """Tests that consist of inputs and expected outputs.
+
+    Without `function` the program is a script that reads each input from stdin and prints the output. Otherwise
+    `function`, or the method of that name of a class `Solution`, is called with the arguments in each input.
+    """
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
@@ -154,8 +177,11 @@ class PairTests:
 
 @dataclass(frozen=True)
 class SnippetTests:
-    """Pieces of Python that raise where the code is wrong. setup runs before each; call: the function that the tests'
-    own `check` is called with."""
+    """Tests that are Python code and raise an exception if the program is wrong.
+
+    setup: code that runs before each snippet. call: name of the program's function that is passed to `check` of the
+    test code.
+    """
 
     snippets: tuple[str, ...]
     setup: str = ""
@@ -163,9 +189,10 @@ class SnippetTests:
 
 
 def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | SnippetTests:
-    """The tests of a ground truth: JSON text, test code, or what either stands for.
+    """Reads the tests from a ground truth: JSON text, test code, or a list or dict of the same content.
 
-    max_tests: only so many, from the beginning. Raises ValueError with what was expected.
+    max_tests: number of tests to keep, from the first one; None = all. Raises ValueError, with the expected formats, if
+    the ground truth has no tests.
     """
     found = ground_truth
     if isinstance(ground_truth, str):
@@ -195,8 +222,11 @@ def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | S
 
 
 def is_right_output(printed: str, expected: str) -> bool:
-    """Whether a script's output is the expected one: line by line, apart from white space at ends of lines and of the
-    text; words that are numbers with a point or an exponent within one millionth."""
+    """Returns True if a script printed the expected output.
+
+    Compares line by line and ignores white space at the ends of lines and of the text. Words that are numbers with a
+    decimal point or an exponent may differ by one millionth.
+    """
     lines, right = ([line.rstrip() for line in text.strip().split("\n")] for text in (printed, expected))
     words, truths = [line.split() for line in lines], [line.split() for line in right]
     return lines == right or (
@@ -206,16 +236,19 @@ def is_right_output(printed: str, expected: str) -> bool:
 
 
 def is_right_value(returned: Any, expected: Any) -> bool:
-    """Whether a function returned what a data set expects, which comes from JSON: a tuple or an array is as good as a
-    list, a key that is a number as good as its text, and a value may be expected as the only one of a list.
+    """Returns True if a function returned the value that a data set expects.
 
-    returned: as `sandbox.values.encode` writes it, bounded JSON that may be forged; nothing in it is evaluated.
+    Expected values come from JSON, so a tuple or an array equals a list, and a number as a key equals its text. A value
+    also equals a list that contains only this value.
+
+    returned: JSON of bounded size in the format of `sandbox.values.encode`. The program may have forged it, so nothing
+    in it is evaluated.
     """
     is_single = isinstance(expected, list) and len(expected) == 1
     try:
         value = _as_json(returned)
         return _is_close(value, expected) or (is_single and _is_close(value, expected[0]))
-    except (ValueError, TypeError, ArithmeticError, RecursionError):  # no value, or no number that arithmetic can hold
+    except (ValueError, TypeError, ArithmeticError, RecursionError):  # forged data, or a number out of range
         return False
 
 
@@ -233,7 +266,7 @@ def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: Any, max_tes
 
 
 def _arguments(entry: Any) -> tuple[Any, ...]:
-    """A list of arguments, or text with one JSON value a line."""
+    """Returns the arguments of a call, from a list of arguments or from text with one JSON value per line."""
     if isinstance(entry, str):
         return tuple(json.loads(line) for line in entry.split("\n") if line.strip())
     return tuple(entry) if isinstance(entry, list | tuple) else (entry,)
@@ -258,7 +291,7 @@ def _is_near(value: float, truth: float) -> bool:
 
 
 def _as_json(data: Any) -> Any:
-    """What is encoded, with what JSON can hold; another kind of value is equal to nothing."""
+    """Converts encoded data to JSON types. Values of other types become NaN, which equals nothing."""
     if isinstance(data, list):
         return [_as_json(entry) for entry in data]
     if not isinstance(data, dict):

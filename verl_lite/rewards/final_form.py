@@ -27,7 +27,7 @@ _OPERATORS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Deriv
 _FUNCTIONS = (sympy.log, TrigonometricFunction, InverseTrigonometricFunction, HyperbolicFunction)
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _EVALUATED = re.compile(r"\\(?:[dt]?binom|det|gcd|lcm|Gamma|gamma|operatorname)\b")
-"""What the parser evaluates while it reads."""
+"""Commands that math-verify's parser evaluates while parsing."""
 
 _DIVISION = re.compile(r"/|:|\\frac|\\div")
 _WRAPPERS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|textrm|mbox)\b|[{}$~.\s]")
@@ -36,9 +36,10 @@ _WORDS = re.compile(r"(?=.*[a-z]{3})[a-z][a-z,'-]*")
 
 @functools.lru_cache(maxsize=4096)
 def read_reference(ground_truth: str) -> list[Any]:
-    """The reference as math-verify reads it: the expression, if it can be read, and its text.
+    """Returns the reference as math-verify parses it: the expression, if it can be parsed, and its text.
 
-    Raises ValueError if it is no expression, or too large."""
+    Raises ValueError if it is not an expression, or is too large.
+    """
     gold: list[Any] = parse(ground_truth if "\\boxed" in ground_truth else _boxed(ground_truth), parsing_timeout=None)
     if not gold:
         raise ValueError("cannot be read as a mathematical expression by math-verify")
@@ -48,17 +49,18 @@ def read_reference(ground_truth: str) -> list[Any]:
 
 
 def compare(ground_truth: str, text: str, is_boxed: bool, strict: bool) -> tuple[bool, str]:
-    """Whether the answer in a text equals the reference, and the answer as it was read."""
-    gold, options = read_reference(ground_truth), dict[str, Any]()
+    """Returns True if the answer in a text equals the reference, and the parsed answer."""
+    gold = read_reference(ground_truth)
+    options: dict[str, Any] = {}
     if strict:
         options["extraction_mode"] = "first_match"
     if strict and is_boxed:
         words, expected = _words(text), _words(ground_truth)
-        if words and expected:  # math-verify would read them as products of letters
+        if words and expected:  # math-verify would parse words as products of letters
             return words == expected, text
         if not set(_EVALUATED.findall(text)) <= set(_EVALUATED.findall(ground_truth)):
             return False, text
-        options["extraction_config"] = [LatexExtractionConfig(boxed_match_priority=0)]  # all of the box
+        options["extraction_config"] = [LatexExtractionConfig(boxed_match_priority=0)]  # the whole content of the box
     answer = parse(_boxed(text) if is_boxed else text, parsing_timeout=None, **options)
     pred = str(answer[-1]) if answer else ""
     if not answer or _is_too_large(answer[0]) or (strict and not _is_final(answer, gold)):
@@ -73,13 +75,13 @@ def _boxed(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    r"""The letters of a text that consists of words, such as `\text{No solution}`; "" for mathematics."""
+    r"""Returns the letters of a text that consists of words, such as `\text{No solution}`; "" for mathematics."""
     letters = _WRAPPERS.sub("", text).lower()
     return letters if _WORDS.fullmatch(letters) else ""
 
 
 def _without_percent(node: Any) -> Any:
-    """The expression without its percent sign, which is a unit: 5% is 5, and not 0.05."""
+    """Removes percent signs from an expression, since a percent sign is a unit here: 5% equals 5, not 0.05."""
     return node.xreplace({_PERCENT: sympy.S.One}) if isinstance(node, sympy.Basic) else node
 
 
@@ -92,13 +94,13 @@ def _is_too_large(node: Any) -> bool:
 
 
 def _measure(node: Any) -> tuple[float, float]:
-    """Upper bounds for an unevaluated expression: binary digits of its values, and terms when it is expanded."""
+    """Returns upper bounds of an unevaluated expression: binary digits of its values, and terms after expansion."""
     if isinstance(node, sympy.Rational):
         return max(node.p.bit_length(), node.q.bit_length()), 1
     if isinstance(node, sympy.Float):
         return 53 + abs(node._mpf_[2]), 1
     bits, terms = zip(*map(_measure, _parts(node)), strict=True) if _parts(node) else ((1.0,), (1.0,))
-    value = 2.0 ** bits[-1] if bits[-1] < 64 else math.inf  # of an exponent, an argument or the limits of a sum
+    value = 2.0 ** bits[-1] if bits[-1] < 64 else math.inf  # bound of an exponent, an argument or a sum's limit
     match node:
         case sympy.Add():
             return max(bits) + len(bits), sum(terms)
@@ -106,8 +108,8 @@ def _measure(node: Any) -> tuple[float, float]:
             return sum(bits), math.prod(terms)
         case sympy.Pow():
             is_expanded = node.exp.is_Integer and value < MOST_BITS and terms[0] < MOST_TERMS
-            more = int(terms[0] - 1)
-            return bits[0] * value, math.comb(int(value) + more, more) if is_expanded else max(terms)
+            further = int(terms[0] - 1)
+            return bits[0] * value, math.comb(int(value) + further, further) if is_expanded else max(terms)
         case sympy.Sum() | sympy.Product():
             return bits[0] * value if value < MOST_TERMS else math.inf, max(terms)
         case sympy.factorial() | sympy.exp():
@@ -123,12 +125,15 @@ def _parts(node: Any) -> tuple[Any, ...]:
 
 
 def _is_final(answer: list[Any], gold: list[Any]) -> bool:
-    """Whether an answer leaves no operation to do that the reference does not, and no relation to solve. Both as
-    `read_reference` returns it."""
-    left_open, relations = zip(*((_left_open(x[0], str(x[-1])), _relations(x[0])) for x in (answer, gold)), strict=True)
-    is_value = not relations[1] and bool(getattr(gold[0], "free_symbols", None))  # f(x) = 2x for 2x
-    is_solved = all(_is_solved(x) or (is_value and _is_name(x.lhs)) for x in relations[0])
-    return left_open[0] <= left_open[1] and (is_solved or not all(map(_is_solved, relations[1])))
+    """Returns True if the answer has no open operation and no unsolved relation that the reference does not have.
+
+    answer, gold: parsed by math-verify, as `read_reference` returns them.
+    """
+    open_operations, gold_open_operations = (_open_operations(x[0], str(x[-1])) for x in (answer, gold))
+    relations, gold_relations = (_relations(x[0]) for x in (answer, gold))
+    is_value = not gold_relations and bool(getattr(gold[0], "free_symbols", None))  # accepts f(x) = 2x for 2x
+    is_solved = all(_is_solved(x) or (is_value and _is_name(x.lhs)) for x in relations)
+    return open_operations <= gold_open_operations and (is_solved or not all(map(_is_solved, gold_relations)))
 
 
 def _relations(node: Any) -> set[Relational]:
@@ -144,20 +149,20 @@ def _is_name(node: Any) -> bool:
     return isinstance(node, AppliedUndef) or is_expr_of_only_symbols(node)
 
 
-def _left_open(node: Any, text: str = "") -> set[str]:
-    """Names of the operations in an expression, or of its text, that could be carried out."""
+def _open_operations(node: Any, text: str = "") -> set[str]:
+    """Returns the names of the operations in an expression, or in its text, that could still be evaluated."""
     if isinstance(node, sympy.Eq) and _is_name(node.lhs):
-        return _left_open(node.rhs, text)
+        return _open_operations(node.rhs, text)
     found = {_operation(node), *_EVALUATED.findall(text)} - {""}
-    if _DIVISION.search(text) and isinstance(node, sympy.Basic):  # the parser divides integers
+    if _DIVISION.search(text) and isinstance(node, sympy.Basic):  # the parser evaluates divisions of integers
         powers, numbers = node.atoms(sympy.Pow), node.atoms(sympy.Rational)
         if all(x.q == 1 for x in numbers) and all(x.exp != -1 for x in powers):
             found.add("division")
-    return found.union(*map(_left_open, _parts(node)))
+    return found.union(*map(_open_operations, _parts(node)))
 
 
 def _operation(node: Any) -> str:
-    """The name of a node that could be carried out: an operator, or an operation on numbers alone; else ""."""
+    """Returns the name of a node that could be evaluated, an operator or an operation on numbers only; else ""."""
     kind = type(node).__name__
     if isinstance(node, _OPERATORS):
         return kind
@@ -183,7 +188,7 @@ def _factors(node: Any) -> list[Any]:
 
 
 def _is_number(node: Any) -> bool:
-    """Whether an expression is a numeral: 7, 0.5, 3/4, 10**6, 6.02 * 10**23."""
+    """Returns True if an expression is a numeral: 7, 0.5, 3/4, 10**6, 6.02 * 10**23."""
     if isinstance(node, sympy.Mul) and len(node.args) == 2:
         return bool(node.args[0].is_Number and node.args[1].is_Pow and _is_number(node.args[1]))
     return bool(node.is_Number or (node.is_Pow and node.base == 10 and node.exp.is_Integer))

@@ -1,7 +1,7 @@
-"""Compares an answer with a reference by math-verify, in a process of its own.
+"""Compares an answer with a reference by math-verify, in a separate process.
 
-The kernel kills that process when a comparison takes more than `CPU_S` of processor time, in C code too and whichever
-thread waits for it; the next comparison starts another.
+The kernel kills that process when a comparison takes more than `CPU_S` of processor time, even inside C code and
+independently of the calling thread. The next comparison starts a new process.
 """
 
 import functools
@@ -24,13 +24,14 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def compare(ground_truth: str, answer: str, is_boxed: bool, strict: bool) -> tuple[bool, str]:
-    r"""Whether the answer equals the reference, and the answer as math-verify read it.
+    r"""Returns True if the answer equals the reference, and the answer as math-verify parsed it.
 
-    is_boxed: the answer is the content of a \boxed{}; else math-verify looks for it in the text. strict: see
-    `rules.math_verify`. An answer that is over a limit is wrong.
-    Raises ValueError for a reference that is no expression or over a limit, RuntimeError if the comparison fails.
+    is_boxed: True if `answer` is the content of a \boxed{}; else math-verify searches the text for the answer. strict:
+    see `rules.math_verify`. An answer that exceeds a limit is wrong. Raises ValueError if the reference is not an
+    expression or exceeds a limit, and RuntimeError if the comparison fails.
     """
-    shown, wrong = f"ground_truth={ground_truth[:MOST_CHARACTERS]!r}", (False, answer[:MOST_CHARACTERS])
+    shown = f"ground_truth={ground_truth[:MOST_CHARACTERS]!r}"
+    wrong = (False, answer[:MOST_CHARACTERS])
     problem = result = ""
     if not _is_too_long(ground_truth):
         if _is_too_long(answer):
@@ -38,7 +39,7 @@ def compare(ground_truth: str, answer: str, is_boxed: bool, strict: bool) -> tup
         with _ONE_AT_A_TIME:
             problem, result = _reply(json.dumps([ground_truth, answer, is_boxed, strict]))
     if problem != "null\n":
-        reason = json.loads(problem) if problem else f"is over a limit of the comparison: {_LIMITS}"
+        reason = json.loads(problem) if problem else f"exceeds a limit of the comparison: {_LIMITS}"
         raise ValueError(f"{shown} {reason}")
     right, pred, fault = json.loads(result) if result else (*wrong, "")
     if fault:
@@ -52,15 +53,16 @@ def _is_too_long(text: str) -> bool:
 
 
 def _reply(request: str) -> list[str]:
-    """The two lines that `serve` answers; those that its process did not live to write are empty."""
-    process, lines = _process(os.getpid()), ["", ""]
+    """Returns the two lines of `serve`'s reply. A line is empty if the process died before it wrote the line."""
+    process = _process(os.getpid())
+    lines = ["", ""]
     try:
         print(request, file=process.stdin, flush=True)
         lines = [process.stdout.readline() for _ in lines]  # type: ignore[union-attr]
     except BrokenPipeError:
-        pass  # it died between two requests
+        pass  # the process died between two requests
     finally:
-        if not lines[-1]:  # it is dead, or this thread is interrupted
+        if not lines[-1]:  # the process died, or this thread was interrupted
             process.kill()
             process.communicate()
             _process.cache_clear()
@@ -69,16 +71,19 @@ def _reply(request: str) -> list[str]:
 
 @functools.cache
 def _process(pid: int) -> subprocess.Popen[str]:
-    """The comparing process of the process `pid`. It ends when its input does."""
+    """Starts the comparison process of the process `pid`. It exits when its stdin is closed."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from verl_lite.rewards.mathematics import serve; serve()"
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, encoding="utf-8")
 
 
 def serve() -> None:
-    """Answers a request with two lines: what is wrong with the reference; and [is right, answer as read, fault]."""
+    """Replies to each request with two lines of JSON.
+
+    The first is the error in the reference, or null; the second is [is right, parsed answer, traceback or ""].
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # keeps prints of libraries out of the replies
     from verl_lite.rewards import final_form  # sympy is slow to import
 
     if sys.platform == "linux":
@@ -86,7 +91,7 @@ def serve() -> None:
     for line in sys.stdin:
         ground_truth, answer, is_boxed, strict = json.loads(line)
         problem, result = None, (False, answer, "")
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # nothing handles its signal, which kills
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal has no handler, so it kills the process
         try:
             final_form.read_reference(ground_truth)
         except ValueError as error:
@@ -96,8 +101,8 @@ def serve() -> None:
             if problem is None:
                 result = (*final_form.compare(ground_truth, answer, is_boxed, strict), "")
         except (RecursionError, MemoryError):
-            pass  # the answer is over a limit
-        except Exception:  # whatever it is, the caller raises it as a fault of the grader
+            pass  # the answer exceeds a limit
+        except Exception:  # the caller raises any exception as an error of the grader
             result = (False, answer, traceback.format_exc())
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(result), file=replies, flush=True)

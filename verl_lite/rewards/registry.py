@@ -1,7 +1,7 @@
-"""Which reward function scores which `data_source`.
+"""The registry of reward functions by `data_source`.
 
-Names are patterns of `fnmatch` (`math*`, `reasoning_gym/*`). The full name wins over a pattern, a longer pattern over a
-shorter one.
+Registered names may be `fnmatch` patterns (`math*`, `reasoning_gym/*`). An exact name takes precedence over a pattern,
+and a longer pattern over a shorter one.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,19 @@ from verl_lite.registry import Registry, did_you_mean, foreign_modules, takes
 
 RewardFunction = Callable[..., Any]
 """Called as fn(data_source=, solution_str=, ground_truth=, extra_info=, **reward_kwargs), and with prompt= (the chat
-messages) if it names that argument; returns a finite number, a bool, or a dict with a finite "score". Async functions
-are awaited, many at once."""
+messages) if it has that parameter. Returns a finite number, a bool, or a dict with a finite "score". Many calls of an
+async function are awaited concurrently."""
 
 REWARDS: Registry[RewardFunction] = Registry("reward for data_source")
 
 NAMED = "rule/"
-"""Beginning of the names under which rewards are registered to be named by `reward.functions.PART.reward`. They are
-data sources like any other, too."""
+"""Prefix of the registered names that `reward.functions.PART.reward` selects. A prefixed name is also a data source."""
 
 
 def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator: the function scores rows whose data_source matches one of `patterns`.
+    """Returns a decorator that registers a function for the rows whose data_source matches one of `patterns`.
 
-    Raises ValueError if one of them belongs to another function.
+    Raises ValueError if a pattern is already registered for another function.
     """
 
     def decorate(function: RewardFunction) -> RewardFunction:
@@ -38,7 +37,7 @@ def register_reward(*patterns: str) -> Callable[[RewardFunction], RewardFunction
 
 
 def find_reward(data_source: str) -> RewardFunction:
-    """The function that scores `data_source`. Raises UserError if there is none, listing what is known."""
+    """Returns the function that scores `data_source`. Raises UserError, with the registered names, if none does."""
     if data_source in REWARDS:
         return REWARDS[data_source]
     if matching := [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]:
@@ -52,8 +51,10 @@ def find_reward(data_source: str) -> RewardFunction:
 
 
 def find_named_reward(name: str) -> RewardFunction:
-    """The function registered as rule/NAME, or that scores the data source NAME. Raises UserError if there is none,
-    listing what is known."""
+    """Returns the function registered as rule/NAME, else the function that scores the data source NAME.
+
+    Raises UserError, with the registered names, if there is neither.
+    """
     if NAMED + name in REWARDS:
         return REWARDS[NAMED + name]
     try:
@@ -71,15 +72,18 @@ def default_compute_score(
     prompt: list[dict[str, str]] | None = None,
     **reward_kwargs: Any,
 ) -> Any:
-    """Scores one answer with the function registered for its data_source.
+    """Scores one response with the function registered for its data_source.
 
     Args:
-        solution_str: the decoded answer, without the prompt.
+        solution_str: decoded response, without the prompt.
         ground_truth: `reward_model["ground_truth"]` of the row.
-        prompt: the chat messages, for functions that name this argument.
+        prompt: chat messages, passed to functions that have this parameter.
 
-    Returns: what the function returns: a number, a bool, a dict with "score", or an awaitable of these.
-    Raises: UserError for an unknown source.
+    Returns:
+        The function's result: a number, a bool, a dict with "score", or an awaitable of one of these.
+
+    Raises:
+        UserError: no function is registered for the data_source.
     """
     function = find_reward(data_source)
     if takes(function, "prompt"):
@@ -89,5 +93,5 @@ def default_compute_score(
 
 
 def reward_modules() -> list[str]:
-    """Modules outside this project that registered rewards here; a reward process imports them to know them too."""
+    """Returns the modules outside this project that registered rewards. Each reward process imports them again."""
     return foreign_modules(REWARDS.values())

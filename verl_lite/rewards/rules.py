@@ -1,5 +1,7 @@
-r"""Rewards by rule: what an answer has to be, end with, look like or match. Those with packages of their own
-(math-verify, reasoning-gym) import them at first use. Each search takes one pass over the text, whatever is in it.
+r"""Rule-based rewards, which compare the answer in a response with the ground truth, a form or a pattern.
+
+Packages that only one reward needs (math-verify, reasoning-gym) are imported at its first use. Every search reads the
+text once, even if the text is adversarial.
 """
 
 import functools
@@ -21,9 +23,9 @@ _BRACE = re.compile(r"[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}` of a text, braces matched; None if there is none."""
+    r"""Returns the content of the last complete `\boxed{...}` in a text, with matched braces; None if there is none."""
     found = None
-    open_at: list[int] = []  # for each brace that is open, where its content begins, -1 if it has no \boxed
+    open_at: list[int] = []  # for each open brace the start of its content, or -1 without a preceding \boxed
     for brace in _BRACE.finditer(text):
         if brace[0] == "{":
             open_at.append(brace.end() if text.endswith(_BOX, 0, brace.end()) else -1)
@@ -35,7 +37,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """What stands in the last <tag>...</tag> of a text; None if there is none."""
+    """Returns the content of the last <tag>...</tag> in a text; None if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     found, place = None, 0
     while (start := text.find(opening, place)) >= 0:
@@ -48,25 +50,25 @@ def last_tagged(text: str, tag: str) -> str | None:
 
 @register_reward("verl_lite/sort", "verl_lite/add", "exact_match", "exact_match/*", "rule/exact_match")
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
-    """1.0 if the stripped answer is the stripped ground truth, else 0.0. A ground truth that is a number is compared as
-    text."""
+    """Returns 1.0 if the stripped response equals the text of the ground truth, also stripped; else 0.0."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
 SEARCHED_CHARACTERS = 300
-"""The answer is looked for in so many last characters: a long text cannot list candidates, and the search is fast."""
+"""Number of characters at the end of a response that are searched for the answer. The limit prevents a long list of
+candidates and keeps the search fast."""
 
 _GSM8K_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 
 @register_reward("openai/gsm8k", "rule/gsm8k")
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
-    """1.0 if the number after the last `#### ` is the ground truth, both without commas; else 0.0.
+    """Returns 1.0 if the number after the last `#### ` equals the ground truth, both without commas; else 0.0.
 
-    Source: verl's strict rule: `####5`, `#### 5.` and `#### $5` are wrong for it.
+    Source: verl's strict rule, which rejects `####5`, `#### 5.` and `#### $5`.
     """
     found = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
-    truth = str(ground_truth).replace(",", "")  # "" if there is none, which "#### ," must not equal
+    truth = str(ground_truth).replace(",", "")  # an empty ground truth must not equal "#### ,"
     return float(bool(found and truth) and found[-1].replace(",", "") == truth)
 
 
@@ -87,7 +89,7 @@ _LATEX = (
     "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
 _REWRITTEN = (
-    (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),  # of text with $mathematics$ in it, the mathematics
+    (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),  # keeps only the $mathematics$ in a text
     (r"\\text\{(.*?)\}", r"\1"),
     (r"\\textbf\{(.*?)\}", r"\1"),
     (r"\\overline\{(.*?)\}", r"\1"),
@@ -101,15 +103,14 @@ _REWRITTEN = (
 def math_dapo(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, strict_box_verify: bool = False
 ) -> Report:
-    r"""score: 1.0 if the answer is the ground truth, else -1.0; acc: the same as 1.0 and 0.0; pred: the answer as it
-    was read, "[INVALID]" if there is none.
+    r"""Compares the final answer with the ground truth as text, after normalisation.
 
-    The last `Answer:` among the last 300 characters counts, up to the end of its line; without one the last
-    \boxed{...} among them. Compared as text: a right value that is written otherwise (0.5 for \frac{1}{2}) is wrong
-    here; reward `math_verify` compares as mathematics.
-    strict_box_verify: take \boxed{...} among the last 100 characters in place of `Answer:`, and compare it as it is.
+    The answer is the rest of the line after the last `Answer:` in the last 300 characters, else the last \boxed{...} in
+    them. An equal value in another form (0.5 for \frac{1}{2}) is wrong; reward `math_verify` compares as mathematics.
 
-    Source: verl's math_dapo; normalised as for Minerva (Lewkowycz et al. 2022, appendix D).
+    strict_box_verify: True to read only \boxed{...} in the last 100 characters and to compare it without normalisation.
+    Returns score, 1.0 or -1.0; acc, 1.0 or 0.0; pred, the answer, "[INVALID]" if there is none.
+    Source: verl's math_dapo, with the normalisation of Minerva (Lewkowycz et al. 2022, appendix D).
     """
     if strict_box_verify:
         boxed = last_boxed(solution_str[-SEARCHED_FOR_BOX:])
@@ -123,9 +124,13 @@ def math_dapo(
 
 
 def normalize_answer(answer: str) -> str:
-    """An answer to competition mathematics in the form in which two of them are compared: what stands before the last
-    `=` goes, so do units, filler words, spaces and LaTeX that says nothing. An answer of nothing else stays itself."""
-    text, answer = answer.strip(), answer.rsplit("=", 1)[-1]
+    """Normalises an answer to competition mathematics so that equal answers become equal texts.
+
+    Removes the text before the last `=`, units, filler words, spaces and LaTeX without meaning. An answer that would
+    become empty is returned unchanged, except for white space at its ends.
+    """
+    text = answer.strip()
+    answer = answer.rsplit("=", 1)[-1]
     for before, after in (*_REPLACED, *((word, "") for word in (*_WORDS, *_LATEX))):
         answer = answer.replace(before, after)
     for pattern, replacement in _REWRITTEN:
@@ -141,15 +146,17 @@ _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/
 def math_verify(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, strict: bool = True
 ) -> Report:
-    r"""score 1.0 if the answer equals the ground truth mathematically, by math-verify, else 0.0; pred: the answer as it
-    was read: the last `\boxed{...}` where there is one, else what math-verify finds in the last 2000 characters.
+    r"""Compares the answer with the ground truth mathematically, by math-verify.
 
-    strict: the answer has to be in its final form. It carries out every operation with numbers that the ground truth
-    carries out, solves a relation that the ground truth solves, and is compared as text if both consist of words.
-    Without strict any equal form is right, also one that math-verify finds inside of a box that it cannot read.
+    The answer is the content of the last `\boxed{...}`, else the expression that math-verify finds in the last 2000
+    characters. An answer that exceeds a limit of `mathematics` is wrong.
 
-    An answer that is too large or takes too long (`mathematics`) is wrong. Raises ValueError if that holds for the
-    ground truth, or if it is not an expression: no answer could be right.
+    strict: True to require the final form: the answer leaves no operation on numbers and no relation open that the
+    ground truth does not. If both consist of words, they are compared as text. False accepts every equal form, also an
+    expression that is only a part of the box's content.
+
+    Returns score, 1.0 or 0.0, and pred, the parsed answer. Raises ValueError if the ground truth is not an expression
+    or exceeds a limit, because no answer could be right.
     """
     boxed = last_boxed(solution_str)
     answer = solution_str[-mathematics.MOST_CHARACTERS :] if boxed is None else boxed
@@ -158,7 +165,7 @@ def math_verify(
 
 
 MOST_TAGS = 10
-"""An answer with more opening or closing tags than this is worth a quarter: it tries answers out."""
+"""Largest number of opening or closing tags at full score. A response with more tags is guessing and scores 0.25."""
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -167,10 +174,12 @@ _SEARCH_R1 = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".spli
 
 @register_reward(*(f"searchR1_{name}" for name in _SEARCH_R1), "rule/exact_answer")
 def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
-    """score: 1.0 if the last <answer> is one of the right ones, 0.25 if it is among more than 10 tags, else 0.0; acc:
-    whether it is one of them; pred: the answer. Compared without case, punctuation, articles and repeated white space.
+    """Compares the last <answer> with each correct answer, ignoring case, punctuation, articles and repeated spaces.
 
-    ground_truth: a text, a list of texts, or a dict with these under "target". Raises ValueError for anything else.
+    ground_truth: a text, a list of texts, or a dict with these under "target"; others raise ValueError.
+
+    Returns score: 1.0 if the answer is correct, 0.25 if it is correct in a response with more than 10 opening or
+    closing tags, else 0.0; acc, 1.0 or 0.0; pred, the answer.
     """
     found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
     targets = [found] if isinstance(found, str) else list(found) if isinstance(found, Iterable) else []
@@ -187,7 +196,7 @@ def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
 
 
 def _short_form(text: str) -> str:
-    """The form in which two answers are compared. It is empty for an empty text alone: "The" and "!!!" stay."""
+    """Normalises an answer for comparison. Only an empty text becomes empty: "The" and "!!!" remain."""
     lower = text.lower()
     plain = lower.translate(_PUNCTUATION)
     forms = (" ".join(form.split()) for form in (_ARTICLE.sub(" ", plain), plain, lower))
@@ -196,21 +205,24 @@ def _short_form(text: str) -> str:
 
 LETTERS = "ABCDEFGHIJ"
 
-# each run is taken whole (*+), so that a long one is read once
+# The possessive quantifiers (*+) prevent backtracking, so a long run of characters is read once.
 _CHOICE = re.compile(r"(?i:answer)[ \t*_`]*+(?i:is)?+[ \t*_`]*+:?+[ \t*_`$(]*+([A-J])(?=[*_`$]*+(?:\Z|[.):,;\n]))")
 _BOXED = re.compile(r"[ \t({]*+(?:\\text\w*\{)?+[ (]*+([A-J])(?=\Z|[ .):}])")
 
 
 @register_reward("rule/multiple_choice")
 def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
-    r"""score and acc: 1.0 if the answer settles on the right letter, else 0.0; pred: the letter, "" if there is none.
+    r"""Compares the letter that the response chooses with the right letter.
 
-    It is the last box's (`\boxed{B}`, `\boxed{B. Paris}`), without a box that of the last "answer" with a letter behind
-    it, and behind that a mark or the line's end (`Answer: B`, `The correct answer is (B).`, but not `Answer: A or B`).
-    Inside <answer>...</answer> nothing else is read.
-    ground_truth: the letter (`B`, `(b)`), or the place of the right choice counted from 0 (1, "1"). The letters are A
-    to J, or with extra_info["choices"], a list of the choices, as many of them as there are choices.
-    Raises ValueError for a ground truth that is none of the letters.
+    The chosen letter is that of the last box (`\boxed{B}`, `\boxed{B. Paris}`). Without a box it is the letter after
+    the last "answer", followed by a punctuation mark or the end of the line (`Answer: B`, `The correct answer is (B).`,
+    but not `Answer: A or B`). If the response has an <answer>...</answer>, only its content is read.
+
+    ground_truth: the letter (`B`, `(b)`), or the position of the right choice counted from 0 (1, "1"). extra_info: its
+    list "choices" sets the number of letters; without the list the letters are A to J.
+
+    Returns score and acc, 1.0 or 0.0; pred, the letter, "" if there is none. Raises ValueError if the ground truth is
+    not one of the letters.
     """
     choices = (extra_info or {}).get("choices")
     letters = LETTERS[: len(choices)] if isinstance(choices, list | tuple) else LETTERS
@@ -219,7 +231,7 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extr
         truth = letters[int(truth)]
     if len(truth) != 1 or truth not in letters:
         raise ValueError(
-            f"ground_truth={ground_truth!r}: one of the letters {', '.join(letters)} is expected, or a place from 0 to "
+            f"ground_truth={ground_truth!r}: expected one of the letters {', '.join(letters)}, or a position from 0 to "
             f"{len(letters) - 1}"
         )
     tagged = last_tagged(solution_str, "answer")
@@ -239,14 +251,16 @@ def format(
     tags: Sequence[str] = ("think", "answer"),
     opened: bool = False,
 ) -> float:
-    """1.0 if the answer has the form, else 0.0: each section in its tags exactly once, in order, none in another, none
-    empty, and nothing around them.
+    """Returns 1.0 if the response has the required form, else 0.0. The ground truth is not read.
 
-    The ground truth is not read. tags: names of the sections, in order. opened: the prompt ends with the first opening
-    tag, so the answer begins inside it. Raises ValueError for tags that are not names.
+    The form: each tag encloses exactly one section, in order, none of them nested or empty, with only white space
+    outside the sections.
+
+    tags: names of the sections, in order; ValueError if a tag is not a name, or occurs twice. opened: True if the
+    prompt ends with the first opening tag, so the response begins inside the first section.
     """
     if not tags or not all(re.fullmatch(r"\w[\w-]*", tag) for tag in tags) or len(set(tags)) < len(tags):
-        raise ValueError(f"tags={list(tags)}: different names are expected, such as [think, answer]")
+        raise ValueError(f"tags={list(tags)}: expected different names, such as [think, answer]")
     text = f"<{tags[0]}>{solution_str}" if opened else solution_str
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     places = [text.find(mark) for mark in marks]
@@ -266,14 +280,14 @@ def regex(
     pattern: str | None = None,
     group: int | str | None = None,
 ) -> Report:
-    """score: 1.0 or 0.0. pred: the last match, or its group; "" if nothing matched.
+    """Searches the response, without white space at its ends, for the last match of a regular expression.
 
-    pattern: the expression, with flags at its beginning, such as (?is), looked for in the answer without white space at
-    its ends (`\\A...\\Z` for the whole of it); without it the row's ground truth is the expression.
-    group: number or name of a group. With it the score says whether the group's text is the ground truth, both without
-    white space at their ends, and acc says the same; without it, whether the expression matches.
-    Raises ValueError for a group without a pattern, IndexError for one that the pattern does not have, re.error for a
-    wrong pattern.
+    pattern: expression, which may begin with flags such as (?is); `\\A...\\Z` matches the whole response. None = the
+    row's ground truth is the expression. group: number or name of a group of the pattern. The score is then 1.0 if the
+    group's text equals the ground truth, both stripped; without `group`, it is 1.0 if the expression matches.
+
+    Returns score, 1.0 or 0.0; pred, the last match or its group, "" without a match; with `group` also acc. Raises
+    ValueError for a group without a pattern, IndexError for an unknown group, re.error for an invalid pattern.
     """
     if pattern is None and group is not None:
         raise ValueError(f"group={group!r} needs a pattern: without one the ground truth is the pattern")
@@ -291,11 +305,12 @@ def regex(
 
 @register_reward("reasoning_gym/*")
 def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
-    """The number of reasoning-gym's own scorer, 0 to 1. Some tasks give part marks; with extra_info["full_marks_only"]
-    they count as 0.
+    """Returns the score of reasoning-gym's scorer for the task, from 0 to 1.
 
-    A row of the dataset `chain_sum` has data_source "reasoning_gym/chain_sum" and in extra_info["entry"] the JSON text
-    of the entry that the generator made. Raises ValueError for an unknown task or no entry.
+    A row of the dataset `chain_sum` has data_source "reasoning_gym/chain_sum".
+
+    extra_info: "entry" is the JSON text of the generated entry. If "full_marks_only" is true, scores below 1, which
+    some tasks give, become 0. Raises ValueError if the task is unknown or the entry is missing.
     """
     entry = (extra_info or {}).get("entry")
     if not isinstance(entry, str):
@@ -311,7 +326,7 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_
 @functools.cache
 def _gym_scorer(task: str) -> Callable[..., float]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # a dependency's, at its first compilation
+        warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
         from reasoning_gym import get_score_answer_fn
     scorer: Callable[..., float] = get_score_answer_fn(task)
     return scorer

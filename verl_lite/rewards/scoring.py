@@ -1,9 +1,8 @@
-"""From the configuration of a run to scores: the parts of a reward, how each is called, and their weighted sum.
+"""Builds the reward of a run from its configuration: its parts, the calls of each part, and their weighted sum.
 
-A single reward is one part without a name; `reward.functions` names several. Each part is a guarded door to untrusted
-code: whatever it raises or returns becomes the outcome of the sample. An outcome is a score or no score (`failed`, with
-the reason), never a made-up 0. A part that fails fails the sample: a sum without one of its terms would be another
-reward.
+A single reward is one part without a name; `reward.functions` names several parts. Parts are untrusted code, so their
+exceptions and results are caught and become a `RewardResult`: a score, or a failure with its error, never a substitute
+0. A failed part fails the sample, because a sum without one of its terms would be a different reward.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ _EXTRA_CHARACTERS = 10_000
 _ERROR_CHARACTERS = 20_000
 _FLOAT32_MAX = 3.4028234663852886e38
 _TAKEN = "score model function error_rate timeout_rate processes_replaced overlong overlong_reward".split()
-"""What other columns and metrics are called: reward/model, reward/error_rate ..."""
+"""Names that other columns and metrics use: reward/model, reward/error_rate ..."""
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One answer to be scored.
+    """A response to be scored.
 
-    key: any name that is unique among the samples in flight. solution_str: the decoded answer, without the prompt.
-    ground_truth: `reward_model["ground_truth"]` of the row. prompt: the chat messages that were answered.
+    key: identifier that is unique among the pending samples. solution_str: decoded response, without the prompt.
+    ground_truth: `reward_model["ground_truth"]` of the row. prompt: chat messages of the prompt.
     """
 
     key: Hashable
@@ -51,8 +50,11 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """score: nan if failed. extra: the other numbers and strings that the function returned. error: why it failed, with
-    the traceback. timed_out: it failed because it took longer than reward.timeout_s."""
+    """The score of a response, or the failure to compute a score.
+
+    score: NaN after a failure. extra: other numbers and strings that the function returned. error: reason of the
+    failure, with the traceback. timed_out: True if the call exceeded reward.timeout_s.
+    """
 
     score: float
     extra: dict[str, float | str] = field(default_factory=dict)
@@ -62,17 +64,17 @@ class RewardResult:
 
     @classmethod
     def scored(cls, giver: str, score: float, extra: dict[str, float | str] | None = None) -> RewardResult:
-        """A sample with this score; a failure if the score is not `is_score`. giver: names the source in the error."""
+        """Returns a result with this score, or a failure if the score is invalid. giver: its source, for the error."""
         if is_score(score):
             return cls(score, extra or {})
         return cls.failure(f"{giver} gave {score:g}; expected {SCORE}")
 
     @classmethod
     def failure(cls, error: str, *, timed_out: bool = False) -> RewardResult:
-        """A sample without a score. The middle of a very long error is left out."""
+        """Returns a result without a score. The middle of a very long error is omitted."""
         if (excess := len(error) - _ERROR_CHARACTERS) > 0:
             half = _ERROR_CHARACTERS // 2
-            error = f"{error[:half]}\n[{excess} characters left out]\n{error[-half:]}"
+            error = f"{error[:half]}\n[{excess} characters omitted]\n{error[-half:]}"
         return cls(score=math.nan, failed=True, error=error, timed_out=timed_out)
 
 
@@ -80,15 +82,16 @@ SCORE = "a finite number in the range of float32"
 
 
 def is_score(number: float) -> bool:
-    """True for a number that tensors of scores, which are float32, can hold: not NaN, and at most 3.4e38 in size."""
+    """Returns True if float32, the dtype of scores, can hold the number: not NaN, magnitude at most 3.4e38."""
     return abs(number) <= _FLOAT32_MAX
 
 
 def read_score(returned: Any) -> tuple[float, dict[str, float | str]]:
-    """The score and the extras in what a reward function returned.
+    """Reads the score and the extra entries from the result of a reward function.
 
-    A number in the range of float32 or a bool, or a dict with one under "score". Of the dict's other entries such
-    numbers, bools and strings are kept, a string up to 10,000 characters. Raises ValueError for anything else.
+    returned: a number in the range of float32, a bool, or a dict with one of these under "score". Other entries of the
+    dict are kept if they are such numbers, bools or strings, which are cut to 10,000 characters. Raises ValueError if
+    the result has another form.
     """
     entries = returned if isinstance(returned, dict) else {"score": returned}
     if "score" not in entries:
@@ -107,9 +110,9 @@ def read_score(returned: Any) -> tuple[float, dict[str, float | str]]:
 
 
 def _number(value: Any) -> float:
-    """Numbers of Python, numpy and torch alike, without importing either; nan for what is no number."""
+    """Converts a number of Python, numpy or torch, without importing them; returns NaN for other values."""
     try:
-        return math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # float("3") would read texts
+        return math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # float("3") would accept text
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -119,12 +122,16 @@ def _number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One of several rewards, as `reward.functions` names it. label: its name in the score, in columns and metrics; ""
-    for a single reward.
+    """One part of the reward: an entry of `reward.functions`, or the single reward of a run.
 
-    reward: a registered one; path, name, style: a function of your own, as in reward.custom_reward_function; neither
-    reward nor path: by data_source. weight: its score is multiplied by it. outcome: its `acc` and `pred` are those of
-    the sample; exactly one part says so. function: what all that stands for, once it is loaded.
+    Without `reward` and `path`, the row's data_source selects the function.
+
+    label: name of the part in columns and metrics; "" for a single reward.
+    reward: name of a registered reward.
+    path, name, style: the user's function, as in reward.custom_reward_function.
+    weight: factor of the part's score in the sum.
+    outcome: True for the one part whose `acc` and `pred` become those of the sample.
+    function: the loaded function.
     """
 
     label: str = ""
@@ -139,7 +146,7 @@ class RewardPart:
 
     @property
     def option(self) -> str:
-        """Its key in the configuration."""
+        """The part's key in the configuration."""
         return f"{OPTION}.{self.label}" if self.label else "reward.custom_reward_function"
 
     @property
@@ -148,45 +155,48 @@ class RewardPart:
 
     @functools.cached_property
     def is_async(self) -> bool:
-        """Whether its calls are awaited."""
+        """True if calls of the function have to be awaited."""
         return not self.takes_lists and _is_async(self.function)
 
     def call(self, item: RewardItem) -> Any:
-        """Calls the function with one sample; an async one gives an awaitable."""
+        """Calls the function with one sample. The result of an async function is an awaitable."""
         names = (*_ARGUMENTS, "prompt") if takes(self.function, "prompt") else _ARGUMENTS
         return self.function(**{**{name: getattr(item, name) for name in names}, **self.kwargs})
 
     async def score_async(self, item: RewardItem) -> RewardResult:
-        """Scores one sample, awaiting what the function returns if that is to be awaited."""
+        """Scores one sample and awaits the function's result if it is an awaitable."""
         try:
             returned = self.call(item)
             return RewardResult(*read_score(await returned if inspect.isawaitable(returned) else returned))
-        except Exception as error:  # the door to untrusted code: what it raises is this sample's outcome, not the run's
+        except Exception as error:  # untrusted code: any exception fails this sample, not the run
             return RewardResult.failure(user_traceback(error))
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores samples in one call of a function that takes lists. A bad entry fails its own sample only.
+        """Scores samples in one call of a function that takes lists. An invalid entry fails only its own sample.
 
-        Raises whatever the function raises, and ValueError if it does not return one result for each sample: then
-        nobody knows which of them is to blame.
+        Raises the function's exceptions, and ValueError if the function does not return one result per sample: the
+        sample that caused such an error is unknown.
         """
         returned = _awaited(self.function(**{**_LISTS[self.style](items), **self.kwargs}))
         count = len(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
         if count != len(items):
-            what = f"{returned!r:.200}" if count is None else f"{count} results"
-            raise ValueError(f"The reward function returned {what} for {len(items)} samples; expected a list of them")
+            found = f"{returned!r:.200}" if count is None else f"{count} results"
+            raise ValueError(f"The reward function returned {found} for {len(items)} samples; expected one result each")
         return [_guarded(lambda result=result: result) for result in returned]
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores samples here and now: awaits all at once, or one after the other; those of a list that fails as a
-        whole each alone. Nothing is raised."""
+        """Scores samples in this process, without raising exceptions.
+
+        Async calls run concurrently, other calls one after the other. If a call with a list fails, each of its samples
+        is scored alone.
+        """
         if self.is_async:
             return asyncio.run(_all_of(map(self.score_async, items)))
         if not self.takes_lists:
             return [_guarded(self.call, item) for item in items]
         try:
             return self.score_list(items)
-        except Exception as error:  # the door to untrusted code, as above
+        except Exception as error:  # untrusted code, as above
             if len(items) == 1:
                 return [RewardResult.failure(user_traceback(error))]
             return [result for item in items for result in self.score_all([item])]
@@ -199,11 +209,11 @@ _ENTRIES: dict[str, tuple[Any, str]] = {
     "kwargs": (Mapping | None, "a mapping"),
     "outcome": (bool, "true or false"),
 }
-"""The entries of a part: what each may be."""
+"""Types of a part's entries, with their description in messages."""
 
 
 def reward_parts(functions: Mapping[str, Any]) -> list[RewardPart]:
-    """The parts of `reward.functions`, in their order. Raises UserError with every problem."""
+    """Returns the parts of `reward.functions`, in their order. Raises UserError, which lists every problem."""
     if problems := list(part_problems(functions)):
         raise UserError("; ".join(problems))
     entries = {label: {**(entry or {})} for label, entry in functions.items()}
@@ -215,20 +225,20 @@ def reward_parts(functions: Mapping[str, Any]) -> list[RewardPart]:
 
 
 def part_problems(functions: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with `reward.functions`, as far as it can be seen without running the user's files."""
+    """Yields the problems of `reward.functions` that can be detected without running the user's files."""
     for label, entry in functions.items():
         option = f"{OPTION}.{label}"
         if not re.fullmatch(r"[A-Za-z][\w-]*", label):
-            yield f"{option}: the name of a part consists of letters, digits, _ and -, and begins with a letter"
+            yield f"{option}: a part's name has to consist of letters, digits, _ and -, and to begin with a letter"
         elif label in _TAKEN:
-            yield f"{option}: reward/{label} is the name of something else; call the part otherwise"
+            yield f"{option}: reward/{label} is already the name of another column or metric; rename the part"
         if isinstance(entry, Mapping | None):
             yield from _entry_problems(option, entry or {})
         else:
-            yield f"{option}={entry!r}: a mapping is expected, such as {{reward: format, weight: 0.1}}"
+            yield f"{option}={entry!r}: expected a mapping, such as {{reward: format, weight: 0.1}}"
     outcomes = [label for label, entry in functions.items() if isinstance(entry, Mapping) and entry.get("outcome")]
     if len(outcomes) > 1:
-        yield f"{OPTION}: {' and '.join(outcomes)} have outcome: true; only one part says whether an answer is right"
+        yield f"{OPTION}: {' and '.join(outcomes)} have outcome: true; only one part can be the outcome"
 
 
 def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
@@ -237,16 +247,16 @@ def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
         is_number = key != "weight" or (not isinstance(value, bool) and math.isfinite(_number(value)))
         if key not in _ENTRIES:
             hint = did_you_mean(str(key), _ENTRIES)
-            yield f"{option}.{key}: there is no such entry{hint}. Known: {', '.join(_ENTRIES)}"
+            yield f"{option}.{key}: unknown entry{hint}. Known: {', '.join(_ENTRIES)}"
         elif not isinstance(value, kind) or not is_number:
-            yield f"{option}.{key}={value!r}: {expected} is expected"
+            yield f"{option}.{key}={value!r}: expected {expected}"
     reward, path, style = entry.get("reward"), entry.get("path"), entry.get("style", "sample")
     if style not in ("sample", *_LISTS):
-        yield f"{option}.style={style!r}: one of sample, {', '.join(_LISTS)} is expected"
+        yield f"{option}.style={style!r}: expected one of sample, {', '.join(_LISTS)}"
     if path is None and (own := {"name", "style"} & set(entry)):
-        yield f"{option}.{min(own)}={entry[min(own)]} is for a function of your own: give its {option}.path"
+        yield f"{option}.{min(own)}={entry[min(own)]} applies only to a function of your own: set {option}.path"
     if reward is not None and path is not None:
-        yield f"{option}: reward={reward} and path={path}: one of them can be the function; leave the other out"
+        yield f"{option}: reward={reward} and path={path} are both set, but a part has one function; remove one of them"
     elif isinstance(reward, str):
         kwargs = entry.get("kwargs")
         try:
@@ -263,21 +273,21 @@ def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option
             names = list(inspect.signature(function).parameters)
             taken = ", ".join(each for each in names if each not in (*_ARGUMENTS, "prompt") or each == "ground_truth")
             hint = did_you_mean(name, names)
-            yield f"{option}.kwargs.{name}: the function has no such argument{hint}. It takes {taken}"
+            yield f"{option}.kwargs.{name}: the function has no such parameter{hint}. Its parameters: {taken}"
 
 
-# ------------------------------------------------------------------------------------------------- how they are called
+# ------------------------------------------------------------------------------------------------- calls of the parts
 
 
 def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, Any]:
-    """The arguments of a function for verl's batch reward manager."""
+    """Returns the arguments of a function for verl's batch reward manager."""
     return {f"{name}s": [getattr(item, name) for item in items] for name in _ARGUMENTS}
 
 
 def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, Any]:
-    """The arguments of a TRL reward function: prompts and completions as chat messages, and each column of the data.
+    """Returns the arguments of a TRL reward function: prompts and completions as chat messages, and the data columns.
 
-    Columns are ground_truth, data_source and the entries of extra_info, None for a row without that entry.
+    The columns are ground_truth, data_source and the entries of extra_info, with None for rows without an entry.
     """
     infos = [item.extra_info or {} for item in items]
     columns = {name: [info.get(name) for info in infos] for name in sorted({name for info in infos for name in info})}
@@ -291,42 +301,45 @@ def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, Any]:
 
 
 _LISTS = {"batch": lists_of_verl, "trl": lists_of_trl}
-"""By style: the arguments of a function that takes lists of samples."""
+"""By style, the function that builds the arguments of a reward function that takes lists of samples."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """parts: one without a name, or several whose weighted sum is the score."""
+    """The reward of a run. parts: one part without a name, or several parts whose weighted sum is the score."""
 
     parts: tuple[RewardPart, ...]
 
     @property
     def style(self) -> Literal["sample", "async", "batch"]:
-        """How samples are taken: one after the other, many at once in an event loop because some part awaits, or as
-        lists, with which each part is called that takes them."""
+        """The way samples are scored.
+
+        "sample": one after the other; "async": concurrently in an event loop, because a part is async; "batch": in
+        lists, because a part takes lists.
+        """
         if any(part.takes_lists for part in self.parts):
             return "batch"
         return "async" if any(part.is_async for part in self.parts) else "sample"
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores samples here and now; nothing is raised."""
+        """Scores samples in this process, without raising exceptions."""
         columns = [part.score_all(items) for part in self.parts]
         return [self.combined(results) for results in zip(*columns, strict=True)]
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """As `score_all`, but raises what a single function of lists raises."""
+        """Scores samples as `score_all` does, but raises the exceptions of a single part that takes lists."""
         return self.score_all(items) if self.parts[0].label else self.parts[0].score_list(items)
 
     async def score(self, item: RewardItem) -> RewardResult:
-        """Scores one sample, all parts of it at once."""
+        """Scores one sample, with all parts concurrently."""
         return self.combined(await _all_of(part.score_async(item) for part in self.parts))
 
     def combined(self, results: Sequence[RewardResult]) -> RewardResult:
-        """The result of one sample, of which `results` has one from each part.
+        """Combines the results of all parts for one sample.
 
-        extra: under the name of each part its score before the weight. The other entries of the part that is the
-        outcome keep their names; those of another part, and one that has the name of a part, are called part.entry.
-        `acc` is that of the outcome, or its score where it returned none.
+        The extra entries of the combined result contain the score of each part before its weight, under the part's
+        name. Other entries of the outcome part keep their names, unless a part has the same name; all others are named
+        <part>.<entry>. `acc` is the outcome part's `acc`, or its score if it returned none.
         """
         pairs = list(zip(self.parts, results, strict=True))
         names, extra = {part.label for part, _ in pairs}, dict[str, float | str]()
@@ -347,7 +360,7 @@ class Scorer:
 def _guarded(work: Callable[..., Any], *args: Any) -> RewardResult:
     try:
         return RewardResult(*read_score(_awaited(work(*args))))
-    except Exception as error:  # the door to untrusted code, as above
+    except Exception as error:  # untrusted code, as above
         return RewardResult.failure(user_traceback(error))
 
 
@@ -356,36 +369,41 @@ async def _all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 def _awaited(returned: Any) -> Any:
-    """Of an awaitable what it gives, in an event loop of its own; a function that does not await is called in none."""
+    """Returns the result of an awaitable, run in a new event loop; returns other values unchanged."""
     return asyncio.run(_all_of([returned]))[0] if inspect.isawaitable(returned) else returned
 
 
 def _is_async(function: RewardFunction) -> bool:
-    """Of the functions by data_source one that awaits makes all of them so, but not those that are there to be named,
-    which most runs never ask."""
+    """Returns True if calls of the function have to be awaited.
+
+    `default_compute_score` counts as async if any function registered for a data_source is async. Functions registered
+    as rule/NAME do not count, since few runs call them.
+    """
     if function is default_compute_score:
         return any(_is_async(each) for name, each in REWARDS.items() if not name.startswith(NAMED))
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-# --------------------------------------------------------------------------------------------- from the configuration
+# ------------------------------------------------------------------------------------------------------ configuration
 
 
 def load_scorer(config: RewardConfig) -> Scorer:
-    """The reward of a run: several rewards if reward.functions names them, a server if reward.remote.url names one, the
-    user's own function if reward.custom_reward_function names one, else the registered functions by data_source.
+    """Returns the reward of a run.
 
-    reward.reward_kwargs are added to every call of a single reward; they win over the call's own arguments.
-    Raises UserError for a part of reward.functions that does not exist or does not take its kwargs.
+    The reward is, in this order of precedence, the server at reward.remote.url, the parts of reward.functions, the
+    user's function in reward.custom_reward_function, or the registered functions by data_source. The entries of
+    reward.reward_kwargs are passed to every call of a single reward and take precedence over the other arguments.
+
+    Raises UserError if a part of reward.functions does not exist or does not accept its kwargs.
     """
     if config.remote.url is not None:
         return Scorer((RewardPart(kwargs=config.reward_kwargs, function=_remote(config)),))
-    modules: dict[str, ModuleType] = {}  # a file that has several parts is run once
+    modules: dict[str, ModuleType] = {}  # a file with several parts is loaded once
     return Scorer(tuple(replace(part, function=_function(part, modules)) for part in _parts(config)))
 
 
 def asks_by_source(config: RewardConfig) -> bool:
-    """Whether a row's data_source picks its reward, or one of its parts."""
+    """Returns True if a row's data_source selects its reward, or one of the parts."""
     return config.remote.url is None and any(part.reward is None and part.path is None for part in _parts(config))
 
 
@@ -408,11 +426,11 @@ def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunctio
 
 
 def _remote(config: RewardConfig) -> RewardFunction:
-    """A reward that a server computes: each sample, with its prompt, is posted as JSON; the answer is a score."""
+    """Returns a reward function that posts each sample as JSON to the server and returns the server's reply."""
     remote, option = config.remote, "reward.remote.api_key_env"
     endpoint = Endpoint(str(remote.url), max_retries=remote.max_retries, api_key_env=remote.api_key_env, option=option)
 
-    async def ask(*, prompt: list[dict[str, str]] | None, **sample: Any) -> Any:
+    async def post_sample(*, prompt: list[dict[str, str]] | None, **sample: Any) -> Any:
         return await endpoint.post({**sample, "prompt": prompt})
 
-    return ask
+    return post_sample

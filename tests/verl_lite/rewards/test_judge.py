@@ -125,7 +125,7 @@ def test_failures_that_may_pass_are_tried_again() -> None:
     ("answer", "reason"),
     [
         (Answer({"choices": []}), "did not answer with a chat completion"),
-        (says(None, refusal="I cannot judge this."), "said nothing: I cannot judge this"),
+        (says(None, refusal="I cannot judge this."), "is empty: I cannot judge this"),
         (says("Score: 1", "length"), "cut off at max_tokens: Score: 1"),
         (says("Nice."), "cannot be read as number: 'Nice.'"),
     ],
@@ -141,7 +141,7 @@ def test_failures_that_are_final_are_failures_and_no_zeros(answer: Answer, reaso
     ("options", "reason"),
     [
         ({"base_url": None}, "judge.base_url=None: expected http"),
-        ({"model": None}, "model is not given"),
+        ({"model": None}, "model is not set"),
         ({"verdict": "words"}, "verdict='words': one of number, yes_no"),
         ({"lowest": 1, "highest": 1}, "lowest=1 has to be less than highest=1"),
         ({"api_key_env": "OTHER_KEY"}, "api_key_env=OTHER_KEY: the environment variable OTHER_KEY is not set"),

@@ -160,7 +160,7 @@ def test_an_exception_is_the_samples_outcome_with_a_traceback_of_bounded_length(
         raise ValueError("x" * 10_000_000)
 
     error = Scorer((RewardPart(function=shout),)).score_all(items("a"))[0].error or ""
-    assert len(error) < 21_000 and "Traceback" in error and "in shout" in error and "characters left out" in error
+    assert len(error) < 21_000 and "Traceback" in error and "in shout" in error and "characters omitted" in error
 
 
 # ---------------------------------------------------------------------------------------------------- ways of calling
@@ -196,7 +196,7 @@ def test_trls_lists_have_prompts_completions_and_the_columns_of_the_data(mine: s
 @pytest.mark.parametrize("returned", [[1.0, 1.0], [1.0] * 4, 1.0, "abc", {"score": 1}, None, iter([1.0] * 3)])
 def test_a_wrong_number_of_results_is_told_with_both_numbers(returned: Any) -> None:
     loaded = Scorer((RewardPart(style="batch", function=lambda **lists: returned),))
-    with pytest.raises(ValueError, match="The reward function returned .* for 3 samples; expected a list of them"):
+    with pytest.raises(ValueError, match="The reward function returned .* for 3 samples; expected one result each"):
         loaded.score_list(items("a", "b", "c"))
 
 
@@ -279,9 +279,9 @@ def test_only_parts_by_data_source_ask_for_known_sources() -> None:
         ({"path": "none.py"}, "reward.functions.a.path='none.py': no such file"),
         ({"path": "{mine}", "name": "short", "kwargs": {"limt": 3}}, "kwargs.limt: .* did you mean limit"),
         ({"reward": "frmat"}, "no reward has this name; did you mean format"),
-        ({"reward": "format", "path": "x.py"}, "one of them can be the function"),
-        ({"reward": "format", "weight": math.nan}, "a.weight=nan: a finite number is expected"),
-        ({"wait": 1}, "a.wait: there is no such entry"),
+        ({"reward": "format", "path": "x.py"}, "reward=format and path=x.py are both set"),
+        ({"reward": "format", "weight": math.nan}, "a.weight=nan: expected a finite number"),
+        ({"wait": 1}, "a.wait: unknown entry"),
     ],
 )
 def test_what_does_not_load_is_said_with_its_key(mine: str, entry: dict[str, Any], reason: str) -> None:
