@@ -46,7 +46,7 @@ def test_a_run_with_an_adapter_is_its_own_reference_and_exports_both_ways(
 ) -> None:
     options += OPTIONS
     run_ppo([*options, "trainer.total_training_steps=2"])
-    assert "parameters that learn" in capsys.readouterr().out
+    assert "trainable parameters" in capsys.readouterr().out
     run_dir = tmp_path / "run"
     first, second = read_metrics(run_dir / "metrics.jsonl").values()
     assert first["actor/kl_loss"] == 0.0 and second["actor/kl_loss"] > 1e-6
@@ -93,7 +93,7 @@ def test_what_an_adapter_spares_is_counted(tmp_path: Path) -> None:
     config.actor.use_kl_loss, config.rollout.name = True, "hf"
     assert list(worker_classes(config, 1, None, tmp_path)) == ["ref", "actor_rollout"]
     whole = checkpoint_bytes(config)
-    assert "parameters that learn" not in launch_table(config, 1)
+    assert "trainable parameters" not in launch_table(config, 1)
     config.model.lora_rank, config.model.target_modules = 2, ["q_proj", "down_proj"]
     learns = 2 * 2 * ((64 + 64) + (256 + 64))
     parameters = whole // 12

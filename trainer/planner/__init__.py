@@ -1,1 +1,1 @@
-"""What a run needs before it starts: memory, time, and what to change."""
+"""Plans of a run before it starts: batch sizes, memory, time, and options to change."""

@@ -1,7 +1,7 @@
-"""The arithmetic of a run, before it starts: from prompts to optimizer steps to micro-batches on one device.
+"""The batch arithmetic of a run: from prompts to optimizer steps to micro-batches on one device.
 
-Takes the configuration and the number of devices; gives rows of (what, how many, which options), and the same as plain
-text. The words for sizes that users mix up are fixed here: a batch and a mini-batch count prompts, a sample is one
+Computes the launch table, with rows of (quantity, value, options), from the configuration and the number of devices.
+The table uses fixed terms for sizes that are easily confused: batch and mini-batch sizes count prompts, a sample is one
 answer, and a row is a sample on a device.
 """
 
@@ -15,11 +15,11 @@ from verl_lite.device import device_type
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
 
-SMALL_ON_CPU = 50_000_000  # parameters; the hf engine was the faster one at 1M and 12M (`python -m tests.bench step`)
+SMALL_ON_CPU = 50_000_000  # parameters; the hf engine was faster at 1M and 12M (`python -m tests.bench step`)
 
 
 class PlanRow(NamedTuple):
-    """One line of the table: what is counted, its value, and the options it follows from."""
+    """One line of the table: the name of a quantity, its value, and the options that determine it."""
 
     what: str
     value: str
@@ -29,36 +29,38 @@ class PlanRow(NamedTuple):
 def launch_table(
     config: PPOConfig, slots: int, total_steps: int | None = None, expected: Sequence[PlanRow] = ()
 ) -> str:
-    """The plan of a run as aligned text. See `launch_rows`; expected: more rows at its end."""
+    """Returns the plan of a run as aligned text; see `launch_rows`. expected: rows appended at the end."""
     rows = [*launch_rows(config, slots, total_steps), *expected]
     what, value = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{row.what:<{what}}  {row.value:>{value}}   {row.options}" for row in rows)
 
 
 def is_on_cpu(trainer: RunConfig) -> bool:
-    """True where the run's processes compute on the CPU; trainer.device=cuda may be planned without a device."""
+    """Returns True if the run computes on the CPU. trainer.device=cuda can be planned on a machine without a GPU."""
     return trainer.device != "cuda" and device_type(trainer.device) == "cpu"
 
 
 def slots_text(trainer: RunConfig, slots: int) -> str:
-    """How many devices a run has, or on a CPU how many processes."""
+    """Returns the number of devices of a run as text ("8 devices"), or of processes on a CPU ("2 processes")."""
     one, several = ("process", "processes") if is_on_cpu(trainer) else ("device", "devices")
     return f"{slots} {one if slots == 1 else several}"
 
 
 def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -> list[PlanRow]:
-    """The plan of a run.
+    """Returns the plan of a run.
 
-    slots: devices of the whole run. total_steps: training steps, where the size of the data is known.
+    Args:
+        slots: Number of devices of the whole run.
+        total_steps: Number of training steps, or None if the size of the dataset is unknown.
     """
     trainer, model, rollout = config.trainer, config.model, config.rollout
     rows = list(_episode_rows(config) if config.is_agentic else _prompt_rows(config, slots))
     correction = config.algorithm.rollout_correction
-    is_strict, why = "no", "later optimizer steps learn from samples of older weights"
+    is_strict, why = "no", "later optimizer steps train on samples from older weights"
     if config.is_agentic and config.agentic.async_generation_ratio:
         corrected = correction.rollout_is is not None or correction.bypass_mode
         how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
-        why = f"samples are of earlier weights, {how}"
+        why = f"samples come from earlier weights, {how}"
     elif requirements.is_on_policy(config):
         is_strict, why = "yes", "one optimizer step per batch"
     rows.append(PlanRow("strictly on-policy", is_strict, why))
@@ -69,12 +71,12 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         "values": requirements.needs_critic(config),
     }
     passes = [name for name, is_needed in needed.items() if is_needed]
-    told = [", ".join(passes)] if passes else []
+    notes = [", ".join(passes)] if passes else []
     if not needed["old log-probs"]:
-        bypassed = "bypass_mode takes the rollout's"
-        skipped = bypassed if correction.bypass_mode else "on-policy, the update's own are the same"
-        told.append(f"old log-probs skipped: {skipped}")
-    rows.append(PlanRow("passes before the update", f"{len(passes)}", "; ".join(told)))
+        bypassed = "bypass_mode uses the rollout's log-probs"
+        skipped = bypassed if correction.bypass_mode else "on-policy, so the update computes the same values"
+        notes.append(f"old log-probs skipped: {skipped}")
+    rows.append(PlanRow("passes before the update", f"{len(passes)}", "; ".join(notes)))
     limit = f"trainer.total_training_steps={trainer.total_training_steps}"
     if trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={trainer.total_epochs}"
@@ -89,23 +91,23 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     if model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
         whole, trained = count_parameters(model), count_trained(model)
-        rows.append(PlanRow("parameters that learn", f"{trained:,}", f"of {whole:,}: {options}"))
+        rows.append(PlanRow("trainable parameters", f"{trained:,}", f"of {whole:,}: {options}"))
     return rows
 
 
 def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     data, actor, critic, filters = config.data, config.actor, config.critic, config.algorithm.filter_groups
     batch, n, size = data.train_batch_size, config.rollout.n, actor.ppo_mini_batch_size
-    own = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
-    named = f" for most prompts; data.sources: {', '.join(own)}" if own else ""
+    n_by_source = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
+    named = f" for most prompts; data.sources: {', '.join(n_by_source)}" if n_by_source else ""
     has_baseline = requirements.needs_greedy_baseline(config)
-    greedy = "; and one greedy answer, whose score is the baseline" if has_baseline else ""
+    greedy = "; plus one greedy answer, whose score is the baseline" if has_baseline else ""
     lengths = f"at most {data.max_prompt_length} + {data.max_response_length} tokens each"
     yield PlanRow("prompts per training step", f"{batch}", "data.train_batch_size")
     yield PlanRow("x samples per prompt", f"{n}", f"rollout.n{named}{greedy}")
-    yield PlanRow("= samples per training step", f"{'about ' * bool(own)}{batch * n}", lengths)
+    yield PlanRow("= samples per training step", f"{'about ' * bool(n_by_source)}{batch * n}", lengths)
     if filters.enable:
-        text = "algorithm.filter_groups: until the prompts have answers that differ in "
+        text = "algorithm.filter_groups: until enough groups have answers that differ in "
         text += filters.metric or "acc, else score"
         yield PlanRow("generation batches per training step", f"1 to {filters.max_num_gen_batches}", text)
     count = _mini_batches(size, batch)
@@ -116,8 +118,8 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
         warmup = config.trainer.critic_warmup
         text = f"critic.ppo_mini_batch_size={of_critic}, critic.ppo_epochs={epochs}"
         if warmup:
-            text += f"; the policy learns from step {warmup + 1} on (trainer.critic_warmup={warmup})"
-        yield PlanRow("of the critic", f"{_mini_batches(of_critic, batch) * epochs}", text)
+            text += f"; the policy is trained from step {warmup + 1} (trainer.critic_warmup={warmup})"
+        yield PlanRow("critic optimizer steps per training step", f"{_mini_batches(of_critic, batch) * epochs}", text)
     rows = math.ceil((batch if count == 1 else size) * n / slots)
     yield PlanRow("rows per device and mini-batch", f"{rows}", slots_text(config.trainer, slots))
     cut, what = requirements.micro_batching(config, "update_actor"), "micro-batches per device and mini-batch"
@@ -127,7 +129,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
         yield PlanRow(what, f"{math.ceil(rows / together)}", text)
         return
     together = max(1, cut.max_token_len // (data.max_prompt_length + data.max_response_length))
-    most = math.ceil(rows / together)  # a bound, as lengths are not known yet
+    most = math.ceil(rows / together)  # an upper bound, because the lengths are not known yet
     text = f"actor.ppo_max_token_len_per_gpu={cut.max_token_len} tokens; {most} if every row is full"
     yield PlanRow(what, "1" if most == 1 else f"1 to {most}", text)
 
@@ -137,14 +139,14 @@ def _mini_batches(size: int, prompts: int) -> int:
 
 
 def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
-    """From environments to optimizer steps; an episode gives one row, or one for each of its steps."""
+    """Yields the rows of an agentic run. An episode becomes one training row, or one row per step of the episode."""
     agentic, actor, data = config.agentic, config.actor, config.data
     envs, ratio, mini = agentic.train_env_manager, agentic.async_generation_ratio, actor.ppo_mini_batch_size
     partition = envs.num_groups_partition or [envs.num_env_groups // len(envs.tags)] * len(envs.tags)
     shares = " + ".join(f"{count} of {tag}" for tag, count in zip(envs.tags, partition, strict=False))
     spare = envs.group_size_redundancy
-    redundancy = f" ({spare} more are started, and the last to end dropped)" * (spare > 0)
-    ahead = ": episodes of a later step run while this one is trained on" * bool(ratio)
+    redundancy = f" ({spare} more are started, and the last {spare} to end are dropped)" * (spare > 0)
+    ahead = ": episodes of a later step run during training" * bool(ratio)
     steps = f"{actor.ppo_epochs}" if mini == -1 else f"{actor.ppo_epochs} x rows / {mini}"
     yield PlanRow("episodes per training step", f"{agentic.rollout_batch_size}", "agentic.rollout_batch_size")
     yield PlanRow("in groups of", f"{envs.group_size}", f"agentic.train_env_manager.group_size{redundancy}")

@@ -1,11 +1,12 @@
-"""The memory of a run before it starts: what each phase of a step takes on one device.
+"""Predicts the memory that each phase of a training step needs on one device.
 
-Takes the configuration, the shapes of its networks (config.json alone), the number of devices and what a device is;
-gives phases of named bytes. The phases are those of `workers/phase.py`: who is not at work is asleep or offloaded where
-the options say so, and on a CPU everything stays. The formulas follow the code that does it: `workers/engine/fsdp.py`
-(FSDP2; masters and moments in fp32, frozen weights in the compute dtype, gradients local until the last micro-batch),
-`workers/policy/causal_lm.py` (logits in chunks), `workers/engine/parameters.py` (buckets) and `workers/rollout`. Sizes
-are bytes of a number: 4 for fp32, 2 for bf16. `python -m tests.bench plan_memory` compares them with a run.
+Inputs are the configuration, the shapes of the networks (from config.json only), the number of devices and the kind of
+device. The result is a dict of named byte counts for each phase of `workers/phase.py`. On a GPU, components that are
+idle in a phase sleep or are offloaded as configured; on a CPU everything stays in memory. The formulas follow the code:
+`workers/engine/fsdp.py` (FSDP2: fp32 master weights and moments, frozen weights in the compute dtype, gradients reduced
+after the last micro-batch), `workers/policy/causal_lm.py` (logits in chunks), `workers/engine/parameters.py` (buckets)
+and `workers/rollout`. Parameters called `size` are bytes per element: 4 for fp32, 2 for bf16. `python -m tests.bench
+plan_memory` compares the predictions with a run.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from workers.rollout.base import resolve_engine_name
 
 GIB = 1 << 30
 CONTEXT_GIB = 1.0  # CUDA context and libraries; assumed
-FRAGMENTATION = 0.06  # of what is allocated; assumed
+FRAGMENTATION = 0.06  # share of the allocated bytes; assumed
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
-MOMENTS = 2 * FP32  # AdamW's two, of each number that learns
-KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm: up to this size they are kept for the backward pass
+MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
+KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
 SHARD = "gradients, this rank's shard"
-GATHERED_LAYERS = 2  # the layer that computes, and the next one on its way
+GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A device. memory_gib: None = the machine's. flops: per second in bf16 (of a CPU core in fp32). bandwidth: of its
-    memory, bytes/s. link, network: to other devices of the machine, and of other machines, bytes/s each way. size:
-    bytes of a number that it computes in by default."""
+    """A kind of device. memory_gib: its memory; None: the machine's. flops: peak operations per second in bf16 (for one
+    CPU core in fp32). bandwidth: memory bandwidth in bytes/s. link, network: bandwidth in bytes/s per direction to
+    devices of the same machine and of other machines. size: bytes per element of its default compute dtype."""
 
     name: str
     memory_gib: float | None
@@ -49,8 +50,8 @@ class Accelerator:
     size: int = 2
 
 
-# NVIDIA's data sheets (dense): H100 SXM, H200 SXM, A100 80GB SXM, L40S; memory: what torch reports of one. network: one
-# adapter each of 400 Gb/s (A100 200, L40S 100), assumed. cpu: one core of the Zen 4 on which this project is measured.
+# From NVIDIA's data sheets (dense): H100 SXM, H200 SXM, A100 80GB SXM, L40S; memory as torch reports it. network: one
+# adapter per device with 400 Gb/s (A100 200, L40S 100), assumed. cpu: one core of the Zen 4 CPU used for the tables.
 ACCELERATORS = {
     device.name: device
     for device in (
@@ -65,13 +66,15 @@ ACCELERATORS = {
 
 @dataclass
 class MemoryPlan:
-    """Of one device.
+    """The predicted memory of one device.
 
-    Args:
-        always: there in every phase, bytes by name. phases: what is there besides, bytes by name. host: on the host of
-            each rank where options put it there.
-        base: of a process's libraries on a CPU, where nothing moves; None = a GPU, with context and fragmentation.
-        sequences: that decode together. notes: what would stop the run although the sum fits.
+    Attributes:
+        always: Bytes that are allocated in every phase, by name.
+        phases: For each phase, its additional bytes by name.
+        base: Bytes of a process's libraries on a CPU; None for a GPU, which adds its context and fragmentation.
+        host: Bytes in host memory of each rank, by name, for offloaded tensors.
+        sequences: Number of sequences that decode concurrently.
+        notes: Problems that stop the run even if the memory is enough.
     """
 
     always: dict[str, float]
@@ -83,58 +86,58 @@ class MemoryPlan:
     notes: list[str] = field(default_factory=list)
 
     def by_phase(self) -> dict[str, float]:
-        """Bytes of tensors in each phase, what is always there included."""
+        """Returns the bytes of tensors in each phase, including `always`."""
         return {name: sum(self.always.values()) + sum(parts.values()) for name, parts in self.phases.items()}
 
     @property
     def worst(self) -> str:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> float:
-        """Bytes of tensors at the worst moment."""
+        """Bytes of tensors in the worst phase."""
         return self.by_phase()[self.worst]
 
     @property
     def device_bytes(self) -> float:
-        """What the device has to have."""
+        """Memory that the device needs, in bytes."""
         return self.peak * (1 + FRAGMENTATION) + CONTEXT_GIB * GIB if self.base is None else self.peak + self.base
 
     def fits(self, memory_bytes: float) -> bool:
-        """Whether a device of so many bytes holds it, and nothing else stops it."""
+        """Returns True if the plan fits a device with this much memory and has no notes."""
         return self.device_bytes <= memory_bytes and not self.notes
 
     def lines(self, device: str, memory_gib: float | None) -> Iterator[str]:
-        """As text, with the verdict. memory_gib: of one device; None = not compared."""
+        """Yields the plan as lines of text. memory_gib: memory of one device to compare with; None: no comparison."""
         where = f"device ({device})" if self.base is None else "process"
         yield f"always on each {where} (GiB, calculated)"
         yield from (f"  {name:<42}{value / GIB:8.2f}" for name, value in self.always.items())
-        yield f"\n{'beside that, in the phase':<44}{'GiB':>8}"
+        yield f"\n{'additionally in each phase':<44}{'GiB':>8}"
         for name, parts in self.phases.items():
             mark = "*" if name == self.worst else " "
             yield f"{mark} {name:<42}{sum(parts.values()) / GIB:8.2f}   {_listed(parts)}"
         more = f"with {CONTEXT_GIB:g} GiB of context and {FRAGMENTATION:.0%} fragmentation, both assumed"
         if self.base is not None:
-            more = f"with its libraries, {self.base / GIB:.2f} GiB measured"
+            more = f"with {self.base / GIB:.2f} GiB of libraries, measured"
         yield f"\n{'peak of tensors':<44}{self.peak / GIB:8.2f}   in the phase marked *"
         yield f"{f'one {where}':<44}{self.device_bytes / GIB:8.2f}   {more}"
         if self.host:
             host = sum(self.host.values()) / GIB
-            yield f"{'host memory of each rank, besides':<44}{host:8.2f}   {_listed(self.host)}"
+            yield f"{'additional host memory of each rank':<44}{host:8.2f}   {_listed(self.host)}"
         if self.sequences:
-            yield f"{'sequences that decode together':<44}{self.sequences:8d}   rollout.max_num_seqs, and the KV cache"
+            yield f"{'concurrently decoded sequences':<44}{self.sequences:8d}   rollout.max_num_seqs and the KV cache"
         if memory_gib is not None:
             yield "\n".join(["", *self.notes])
             if self.fits(memory_gib * GIB):
                 yield f"fits {memory_gib:.1f} GiB"
             elif self.device_bytes > memory_gib * GIB:
                 yield (
-                    f"does not fit {memory_gib:.1f} GiB: {self.device_bytes / GIB:.2f} are needed, in {self.worst}. "
-                    "trainer/PLANNING.md says which options its parts depend on"
+                    f"does not fit {memory_gib:.1f} GiB: the phase {self.worst!r} needs {self.device_bytes / GIB:.2f}. "
+                    "trainer/PLANNING.md lists the options that reduce each part"
                 )
         if self.base is None:
-            yield "Calculated from shapes; the formulas are measured on a CPU, not on a GPU."
+            yield "Calculated from shapes; the formulas were checked against measurements on a CPU, not on a GPU."
 
 
 def _listed(parts: Mapping[str, float]) -> str:
@@ -143,7 +146,7 @@ def _listed(parts: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Networks:
-    """Shapes of the run's networks; None where a role does not exist."""
+    """Shapes of the run's networks; None for a role that the run does not have."""
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -151,8 +154,8 @@ class Networks:
 
 
 def read_networks(config: PPOConfig) -> Networks:
-    """The shapes, from config.json files. UserError where one is missing."""
-    critic, scorer = None, None
+    """Reads the shapes of the run's networks from their config.json files. Raises UserError if one is missing."""
+    critic = scorer = None
     if needs_critic(config):
         name = "model.path" if config.critic.model.path is None else "critic.model.path"
         critic = read_shape(critic_network(config), name).as_scorer()
@@ -162,12 +165,13 @@ def read_networks(config: PPOConfig) -> Networks:
 
 
 def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> MemoryPlan:
-    """The memory of a training step on one of `slots` devices."""
-    on_cpu, is_vllm = device.name == "cpu", resolve_engine_name(config.rollout.name) == "vllm"
+    """Predicts the memory of a training step on one of `slots` devices."""
+    on_cpu = device.name == "cpu"
+    is_vllm = resolve_engine_name(config.rollout.name) == "vllm"
     plan = MemoryPlan({}, {}, WORKER_BYTES + VLLM_BYTES * is_vllm if on_cpu else None)
-    held = dict(_held(config, networks, slots, device))
-    weights: dict[str, dict[str, float]] = {role: {} for role in held}  # that come for the phases of a role
-    moments: dict[str, dict[str, float]] = {role: {} for role in held}  # that come for its update alone
+    held = dict(_held_networks(config, networks, slots, device))
+    weights: dict[str, dict[str, float]] = {role: {} for role in held}  # offloaded; loaded for all phases of a role
+    moments: dict[str, dict[str, float]] = {role: {} for role in held}  # offloaded; loaded only for the role's update
     for role, network in held.items():
         for name, size, is_offloaded, moved in (
             ("weights", network.weights, network.fsdp.param_offload, weights),
@@ -182,18 +186,18 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     for name, role, parts in _train_phases(config, held, slots, plan):
         brought = weights[role] | (moments[role] if name.endswith("update") else {})
         plan.phases[name] = {**({} if asleep else rollout), **brought, **parts}
-    there = {name: size for name, size in rollout.items() if name == "engine: weights" or not asleep}
-    there.pop("engine: a step", None)
+    awake = {name: size for name, size in rollout.items() if name == "engine: weights" or not asleep}
+    awake.pop("engine: a step", None)
     bucket = sync_bytes(held["actor"], config.rollout.update_weights_bucket_megabytes << 20)
-    plan.phases["weight sync"] = there | weights["actor"] | {"bucket": bucket}
+    plan.phases["weight sync"] = awake | weights["actor"] | {"bucket": bucket}
     return plan
 
 
-# -- what a run has of each --------------------------------------------------------------------------------------------
+# -- networks, rows and phases of a run --------------------------------------------------------------------------------
 
 
 def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
-    """(numbers that learn, numbers of the adapter) of the policy."""
+    """Returns the policy's number of trainable parameters and, of these, the number in its LoRA adapter."""
     model = config.model
     if not model.lora_rank:
         return shape.parameters, 0
@@ -207,16 +211,19 @@ def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
 
 
 def compute_size(name: str, device: Accelerator) -> int:
-    """Bytes of a number of a dtype option; `auto` is the device's."""
+    """Returns the bytes per element for a dtype option; `auto` selects the device's default."""
     return BYTES.get(name, device.size)
 
 
 def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
-    """Over how many devices one copy of the weights is spread."""
+    """Returns the number of devices that share one copy of the weights."""
     return slots if fsdp.fsdp_size is None or fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, slots)
 
 
-def _held(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> Iterator[tuple[str, HeldNetwork]]:
+def _held_networks(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator
+) -> Iterator[tuple[str, HeldNetwork]]:
+    """Yields the role and the network of each FSDP engine in the run."""
 
     def held(shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0) -> HeldNetwork:
         compute, reduce = (
@@ -236,46 +243,49 @@ def _held(config: PPOConfig, networks: Networks, slots: int, device: Accelerator
 def _rollout_parts(
     config: PPOConfig, shape: ModelShape, device: Accelerator, plan: MemoryPlan, slots: int
 ) -> dict[str, float]:
-    """The rollout engine's parts by name. Fills in plan.sequences."""
+    """Returns the bytes of the rollout engine by name. Also sets plan.sequences."""
     rollout, data, on_cpu = config.rollout, config.data, device.name == "cpu"
     size, parallel = compute_size(rollout.dtype, device), rollout.tensor_model_parallel_size
     context = rollout.max_model_len or data.max_prompt_length + data.max_response_length
     weights = size * shape.parameters / parallel
-    of_one = kv_bytes_per_token(shape, size, parallel) * context
+    kv_per_sequence = kv_bytes_per_token(shape, size, parallel) * context
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
     key, budget = "kv_cache_memory_mb", float(rollout.kv_cache_memory_mb << 20)
     if not on_cpu:
         key = "gpu_memory_utilization"
         budget = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work
-    plan.sequences = min(rollout.max_num_seqs, max(0, int(budget // of_one)))
+    plan.sequences = min(rollout.max_num_seqs, max(0, int(budget // kv_per_sequence)))
     if plan.sequences < 1:
         plan.notes.append(
-            f"rollout.{key}={getattr(rollout, key)}: leaves {max(0.0, budget) / GIB:.2f} GiB for the KV cache, and one "
-            f"sequence of {context} tokens takes {of_one / GIB:.2f}"
+            f"rollout.{key}={getattr(rollout, key)}: leaves {max(0.0, budget) / GIB:.2f} GiB for the KV cache, but one "
+            f"sequence of {context} tokens needs {kv_per_sequence / GIB:.2f}"
         )
-    if on_cpu:  # a step of as many rows and tokens as a device's part of the batch has
+    if on_cpu:  # an engine step has at most the rows and tokens of one device's part of the batch
         rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
         work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
-    kv = max(0.0, budget) if resolve_engine_name(rollout.name) == "vllm" else plan.sequences * of_one
+    kv = max(0.0, budget) if resolve_engine_name(rollout.name) == "vllm" else plan.sequences * kv_per_sequence
     return {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
 
 
 def rows_per_step(config: PPOConfig) -> int:
-    """Answers (of agents: episodes) of a training step."""
+    """Returns the number of answers (agentic runs: episodes) in a training step."""
     if config.is_agentic:
         return config.agentic.rollout_batch_size
     return config.data.train_batch_size * config.rollout.n
 
 
 def mini_batch_prompts(config: PPOConfig, size: int) -> int:
-    """Prompts (of agents: episodes) of an optimizer step; size: the option, -1 = the whole batch."""
+    """Returns the prompts (agentic runs: episodes) of an optimizer step. size: as configured; -1: the whole batch."""
     whole = config.agentic.rollout_batch_size if config.is_agentic else config.data.train_batch_size
     return whole if size == -1 else min(whole, size)
 
 
 def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: int) -> int:
-    """Prompts, at most, of which `rows` answers to a batch of `prompts` consist in a packed row; one for each row where
-    nothing is shared (`workers.engine.packing`)."""
+    """Returns the largest number of prompts stored for `rows` answers from a mini-batch of `prompts` prompts.
+
+    Answers to one prompt share its tokens in a packed row (`workers.engine.packing`). Without sharing, every answer
+    stores its own prompt.
+    """
     is_shared = config.model.use_remove_padding and shape.is_packed and not config.is_agentic
     return min(rows, prompts) if is_shared else rows
 
@@ -283,12 +293,13 @@ def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: i
 def _train_phases(
     config: PPOConfig, networks: dict[str, HeldNetwork], slots: int, plan: MemoryPlan
 ) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Each phase of the training engines: its name, whose, and its parts. Rows are as long as allowed."""
+    """Yields the name, role and bytes by name of each phase of the training engines, for rows of maximal length."""
     data, actor, critic = config.data, config.actor, config.critic
-    longest, rows = data.max_prompt_length + data.max_response_length, math.ceil(rows_per_step(config) / slots)
+    longest = data.max_prompt_length + data.max_response_length
+    rows = math.ceil(rows_per_step(config) / slots)
 
-    def cut_in(role: str, stage: str, rows: int, prompts: int, entropy: bool) -> tuple[HeldNetwork, Pass, int]:
-        """The network, one micro-batch, and how many there are of `rows` answers to a batch of `prompts`."""
+    def micro_batch(role: str, stage: str, rows: int, prompts: int, entropy: bool) -> tuple[HeldNetwork, Pass, int]:
+        """Returns the network, one micro-batch, and the number of micro-batches for `rows` answers to `prompts`."""
         cut = requirements.micro_batching(config, stage)
         together = cut.micro_batch_size or 1 if cut.max_token_len is None else max(1, cut.max_token_len // longest)
         together = max(1, min(together, rows))
@@ -299,13 +310,13 @@ def _train_phases(
         return networks[role], run, math.ceil(max(1, rows) / together)
 
     def forward(role: str, stage: str, entropy: bool = False) -> dict[str, float]:
-        return forward_only(*cut_in(role, stage, rows, data.train_batch_size, entropy)[:2])
+        return forward_only(*micro_batch(role, stage, rows, data.train_batch_size, entropy)[:2])
 
-    def update(role: str, stage: str, size: int, entropy: bool, keeps: bool) -> dict[str, float]:
+    def update(role: str, stage: str, size: int, entropy: bool, checkpointing: bool) -> dict[str, float]:
         prompts = mini_batch_prompts(config, size)
         mini = prompts if config.is_agentic else prompts * config.rollout.n
-        network, run, plan.micro_batches = cut_in(role, stage, math.ceil(mini / slots), prompts, entropy)
-        parts = training_pass(network, run, plan.micro_batches, checkpointing=keeps)
+        network, run, plan.micro_batches = micro_batch(role, stage, math.ceil(mini / slots), prompts, entropy)
+        parts = training_pass(network, run, plan.micro_batches, checkpointing=checkpointing)
         kept = {} if plan.base is None else {"freed, kept by the C library": kept_when_freed(parts, plan.micro_batches)}
         return parts | kept
 
@@ -319,10 +330,11 @@ def _train_phases(
     if "critic" in networks:
         yield "values", "critic", forward("critic", "values")
         size = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-        keeps = critic.model.enable_gradient_checkpointing
-        yield "critic update", "critic", update("critic", "update_critic", size, entropy=False, keeps=keeps)
-    entropy, keeps = actor.calculate_entropy or actor.entropy_coeff != 0, config.model.enable_gradient_checkpointing
-    yield "update", "actor", update("actor", "update_actor", actor.ppo_mini_batch_size, entropy, keeps)
+        checkpointing = critic.model.enable_gradient_checkpointing
+        yield "critic update", "critic", update("critic", "update_critic", size, False, checkpointing)
+    entropy = actor.calculate_entropy or actor.entropy_coeff != 0
+    checkpointing = config.model.enable_gradient_checkpointing
+    yield "update", "actor", update("actor", "update_actor", actor.ppo_mini_batch_size, entropy, checkpointing)
 
 
 # -- a network on one device -------------------------------------------------------------------------------------------
@@ -330,10 +342,11 @@ def _train_phases(
 
 @dataclass(frozen=True)
 class HeldNetwork:
-    """A network as an FSDP engine holds it.
+    """A network in an FSDP engine.
 
-    ranks: over which one copy is spread. compute, reduce: bytes of a number in passes, and where gradients are summed.
-    trained: numbers that learn: all, an adapter's, or 0 of a frozen one. adapter: those of an adapter.
+    ranks: number of ranks that share one copy. compute, reduce: bytes per element in passes and in the reduction of
+    gradients. trained: number of trainable parameters (all, those of the adapter, or 0 for a frozen network).
+    adapter: number of adapter parameters.
     """
 
     shape: ModelShape
@@ -346,28 +359,28 @@ class HeldNetwork:
 
     @property
     def weights(self) -> float:
-        """This rank's shard: masters in fp32 where all learns, else the compute dtype and an adapter in fp32."""
+        """Bytes of this rank's weights: fp32 if all are trained, else the compute dtype plus an fp32 adapter."""
         size = FP32 if self.trained and not self.adapter else self.compute
         return (size * self.shape.parameters + FP32 * self.adapter) / self.ranks
 
     @property
     def moments(self) -> float:
-        """This rank's shard of AdamW's state."""
+        """Bytes of this rank's shard of AdamW's moments."""
         return MOMENTS * self.trained / self.ranks
 
     @property
     def gathered(self) -> float:
-        """Whole weights in a pass: of the root (embedding, output layer) and two layers, or of all layers."""
+        """Bytes gathered in a pass: the root (embedding, output layer) and two layers, or all layers."""
         shape, layers = self.shape, GATHERED_LAYERS if self.fsdp.reshard_after_forward else self.shape.layers
         per_layer = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
         return self.compute * shape.root_parameters + min(layers, shape.layers) * per_layer
 
     def gradients(self, micro_batches: int) -> tuple[float, float]:
-        """(before they are reduced, this rank's shard in fp32 as the masters).
+        """Returns the bytes of unreduced gradients and of this rank's fp32 shard of reduced gradients.
 
-        With several micro-batches they add up whole on every rank, in the dtype of the reduction, and the shard takes
-        their place layer by layer: counted is what it needs beyond them. With one, or where each reduces its own, only
-        those of the root and of two layers exist together, on their way.
+        With several micro-batches, full gradients accumulate on every rank in the dtype of the reduction. The shard
+        then replaces them layer by layer, so only the bytes that it needs beyond them count. With one micro-batch, or
+        if every micro-batch is reduced, only gradients of the root and of two layers exist at the same time.
         """
         shape, shard = self.shape, FP32 * self.trained / self.ranks
         if micro_batches > 1 and not self.fsdp.reduce_every_micro_batch:
@@ -384,9 +397,9 @@ class HeldNetwork:
 
 @dataclass(frozen=True)
 class Pass:
-    """Tokens of one micro-batch. tokens: in the packed row. predicted: of which log-probs are asked. chunk: whose
-    logits exist at one time. size: bytes of a number. repeated: tokens that attention sees besides, because answers to
-    one prompt share its tokens in all other layers."""
+    """The size of one micro-batch. tokens: length of the packed row. predicted: tokens whose log-probs are computed.
+    chunk: tokens whose logits exist at the same time. size: bytes per element. repeated: additional tokens in
+    attention, where each answer has its own copy of a prompt that is shared in all other layers."""
 
     tokens: int
     predicted: int
@@ -397,9 +410,9 @@ class Pass:
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
-    """What the backward pass of one layer needs: the inputs of both norms (in fp32), normed and scaled; query, key,
-    value and output of the attention; gate, its activation, up and their product. An adapter in fp32 beside bf16
-    weights keeps the input of each linear layer as an fp32 copy of its own."""
+    """Returns the bytes that one layer keeps for its backward pass: the fp32 inputs of both norms with their normalized
+    and scaled results, the query, key, value and output of the attention, and the gate, activation, up projection and
+    product of the MLP. An fp32 adapter on bf16 weights also keeps an fp32 copy of each linear layer's input."""
     size, hidden, query, kv, inner = run.size, shape.hidden, shape.query, shape.kv, shape.active_inner
     norms = 2 * _norm(hidden, size) + shape.head_norms * (_norm(query, size) + _norm(kv, size))
     attention = size * (3 * query + 2 * kv)
@@ -409,18 +422,18 @@ def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False
 
 
 def _norm(width: int, size: int) -> int:
-    """Of one token: the input in fp32, the normed one, and that times the weight."""
+    """Returns the bytes per token that a norm keeps: its fp32 input, the normalized input, and the scaled result."""
     return (FP32 + 2 * size) * width
 
 
 def layer_work(shape: ModelShape, run: Pass) -> float:
-    """What comes and goes inside a layer's forward: residual and its norm, and the larger of attention and MLP."""
+    """Returns the temporary bytes of a layer's forward: residual, its norm, and the larger of attention and MLP."""
     attention = 3 * shape.query + 4 * shape.kv
     return run.tokens * float(run.size * (3 * shape.hidden + max(attention, 3 * shape.active_inner)))
 
 
 def logits_bytes(shape: ModelShape, run: Pass) -> float:
-    """One chunk of logits, in fp32."""
+    """Returns the bytes of one chunk of fp32 logits."""
     if not shape.has_head:
         return 0.0
     keeps = run.predicted * shape.vocab * FP32 <= KEPT_LOGITS_BYTES
@@ -428,9 +441,9 @@ def logits_bytes(shape: ModelShape, run: Pass) -> float:
 
 
 def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
-    """A pass without gradient: what is there at the same time, beside the engine's own shards."""
+    """Returns the peak bytes of a pass without gradients by name, in addition to the engine's shards."""
     shape = network.shape
-    copies = 2 + (run.size != FP32) / 2 + run.entropy  # the old chunk or an exponential beside the new one
+    copies = 2 + (run.size != FP32) / 2 + run.entropy  # the previous chunk or an exponential, and the new chunk
     return {
         "gathered weights": network.gathered,
         "activations": layer_work(shape, run) + run.size * run.tokens * shape.hidden,
@@ -439,10 +452,10 @@ def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
 
 
 def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkpointing: bool) -> dict[str, float]:
-    """Forward and backward of one micro-batch: the most that is there at the same time, beside the engine's own shards.
+    """Returns the peak bytes of forward and backward of one micro-batch by name, in addition to the engine's shards.
 
-    Either the output layer's part (all activations, logits, its own gradient) or that of the first layers (all
-    gradients, one layer's work) is the peak; both are bounded by activations and gradients together.
+    The peak occurs either at the output layer (all activations, the logits and the layer's gradient) or at the first
+    layers (all gradients and the temporaries of one layer). The sum of activations and gradients bounds both.
     """
     shape, has_adapter = network.shape, bool(network.adapter)
     layer = layer_activations(shape, run, has_adapter=has_adapter)
@@ -463,31 +476,31 @@ def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkp
 
 
 def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:
-    """On a CPU, of a training pass: what the C library keeps (`verl_lite.device.keep_freed_memory`) in pieces that the
-    next micro-batch, of other lengths, cannot use. Measured: about as much as comes and goes in a mini-batch."""
-    comes_and_goes = sum(size for name, size in parts.items() if name != SHARD)
-    return min(float(KEPT_FREED_BYTES), comes_and_goes) if micro_batches > 1 else 0.0
+    """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.keep_freed_memory`). The next
+    micro-batch has other lengths and cannot reuse them. Measured: about the temporary bytes of a mini-batch."""
+    temporary = sum(size for name, size in parts.items() if name != SHARD)
+    return min(float(KEPT_FREED_BYTES), temporary) if micro_batches > 1 else 0.0
 
 
 # -- rollout and sync --------------------------------------------------------------------------------------------------
 
 
 def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:
-    """Of the KV cache of one sequence's token, on one of the devices that share an engine."""
-    return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)  # beyond, the heads are repeated
+    """Returns the KV cache bytes per token on one of the devices of an engine."""
+    return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)  # more devices than heads repeat heads
 
 
 def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: int, tensor_parallel: int = 1) -> float:
-    """What comes and goes in a step of the rollout engine: a prefill of batched_tokens, or the logits of all running
-    sequences with what sampling makes of them (fp32)."""
+    """Returns the temporary bytes of a step of the rollout engine: of a prefill with batched_tokens tokens, or of the
+    fp32 logits of all running sequences with the tensors that sampling derives from them."""
     run = Pass(batched_tokens, 0, 1, size)
     prefill = layer_work(shape, run) / tensor_parallel
     return max(prefill, 4.0 * FP32 * sequences * shape.vocab)
 
 
 def sync_bytes(network: HeldNetwork, bucket_bytes: int) -> float:
-    """Whole weights on their way to the rollout engine: a bucket gathered, the same as tensors of its own, and this
-    rank's part. One rank hands its own tensors over; where they have another dtype, one at a time."""
+    """Returns the bytes of weights gathered for the rollout engine: a bucket, its copy as separate tensors, and this
+    rank's part. A single rank passes its own tensors, and converts them one at a time if the dtype differs."""
     shape = network.shape
     largest = float(network.compute * max(shape.embedding, shape.layer_parameters))
     if network.ranks == 1:

@@ -1,9 +1,8 @@
-"""What a decoder-only language model weighs, from its config.json alone: parameters, KV cache, arithmetic, and what its
-backward pass keeps.
+"""Shape of a decoder-only language model from its config.json: parameters, KV cache, arithmetic and layer widths.
 
-All counts are of numbers (not bytes). They follow transformers' Llama, Mistral, Qwen2, Qwen3 and their mixtures of
-experts; a model of another kind is counted on the meta device and its activations are taken for Llama's. Tests compare
-the counts with published ones and with the modules themselves.
+All counts are numbers of elements, not bytes. The formulas follow the transformers implementations of Llama, Mistral,
+Qwen2, Qwen3 and their mixture-of-experts variants. The parameters of other models are counted on the meta device, and
+their activations are assumed to equal Llama's. Tests compare the counts with published numbers and with the modules.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Any
 from verl_lite.config import NetworkConfig, did_you_mean
 from verl_lite.errors import UserError
 
-WITH_BIAS = ("qwen2", "qwen2_moe")  # on query, key and value
+WITH_BIAS = ("qwen2", "qwen2_moe")  # bias on query, key and value
 WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
 KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer; sizes as in its config.
+    """Sizes of a decoder-only transformer, as in its config.
 
-    experts: of a mixture, of which experts_per_token answer for a token; 0 = one MLP. uncounted: parameters that the
-    formulas do not know. has_head: an output layer over the vocabulary, or one number. is_packed: rows may share a
-    prompt; else each has a row of its own (`workers.policy.token_mixing`).
+    experts: number of experts, of which each token uses experts_per_token; 0 for one MLP. uncounted: parameters that
+    the formulas do not cover. has_head: True for an output layer over the vocabulary, False for one output number.
+    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`).
     """
 
     hidden: int
@@ -47,68 +46,68 @@ class ModelShape:
 
     @property
     def query(self) -> int:
-        """Width of all queries of a token."""
+        """Total width of a token's queries."""
         return self.heads * self.head_dim
 
     @property
     def kv(self) -> int:
-        """Width of all keys of a token, and of all values."""
+        """Total width of a token's keys, which equals the width of its values."""
         return self.kv_heads * self.head_dim
 
     @property
     def active_inner(self) -> int:
-        """Width of the MLPs that answer for a token."""
+        """Total inner width of the MLPs that process a token."""
         return self.inner * max(1, self.experts_per_token)
 
     @property
     def kv_per_token(self) -> int:
-        """Numbers of the KV cache."""
+        """Elements of the KV cache per token."""
         return 2 * self.layers * self.kv
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, which FSDP gathers at one time."""
+        """Parameters of one layer, the unit that FSDP gathers."""
         attention = 2 * self.hidden * (self.query + self.kv) + self.qkv_bias * (self.query + 2 * self.kv)
         mlps = max(1, self.experts) * 3 * self.hidden * self.inner + self.experts * self.hidden
         return attention + self.head_norms * 2 * self.head_dim + mlps + 2 * self.hidden
 
     @property
     def embedding(self) -> int:
-        """Of the embedding, and of an output layer that is not tied to it."""
+        """Parameters of the embedding, and also of an untied output layer."""
         return self.vocab * self.hidden
 
     @property
     def root_parameters(self) -> int:
-        """What is in no layer: embedding, output layer, last norm."""
+        """Parameters outside the layers: embedding, output layer, last norm and `uncounted`."""
         head = (self.embedding if not self.tied else 0) if self.has_head else self.hidden
         return self.embedding + head + self.hidden + self.uncounted
 
     @property
     def parameters(self) -> int:
-        """All of them, tied ones once."""
+        """Number of parameters; tied parameters count once."""
         return self.layers * self.layer_parameters + self.root_parameters
 
     @property
     def multiplied(self) -> int:
-        """Numbers that each token is multiplied with: without the embedding's, and of a mixture the chosen experts."""
+        """Weights that each token is multiplied with: no embedding, and only the experts that the token uses."""
         attention, mlps = 2 * (self.query + self.kv), 3 * self.active_inner + self.experts
         return self.layers * self.hidden * (attention + mlps) + (self.embedding if self.has_head else self.hidden)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of an adapter of this rank on all linear layers but the output layer (all-linear); experts have none."""
+        """Returns the parameters of an all-linear LoRA adapter of this rank. Output layer and experts have none."""
         mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
         return self.layers * rank * (2 * (2 * self.hidden + self.query + self.kv) + mlp)
 
     def as_scorer(self) -> ModelShape:
-        """The same with one number in place of the output layer, as a critic or a reward model."""
+        """Returns the shape with one output number instead of an output layer, as for a critic or reward model."""
         return replace(self, has_head=False, tied=False)
 
 
-# config.json of the models on the Hugging Face hub, without what the counts do not depend on
+# entries of config.json on the Hugging Face hub that the counts depend on
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 151936}
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "head_dim": 128}
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
-_OF_128 = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_128_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] = {
     "qwen2.5-0.5b": (_QWEN2, (896, 24, 14, 2, 4864, True)),
     "qwen2.5-1.5b": (_QWEN2, (1536, 28, 12, 2, 8960, True)),
@@ -119,7 +118,7 @@ _SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] =
     "qwen2.5-72b": (_QWEN2 | {"vocab_size": 152064}, (8192, 80, 64, 8, 29568, False)),
     "qwen3-0.6b": (_QWEN3, (1024, 28, 16, 8, 3072, True)),
     "qwen3-8b": (_QWEN3, (4096, 36, 32, 8, 12288, False)),
-    "qwen3-30b-a3b": (_QWEN3 | _OF_128, (2048, 48, 32, 4, 6144, False)),
+    "qwen3-30b-a3b": (_QWEN3 | _128_EXPERTS, (2048, 48, 32, 4, 6144, False)),
     "llama-3.1-8b": (_LLAMA, (4096, 32, 32, 8, 14336, False)),
     "llama-3.1-70b": (_LLAMA, (8192, 80, 64, 8, 28672, False)),
 }
@@ -127,21 +126,21 @@ LIKE = tuple(_SIZES)
 
 
 def config_like(name: str) -> dict[str, Any]:
-    """The config.json of a published model, one of `LIKE`."""
+    """Returns the config.json of a published model, one of `LIKE`."""
     common, sizes = _SIZES[name]
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     return common | dict(zip(names, sizes[:5], strict=True)) | {"tie_word_embeddings": sizes[5]}
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a config.json describes. UserError where it lacks a size."""
+    """Returns the shape that a config.json describes. Raises UserError if it lacks a size."""
     kind = str(config.get("model_type", "llama"))
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     missing = [name for name in names if not config.get(name)]
     if missing:
         raise UserError(
-            f"model.path: its config.json (model_type={kind}) has no {', '.join(missing)}; plan with the nearest of "
-            f"these: --like {' | '.join(LIKE)}"
+            f"model.path: its config.json (model_type={kind}) has no {', '.join(missing)}; plan with the most similar "
+            f"model: --like {' | '.join(LIKE)}"
         )
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
@@ -162,8 +161,10 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
-    """The shape of a network from its config.json (of a folder, or of a model in the hub's cache), with the entries of
-    override_config. name: the key of its path. UserError where there is none."""
+    """Reads the shape of a network from its config.json, in a folder or the hub's cache, and applies override_config.
+
+    name: the configuration key of the network's path, for messages. Raises UserError if there is no config.json.
+    """
     from workers.policy.loading import empty_network, load_model_config
     from workers.policy.token_mixing import mixing_layers
 

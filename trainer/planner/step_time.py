@@ -1,8 +1,9 @@
-"""How long the stages of a training step take at least, by roofline: arithmetic over the device's peak, or bytes over
-its bandwidth, whichever is longer, divided by the share of it that is assumed to be reached.
+"""Lower bounds on the time of each stage of a training step, by a roofline model.
 
-It is a floor: answers are taken for equally long, so that no place of the engine is ever empty and no device waits for
-the slowest; scheduling, sampling, rewards, driver, validation and checkpoints are not counted.
+The time of a stage is the longer of its operations over the device's peak and its bytes over the bandwidth, each
+reduced to the share that is assumed to be reached. It is a lower bound: all answers are assumed to be equally long, so
+the engine is always full and no device waits for the slowest. Scheduling, sampling, rewards, the driver, validation and
+checkpoints are not counted.
 """
 
 import math
@@ -17,29 +18,29 @@ from trainer.requirements import needs_old_log_prob, needs_reference
 from verl_lite.config import PPOConfig
 
 TRAINING, PREFILL, BANDWIDTH = 0.4, 0.5, 0.5
-"""Shares of the peak that are assumed to be reached: matrix products in training, in prefill, and bandwidth."""
-LEAST_S = 0.1  # of a step whose floor says something about its time
-MOST = 0.7  # share of generation from which on the plan says what shortens it
+"""Assumed shares of the peak: for matrix products in training, for matrix products in prefill, and for bandwidth."""
+LEAST_S = 0.1  # seconds; shorter bounds say little, because the uncounted work takes longer
+MOST = 0.7  # share of generation in the step above which the plan gives advice on shortening it
 ARITHMETIC, READING, WIRE = "arithmetic", "reading weights, keys and values", "weights and gradients between devices"
 
 
 class Stage(NamedTuple):
-    """How long it takes, and what bounds that."""
+    """The time of a stage and the resource that bounds it."""
 
     seconds: float
     bound: str = ARITHMETIC
 
 
 class Lengths(NamedTuple):
-    """Mean tokens of a prompt and of an answer."""
+    """Mean number of tokens of a prompt and of an answer."""
 
     prompt: float
     response: float
 
 
 def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
-    """Of a forward pass over `tokens` in sequences of `length`: two for each number of the weights, and causal
-    attention (two products of queries with half of the keys)."""
+    """Returns the operations of a forward pass over `tokens` tokens in sequences of `length`: two per weight and token,
+    plus causal attention (two products of queries with half of the keys)."""
     return tokens * (2.0 * shape.multiplied + 2.0 * shape.layers * shape.query * length)
 
 
@@ -53,36 +54,44 @@ def generation_stages(
     size: int,
     devices: int = 1,
 ) -> tuple[Stage, Stage]:
-    """(prefill, decode) of one rollout engine in a step. A decode step reads the weights once and the keys and values
-    of all running answers; they run in waves of `at_once`. sequences, prompts: answers, and different prompts. size:
-    bytes of a number. devices: that share the engine."""
+    """Returns the prefill and decode stages of one rollout engine in a training step.
+
+    A decode step reads the weights once, and the keys and values of all running answers.
+
+    Args:
+        sequences: Number of answers; they run in waves of `at_once`.
+        prompts: Number of different prompts.
+        size: Bytes per element.
+        devices: Number of devices of the engine.
+    """
     prefill = forward_flops(shape, prompts * mean.prompt, mean.prompt)
     steps = math.ceil(sequences / at_once) * mean.response
     together = min(float(at_once), sequences)
     context = mean.prompt + mean.response / 2
-    touched = shape.parameters if not shape.experts or together >= shape.experts else shape.multiplied
-    read = size * (touched + together * context * shape.kv_per_token) / devices
+    weights_read = shape.parameters if not shape.experts or together >= shape.experts else shape.multiplied
+    read = size * (weights_read + together * context * shape.kv_per_token) / devices
     computed = together * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / devices
-    of_a_step = Stage(read / (device.bandwidth * BANDWIDTH), READING), Stage(computed / (device.flops * PREFILL))
-    seconds, bound = max(of_a_step)
+    reading = Stage(read / (device.bandwidth * BANDWIDTH), READING)
+    arithmetic = Stage(computed / (device.flops * PREFILL))
+    seconds, bound = max(reading, arithmetic)
     return Stage(prefill / (device.flops * devices * PREFILL)), Stage(steps * seconds, bound)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a network lies on the devices of a run. ranks: that share one copy of it, neighbours. copies: of the whole.
-    per_node: devices of a machine."""
+    """The placement of a network on the devices of a run. ranks: number of adjacent ranks that share one copy.
+    copies: number of copies. per_node: devices per machine."""
 
     ranks: int
     copies: int = 1
     per_node: int = 8
 
     def gather_seconds(self, whole: float, device: Accelerator) -> float:
-        """`whole` bytes gathered from the ranks that share them, or summed and left to them in parts."""
+        """Returns the time to gather `whole` bytes from the ranks of a copy, or to reduce-scatter them."""
         return whole * (self.ranks - 1) / self.ranks / self._bandwidth(device, self.ranks)
 
     def all_reduce_seconds(self, whole: float, device: Accelerator) -> float:
-        """A rank's part of `whole` bytes summed over the copies."""
+        """Returns the time to sum a rank's part of `whole` bytes over the copies."""
         part = 2.0 * whole / self.ranks
         return part * (self.copies - 1) / self.copies / self._bandwidth(device, self.ranks * self.copies)
 
@@ -93,8 +102,8 @@ class Spread:
 def reduction_seconds(
     whole: float, trained: int, spread: Spread, device: Accelerator, micro_batches: int, reductions: int
 ) -> float:
-    """`whole` bytes of weights gathered for forward and backward of each micro-batch, and fp32 gradients summed
-    `reductions` times. It overlaps with arithmetic: a floor where that is shorter."""
+    """Returns the time to gather `whole` bytes of weights for forward and backward of each micro-batch and to sum fp32
+    gradients `reductions` times. The traffic overlaps with arithmetic, so the longer of the two is the lower bound."""
     summed = spread.gather_seconds(4.0 * trained, device) + spread.all_reduce_seconds(4.0 * trained, device)
     return 2.0 * micro_batches * spread.gather_seconds(whole, device) + reductions * summed
 
@@ -102,7 +111,7 @@ def reduction_seconds(
 def step_stages(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
 ) -> dict[str, Stage]:
-    """The stages of a step by name."""
+    """Returns the stages of a training step by name."""
     rollout, policy, actor, (prompt, answer) = config.rollout, networks.policy, config.actor, mean
     rows, fsdp = memory.rows_per_step(config), actor.fsdp_config
     engines = max(1, slots // rollout.tensor_model_parallel_size)
@@ -117,13 +126,13 @@ def step_stages(
         size=memory.compute_size(rollout.dtype, device),
         devices=rollout.tensor_model_parallel_size,
     )
-    # tokens that go through the layers in a pass over a device's rows; answers to one prompt in a micro-batch share its
+    # rows per micro-batch; answers to the same prompt in a micro-batch share its tokens, see `passes`
     whole, mini = memory.mini_batch_prompts(config, -1), memory.mini_batch_prompts(config, actor.ppo_mini_batch_size)
     together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
 
     def passes(shape: ModelShape, count: int = 1) -> Stage:
-        """Of so many forwards; a backward is two (one with an adapter, whose base gets no gradient), and with gradient
-        checkpointing the forward again."""
+        """Returns the time of `count` forward passes over a device's rows. A backward pass counts as two (one with an
+        adapter, whose base gets no gradient), and gradient checkpointing adds one."""
         tokens = rows / slots * (answer + prompt * memory.distinct_prompts(config, shape, together, mini) / together)
         return Stage(count * forward_flops(shape, tokens, prompt + answer) / (device.flops * TRAINING))
 
@@ -139,27 +148,27 @@ def step_stages(
         again = config.critic.model.enable_gradient_checkpointing
         stages["values"] = passes(networks.critic)
         stages["critic update"] = passes(networks.critic, (config.critic.ppo_epochs or actor.ppo_epochs) * (3 + again))
-    own = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + config.model.enable_gradient_checkpointing))
+    arithmetic = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + config.model.enable_gradient_checkpointing))
     ranks, steps = memory.ranks_of_a_copy(fsdp, slots), actor.ppo_epochs * math.ceil(whole / mini)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
     weights = float(memory.compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
     reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)
     wire = Stage(reduction_seconds(weights, trained, spread, device, steps * plan.micro_batches, reductions), WIRE)
-    sync = spread.gather_seconds(weights, device) + 2 * weights / device.bandwidth  # and copied into the rollout engine
-    return stages | {"update": max(own, wire), "weight sync": Stage(sync, WIRE)}
+    sync = spread.gather_seconds(weights, device) + 2 * weights / device.bandwidth  # gather, and copy into the engine
+    return stages | {"update": max(arithmetic, wire), "weight sync": Stage(sync, WIRE)}
 
 
 def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths) -> Iterator[str]:
-    """Seconds by stage, what they assume, and what would shorten generation where it takes most of the step."""
+    """Yields lines with the seconds of each stage, the assumptions, and advice if generation dominates the step."""
     stages = step_stages(config, networks, slots, device, mean)
     whole = sum(stage.seconds for stage in stages.values())
-    yield f"{'time of a step at least, by roofline':<44}{'s':>8}          bounded by"
+    yield f"{'lower bound on the time of a step':<44}{'s':>8}          bounded by"
     for name, (seconds, bound) in stages.items():
         yield f"  {name:<42}{_shown(seconds):>8}   {seconds / whole:4.0%}   {bound}"
     tokens = memory.rows_per_step(config) * sum(mean)
     speed = f"{tokens / whole / slots:,.0f} tokens/s and device"
     if whole < LEAST_S:
-        speed = "what is not counted (starting kernels, scheduling, the driver) takes longer for a model this small"
+        speed = "for a model this small, uncounted work (kernel launches, scheduling, the driver) takes longer"
     yield f"{'a step':<44}{_shown(whole):>8}   {speed}"
     yield (
         f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
@@ -168,7 +177,7 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
     )
     share = (stages["generation: prompts"].seconds + stages["generation: answers"].seconds) / whole
     if share > MOST and whole >= LEAST_S:
-        yield f"generation takes {share:.0%} of the step. What shortens it:"
+        yield f"generation takes {share:.0%} of the step. To shorten it:"
         yield from (f"  {advice}" for advice in _generation_advice(config, networks, slots, device, mean))
 
 
@@ -179,7 +188,7 @@ def _shown(seconds: float) -> str:
 def _generation_advice(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
 ) -> Iterator[str]:
-    """What shortens generation: room for more answers at a time, shorter answers."""
+    """Yields advice for shorter generation: memory for more concurrent answers, shorter answers, more devices."""
     rollout, plan = config.rollout, memory.memory_plan(config, networks, slots, device)
     answers = math.ceil(memory.rows_per_step(config) * rollout.tensor_model_parallel_size / slots)
     if plan.sequences < answers:
@@ -189,5 +198,5 @@ def _generation_advice(
         option = "rollout.max_num_seqs" if plan.sequences == rollout.max_num_seqs else room
         yield f"an engine decodes {plan.sequences:,} of its {answers:,} answers at a time: raise {option}"
     if mean.response == config.data.max_response_length:
-        yield "all answers are assumed to be as long as allowed: give the length that you expect, --mean_response"
-    yield "a smaller data.max_response_length, a smaller rollout.n, more devices"
+        yield "all answers are assumed to have the maximal length: set the expected length with --mean_response"
+    yield "use a smaller data.max_response_length, a smaller rollout.n, or more devices"

@@ -29,6 +29,7 @@ def gsm8k(**changes: Any) -> PPOConfig:
 
 
 STEPS, PASSES, POLICY = "optimizer steps per training step", "passes before the update", "strictly on-policy"
+CRITIC = f"critic {STEPS}"
 ON_POLICY: dict[str, Any] = {"actor__ppo_mini_batch_size": 1024, "actor__use_kl_loss": False}
 BYPASS = {"algorithm__use_kl_in_reward": True, "algorithm__rollout_correction__bypass_mode": True}
 CASES: list[tuple[dict[str, Any], int, dict[str, str]]] = [
@@ -39,7 +40,7 @@ CASES: list[tuple[dict[str, Any], int, dict[str, str]]] = [
         "micro-batches per device and mini-batch": "1 to 11",  # 24000 tokens hold 15 samples of 1536: 160 / 15 = 10.7
         POLICY: "no", PASSES: "2 old log-probs, reference log-probs",
         "training steps": "105 trainer.total_epochs=1", "rollout engine": "8 x hf rollout.name",
-        "generation batches per training step": "", "of the critic": "",
+        "generation batches per training step": "", CRITIC: "",
     }),
     ({"rollout__tensor_model_parallel_size": 2, "data__train_batch_size": 10, "actor__ppo_mini_batch_size": 4,
       "actor__ppo_epochs": 2, "actor__use_dynamic_bsz": False, "actor__ppo_micro_batch_size_per_gpu": 3}, 3, {
@@ -52,7 +53,7 @@ CASES: list[tuple[dict[str, Any], int, dict[str, str]]] = [
         "x samples per prompt": "5 rollout.n for most prompts; data.sources: math 16",
         "= samples per training step": "about 5120",
         "generation batches per training step":
-            "1 to 10 algorithm.filter_groups: until the prompts have answers that differ in acc, else score",
+            "1 to 10 algorithm.filter_groups: until enough groups have answers that differ in acc, else score",
     }),
     ({"data__train_batch_size": 64, "actor__ppo_mini_batch_size": -1, "actor__ppo_epochs": 2}, 2, {
         STEPS: "2", "rows per device and mini-batch": "160",  # -1 is the whole batch
@@ -63,17 +64,17 @@ CASES: list[tuple[dict[str, Any], int, dict[str, str]]] = [
     ({**ON_POLICY, "actor__ppo_epochs": 2}, 1, {POLICY: "no"}),
     ({**ON_POLICY, "algorithm__use_kl_in_reward": True}, 1, {PASSES: "2 old log-probs, reference log-probs"}),
     ({**ON_POLICY, **BYPASS}, 1, {
-        PASSES: "1 reference log-probs; old log-probs skipped: bypass_mode takes the rollout's",
+        PASSES: "1 reference log-probs; old log-probs skipped: bypass_mode uses the rollout's log-probs",
     }),
     ({**ON_POLICY, "algorithm__rollout_correction__rollout_is": "token"}, 1, {PASSES: "1 old log-probs"}),
     ({"algorithm__adv_estimator": "gae", "trainer__critic_warmup": 20}, 8, {
-        "of the critic": "4",  # as the actor: 1024 / 256
+        CRITIC: "4",  # as the actor: 1024 / 256
         PASSES: "3 old log-probs, reference log-probs, values",
     }),
     ({"algorithm__adv_estimator": "gae", "critic__ppo_mini_batch_size": 500, "critic__ppo_epochs": 2,
       "trainer__critic_warmup": 20, "reward_model__enable": True}, 8, {
         # 500, 500 and 24 prompts, twice
-        "of the critic": "6 critic.ppo_mini_batch_size=500, critic.ppo_epochs=2; the policy learns from step 21 on",
+        CRITIC: "6 critic.ppo_mini_batch_size=500, critic.ppo_epochs=2; the policy is trained from step 21",
         PASSES: "4 reward model, old log-probs, reference log-probs, values",
     }),
 ]  # fmt: skip

@@ -148,7 +148,7 @@ def test_long_answers_come_with_advice_and_a_tiny_model_with_no_speed(
     assert re.search(r"generation takes [78]\d% of the step", told)
     assert "decodes 13 of its 1,024 answers at a time: raise rollout.gpu_memory_utilization" in told
     assert main([*LIKE, "rollout.name=vllm", "rollout.n=8", *lengths[:1], "data.max_response_length=30"]) == 0
-    assert "What shortens it" not in capsys.readouterr().out
+    assert "To shorten it" not in capsys.readouterr().out
     few = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "data.max_response_length=4"]
     assert main([f"model.path={folder_with_config(tmp_path)}", "rollout.name=vllm", "rollout.n=8", *few]) == 0
     told = capsys.readouterr().out
