@@ -69,7 +69,7 @@ VARIABLES = {
     "_completion": {"output": OUTPUT},
     "_routes_of": {"output": OUTPUT},
     "_disable_expert_recording": {"core": CLIENT},
-    "_facts": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},
+    "_summarize_engine": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},
     "_repack_tied_head": {"worker": WORKER, "head": HEAD},
     "_unpack_experts": {"worker": WORKER, "module.quant_method": EXPERTS},
     "_has_stale_experts": {"worker": WORKER, "methods": EXPERTS},

@@ -1,17 +1,17 @@
-"""What a rollout engine is: requests of token ids in, completions of token ids and their log-probs out, continuously.
+"""The rollout engine protocol: requests of token ids in, completions of token ids and their log-probs out.
 
-`submit` queues a request at any time, `step` advances every running request by about one token and hands out those that
-finished; new weights come in by `load_weights`. Nothing here or in an engine knows of tokenizers, batches or rewards.
-An engine registers itself under the name that `rollout.name` selects; its module is imported when it is asked for.
+An engine batches continuously: `submit` queues a request at any time, `step` advances every running request by about
+one token and returns the finished ones, and `load_weights` replaces the weights. An engine has no tokenizer, batches or
+rewards. It registers itself under a name that `rollout.name` selects; its module is imported only if it is selected.
 
-Promises that every engine keeps (tests/workers/rollout/test_engines.py runs over all of them):
+Guarantees of every engine (tests/workers/rollout/test_engines.py checks them for all engines):
 
-- Same weights, prompt, sampling parameters and seed give the same tokens, whatever else is running, in any order, on
-  any replica (up to rounding of the model's forward, which a batch size may change in the last bit).
-- log_probs are those of the distribution that the trainer differentiates: log-softmax(logits / temperature) over the
-  full vocabulary, fp32; at temperature 0 (greedy) with temperature 1. With top_p < 1 or top_k >= 1 tokens come from a
-  truncated distribution and log_probs must not be used (engines differ in what they give).
-- After `reset_cache` nothing computed with earlier weights is used: running requests go on, re-encoded.
+- The same weights, prompt, sampling parameters and seed give the same tokens, independent of other requests, of their
+  order and of the replica (up to the rounding of the forward, whose last bit may depend on the batch size).
+- log_probs belong to the distribution that the trainer differentiates: log-softmax(logits / temperature) over the full
+  vocabulary in fp32; at temperature 0 (greedy) they use temperature 1. With top_p < 1 or top_k >= 1, tokens are drawn
+  from a truncated distribution, and log_probs must not be used because engines define them differently.
+- After `reset_cache`, no result computed with earlier weights is used: running requests are encoded again and continue.
 """
 
 import hashlib
@@ -31,11 +31,15 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """Sampling parameters of one request.
 
-    temperature: 0 = greedy. top_p in (0, 1]; top_k: -1 = all tokens. max_tokens: at least 1; the engine's context may
-    end a response earlier. seed: of this request alone, see `derive_seed`. stop_token_ids: any of them ends the
-    response, and is its last token. ignore_eos: sample on to max_tokens over any stop token.
+    temperature: 0 = greedy.
+    top_p: in (0, 1].
+    top_k: -1 = all tokens.
+    max_tokens: maximum length of the response, at least 1; the engine's context may end a response earlier.
+    seed: seed of this request, see `derive_seed`.
+    stop_token_ids: tokens that end the response; the stop token is its last token.
+    ignore_eos: if True, stop tokens do not end the response, and sampling continues to max_tokens.
     """
 
     temperature: float = 1.0
@@ -58,12 +62,14 @@ class Request:
 
 @dataclass
 class Completion:
-    """What a request became.
+    """The result of a request.
 
-    token_ids, log_probs: of the response, equally long, the stop token included. finish_reason: "stop" (a stop token),
-    "length" (max_tokens or the context). policy_version: of the weights that were loaded when the request was
-    submitted, i.e. the oldest that any of its tokens came from. routed_experts: with rollout.router_replay (n, layers,
-    k) int16, of prompt and response but for their last token, which no forward read.
+    token_ids, log_probs: tokens of the response including the stop token, and one log-prob per token.
+    finish_reason: "stop" (a stop token) or "length" (max_tokens or the end of the context).
+    policy_version: version of the weights that were loaded when the request was submitted, i.e. the oldest version
+        that sampled any of its tokens.
+    routed_experts: with rollout.router_replay (n, layers, k) int16: expert indices of all tokens of prompt and response
+        except the last one, which no forward has read.
     """
 
     request_id: str
@@ -75,69 +81,75 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """A continuous token generator. Constructor arguments are those of `build_rollout_engine` after the name.
+    """A token generator with continuous batching.
 
-    It starts with arbitrary weights: `load_weights` comes before the first request.
+    The constructor takes the arguments of `build_rollout_engine` after the name. A new engine has arbitrary weights:
+    call `load_weights` before the first request.
     """
 
     def submit(self, request: Request) -> None:
-        """Queues a request; raises ValueError if its prompt does not fit the context or its id is in use."""
+        """Queues a request. Raises ValueError if its prompt does not fit the context or its id is in use."""
 
     def step(self) -> list[Completion]:
-        """Advances the running requests by about one token; gives those that finished since the last step."""
+        """Advances the running requests by about one token and returns those that finished since the last step."""
 
     @property
     def unfinished(self) -> int:
-        """Requests submitted and not handed out yet."""
+        """Number of submitted requests whose completion `step` has not returned yet."""
 
     @property
     def has_weights(self) -> bool:
-        """False before the first `load_weights` and after a `sleep`, which loses them; `submit` then raises."""
+        """False before the first `load_weights` and after a `sleep` that freed the weights; `submit` then raises."""
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests now, without a completion; ids that are unknown or finished are skipped."""
+        """Ends these requests now, without a completion. Ignores ids of unknown or finished requests."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Takes all parameters under their Hugging Face names, on any device. The iterator is consumed lazily.
+        """Replaces all weights.
 
-        Call `reset_cache` afterwards. Requests submitted from now on are stamped with `version`.
+        Call `reset_cache` afterwards.
+
+        Args:
+            weights: all parameters under their Hugging Face names, on any device. The iterator is consumed lazily.
+            version: the `policy_version` of requests submitted after this call.
         """
 
     def reset_cache(self) -> None:
-        """Forgets everything computed with earlier weights."""
+        """Discards all results computed with earlier weights. Running requests are encoded again."""
 
     def sleep(self) -> None:
-        """Frees the device memory of weights and KV cache; the weights are lost. Does nothing on a CPU."""
+        """Frees the device memory of weights and KV cache, which discards both. Does nothing on a CPU."""
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Takes the memory back; weights must be loaded anew. Does nothing if awake."""
+        """Allocates the freed memory again; weights must then be loaded. Does nothing if the engine is awake."""
 
     def move_in(self) -> None:
-        """Tenant of `workers.phase`: wakes the weights. The KV cache follows with the first request, after the sync."""
+        """Wakes the weights (a tenant of `workers.phase`). The first request after the weight sync wakes the cache."""
 
     def move_out(self) -> None:
-        """Tenant of `workers.phase`: sleeps, if `rollout.free_cache_engine`."""
+        """Sleeps if `rollout.free_cache_engine` is true (a tenant of `workers.phase`)."""
 
     def close(self) -> None:
-        """Ends the engine; nothing of it (memory, files, processes) stays."""
+        """Ends the engine and releases all its memory, files and processes."""
 
 
 ROLLOUT_ENGINES: Registry[Any] = Registry("rollout engine")
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes for which vLLM 0.32 has attention kernels on a CPU."""
 HF_ONLY_ON_CPU = ("diffllama", "minimax_m2")
-"""Families (model_type) that the hf engine runs and vLLM on a CPU does not."""
+"""Model families (model_type) that run on a CPU with the hf engine but not with vLLM."""
 _BUILT_IN = {"hf": "workers.rollout.hf_engine", "vllm": "workers.rollout.vllm_engine"}
 
 register_rollout_engine = ROLLOUT_ENGINES.register
 
 
 def engine_names() -> list[str]:
-    """The names that `rollout.name` may have: auto, the built-in engines and the registered ones."""
+    """Returns the possible values of `rollout.name`: auto, the built-in engines and the registered ones."""
     return ["auto", *dict.fromkeys([*_BUILT_IN, *ROLLOUT_ENGINES])]
 
 
 def resolve_engine_name(name: str) -> str:
-    """`auto` becomes vllm where it is installed, else hf; other names stay."""
+    """Resolves `auto` to vllm if it is installed, else to hf. Returns other names unchanged."""
     if name != "auto":
         return name
     return "vllm" if importlib.util.find_spec("vllm") is not None else "hf"
@@ -151,7 +163,7 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
     if device_type != "cpu":
         return None
     if rollout.router_replay:
-        return "rollout.router_replay=true needs the experts of each token, which vLLM records on a GPU only"
+        return "rollout.router_replay=true needs the experts of each token, which vLLM records only on a GPU"
     from workers.policy.loading import load_model_config  # imports transformers, which takes seconds
 
     config = load_model_config(model).get_text_config()
@@ -159,7 +171,7 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size not in VLLM_CPU_HEAD_SIZES:
         known = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
-        return f"model.path={model.path!r} has heads of {size}, and vLLM on a CPU has kernels for heads of {known}"
+        return f"model.path={model.path!r} has heads of {size}, and vLLM on a CPU only has kernels for heads of {known}"
     if config.model_type in HF_ONLY_ON_CPU:
         return f"model.path={model.path!r} is a {config.model_type} model, a family that vLLM does not run on a CPU"
     return None
@@ -177,12 +189,19 @@ def build_rollout_engine(
     override_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> RolloutEngine:
-    """Makes the engine that `rollout.name` asks for: auto, hf, vllm, a registered name or "pkg.module:Class".
+    """Builds the rollout engine that `rollout.name` selects.
 
-    model_path: Hugging Face folder; only its config is read. max_model_len: tokens of prompt and response together.
-    dtype: of weights and KV cache. seed: of whatever is not seeded by a request. override_config: entries that replace
-    those of the model's config.
-    Raises ValueError for an unknown name, ImportError if the engine's package is missing.
+    Args:
+        name: auto, hf, vllm, a registered name or "pkg.module:Class".
+        model_path: Hugging Face folder; only its config is read.
+        max_model_len: maximum number of tokens of prompt and response together.
+        dtype: data type of weights and KV cache.
+        seed: seed of all randomness that is not seeded by a request.
+        override_config: entries that replace those of the model's config.
+
+    Raises:
+        ValueError: the name is unknown.
+        ImportError: the engine's package is missing.
     """
     name = resolve_engine_name(name)
     if name in _BUILT_IN:
@@ -201,24 +220,33 @@ def build_rollout_engine(
 
 
 def derive_seed(root: int, step: int, uid: str | int, sample: int) -> int:
-    """The seed of one sample of one prompt in one step: 63 bits, equal on every machine and in every process.
+    """Returns the seed of one sample of one prompt in one step: 63 bits, equal on all machines and in all processes.
 
-    root: of the run. uid: names the prompt within the step. sample: 0 .. n-1.
+    Args:
+        root: seed of the run.
+        uid: name of the prompt within the step.
+        sample: index of the sample, 0 .. n-1.
     """
     text = f"{root}\x1f{step}\x1f{uid}\x1f{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def check_request(request: Request, max_model_len: int, in_use: Iterable[str], version: int | None) -> tuple[int, int]:
-    """Tokens that the request may sample at most (max_tokens, cut to the context), and its policy version.
+    """Checks a request. Returns its maximum response length (max_tokens, cut to the context) and policy version.
 
-    Raises ValueError for an empty or too long prompt or an id in use, RuntimeError without weights.
+    Args:
+        in_use: ids of the unfinished requests.
+        version: version of the engine's weights; None if it has none.
+
+    Raises:
+        ValueError: the prompt is empty or too long, or the id is in use.
+        RuntimeError: the engine has no weights.
     """
     length = len(request.prompt_ids)
     if not 1 <= length < max_model_len:
         raise ValueError(
             f"request {request.request_id!r}: its prompt has {length} tokens, expected 1 to {max_model_len - 1} "
-            f"(rollout.max_model_len={max_model_len}, less one token of response); raise rollout.max_model_len or "
+            f"(rollout.max_model_len={max_model_len} minus one token of response); raise rollout.max_model_len or "
             "shorten the prompt (data.max_prompt_length)"
         )
     if request.request_id in in_use:
@@ -229,7 +257,7 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str], v
 
 
 def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:
-    """The parameters and saved buffers of a model, each with all its names (tied ones have several)."""
+    """Returns all names of each parameter and saved buffer of a model (a tied parameter has several names)."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.state_dict(keep_vars=True).items():
         names.setdefault(id(parameter), set()).add(name)
@@ -237,10 +265,10 @@ def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:
 
 
 def check_names(given: set[str], expected: list[frozenset[str]]) -> None:
-    """Raises ValueError unless a weight update gave every parameter: one left out would keep its old value."""
+    """Raises ValueError if a weight update left out a parameter, which would silently keep its old value."""
     missing = [min(group) for group in expected if not group & given]
     if missing:
         raise ValueError(
-            f"weight update: {len(missing)} of {len(expected)} parameters were not given, among them {missing[0]!r}; "
-            "the training engine must hand over every parameter of model.path under its Hugging Face name"
+            f"weight update: {len(missing)} of {len(expected)} parameters are missing, for example {missing[0]!r}; "
+            "the training engine must send every parameter of model.path under its Hugging Face name"
         )

@@ -1,14 +1,14 @@
-"""What a turn adds to a conversation: as messages, in the words of the environment's template; and as token ids, joined
-as the chat template joins them, without ever re-encoding what was sampled.
+"""Multi-turn prompts: the messages that each turn adds to a conversation, and the token ids that join the turns.
 
-A first prompt is the chat template's text of the first messages. What stands between a sampled turn and the next one
-(the end of the turn, where the policy did not write it itself; the environment's message; the generation prompt) is
-what the template writes there for any conversation. So the whole equals the template's text of the whole conversation,
-encoded, wherever the sampled ids are the ones that the tokenizer would have chosen for their text. Where templates
-rewrite earlier turns, what was sampled stays instead, because that is what the policy saw and is trained on:
+`turn_messages` fills the environment's template; `ChatJoins` turns messages into token ids with the chat template and
+never re-encodes sampled tokens. The first prompt is the template's text of the first messages. Between a sampled turn
+and the next one, the template's text for that place is inserted: the end of the turn (if the policy did not sample it),
+the environment's message and the generation prompt. The token ids therefore equal the encoded template text of the
+whole conversation, provided that the sampled ids are the tokenizer's own encoding of their text. Some templates rewrite
+earlier turns. The sampled tokens stay unchanged in that case, because the policy saw them and is trained on them:
 
 - Thinking that a template strips from earlier turns stays in the context.
-- An empty think block that the generation prompt opens with (Qwen3 with enable_thinking=False) stays at each turn.
+- An empty think block at the start of the generation prompt (Qwen3 with enable_thinking=False) stays in each turn.
 - Spaces around an answer, which some templates trim, stay.
 """
 
@@ -37,16 +37,22 @@ _WITHOUT_SYSTEM = "put its text into agent_template and leave agentic.custom_env
 
 
 class ChatJoins:
-    """The chat template of one tokenizer, as prompts and joins.
+    """Builds the token ids of prompts, and of the text between turns, from the chat template of one tokenizer.
 
-    end_of_turn: the token that ends an assistant's turn in the template; it has to be among the stop tokens of a
-        request, else the policy writes on past its turn. tool_role: "tool", or "user" where the template takes no
-        message of that role after an assistant's.
-    template_kwargs: data.apply_chat_template_kwargs. system: whether conversations begin with a system message.
-    most_tokens: the callers drop longer texts, so that of a text which is certainly longer only the beginning has to be
-        tokenized; None = every text is tokenized whole.
-    Raises UserError for a template whose turns cannot be joined: none at all, no end of a turn, messages that change
-    what was written before them, a system message that it does not take.
+    Args:
+        template_kwargs: `data.apply_chat_template_kwargs`.
+        system: True if conversations begin with a system message.
+        most_tokens: the length above which the callers drop a text. Of a text that is certainly longer, only the
+            beginning is tokenized. None = all texts are tokenized completely.
+
+    Attributes:
+        end_of_turn: the token that ends an assistant's turn in the template. It must be one of the stop tokens of a
+            request, otherwise the policy continues past the end of its turn.
+        tool_role: "tool", or "user" if the template accepts no message of the role tool after an assistant's.
+
+    Raises:
+        UserError: the turns of the template cannot be joined: there is no template, no token ends a turn, a message
+            changes the text before it, or the template rejects a system message.
     """
 
     def __init__(
@@ -66,31 +72,36 @@ class ChatJoins:
         self._most_characters = None if longest is None or most_tokens is None else longest * most_tokens + 1
         self._check_joins(system)
         try:
-            takes_tools = _PROBE in self._after_answer([*_SHORT, {"role": "tool", "content": _PROBE}])
-        except UserError:  # it refuses the role, or leaves out the answer before it
+            takes_tools = _PROBE in self._after_answer([*_SHORT_CHAT, {"role": "tool", "content": _PROBE}])
+        except UserError:  # the template rejects the role or omits the answer before the message
             takes_tools = False
         self.tool_role = "tool" if takes_tools else "user"
-        self._rests: dict[str, Callable[[str], str]] = {
-            role: self._rest_after_answer(role) for role in {"user", self.tool_role}
+        self._continuations: dict[str, Callable[[str], str]] = {
+            role: self._continuation_renderer(role) for role in {"user", self.tool_role}
         }
-        self._closing, self.end_of_turn = self._closing_of_turn()
+        self._closing_length, self.end_of_turn = self._closing_of_turn()
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids that the first turn of these messages is sampled from, the generation prompt at the end; of a text
-        that certainly has more than `most_tokens`, more than that from its beginning."""
+        """Returns the token ids of the first prompt, generation prompt included.
+
+        A text that certainly has more than `most_tokens` tokens is cut to a beginning that also has more than that.
+        """
         return self._encoded(self._render(messages)[: self._most_characters])
 
     def join(self, response_ids: Sequence[int], message: Message) -> tuple[int, ...]:
-        """What stands between a sampled turn and the next: its end where it is not sampled, the message, the generation
-        prompt.
+        """Returns the token ids between a sampled turn and the next: end of turn, message and generation prompt.
 
-        response_ids: the turn as sampled. It may end in the end-of-turn token or another stop token or, cut off by a
-        limit, in neither. message: of the role user or tool.
+        The end of the turn is left out if `response_ids` already ends with it.
+
+        Args:
+            response_ids: the sampled turn. Its last token may be the end-of-turn token, another stop token, or any
+                token if a limit cut the turn off.
+            message: the next message, of the role user or tool.
         """
         role = self.tool_role if message["role"] == "tool" else message["role"]
-        ids = self._encoded(self._rests[role](message["content"])[: self._most_characters])
+        ids = self._encoded(self._continuations[role](message["content"])[: self._most_characters])
         ended = bool(response_ids) and response_ids[-1] == self.end_of_turn
-        return ids[self._closing :] if ended else ids
+        return ids[self._closing_length :] if ended else ids
 
     def _render(self, messages: Sequence[Message]) -> str:
         return render_chats(self._tokenizer, [messages], add_generation_prompt=True, **self._template_kwargs)[0]
@@ -98,17 +109,17 @@ class ChatJoins:
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    # ------------------------------------------------------------------------------------------- what the template does
+    # ---------------------------------------------------------------------------------- properties of the chat template
 
-    def _rest_after_answer(self, role: str) -> Callable[[str], str]:
-        """The function from a message's content to the text from the end of the answer before it on.
+    def _continuation_renderer(self, role: str) -> Callable[[str], str]:
+        """Returns a function that maps a message's content to the template's text after the answer before the message.
 
-        Rendering costs a hundred times what it takes to put a content between two constant texts, which is what most
-        templates do; the others are rendered each time.
+        Most templates put the content between two constant texts. The function then concatenates them, which is a
+        hundred times faster than rendering; for other templates it renders each message.
         """
 
         def rendered(content: str) -> str:
-            return self._after_answer([*_SHORT, {"role": role, "content": content}])
+            return self._after_answer([*_SHORT_CHAT, {"role": role, "content": content}])
 
         before, _, after = rendered(_PROBE).partition(_PROBE)
         for change in (str, str.strip):
@@ -117,78 +128,78 @@ class ChatJoins:
         return rendered
 
     def _after_answer(self, messages: list[Message]) -> str:
-        """The text that follows the first answer."""
+        """Renders `messages` and returns the text after the first answer."""
         _, found, rest = self._render(messages).partition(_ANSWER)
         if not found:
-            raise self._refusal("leaves out what the assistant said")
+            raise self._template_error("leaves out the content of the assistant's message")
         return rest
 
     def _closing_of_turn(self) -> tuple[int, int]:
-        """How many tokens end a turn in the template, and the last of them, the end-of-turn token."""
-        ids = self._encode(self._rests["user"](_PROBE))
+        """Returns the number of tokens that end a turn in the template, and the last of them: the end-of-turn token."""
+        ids = self._encode(self._continuations["user"](_PROBE))
         special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
         place = next((index for index, token in enumerate(ids) if token in special), None)
         written = "" if place is None else str(self._tokenizer.decode(list(ids[:place])))
         if place is None or written.strip():
-            raise self._refusal(
+            raise self._template_error(
                 "has no token that ends an assistant's turn: after the answer it writes "
-                f"{self._rests['user'](_PROBE)[:80]!r}, expected a special token of the tokenizer first"
+                f"{self._continuations['user'](_PROBE)[:80]!r}, but a special token of the tokenizer has to come first"
             )
         return place + 1, ids[place]
 
     def _check_joins(self, system: bool) -> None:
-        """Raises UserError unless each part of a conversation is the same text whatever comes after it, and however
-        much before it.
+        """Raises UserError if the text of a message depends on later messages or on the number of earlier ones.
 
-        Only the head of an assistant's turn may be longer in one of two places: a think block, or a space.
+        One difference is allowed: the generation prompt and the head of an answered turn may differ by a suffix, such
+        as a think block or a space.
         """
         first, second, third = ({"role": "user", "content": f"q{number}"} for number in (1, 2, 3))
         first_answer, other_answer = ({"role": "assistant", "content": text} for text in (_ANSWER, _OTHER_ANSWER))
         beginning: list[Message] = [{"role": "system", "content": "s"}] * system + [first]
         prompt = self._rendered_or_refused(beginning, system)
-        self._rendered_or_refused([*_SHORT, second], False)
+        self._rendered_or_refused([*_SHORT_CHAT, second], False)
         whole = self._rendered_or_refused([*beginning, first_answer, second, other_answer, third], system)
         head, found, rest = whole.partition(_ANSWER)
         middle, found_too, tail = rest.partition(_OTHER_ANSWER)
         if not found or not found_too:
-            raise self._refusal("leaves out what the assistant said")
-        joins = [self._after_answer([*_SHORT, message]) for message in (second, third)]
+            raise self._template_error("leaves out the content of an assistant's message")
+        joins = [self._after_answer([*_SHORT_CHAT, message]) for message in (second, third)]
         for part, expected in ((head, prompt), (middle, joins[0])):
             if not part.startswith(expected) and not expected.startswith(part):
-                raise self._unstable(part, expected)
+                raise self._unstable_text_error(part, expected)
         if tail != joins[1]:
-            raise self._unstable(tail, joins[1])
+            raise self._unstable_text_error(tail, joins[1])
 
     def _rendered_or_refused(self, messages: list[Message], system: bool) -> str:
         try:
             return self._render(messages)
         except ChatTemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
-            remedy = "set data.apply_chat_template_kwargs to what it needs"
+            remedy = "set data.apply_chat_template_kwargs to the variables that the template needs"
             if system:
-                remedy = f"if it is the system message that it does not take, {_WITHOUT_SYSTEM}"
-            raise self._refusal(f"fails on messages of the roles {roles}: {error}; {remedy}") from error
+                remedy = f"if the template rejects the system message, {_WITHOUT_SYSTEM}"
+            raise self._template_error(f"fails on messages of the roles {roles}: {error}; {remedy}") from error
 
-    def _unstable(self, found: str, expected: str) -> UserError:
-        return self._refusal(
-            "writes a message differently once others follow, so that turns cannot be joined without changing what was "
-            f"sampled from: {found!r} in a long conversation, {expected!r} in a short one; where it moves the system "
-            f"message, {_WITHOUT_SYSTEM}"
+    def _unstable_text_error(self, found: str, expected: str) -> UserError:
+        return self._template_error(
+            "writes a message differently once others follow, so joining the turns would change the context that the "
+            f"policy sampled from: {found!r} in a long conversation, {expected!r} in a short one; "
+            f"if the template moves the system message, {_WITHOUT_SYSTEM}"
         )
 
-    def _refusal(self, what: str) -> UserError:
+    def _template_error(self, problem: str) -> UserError:
         return UserError(
-            f"The chat template of model.path (or data.chat_template) {what}. Give another template with "
-            "data.chat_template: a file, or the Jinja text itself"
+            f"The chat template of model.path (or data.chat_template) {problem}. Set data.chat_template to another "
+            "template: a file or the Jinja text"
         )
 
 
 def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The most characters of a text that one token stands for; None where that is not known.
+    """Returns the maximum number of characters that one token can encode, or None if the tokenizer has no known bound.
 
-    It is known of a byte-level BPE that has every byte: a token stands for as many bytes as its name has characters,
-    and a character has a byte at least. NFC makes one character of four at most. A token that takes the spaces around
-    it, or a character without a token, would have no such bound.
+    A byte-level BPE with a token for every byte has a bound: a token encodes as many bytes as its name has characters,
+    and a character has at least one byte. NFC normalisation merges at most four characters into one. There is no bound
+    if a token absorbs the spaces around it, or if some character has no token.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     names = tokenizer.get_vocab()
@@ -202,12 +213,16 @@ def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 @dataclass
 class Turn:
-    """One action of the agent.
+    """One turn of an episode: the agent's action, the observation before it, and the reward of the step.
 
-    messages, prompt_ids: what the turn's prompt adds to the turns before it; by steps, the whole prompt.
-    response_ids, log_probs, finish_reason, policy_version: see `Completion`. action: the response as text, without its
-    stop token. observation, state_hash: what the agent acted upon. reward: of the step, a format penalty included.
-    is_valid: as far as the environment said. info: that the step gave.
+    messages, prompt_ids: the part of the prompt that this turn adds to the earlier turns; the whole prompt in step mode
+        (`EnvTemplate.by_step`).
+    response_ids, log_probs, finish_reason, policy_version: see `Completion`.
+    action: text of the response without its stop token.
+    observation, state_hash: the observation before the action, and the name of its state.
+    reward: reward of the step, including a format penalty.
+    is_valid: False if the environment reported an invalid action.
+    info: the `info` dict that the environment's step returned.
     routed_experts: of the whole context, see `Completion`; in a trajectory those of the last turn alone are kept.
     """
 
@@ -235,11 +250,16 @@ def turn_messages(
     info: Mapping[str, Any],
     max_response_length: int,
 ) -> list[Message]:
-    """The messages that the turn after `past` (all turns so far) adds, in the template's words. By steps, a turn is a
-    conversation of its own: its one message tells the last turns, valid actions and invalid ones (ROLL: invalid only).
+    """Returns the messages that the next turn adds to the conversation, from the environment's template.
 
-    instruction: of the environment, told in a trajectory's first turn and in each step. info: of the reset or step that
-    gave the observation. max_response_length: tokens that the turn may take.
+    In step mode (`template.by_step`), each turn is a separate conversation, and its user message summarises the last
+    `history_length` turns with valid and invalid actions (ROLL: only invalid actions).
+
+    Args:
+        past: all turns so far.
+        instruction: the environment's task, included in the first turn of a trajectory, and in each turn in step mode.
+        info: the `info` dict of the reset or step that returned `observation`.
+        max_response_length: maximum number of tokens of the turn's response.
     """
     is_first = template.by_step or not past
     fields: dict[str, Any] = {
@@ -251,26 +271,26 @@ def turn_messages(
         "max_response_length": max_response_length,
     }
     if template.by_step:
-        told = past[len(past) - min(template.history_length, len(past)) :]
-        first = len(past) - len(told) + 1
+        history = past[len(past) - min(template.history_length, len(past)) :]
+        first = len(past) - len(history) + 1
         fields |= {
             "history": "\n".join(
                 f"(step {number}, observation: {turn.observation}, action: {turn.action}"
                 f"{' (not a valid action)' * (not turn.is_valid)}, reward: {turn.reward:g})"
-                for number, turn in enumerate(told, start=first)
+                for number, turn in enumerate(history, start=first)
             ),
-            "history_length": len(told),
+            "history_length": len(history),
             "step_count": len(past),
             "current_step": len(past) + 1,
             "current_observation": observation,
         }
     content = template.agent_template.format(**fields)
-    if is_first and instruction and "env_instruction" not in template.fields:  # it stands before the rest
+    if is_first and instruction and "env_instruction" not in template.fields:
         content = instruction + ("" if instruction[-1].isspace() else "\n") + content
     is_tool = info.get("use_tool") and not is_first
     system = template.agent_system_template if is_first else None
-    own: Message = {"role": "tool" if is_tool else "user", "content": content}
-    return [{"role": "system", "content": system}, own] if system else [own]
+    message: Message = {"role": "tool" if is_tool else "user", "content": content}
+    return [{"role": "system", "content": system}, message] if system else [message]
 
 
-_SHORT: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
+_SHORT_CHAT: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]

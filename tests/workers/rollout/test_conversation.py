@@ -187,7 +187,7 @@ UNTAKEN = "; .*agent_system_template empty"
         (families.mistral, True, "only user and assistant" + UNTAKEN),
         (lambda: families.metaspace(families.MISTRAL_MOVING_SYSTEM), True, "differently once.*system_template empty"),
         (lambda: families.byte_level(families.PLAIN, "<e>"), False, "no token that ends an assistant's turn.*'.nuser"),
-        (lambda: families.byte_level(SILENT, "<e>"), False, "leaves out what the assistant said"),
+        (lambda: families.byte_level(SILENT, "<e>"), False, "leaves out the content of an assistant"),
         (lambda: families.byte_level(NEEDING, "<|im_end|>", "<|im_start|>"), False, "no date; set data.apply_chat"),
     ],
 )

@@ -47,8 +47,8 @@ NOT_ON_CPU = {
 }
 """Families that the installed build does not run, and a part of what it says."""
 
-STARTS = {"minimax_m2": "take the weights of"} | dict.fromkeys(
-    ("deepseek_v3", "qwen3_next", "jamba", "mamba"), "answer with"
+STARTS = {"minimax_m2": "load the weights of"} | dict.fromkeys(
+    ("deepseek_v3", "qwen3_next", "jamba", "mamba"), "generate with"
 )
 """Those of them whose engine starts, and what it does not do."""
 
@@ -109,10 +109,10 @@ def test_it_samples_with_the_log_probs_of_transformers_or_is_refused(family: str
         return
     with pytest.raises(UserError, match=NOT_ON_CPU[family]) as error:
         result.result()
-    told = f"vLLM {vllm.__version__} did not {STARTS.get(family, 'start with')} {network.config.model_type} on cpu: "
+    told = f"vLLM {vllm.__version__} could not {STARTS.get(family, 'start with')} {network.config.model_type} on cpu: "
     assert told in str(error.value) and error.value.__cause__ is not None
     remedy = "rollout.name=hf" if family in HF_ONLY_ON_CPU else "model.path to a model of another family"
-    assert f"If that names nothing to set, set {remedy}" in str(error.value)
+    assert f"If this error names no setting to change, set {remedy}" in str(error.value)
 
 
 class Failing:
@@ -130,7 +130,7 @@ class Failing:
             raise self.error
 
 
-@pytest.mark.parametrize("act", ["answer with", "take the weights of"])
+@pytest.mark.parametrize("act", ["generate with", "load the weights of"])
 def test_only_an_error_of_vllm_s_own_before_its_first_answer_names_the_family(act: str) -> None:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine._config, engine._model = RolloutConfig(engine_kwargs={"vllm": {"block_size": 7}}), tiny_network("qwen2")
@@ -146,14 +146,14 @@ def test_only_an_error_of_vllm_s_own_before_its_first_answer_names_the_family(ac
     def fail(error: Exception, given: Iterable[tuple[str, torch.Tensor]]) -> Exception:
         vars(engine)["_engine"] = Failing(error)
         with pytest.raises(Exception) as raised:
-            engine.step() if act == "answer with" else engine.load_weights(given, 1)
+            engine.step() if act == "generate with" else engine.load_weights(given, 1)
         return raised.value
 
     told = fail(own, weights())
     assert isinstance(told, UserError) and told.__cause__ is own
-    assert f"did not {act} qwen2 on cpu: RuntimeError: no such kernel" in str(told)
-    assert "take out rollout.engine_kwargs.vllm={'block_size': 7}, or set rollout.name=hf" in str(told)
+    assert f"could not {act} qwen2 on cpu: RuntimeError: no such kernel" in str(told)
+    assert "remove rollout.engine_kwargs.vllm={'block_size': 7}, or set rollout.name=hf" in str(told)
     assert fail(memory, weights()) is memory
-    assert act == "answer with" or fail(own, weights(theirs)) is theirs, "of who gives the weights"
+    assert act == "generate with" or fail(own, weights(theirs)) is theirs, "of who gives the weights"
     engine._has_answered = True
     assert fail(own, weights()) is own

@@ -139,9 +139,9 @@ def test_what_is_not_the_experts_of_each_token_is_refused(
 @pytest.mark.parametrize(
     ("version", "device", "options", "told"),
     [
-        ("0.31.0", "cuda", {}, "vLLM 0.31.0: 0.32 or later"),
-        ("0.32.0", "cpu", {}, "trainer.device=cpu: .* say rollout.name=hf"),
-        ("0.32.0", "cuda", {"enable_prefix_caching": False}, "rollout.enable_prefix_caching=false: .* set true"),
+        ("0.31.0", "cuda", {}, "vLLM 0.31.0: 0.32 or later is needed"),
+        ("0.32.0", "cpu", {}, "trainer.device=cpu: .* set rollout.name=hf"),
+        ("0.32.0", "cuda", {"enable_prefix_caching": False}, "rollout.enable_prefix_caching=false: .* set it to true"),
         ("0.33.0+cu130", "cuda", {"tensor_model_parallel_size": 2}, None),
     ],
 )
