@@ -142,7 +142,7 @@ def test_without_a_machine_to_take_its_place_the_run_ends_goes_on_with_fewer_and
     summary = text.split("The run failed: ")[-1]
     assert summary.startswith("actor_rollout, rank ") and f"on node {lost}" in summary
     assert "in update_actor (phase update_actor of step 2)" in summary and "left the cluster" in summary
-    assert "2 slots are asked for, on 2 machines with 1 CPU each; 1 of the 2 machines there can hold that" in text
+    assert "needs 2 slots on 2 machines with 1 CPU each; 1 of the 2 machines in the cluster can hold that" in text
     assert "trainer.nnodes=1" in text and "trainer.resume_mode=auto" in text
     dump = run.run_dir / "crash" / "step_2"
     assert (dump / "step.pkl").exists() and f"node {lost}" in (dump / "error.txt").read_text()

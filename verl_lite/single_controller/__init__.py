@@ -1,7 +1,8 @@
 """The single controller: one driver calls groups of workers as if they were local objects.
 
-`@register` (`decorator.py`) marks a worker's methods and says how their arguments are dispatched;
-`create_worker_groups` makes the workers, in Ray actors or in this process. Importing it takes neither torch nor Ray.
+`@register` (`decorator.py`) marks a worker's methods and declares how their arguments are dispatched;
+`create_worker_groups` creates the workers in Ray actors or in this process. Importing this package imports neither
+torch nor Ray.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ def create_worker_groups(
     log_dir: str | Path | None = None,
     stall_timeout_s: float | None = None,
 ) -> dict[str, WorkerGroup]:
-    """Worker groups whose roles share the slots of `pool`.
+    """Creates one worker group per role. All roles share the slots of `pool`.
 
     Args:
         backend: "ray" (inside `ray_running`) or "inline".
-        roles: name -> class and constructor arguments; made in this order in each slot.
-        modules: imported in each process before that, for what they register.
+        roles: name -> class and constructor arguments. Each slot constructs them in this order.
+        modules: modules to import in each process first, because they register classes or functions.
         env: environment variables of the worker processes, set before they import anything (ray only).
-        log_dir: folder for what workers print, one file {role}-{rank}.log for each process (ray only).
-        stall_timeout_s: a call that takes longer is a StalledError, and the workers are ended; None = no limit. Shortly
-            before, each process writes the stacks of its threads to its log (ray only).
+        log_dir: folder of the workers' output, one file {role}-{rank}.log per process (ray only).
+        stall_timeout_s: time limit of a call, in seconds; None = no limit. Shortly before the limit, each process
+            writes the stacks of its threads to its log. Then the workers are ended and StalledError is raised (ray
+            only).
 
     Raises:
-        What a constructor raised, first; WorkerDiedError if a process ended; ValueError for an unknown backend.
+        Exception: the first exception of a constructor.
+        WorkerDiedError: a process ended.
+        ValueError: the backend is unknown.
     """
     from verl_lite.single_controller.worker_group import LocalTransport, Transport, WorkerGroup
 
@@ -62,10 +66,13 @@ def start_service(
     max_concurrency: int = 1,
     stall_timeout_s: float | None = None,
 ) -> ServiceHandle:
-    """One object in a process of its own (ray), or in this process (inline).
+    """Constructs one object in a separate process (ray) or in this process (inline) and returns its handle.
 
-    Returns when its constructor has run, and raises what it raised. max_concurrency > 1 runs methods in threads (ray).
-    stall_timeout_s: a call that takes longer is a StalledError (ray).
+    Waits for the constructor and raises its exception.
+
+    Args:
+        max_concurrency: number of methods that can run at the same time, in threads (ray only).
+        stall_timeout_s: time limit of a call in seconds; a longer call raises StalledError (ray only).
     """
     if not _is_ray(backend):
         return LocalService(recipe)

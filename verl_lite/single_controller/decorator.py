@@ -77,7 +77,7 @@ class DispatchMode:
 
 
 class Execute(Enum):
-    """Which ranks run the method."""
+    """The ranks that run a method."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"

@@ -1,7 +1,7 @@
-"""The run's guard: a small process that outlives the driver and ends whatever is left of the run, kill -9 included.
+"""The run's guard: a small process that outlives the driver and ends all remaining processes of the run.
 
-`guarded()` marks everything that the driver starts from then on, and starts the guard (`watcher.py`), which waits for
-the driver's end. At a normal end the driver cleans up itself.
+This also works if the driver is killed with kill -9. `guarded()` marks every process that the driver starts afterwards
+and starts the guard (`watcher.py`), which waits for the driver's end. At a normal end the driver itself cleans up.
 """
 
 import os
@@ -18,7 +18,7 @@ import psutil
 
 from verl_lite.single_controller import watcher
 
-# Unix sockets have room for 107 bytes: base + "/vl-12345678/ray" +
+# The path of a Unix socket has at most 107 bytes: base + "/vl-12345678/ray" +
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store".
 _LONGEST_BASE = 26
 _PREFIX = "vl-"
@@ -29,42 +29,52 @@ _SHORT_BASE = "/tmp"
 class Guard:
     """The guard of this process's run.
 
-    folder: for sockets, its name short. temp: where temporary files go (TMPDIR), on the disk that the user chose.
+    token: random text that marks the run's processes in their environment.
+    folder: folder for sockets, with a short name.
+    temp: folder for temporary files (TMPDIR), on the disk that the user chose.
+    base: previous folder for temporary files of this process.
+    process: the guard's process.
+    environment: previous values of the environment variables that the guard set.
     """
 
     token: str
     folder: Path
     temp: Path
-    base: str  # where this process's temporary files went before
+    base: str
     process: subprocess.Popen[bytes]
-    environment: dict[str, str | None]  # what the variables we set were before
+    environment: dict[str, str | None]
 
 
 _guard: Guard | None = None
 
 
 def current_guard() -> Guard | None:
-    """The guard of the run that this process drives, if there is one."""
+    """Returns the guard of the run that this process drives, or None."""
     return _guard
 
 
 @contextmanager
 def guarded() -> Iterator[Guard]:
-    """What is started inside ends with the block, or with this process. Inside another `guarded` it is that one's."""
+    """Ends all processes that were started inside the context when the context or this process ends.
+
+    Inside another `guarded` context, the outer context does this.
+    """
     if _guard is not None:
         yield _guard
         return
     try:
         guard = start_guard()
-        tempfile.tempdir = str(guard.temp)  # this process's own temporary files are the run's as well
+        tempfile.tempdir = str(guard.temp)  # temporary files of this process belong to the run too
         yield guard
     finally:
         stop_guard()
 
 
 def start_guard() -> Guard:
-    """Start the guard of this process; it must have none. Temporary files of what is started go to its folder, those of
-    this process stay where they were."""
+    """Starts the guard of this process, which must have none.
+
+    Processes that are started afterwards write temporary files to the guard's folder; this process does not.
+    """
     global _guard
     assert _guard is None, "one run at a time"
     base = tempfile.gettempdir()
@@ -81,7 +91,7 @@ def start_guard() -> Guard:
         env={k: v for k, v in os.environ.items() if k not in (watcher.RUN_MARK, watcher.CLUSTER_MARK)},
         start_new_session=True,
     )
-    inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"  # a cache, to be kept between runs
+    inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"  # a cache that stays between runs
     environment = set_environment(
         {
             watcher.RUN_MARK: token,
@@ -94,7 +104,7 @@ def start_guard() -> Guard:
 
 
 def stop_guard() -> None:
-    """End what the run started and is still there, remove its folders, and let the guard go. Twice does nothing."""
+    """Ends the run's remaining processes, removes its folders and ends the guard. A second call does nothing."""
     global _guard
     if _guard is None:
         return
@@ -106,7 +116,7 @@ def stop_guard() -> None:
 
 
 def set_environment(values: dict[str, str | None]) -> dict[str, str | None]:
-    """Set (None: remove) variables; gives what they were."""
+    """Sets environment variables (None removes one) and returns their previous values."""
     previous = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
         os.environ.pop(name, None)

@@ -1,7 +1,8 @@
-"""Ray as a guest: a private cluster for one run, of which nothing is left when the run ends (`guard.py`).
+"""Starts a private Ray cluster for one run, or joins an existing cluster, and watches that it stays alive.
 
-Its own folder, ports chosen by the system, no dashboard, no usage statistics, access by a random token. A cluster of
-somebody else is joined only when its address is given, RAY_ADDRESS notwithstanding, and stays.
+The private cluster has a separate folder, ports chosen by the system, no dashboard, no usage statistics and access by a
+random token; nothing of it remains when the run ends (`guard.py`). An existing cluster is joined only if the
+configuration has its address (RAY_ADDRESS is ignored), and it keeps running.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ from verl_lite.single_controller.liveness import Address, Lookout, silence_of, s
 if TYPE_CHECKING:
     from verl_lite.config import RayInitConfig
 
-# One for the life of the process, since Ray remembers the first; from the environment, so no file is written for it.
+# One token for the life of the process, because Ray remembers the first. Ray reads it from the environment, so no file
+# is written for it.
 _AUTH_TOKEN = secrets.token_hex(32)
 _PROJECT_ROOT = str(Path(__file__).resolve().parents[2])
-_SMALLEST_STORE = 80 << 20  # Ray refuses less than 75 MiB
+_SMALLEST_STORE = 80 << 20  # Ray rejects less than 75 MiB
 _STARTS = 3
 _KEY = "ray_kwargs.ray_init.address="
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
-OF_BATCH_SYSTEMS = (signal.SIGTERM, signal.SIGHUP)
+BATCH_SYSTEM_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of the cluster. name: its address, and its host name where that tells more."""
+    """A node of the cluster. name: its IP address, and its host name if that is different."""
 
     node_id: str
     name: str
@@ -60,12 +62,15 @@ class Machine:
     resources: dict[str, float]
 
     def has(self, bundle: dict[str, float]) -> bool:
-        """True if it could hold this, were nothing else on it."""
+        """Returns True if the machine's total resources (used ones included) suffice for `bundle`."""
         return all(self.resources.get(name, 0.0) + 1e-6 >= amount for name, amount in bundle.items())
 
 
 def machines() -> list[Machine]:
-    """The machines of the cluster that are alive: by what Ray knows, which may be late, and that answer."""
+    """Returns the live machines of the cluster.
+
+    Ray may notice the loss of a machine late, so machines that do not answer are left out.
+    """
     known = []
     for entry in filter(lambda node: node["Alive"], ray.nodes()):
         ip, host = entry["NodeManagerAddress"], entry["NodeManagerHostname"]
@@ -76,10 +81,16 @@ def machines() -> list[Machine]:
 
 @dataclass
 class Cluster:
-    """The cluster that this process works in: its own, or one of somebody else that it has joined.
+    """The cluster of this process: a private one, or an existing one that it has joined.
 
-    address: None for its own. wait_s: how long to wait for machines. log: takes sentences. parts: the servers that this
-    process depends on, by address.
+    address: address of the joined cluster; None for a private one.
+    wait_s: time to wait for machines, in seconds.
+    log: function that prints a sentence.
+    parts: names of the servers that this process depends on, by address.
+    lookout: detects whether `parts` still answer.
+    guard: the run's guard (private clusters only).
+    owns_guard: True if the guard was started for the cluster and ends with it.
+    environment: previous values of the environment variables that were set for the cluster.
     """
 
     address: str | None
@@ -88,20 +99,21 @@ class Cluster:
     parts: dict[Address, str] = field(default_factory=dict)
     lookout: Lookout = field(default_factory=Lookout)
     guard: Guard | None = None
-    owns_guard: bool = False  # it was started for the cluster alone, and ends with it
-    environment: dict[str, str | None] = field(default_factory=dict)  # what the variables we set were before
+    owns_guard: bool = False
+    environment: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def answers(self) -> bool:
-        """True if Ray can be asked to do something: its calls wait for ever for a part that is gone or stopped."""
+        """True if all parts answer. Otherwise calls of Ray would wait forever for the lost or stopped part."""
         return bool(self.parts) and all(silence_of(address) is None for address in self.parts)
 
     def look_at_parts(self) -> None:
-        """Notes which servers this process depends on: the control store, and the raylet of this machine."""
+        """Records the servers that this process depends on: the control store and the raylet of this machine."""
         context = ray.get_runtime_context()
         host, port = context.gcs_address.rsplit(":", 1)
-        store, here = (host, int(port)), context.get_node_id()
-        [raylet] = [(x["NodeManagerAddress"], int(x["NodeManagerPort"])) for x in ray.nodes() if x["NodeID"] == here]
+        store = (host, int(port))
+        here = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+        [raylet] = [(node["NodeManagerAddress"], int(node["NodeManagerPort"])) for node in here]
         self.parts = {store: "control store", raylet: "raylet on this machine"}
         self.lookout = Lookout(never_return=[raylet] if self.address else [store, raylet])
 
@@ -110,37 +122,39 @@ _cluster: Cluster | None = None
 
 
 def joined_cluster() -> Cluster | None:
-    """The cluster of somebody else that this process works in; None with one of its own, or none."""
+    """Returns the existing cluster that this process has joined; None with a private cluster or without any."""
     return None if _cluster is None or _cluster.address is None else _cluster
 
 
 def cluster_answers() -> bool:
-    """See `Cluster.answers`."""
+    """Returns True if Ray runs and all servers that this process depends on answer, see `Cluster.answers`."""
     return ray.is_initialized() and (_cluster is None or _cluster.answers)
 
 
 def ray_loss() -> str | None:
-    """A sentence about the control store, or the raylet of this machine, if it is lost; to be called while waiting."""
+    """Returns a sentence if the control store or this machine's raylet is lost, else None. Call this while waiting."""
     if (cluster := _cluster) is None:
         return None
     lost = cluster.lookout.lost(cluster.parts)
-    if not lost or cluster is not _cluster:  # another thread has ended it meanwhile
+    if not lost or cluster is not _cluster:  # another thread may have ended the cluster in the meantime
         return None
     whose = "the run's own Ray" if cluster.address is None else f"the Ray cluster at {cluster.address}"
     return f"{whose} has lost its {cluster.parts[lost[0]]}: {silent_process(lost[0])}"
 
 
 def require_ray() -> None:
-    """Raises ClusterLostError if `ray_loss`. Ray itself would wait for ever, or end this process without a word."""
+    """Raises ClusterLostError if a part of Ray is lost. Ray itself would wait forever or silently end this process."""
     if loss := ray_loss():
-        again = "" if joined_cluster() is None else ", once the cluster is up"
-        told = f"To go on from the last checkpoint: the same command with trainer.resume_mode=auto{again}"
-        raise ClusterLostError(f"{loss}. {told}")
+        condition = "" if joined_cluster() is None else " once the cluster is up"
+        raise ClusterLostError(
+            f"{loss}. To continue from the last checkpoint, run the same command with "
+            f"trainer.resume_mode=auto{condition}"
+        )
 
 
 def call_ray(call: Callable[[], Answer]) -> Answer:
-    """The answer of one of Ray's calls, made in a thread: with a stopped raylet it would wait for ever, deaf to
-    signals. Raises ClusterLostError as `require_ray`."""
+    """Runs a call of Ray in a thread and returns its result. Raises ClusterLostError as `require_ray` does."""
+    # in this thread, the call would wait forever for a stopped raylet and block signal handlers
     require_ray()
     future = Future[Answer]()
 
@@ -152,16 +166,16 @@ def call_ray(call: Callable[[], Answer]) -> Answer:
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        while not wait([future], timeout=_LOOK_S).done:
+        while not wait([future], timeout=_POLL_S).done:
             require_ray()
     except BaseException:
-        wait([future], timeout=_LOOK_S)  # Ray must not be shut down within a call that still can end
+        wait([future], timeout=_POLL_S)  # a shutdown of Ray must not interrupt a call that can still finish
         raise
     return future.result()
 
 
 def process_of(actor: Any) -> tuple[Address, int]:
-    """Where the process of a started actor listens, and its number on its machine."""
+    """Returns the address at which the process of a started actor listens, and its process id."""
     found = call_ray(lambda: ray._private.state.actors(actor._actor_id.hex()))
     return (found["Address"]["IPAddress"], found["Address"]["Port"]), found["Pid"]
 
@@ -170,11 +184,18 @@ def process_of(actor: Any) -> tuple[Address, int]:
 def ray_running(
     ray_init: RayInitConfig, run_id: str, *, num_gpus: int | None = None, tell: Callable[[str], None] = print
 ) -> Iterator[None]:
-    """Inside, Ray is up: the run's private cluster, or the one at `ray_init.address`. Where it was up before, it stays.
+    """Starts a private cluster, or joins the one at `ray_init.address`, and leaves it at the end of the context.
 
-    run_id: namespace of the run. num_gpus: devices of a private cluster, the first of those that CUDA_VISIBLE_DEVICES
-    names; None = those that Ray finds. tell: takes what is waited for in a joined cluster. Raises NoRoomError if nobody
-    answers there within `ray_init.wait_for_nodes_s`, UserError if Ray refuses.
+    Does nothing if Ray is already initialised in this process.
+
+    Args:
+        run_id: Ray namespace of the run.
+        num_gpus: number of GPUs of a private cluster, the first in CUDA_VISIBLE_DEVICES; None = all that Ray finds.
+        tell: prints a sentence about the machines that the run waits for in a joined cluster.
+
+    Raises:
+        NoRoomError: no server answers at the address within `ray_init.wait_for_nodes_s`.
+        UserError: Ray rejects the connection.
     """
     global _cluster
     if ray.is_initialized():
@@ -182,16 +203,16 @@ def ray_running(
         return
     cluster = Cluster(ray_init.address, ray_init.wait_for_nodes_s, tell)
     try:
-        with _signal_handlers_kept():
+        with _sigterm_handler_restored():
             if cluster.address is not None:
                 require_answer(cluster.address, cluster.wait_s, cluster.log)
-                try:  # below CRITICAL are Ray's own words about machines that leave, with the end of their logs
+                try:  # at lower levels, Ray logs machines that leave, with the end of their logs
                     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
                     ray.init(address=cluster.address, namespace=run_id, **quiet)
                 except (ConnectionError, RuntimeError, ValueError) as error:
                     raise UserError(
-                        f"{_KEY}{cluster.address}: {error}\nThis machine must be one of the cluster's: `ray start "
-                        f"--address={cluster.address} --num-cpus=0` makes it one without giving it work"
+                        f"{_KEY}{cluster.address}: {error}\nThis machine must belong to the cluster. `ray start "
+                        f"--address={cluster.address} --num-cpus=0` adds it without giving it work"
                     ) from error
             _cluster = cluster
             if cluster.address is None:
@@ -208,64 +229,69 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
     cluster.environment = set_environment(
         {
             watcher.CLUSTER_MARK: guard.token,
-            "RAY_AUTH_MODE": None,  # Ray then turns it on itself; set from outside it would be read too early
+            "RAY_AUTH_MODE": None,  # Ray then turns authentication on; it would read a given value too early
             "RAY_AUTH_TOKEN": _AUTH_TOKEN,
             "RAY_AUTH_TOKEN_PATH": None,
             "RAY_ADDRESS": None,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "RAY_prestart_worker_first_driver": "0",  # a process per CPU; ours have variables of their own
-            "RAY_task_events_report_interval_ms": "0",  # a history of calls for the dashboard: 3 MiB in 100 small steps
+            "RAY_prestart_worker_first_driver": "0",  # would start one process per CPU, without our variables
+            "RAY_task_events_report_interval_ms": "0",  # no call history for the dashboard: 3 MiB in 100 small steps
         }
     )
     with (
         _replaced(services, "ConsolePopen", _Daemon),
         _blocked_signals(),
-        # else Ray takes the machine's address for a local one, and its daemons listen on all interfaces
+        # otherwise Ray replaces a local address by that of the machine, and its daemons listen on all interfaces
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        # daemons that nobody would ask: the autoscaler, the reader of logs, the dashboard, its agent's web server
+        # unused daemons: the autoscaler, the log monitor, the dashboard and the web server of its agent
         _replaced(Node, "start_monitor", _not_started),
         _replaced(Node, "start_log_monitor", _not_started),
         _replaced(Node, "start_api_server", _not_started),
         _replaced(ray_utils, "get_dashboard_dependency_error", lambda: ImportError("not wanted")),
     ):
-        _init_patiently(
+        _init_with_retries(
             guard,
             address="local",
             num_cpus=ray_init.num_cpus or cpu_count(),
             num_gpus=num_gpus,
             object_store_memory=object_store_bytes(ray_init.object_store_memory_mb << 20),
             log_to_driver=False,
-            logging_level=logging.ERROR,  # below are remarks about the way we start it
+            logging_level=logging.ERROR,  # at lower levels, Ray comments on the options of this call
             namespace=run_id,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(guard.folder / "ray"),
             object_spilling_directory=str(guard.temp),
         )
-    del os.environ[watcher.CLUSTER_MARK]  # what the driver starts from now on is not the cluster's
+    del os.environ[watcher.CLUSTER_MARK]  # later processes of the driver do not belong to the cluster
 
 
-def _init_patiently(guard: Guard, **options: Any) -> None:
-    """`ray.init`, again from the start where it was too slow: on a busy machine Ray gives up after 30 s, and has no
-    option for that. Raises RuntimeError if it does not help."""
+def _init_with_retries(guard: Guard, **options: Any) -> None:
+    """Calls `ray.init` until it succeeds, at most _STARTS times.
+
+    On a busy machine Ray gives up after 30 s, and no option changes this limit. Raises RuntimeError after the last try.
+    """
     for _ in range(_STARTS):
         try:
             ray.init(**options)
             return
-        except Exception as error:  # Ray raises it bare
+        except Exception as error:  # Ray raises the timeout as a plain Exception
             if "timed out during startup" not in str(error):
                 raise
             _end_processes(guard)
     raise RuntimeError(
-        f"Ray did not start within 30 s, {_STARTS} times: is this machine overloaded? load {os.getloadavg()}"
+        f"Ray did not start within 30 s in {_STARTS} attempts; this machine may be overloaded (load {os.getloadavg()})"
     )
 
 
-def object_store_bytes(asked: int, shared_memory: Path = Path("/dev/shm")) -> int:
-    """A store that leaves half of the free shared memory to NCCL and the neighbours; what does not fit is spilled to
-    disk. Where there is too little for the smallest store, Ray puts it into a file in TMPDIR."""
+def object_store_bytes(requested: int, shared_memory: Path = Path("/dev/shm")) -> int:
+    """Returns the size of the object store: `requested` bytes, or fewer to leave half of the free shared memory unused.
+
+    NCCL and other jobs on the machine need the other half. Ray writes objects that do not fit to disk. If the shared
+    memory is too small even for the smallest store, Ray places the store in a file in TMPDIR.
+    """
     free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
-    return min(asked, max(_SMALLEST_STORE, free // 2))
+    return min(requested, max(_SMALLEST_STORE, free // 2))
 
 
 @contextmanager
@@ -279,26 +305,32 @@ def _replaced(holder: ModuleType | type, name: str, value: Any) -> Iterator[None
 
 
 def _not_started(node: Node, **options: Any) -> None:
-    """In the place of a method that starts one of Ray's daemons."""
+    """Replaces a method that starts a daemon of Ray, and does nothing."""
 
 
 class _Daemon(services.ConsolePopen):
-    """One of Ray's daemons, in a process group of its own: what a terminal that closes or `timeout` sends to the
-    driver's group does not end it, nor the workers, before the driver has saved."""
+    """A daemon of Ray in a separate process group.
+
+    Signals that a closing terminal or `timeout` sends to the driver's group therefore do not end the daemon or its
+    workers before the driver has saved a checkpoint.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, process_group=0, **kwargs)
 
     def terminate(self) -> None:
-        """Killed, since it does not hear SIGTERM; what it leaves `watcher.end` removes."""
+        """Kills the daemon, because it blocks SIGTERM. `watcher.end` removes its files."""
         self.kill()
 
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Processes that are started inside do not hear the signals that batch systems (Slurm, LSF, PBS) send to every
-    process of a job, nor do theirs: the driver ends them when it has saved."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_BATCH_SYSTEMS)
+    """Blocks the signals of batch systems in all processes that start inside the context, and in their children.
+
+    Batch systems (Slurm, LSF, PBS) send these signals to all processes of a job. The driver ends its processes itself
+    after it has saved a checkpoint.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SYSTEM_SIGNALS)
     try:
         yield
     finally:
@@ -306,8 +338,8 @@ def _blocked_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Ray sets a handler of its own for SIGTERM, which knows nothing of the run."""
+def _sigterm_handler_restored() -> Iterator[None]:
+    """Restores the SIGTERM handler at the end of the context. Ray replaces it with a handler of its own."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -317,33 +349,36 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def stop_ray() -> None:
-    """End this run's cluster and what it left; leave a joined one. Calling it again does nothing."""
+    """Ends the run's private cluster and removes its files; leaves a joined cluster. A second call does nothing."""
     global _cluster
     cluster, _cluster = _cluster, None
     if cluster is None:
         return
-    gone = bool(cluster.parts) and not cluster.answers
-    if gone:  # Ray's own shutdown would wait for it with the interpreter's lock held
+    is_lost = bool(cluster.parts) and not cluster.answers
+    if is_lost:  # Ray's own shutdown would wait for the lost part and hold the interpreter's lock
         atexit.unregister(ray.shutdown)
     if cluster.guard is not None:
-        _end_processes(cluster.guard, gone)
+        _end_processes(cluster.guard, is_lost)
         set_environment(cluster.environment)
         if cluster.owns_guard:
             stop_guard()
-    elif not gone:
+    elif not is_lost:
         ray.shutdown()
 
 
-def _end_processes(guard: Guard, gone: bool = False) -> None:
+def _end_processes(guard: Guard, is_lost: bool = False) -> None:
     shared = watcher.shared_memory_of(watcher.marked_processes(watcher.CLUSTER_MARK, guard.token))
-    if not gone:
+    if not is_lost:
         ray.shutdown()
     sessions = [str(path) for path in (guard.folder / "ray").glob("session_*")]
     watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, shared=shared)
 
 
 def worker_env(env: dict[str, str]) -> dict[str, str]:
-    """`env` with a PYTHONPATH on which worker processes find what the driver finds, this project first."""
+    """Returns `env` with a PYTHONPATH from which worker processes import the same modules as the driver.
+
+    This project comes first in the path.
+    """
     installed = (sys.prefix, sys.base_prefix)
     own = [path for path in sys.path if path and Path(path).is_dir() and not path.startswith(installed)]
     paths = dict.fromkeys([_PROJECT_ROOT, *own, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))])
@@ -351,15 +386,19 @@ def worker_env(env: dict[str, str]) -> dict[str, str]:
 
 
 def current_umask() -> int:
-    """The umask of this process, for those that it starts."""
+    """Returns the umask of this process."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def begin_process(umask: int, log_file: str | None) -> None:
-    """At the start of a worker process: its files are made as the driver's, also where a joined cluster started it with
-    another umask; all that it prints, C libraries included, is appended to `log_file`, if one is given."""
+    """Sets the umask of a worker process and redirects its output to `log_file`. Call this at the process's start.
+
+    Args:
+        umask: the driver's umask; a joined cluster may start its workers with another one.
+        log_file: file to which all output, including that of C libraries, is appended; None = no redirection.
+    """
     os.umask(umask)
     if log_file is None:
         return
@@ -375,29 +414,29 @@ def begin_process(umask: int, log_file: str | None) -> None:
 
 
 def restore_log(log_file: str | None) -> None:
-    """Opens the log of this process again if somebody has deleted the file."""
+    """Opens the log file of this process again if it was deleted."""
     if log_file is not None and not os.path.exists(log_file):
-        with suppress(OSError):  # what is printed is not worth the run
+        with suppress(OSError):  # a missing log is no reason to fail the run
             begin_process(current_umask(), log_file)
 
 
 def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> None:
-    """Raises NoRoomError if nobody answers at HOST:PORT within `wait_s`: Ray would try for many minutes."""
+    """Raises NoRoomError if no server answers at HOST:PORT within `wait_s` seconds. Ray would try for many minutes."""
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
     if not port.isdigit() or "//" in address:
         raise UserError(f"{_KEY}{address}: expected HOST:PORT, as `ray start --head` prints it")
     is_local = host in ("localhost", "127.0.0.1", "::1")
-    asked = (ray.util.get_node_ip_address() if is_local else host, int(port))  # as Ray reads it
-    begun, said = time.monotonic(), False
-    while silence_of(asked) is not None:
+    server = (ray.util.get_node_ip_address() if is_local else host, int(port))  # Ray resolves the address like this
+    begun, is_logged = time.monotonic(), False
+    while silence_of(server) is not None:
         if time.monotonic() - begun >= wait_s:
             raise NoRoomError(
-                f"{_KEY}{address}: nobody has answered at {asked[0]}:{port} for {wait_s:g} s. Start a cluster with "
-                "`ray start --head`, and give the address that it prints"
+                f"{_KEY}{address}: nobody has answered at {server[0]}:{port} for {wait_s:g} s. Start a cluster with "
+                "`ray start --head` and set the key to the address that it prints"
             )
-        if not said:
-            log(f"nobody answers at {asked[0]}:{port}; waiting up to {wait_s:g} s (ray_init.wait_for_nodes_s)")
-        said = True
+        if not is_logged:
+            log(f"nobody answers at {server[0]}:{port}; waiting up to {wait_s:g} s (ray_init.wait_for_nodes_s)")
+        is_logged = True
         time.sleep(min(1.0, wait_s))

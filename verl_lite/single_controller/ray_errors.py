@@ -1,7 +1,6 @@
-"""What went wrong in a worker's process, in one sentence: what it raised, why it died, where it stands.
+"""Converts Ray's errors into short errors: the worker's own exception, the cause of its death, or where it stalled.
 
-Ray's own messages are long, full of guesses and of its internal names; what is known goes into the error, the rest into
-its notes.
+Ray's messages are long and contain guesses and internal names. The error has the known facts; details are in its notes.
 """
 
 import re
@@ -14,28 +13,28 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from verl_lite.errors import StalledError, WorkerDiedError, add_circumstances, circumstances
 
-_LAST_LOG_LINES = 40  # room for the stack of a crash in native code
-_DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, marks under lines that Ray left out
-# What a rank says when another one has gone: a consequence, not the cause.
+_LAST_LOG_LINES = 40  # enough for the stack of a crash in native code
+_DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, and markers under omitted lines
+# Texts in the error of a rank whose peer has ended: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
 _CAUSES = (
     (
         r"was (\S+) used / (\S+) limit",
-        "the machine's memory ran out ({} of {} in use). Take less of it (smaller micro-batches, "
-        "rollout.kv_cache_memory_mb, trainer.n_gpus_per_node), or wait for the neighbours",
+        "the machine's memory ran out ({} of {} in use). Reduce the memory use (smaller micro-batches, "
+        "rollout.kv_cache_memory_mb, trainer.n_gpus_per_node), or wait for other jobs on this machine to end",
     ),
     (
-        r"connection error code 2",  # all that Ray knows: the process was there, then its socket closed
-        "its process ended without an exception: kill -9, the kernel's out-of-memory killer (`dmesg` knows), or a "
+        r"connection error code 2",  # Ray only reports that the socket of the process has closed
+        "its process ended without an exception: kill -9, the kernel's out-of-memory killer (see `dmesg`), or a "
         "crash in native code (its log ends with a stack)",
     ),
-    (r"exits with an exit code (\d+)", "its process ended itself by a call of exit, with code {}"),
+    (r"exits with an exit code (\d+)", "its process called exit with code {}"),
     (r"The actor is dead because (.*?)(?: Some common causes|$)", "{}"),
 )
 
 
 def original_error(error: RayTaskError) -> Exception:
-    """What the worker raised, with its traceback as a note."""
+    """Returns the worker's exception, with its traceback as a note."""
     cause: Exception = error.cause
     text = _DECORATION.sub("", str(error)).strip()
     cause.add_note(f"remote traceback:\n{text}")
@@ -46,7 +45,14 @@ def original_error(error: RayTaskError) -> Exception:
 def death(
     cause: str, role: str, rank: int | None, method: str, log: str | None, node: str | None = None, note: str = ""
 ) -> WorkerDiedError:
-    """A worker's process that ended. rank: None for a service. log: file with what it printed. node: its machine."""
+    """Returns the error of a worker's process that has ended.
+
+    Args:
+        rank: None for a service.
+        log: file with the output of the process; its end becomes a note.
+        node: name of the machine.
+        note: further details, added as a note.
+    """
     who = role + ("" if rank is None else f" rank {rank}") + ("" if node is None else f" on node {node}")
     died = WorkerDiedError(f"{who} died in {method}: {cause}")
     add_circumstances(died, role=role, rank=rank, node=node, method=method, log=log)
@@ -59,7 +65,7 @@ def death(
 
 
 def cause_of_death(error: RayError) -> str:
-    """Why a process ended, in one sentence, without Ray's list of guesses."""
+    """Returns the reason why a process ended in one sentence, without Ray's list of guesses."""
     if isinstance(error, ActorUnavailableError):
         return "the connection to its process was closed: the process has ended, or its machine has left the cluster"
     text = " ".join(str(error).split())
@@ -70,15 +76,15 @@ def cause_of_death(error: RayError) -> str:
 
 
 def is_consequence(error: Exception) -> bool:
-    """True if an error says no more than that another rank has gone."""
+    """Returns True if an error only reports that another rank has ended."""
     return not isinstance(error, WorkerDiedError) and any(sign in str(error) for sign in _CONSEQUENCES)
 
 
 def stalled(who: str, timeout_s: float, role: str, method: str, log: str | None, rank: int | None = None) -> Exception:
-    """The error of a call without an answer."""
+    """Returns the error of a call that did not return within the time limit. `who` is its subject, ending in a verb."""
     error = StalledError(
         f"{who} not answered for {timeout_s:g} s (trainer.stall_timeout_s). The stacks of its threads are at the end "
-        f"of its log, {log}. Raise the limit if the work simply takes longer"
+        f"of its log, {log}. Raise the limit if the work really takes longer"
     )
     add_circumstances(error, role=role, rank=rank, method=method, log=log)
     return error
@@ -86,7 +92,7 @@ def stalled(who: str, timeout_s: float, role: str, method: str, log: str | None,
 
 @contextmanager
 def portable_errors() -> Iterator[None]:
-    """Turns an exception that cannot travel between processes into a RuntimeError that says the same."""
+    """Turns an exception that cannot be pickled into a RuntimeError with the same text, notes and circumstances."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A service in a Ray actor beside the driver. Its process imports no torch unless the service does."""
+"""A service in a Ray actor on the driver's machine. Its process imports torch only if the service does."""
 
 import time
 from pathlib import Path
@@ -13,18 +13,19 @@ from verl_lite.single_controller import ray_cluster, ray_errors
 from verl_lite.single_controller.liveness import Address, Lookout, silent_process
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, LocalService
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 class ServiceProcess:
-    """What runs in the service's process."""
+    """The actor in the service's process."""
 
     def __init__(self, umask: int, log_file: str | None) -> None:
         ray_cluster.begin_process(umask, log_file)
         self._log_file = log_file
 
     def start(self, recipe: ClassWithInitArgs) -> None:
-        """Make the object; apart from the constructor, so that its error arrives as it was raised."""
+        """Constructs the service's object."""
+        # not in __init__: Ray would wrap an exception of an actor's constructor
         with ray_errors.portable_errors():
             self._service = LocalService(recipe)
 
@@ -38,7 +39,7 @@ class ServiceProcess:
 
 
 class RayService:
-    """Handle of a service, which it starts; pickles. For the arguments see `start_service`."""
+    """Starts a service and is its handle, which can be pickled. For the arguments see `start_service`."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class RayService:
             num_cpus=0,
             runtime_env={"env_vars": ray_cluster.worker_env(env)},
             max_concurrency=max_concurrency,
-            # beside the driver: a machine that leaves does not take it along, and it sees the driver's files
+            # on the driver's machine: the service survives the loss of other machines and sees the driver's files
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         ).remote(ray_cluster.current_umask(), self._log)
         self._lookout = Lookout()
@@ -71,9 +72,9 @@ class RayService:
 
     def _wait(self, ref: Any, method: str) -> Any:
         begun, limit_s = time.monotonic(), self._stall_timeout_s
-        while not ray_cluster.call_ray(lambda: ray.wait([ref], timeout=_LOOK_S))[0]:
+        while not ray_cluster.call_ray(lambda: ray.wait([ref], timeout=_POLL_S))[0]:
             if self._process is not None and self._lookout.lost([self._process[0]]):
-                raise self._death(f"{silent_process(*self._process)}. The run ends it", method)
+                raise self._death(f"{silent_process(*self._process)}. The run ends the process", method)
             if limit_s is not None and time.monotonic() - begun > limit_s:
                 raise ray_errors.stalled(f"{self._name}.{method} has", limit_s, self._name, method, self._log)
         try:
@@ -82,7 +83,7 @@ class RayService:
             cause = ray_errors.original_error(error)
             add_circumstances(cause, role=self._name, method=method)
         except RayError as error:
-            ray_cluster.require_ray()  # a service ends with its raylet
+            ray_cluster.require_ray()  # if the raylet has ended, that is the cause
             cause = self._death(ray_errors.cause_of_death(error), method)
         raise cause
 

@@ -1,8 +1,8 @@
 """The ray backend: one actor per slot, which holds the objects of all roles.
 
-The driver waits for all ranks of a call at once: the first error is raised as the exception that the worker raised, and
-ranks that do not come back, since they wait for the failed one, are ended. The slots are reserved as one placement
-group, all or nothing: each machine of the pool is one bundle, and no two share a machine of the cluster.
+The driver waits for all ranks of a call at the same time and raises the first exception of a worker. Ranks that do not
+return, because they wait for the failed rank, are ended. All slots are reserved together, as one placement group with
+one bundle per machine of the pool; each bundle is on a different machine of the cluster.
 """
 
 import faulthandler
@@ -31,85 +31,94 @@ from verl_lite.single_controller.resource_pool import ClassWithInitArgs, Resourc
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 
 _PRIVATE_PATIENCE_S = 60.0
-_SILENT_PATIENCE_S = 3.0  # as long as that nobody wonders
-_FIRST_LOOK_S = 0.02
-_LONGEST_LOOK_S = 0.5
-_GRACE_S = 2.0  # after an error: time for the other ranks to come back, or to give the real cause
-_CAUSE_PATIENCE_S = 15.0  # the same while all that is known are consequences of something else
+_SILENT_PATIENCE_S = 3.0  # wait this long for a reservation before the log mentions it
+_FIRST_POLL_S = 0.02
+_LONGEST_POLL_S = 0.5
+_GRACE_S = 2.0  # after an error: time for the other ranks to return or to report the real cause
+_CAUSE_PATIENCE_S = 15.0  # the same if all errors so far are only consequences of another one
 
 Bundle = dict[str, float]
 
 
 def reserve(pool: ResourcePool) -> PlacementGroup:
-    """Room for the pool, a bundle for each machine. Raises NoRoomError if there is none, in a joined cluster after
-    `ray_kwargs.ray_init.wait_for_nodes_s`."""
+    """Reserves the slots of the pool as a placement group with one bundle per machine.
+
+    Raises NoRoomError if the cluster has no room. A joined cluster gets `ray_kwargs.ray_init.wait_for_nodes_s` seconds.
+    """
     gpus = {"GPU": 1.0} if pool.use_gpu else {}
     slot = {"CPU": pool.cpus_per_process} | gpus
     bundles = [{kind: amount * count for kind, amount in slot.items()} for count in pool.process_on_nodes]
     joined = ray_cluster.joined_cluster()
     patience_s = _PRIVATE_PATIENCE_S if joined is None else joined.wait_s
     if joined is None and not any(machine.has(bundles[0]) for machine in ray_cluster.machines()):
-        patience_s = 0.0  # it grows no more
+        patience_s = 0.0  # a private cluster does not grow
     strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
     group = ray_cluster.call_ray(lambda: placement_group(bundles, strategy=strategy))
-    begun, said = time.monotonic(), joined is None
+    begun, is_logged = time.monotonic(), joined is None
     while not group.wait(timeout_seconds=1.0):
         waited_s = time.monotonic() - begun
         ray_cluster.require_ray()
-        if waited_s < (patience_s if said else min(patience_s, _SILENT_PATIENCE_S)):
+        if waited_s < (patience_s if is_logged else min(patience_s, _SILENT_PATIENCE_S)):
             continue
         missing = shortage(bundles, pool.world_size, ray_cluster.machines(), ray.available_resources())
         if waited_s >= patience_s:
             remove_placement_group(group)
             limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)" if joined else ""
             raise NoRoomError(f"there is no room for the run{limit}: {missing}")
-        said = True
+        is_logged = True
         if joined is not None:
             joined.log(f"waiting up to {patience_s:g} s for room in the cluster: {missing}")
     return group
 
 
 def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machine], free: Bundle) -> str:
-    """What is asked for, what there is, and what to change. present: machines; free: in all of them together."""
-    asked = max(bundles, key=lambda bundle: bundle["CPU"])
-    fitting, wanted = sum(machine.has(asked) for machine in present), len(bundles)
-    fewer = f"trainer.nnodes={fitting}" if 0 < fitting < wanted else "less (trainer.n_gpus_per_node)"
+    """Returns a message with the requested and available resources and the possible remedies.
+
+    Args:
+        present: machines of the cluster.
+        free: free resources of all machines together.
+    """
+    largest = max(bundles, key=lambda bundle: bundle["CPU"])
+    fitting = sum(machine.has(largest) for machine in present)
+    wanted = len(bundles)
+    fewer = f"trainer.nnodes={fitting}" if 0 < fitting < wanted else "fewer devices (trainer.n_gpus_per_node)"
     listed = "".join(f"\n  {machine.name}: {_listed(machine.resources)}" for machine in present)
     return (
-        f"{slots} slots are asked for, on {wanted} machine{'s' * (wanted > 1)} with {_listed(asked)} each; {fitting} "
-        f"of the {len(present)} machines there can hold that:{listed}\n  free now, in all: {_listed(free)}\nAdd "
-        "machines (`ray start --address=...`), wait for those who use them, or go on with "
+        f"the run needs {slots} slots on {wanted} machine{'s' * (wanted > 1)} with {_listed(largest)} each; {fitting} "
+        f"of the {len(present)} machines in the cluster can hold that:{listed}\n  free now, in total: {_listed(free)}\n"
+        "Add machines (`ray start --address=...`), wait until other jobs release theirs, or continue with "
         f"{fewer}: any number of devices can load a checkpoint"
     )
 
 
 def _listed(resources: Bundle) -> str:
-    """`2 CPU, 1 GPU`."""
+    """Formats resources as `2 CPU, 1 GPU`."""
     kinds = ["CPU", *({"GPU"} & resources.keys())]
     return ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in kinds)
 
 
 class SlotProcess:
-    """What runs in a worker process: the slot, and calls on the objects in it."""
+    """The actor in a worker process: it holds the slot and runs calls on the objects in it."""
 
     def __init__(self, umask: int, log_file: str | None, stall_timeout_s: float | None) -> None:
         self._stall_timeout_s, self._log_file = stall_timeout_s, log_file
-        for number in ray_cluster.OF_BATCH_SYSTEMS:  # passed over here, and heard by what user code starts from here
+        # this process ignores the signals; a no-op handler, unlike SIG_IGN, is not inherited by programs of user code
+        for number in ray_cluster.BATCH_SYSTEM_SIGNALS:
             signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ray_cluster.OF_BATCH_SYSTEMS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ray_cluster.BATCH_SYSTEM_SIGNALS)
         ray_cluster.begin_process(umask, log_file)
         if log_file is not None:
-            faulthandler.enable()  # a crash in native code leaves its stack there
-        gc.disable()  # until all is imported: that takes a tenth less, and there is nothing to collect
-        tensor_dict({}, 0)  # imports what the first batch would otherwise wait for
+            faulthandler.enable()  # a crash in native code writes its stack to the log
+        gc.disable()  # until all imports are done: there is no garbage yet, and the imports take 10% less time
+        tensor_dict({}, 0)  # imports its dependencies now instead of at the first batch
 
     def begin(self, opens_store: bool) -> tuple[str, tuple[str, int] | None]:
-        """Ray's name of this machine, and the address of the store that this process opens and holds, if asked to."""
+        """Returns Ray's id of this machine and, with `opens_store`, the address of a store that this process opens."""
         host = ray.util.get_node_ip_address()
         return ray.get_runtime_context().get_node_id(), (host, open_store(host)) if opens_store else None
 
     def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs], modules: Sequence[str]) -> None:
-        """Import `modules`, and make the objects of all roles, in order."""
+        """Imports `modules` and constructs the objects of all roles in order."""
         self._slot = slot
         assert slot.store is not None
         os.environ |= {
@@ -122,7 +131,7 @@ class SlotProcess:
         }
         interface = interface_of(ray.util.get_node_ip_address())
         if interface is not None:
-            for library in ("GLOO", "NCCL"):  # else by the host's name, or any interface that is up
+            for library in ("GLOO", "NCCL"):  # otherwise they use the host name or any active interface
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         with ray_errors.portable_errors():
             import_modules(modules)
@@ -132,11 +141,15 @@ class SlotProcess:
                 construct(slot, role, recipe)
 
     def invoke(self, role: str, method: str, names: list[str], *values: Any) -> Any:
-        """Call a method; the last len(names) values are keyword arguments: Ray resolves only top-level references."""
+        """Calls a method of a role's object.
+
+        The last len(names) values are the keyword arguments `names`: Ray only resolves references that are top-level
+        arguments.
+        """
         ray_cluster.restore_log(self._log_file)
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
-        if self._stall_timeout_s is not None:  # stacks of all threads go to the log before the driver ends the process
+        if self._stall_timeout_s is not None:  # write the stacks to the log shortly before the driver ends the process
             faulthandler.dump_traceback_later(0.9 * self._stall_timeout_s)
         try:
             with ray_errors.portable_errors():
@@ -156,7 +169,7 @@ class _Handle:
 
 
 class RayTransport:
-    """The slot processes of a pool; for the arguments see `create_worker_groups`."""
+    """The slot processes of a pool. For the arguments see `create_worker_groups`."""
 
     def __init__(
         self,
@@ -168,9 +181,9 @@ class RayTransport:
         stall_timeout_s: float | None,
     ) -> None:
         if not ray.is_initialized():
-            raise RuntimeError("trainer.backend=ray needs a cluster: ray_running starts one")
+            raise RuntimeError("trainer.backend=ray needs a Ray cluster; start it with ray_running")
         self.world_size, name = pool.world_size, "+".join(roles)
-        self._stall_timeout_s: float | None = None  # starting may take as long as it takes
+        self._stall_timeout_s: float | None = None  # no time limit for the start
         self._ended: str | None = None
         folder = None if log_dir is None else Path(log_dir).resolve()
         self._logs = [None if folder is None else str(folder / f"{name}-{r}.log") for r in range(pool.world_size)]
@@ -189,13 +202,15 @@ class RayTransport:
         ]
         self._machines: dict[int, ray_cluster.Machine] = {}  # by rank, in a joined cluster
         self._lookout, self._processes = Lookout(), dict[int, tuple[Address, int]]()
-        begun = [_Handle(one.begin.remote(rank == 0), rank, name, "start") for rank, one in enumerate(self._actors)]
-        (_, store), *_ = found = self.wait(begun)
-        self._processes = {rank: ray_cluster.process_of(one) for rank, one in enumerate(self._actors)}
+        starts = [_Handle(each.begin.remote(rank == 0), rank, name, "start") for rank, each in enumerate(self._actors)]
+        started = self.wait(starts)
+        store = started[0][1]
+        self._processes = {rank: ray_cluster.process_of(each) for rank, each in enumerate(self._actors)}
         joined = () if ray_cluster.joined_cluster() is None else ray_cluster.machines()
         known = {machine.node_id: machine for machine in joined}
-        self._machines = {rank: known[node_id] for rank, (node_id, _) in enumerate(found) if node_id in known}
-        shared, constructing = self.share(roles), []
+        self._machines = {rank: known[node_id] for rank, (node_id, _) in enumerate(started) if node_id in known}
+        shared = self.share(roles)
+        constructing: list[_Handle] = []
         for rank, node in enumerate(pool.nodes):
             slot = Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="ray", store=store)
             ref = self._actors[rank].construct.remote(slot, shared, tuple(modules))
@@ -214,12 +229,16 @@ class RayTransport:
         return _Handle(ref, rank, role, method)
 
     def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
-        """The answers; see Transport. fatal: an error ends the slots even if every rank came back."""
+        """Returns the results, see `Transport.wait`.
+
+        Args:
+            fatal: if True, an error ends the slots even if all ranks have returned.
+        """
         answers: dict[Any, Any] = {}
-        pending, look, begun = list(handles), _FIRST_LOOK_S, time.monotonic()
+        pending, poll_s, begun = list(handles), _FIRST_POLL_S, time.monotonic()
         while pending:
-            pending, errors = self._collect(pending, answers, look)
-            look = min(2 * look, _LONGEST_LOOK_S)
+            pending, errors = self._collect(pending, answers, poll_s)
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
             errors += self._silent_workers(pending)
             if errors:
                 raise self._handle_crash(errors, pending, fatal)
@@ -235,34 +254,34 @@ class RayTransport:
     def _collect(
         self, pending: list[_Handle], answers: dict[Any, Any], timeout_s: float
     ) -> tuple[list[_Handle], list[Exception]]:
-        """Waits for calls, whose answers go to `answers`. Gives those that still run, and the errors of others."""
-        refs = [one.ref for one in pending]
+        """Waits for calls and adds their results to `answers`. Returns the unfinished calls and the errors."""
+        refs = [handle.ref for handle in pending]
         ready = set(ray_cluster.call_ray(lambda: ray.wait(refs, num_returns=len(refs), timeout=timeout_s))[0])
         errors: list[Exception] = []
-        for handle in (one for one in pending if one.ref in ready):
+        for handle in (each for each in pending if each.ref in ready):
             try:
                 answers[handle.ref] = ray_cluster.call_ray(partial(ray.get, handle.ref))
             except RayTaskError as error:
                 errors.append(ray_errors.original_error(error))
             except RayError as error:
-                ray_cluster.require_ray()  # a worker ends with its raylet
+                ray_cluster.require_ray()  # if the raylet has ended, that is the cause
                 ended = "" if self._ended is None else f"the workers had been ended: {self._ended}"
                 note = str(error) if isinstance(error, OutOfMemoryError) else ended
                 errors.append(self._lost_machine(handle) or self._death(handle, ray_errors.cause_of_death(error), note))
-        return [one for one in pending if one.ref not in ready], errors
+        return [handle for handle in pending if handle.ref not in ready], errors
 
     def _silent_workers(self, pending: list[_Handle]) -> list[Exception]:
-        """The errors of ranks whose processes, or the raylets of their machines, have not answered for long."""
-        known = {self._processes[one.rank][0]: one for one in pending if one.rank in self._processes}
-        known |= {self._machines[one.rank].address: one for one in pending if one.rank in self._machines}
+        """Returns the errors of ranks whose process, or whose machine's raylet, no longer answers."""
+        watched = {self._processes[handle.rank][0]: handle for handle in pending if handle.rank in self._processes}
+        watched |= {self._machines[handle.rank].address: handle for handle in pending if handle.rank in self._machines}
         errors: list[Exception] = []
-        for handle in (known[address] for address in self._lookout.lost(known)):
-            cause = f"{silent_process(*self._processes[handle.rank])}. The run ends it"
+        for handle in (watched[address] for address in self._lookout.lost(watched)):
+            cause = f"{silent_process(*self._processes[handle.rank])}. The run ends the process"
             errors.append(self._lost_machine(handle) or self._death(handle, cause))
         return errors
 
     def _lost_machine(self, handle: _Handle) -> WorkerDiedError | None:
-        """The error of a rank whose machine does not answer; None if it does."""
+        """Returns an error if the rank's machine does not answer, else None."""
         machine = self._machines.get(handle.rank)
         reason = None if machine is None else silence_of(machine.address)
         cause = f"its machine has left the cluster: its raylet at {reason}"
@@ -273,7 +292,10 @@ class RayTransport:
         return ray_errors.death(cause, handle.role, handle.rank, handle.method, self._logs[handle.rank], node, note)
 
     def _handle_crash(self, errors: list[Exception], pending: list[_Handle], fatal: bool) -> Exception:
-        """The error to raise: the earliest that is not a mere consequence of another. Ends slots that do not answer."""
+        """Returns the error to raise: the first that is not a consequence of another one.
+
+        Waits a few seconds for the pending calls, and then ends all slots if some have not returned.
+        """
         begun = time.monotonic()
         while pending:
             patience = _CAUSE_PATIENCE_S if all(map(ray_errors.is_consequence, errors)) else _GRACE_S
@@ -286,7 +308,7 @@ class RayTransport:
         first = min(errors, key=ray_errors.is_consequence)  # min keeps the earliest of equals
         if pending:
             ranks = [handle.rank for handle in pending]
-            first.add_note(f"ranks {ranks} had not answered seconds later: the pool's workers were ended")
+            first.add_note(f"ranks {ranks} did not return within seconds, so all workers of the pool were ended")
         if pending or fatal or any(isinstance(error, WorkerDiedError) for error in errors):
             self._end(f"{type(first).__name__}: {first}")
         return first
@@ -304,6 +326,6 @@ class RayTransport:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address; None if none is listed with it."""
+    """Returns the name of the network interface with this address, or None."""
     found = psutil.net_if_addrs().items()
     return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)

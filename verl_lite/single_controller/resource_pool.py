@@ -1,4 +1,4 @@
-"""What is to run, and where: slots for workers, and services: one object that the driver and its workers call."""
+"""Resource pools (slots for workers), constructor recipes, and services: objects that driver and workers call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class ClassWithInitArgs:
-    """A class and the arguments of its constructor, which runs elsewhere. (verl: RayClassWithInitArgs)"""
+    """A class and its constructor arguments, to construct it in another process. (verl: RayClassWithInitArgs)"""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         self.cls, self.args, self.kwargs = cls, args, kwargs
@@ -19,8 +19,9 @@ class ClassWithInitArgs:
 class ResourcePool:
     """Slots for workers.
 
-    process_on_nodes: processes on each machine. use_gpu: one device each. cpus_per_process: cores each, a fraction
-    lets several share one.
+    process_on_nodes: number of processes on each machine.
+    use_gpu: True if each process has one GPU.
+    cpus_per_process: cores per process; with a fraction, several processes share a core.
     """
 
     process_on_nodes: list[int]
@@ -38,28 +39,28 @@ class ResourcePool:
 
     @property
     def nodes(self) -> list[int]:
-        """The machine of each rank."""
+        """Index of the machine of each rank."""
         return [node for node, count in enumerate(self.process_on_nodes) for _ in range(count)]
 
 
 class ServiceHandle(Protocol):
-    """One object in a process of its own. Can be given to workers as an argument."""
+    """Handle of an object in a separate process. Can be passed to workers as an argument."""
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Start a method and go on. What it raises is raised by the next `call`, whoever makes it.
+        """Starts a method and returns without waiting. The next `call` of any caller raises the method's exception.
 
-        Sends of one sender arrive in their order; nothing is promised about those of different senders.
+        The sends of one sender run in order; sends of different senders run in any order.
         """
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method and wait for its answer."""
+        """Runs a method and returns its result."""
 
     def stop(self) -> None:
-        """End the service."""
+        """Ends the service."""
 
 
 class LocalService:
-    """A service in this process. `send` runs the method at once."""
+    """A service in this process. `send` runs the method immediately."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._object = make()
@@ -68,7 +69,7 @@ class LocalService:
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
         try:
             getattr(self._object, method)(*args, **kwargs)
-        except Exception as error:  # raised by the next call
+        except Exception as error:  # the next call raises it
             self._failed = self._failed or error
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

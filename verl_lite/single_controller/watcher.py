@@ -1,7 +1,8 @@
-"""Ends what a run leaves behind: its processes, temporary folder and shared memory. Standard library only.
+"""Cleans up after a run: ends its processes and removes its temporary folders and shared memory.
 
-Its processes are known by an environment variable with the run's token, which all inherit, and never by name. `python
-watcher.py PID TOKEN FOLDER...`, started with each run in a session of its own, waits for the driver's death.
+Uses only the standard library. The run's processes are identified by an environment variable with the run's token,
+which they all inherit, never by name. Each run starts `python watcher.py PID TOKEN FOLDER...` in a separate session; it
+waits for the driver's death.
 """
 
 import contextlib
@@ -15,22 +16,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-RUN_MARK = "VERL_LITE_RUN"  # everything started while the run's cluster is up, the driver's own children included
-CLUSTER_MARK = "VERL_LITE_CLUSTER"  # the cluster's processes only
+RUN_MARK = "VERL_LITE_RUN"  # marks all processes that start while the run's cluster is up, including the driver's
+CLUSTER_MARK = "VERL_LITE_CLUSTER"  # marks only the processes of the cluster
 _PROC = "/proc"
-_PS = ("/bin/ps", "-axwwE", "-o", "pid=,command=")  # macOS, which has no /proc: each command with its environment
+_PS = ("/bin/ps", "-axwwE", "-o", "pid=,command=")  # lists commands with their environment on macOS, without /proc
 _SHARED_MEMORY = "/dev/shm/"
-LOOK_EVERY_S = 3.0  # for shared memory of processes that may be gone when the driver dies
+LOOK_EVERY_S = 3.0  # interval between looks at the shared memory of processes that may end before the driver
 
 
 def marked_processes(mark: str, token: str, folders: Sequence[str] = ()) -> list[int]:
-    """Living processes of this user whose initial environment has mark=token; this process is not among them.
+    """Returns the ids of this user's other live processes whose initial environment contains mark=token.
 
-    Some of Ray's processes overwrite theirs with a title: these are known by a file in one of `folders` that they have
-    open. On macOS they are not found; they end by themselves, because their raylet, which is found, has ended.
+    Some Ray processes overwrite their environment with a title; an open file in one of `folders` identifies them. On
+    macOS this function does not find them, but they end on their own once their raylet, which it finds, has ended.
     """
     if not os.path.isdir(_PROC):
-        # without an environment of its own, `ps` does not list itself
+        # `ps` runs with an empty environment, so it does not list itself
         listing = subprocess.run(_PS, env={}, capture_output=True, text=True, errors="replace").stdout
         lines = [line.split(maxsplit=1) for line in listing.splitlines() if f"{mark}={token}" in line]
         return [int(pid) for pid, _ in lines if int(pid) != os.getpid()]
@@ -40,7 +41,7 @@ def marked_processes(mark: str, token: str, folders: Sequence[str] = ()) -> list
     for pid in _other_processes():
         try:
             environment = Path(_PROC, pid, "environ").read_bytes()
-        except OSError:  # gone, or somebody else's
+        except OSError:  # the process has ended or belongs to another user
             continue
         overwritten = environment.startswith(b"\0")
         if wanted in environment.split(b"\0") or (overwritten and any(f.startswith(places) for f in _open_files(pid))):
@@ -56,12 +57,12 @@ def _other_processes() -> list[str]:
 def _open_files(pid: str) -> list[str]:
     try:
         return [os.readlink(descriptor.path) for descriptor in os.scandir(f"{_PROC}/{pid}/fd")]
-    except OSError:  # gone, or somebody else's
+    except OSError:  # the process has ended or belongs to another user
         return []
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped."""
+    """Returns the files in /dev/shm that these processes have mapped."""
     files = set()
     for pid in pids:
         try:
@@ -73,9 +74,11 @@ def shared_memory_of(pids: list[int]) -> set[str]:
 
 
 def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, shared: set[str] | None = None) -> None:
-    """Kill the marked processes, after giving them `patience_s` to end by themselves, and remove what they leave.
+    """Kills the marked processes and removes `folders` and their shared memory.
 
-    shared: files in /dev/shm known to be theirs; those that they still have mapped are found here.
+    Args:
+        patience_s: time that the processes have to end on their own, in seconds.
+        shared: known files in /dev/shm of these processes; files that they still map are added.
     """
     files = set(shared or ())
     deadline = time.monotonic() + patience_s
@@ -83,7 +86,7 @@ def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, s
         files |= shared_memory_of(pids)
         if time.monotonic() >= deadline:
             kill(pids)
-        if time.monotonic() >= deadline + 10:  # unkillable: in the kernel, or a zombie that nobody reaps
+        if time.monotonic() >= deadline + 10:  # unkillable: blocked in the kernel, or a zombie that nobody reaps
             break
         time.sleep(0.05)
     if files:
@@ -95,14 +98,17 @@ def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, s
 
 
 def kill(pids: list[int]) -> None:
-    """SIGKILL to each that is still there."""
+    """Sends SIGKILL to the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def watch(driver: int, token: str, folders: list[str]) -> None:
-    """Wait for a byte on standard input (the run ended and cleaned up itself) or for the driver's death."""
+    """Waits for the driver's death and then cleans up. Returns early if a byte arrives on standard input.
+
+    The driver writes that byte if the run ended normally and has cleaned up after itself.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # batch systems send them to every process of a job
         signal.signal(number, signal.SIG_IGN)
     pipe = os.readlink(f"{_PROC}/self/fd/0") if os.path.isdir(_PROC) else ""
@@ -117,7 +123,7 @@ def watch(driver: int, token: str, folders: list[str]) -> None:
         if time.monotonic() - looked > LOOK_EVERY_S:
             shared |= shared_memory_of(marked_processes(RUN_MARK, token))
             looked = time.monotonic()
-    # Forks of the driver have its environment, which has no mark. They are found by the pipe, which they have open.
+    # Forks of the driver inherit its environment, which has no mark; the open pipe identifies them.
     kill([int(pid) for pid in _other_processes() if pipe in _open_files(pid)])
     end(RUN_MARK, token, folders, shared=shared)
 

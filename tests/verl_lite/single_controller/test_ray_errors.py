@@ -66,9 +66,9 @@ Selected to kill: (Actor(5a5681): job ID=01000000, task name=A.__init__, pid=214
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OutOfMemoryError(OUT_OF_MEMORY), "the machine's memory ran out (4.05GB of 23.54GB in use). Take less"),
+        (OutOfMemoryError(OUT_OF_MEMORY), "the machine's memory ran out (4.05GB of 23.54GB in use). Reduce"),
         (RayActorError(error_msg="exits with a connection error code 2. End"), "kill -9, the kernel's out-of-memory"),
-        (RayActorError(error_msg="Worker exits with an exit code 3."), "by a call of exit, with code 3"),
+        (RayActorError(error_msg="Worker exits with an exit code 3."), "its process called exit with code 3"),
         (RayActorError(error_msg="The actor is dead because of a\n\tnew cause. Some common causes"), "of a new cause."),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_call_of_ray_that_never_returns_ends_with_the_part_that_is_lost(
     store = ("127.0.0.1", 9)
     cluster = Cluster(address, 1.0, print, {store: "control store"})
     monkeypatch.setattr(ray_cluster, "_cluster", cluster)
-    monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.01)
+    monkeypatch.setattr(ray_cluster, "_POLL_S", 0.01)
     lost = iter([[], [], [store]])
     cluster.lookout = SimpleNamespace(lost=lambda parts: next(lost))  # type: ignore[assignment]
     whose = "the run's own Ray" if address is None else "the Ray cluster at 10.0.0.9:1"
@@ -134,9 +134,9 @@ def test_a_missing_machine_is_named_with_what_to_do() -> None:
         Machine("a", "10.0.0.2 (gpu-a)", ("10.0.0.2", 1), {"CPU": 8.0, "GPU": 4.0}),
     ]
     said = shortage([{"CPU": 4.0, "GPU": 4.0}] * 2, 8, there, {"CPU": 8.0, "GPU": 3.0})
-    assert "on 2 machines with 4 CPU, 4 GPU each; 1 of the 2 machines there can hold that" in said
-    assert "10.0.0.2 (gpu-a): 8 CPU, 4 GPU" in said and "free now, in all: 8 CPU, 3 GPU" in said
-    assert "go on with trainer.nnodes=1" in said
+    assert "on 2 machines with 4 CPU, 4 GPU each; 1 of the 2 machines in the cluster can hold that" in said
+    assert "10.0.0.2 (gpu-a): 8 CPU, 4 GPU" in said and "free now, in total: 8 CPU, 3 GPU" in said
+    assert "continue with trainer.nnodes=1" in said
 
 
 def test_an_address_where_nobody_answers_is_an_error_soon() -> None:
@@ -175,8 +175,8 @@ def test_a_start_that_was_too_slow_is_made_again_and_signals_stay_the_runs_own(
     monkeypatch.setattr(ray_cluster, "_end_processes", lambda guard: None)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with ray_cluster._signal_handlers_kept():
-            ray_cluster._init_patiently(None)  # type: ignore[arg-type]
+        with ray_cluster._sigterm_handler_restored():
+            ray_cluster._init_with_retries(None)  # type: ignore[arg-type]
         assert raised is None
     except (RuntimeError, OSError) as error:
         assert type(error) is raised and (raised is OSError or "overloaded" in str(error))

@@ -136,7 +136,7 @@ def test_a_stopped_rank_is_named_and_a_busy_one_is_waited_for(
 
 
 def test_more_workers_than_room(ray_cluster: None) -> None:
-    with pytest.raises(NoRoomError, match="3 slots are asked for, .*3 CPU each; 0 of the 1 machines"):
+    with pytest.raises(NoRoomError, match="the run needs 3 slots .*3 CPU each; 0 of the 1 machines"):
         create_worker_groups("ray", ResourcePool([3]), {"c": ClassWithInitArgs(Calculator)})
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.workers.processes import gone
 from tests.workers.rewards.conftest import MakePool, failed, items, score
-from verl_lite.single_controller.ray_cluster import OF_BATCH_SYSTEMS
+from verl_lite.single_controller.ray_cluster import BATCH_SYSTEM_SIGNALS
 from workers.pool import process
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_what_a_reward_left_running_ends_with_its_process(make_pool: MakePool, t
 
 def test_a_reward_can_end_what_it_starts_also_where_ray_hears_no_signals(make_pool: MakePool) -> None:
     """Ray's processes, one of which holds the pool, are started with SIGTERM blocked, and that is inherited."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_BATCH_SYSTEMS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SYSTEM_SIGNALS)
     try:
         [result] = score(make_pool(), "terminate")
     finally:
