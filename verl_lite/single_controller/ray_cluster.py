@@ -67,10 +67,7 @@ class Machine:
 
 
 def machines() -> list[Machine]:
-    """Returns the live machines of the cluster.
-
-    Ray may notice the loss of a machine late, so machines that do not answer are left out.
-    """
+    """Returns the machines of the cluster that answer. Ray itself may notice the loss of a machine late."""
     known = []
     for entry in filter(lambda node: node["Alive"], ray.nodes()):
         ip, host = entry["NodeManagerAddress"], entry["NodeManagerHostname"]
@@ -267,11 +264,8 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
 
 
 def _init_with_retries(guard: Guard, **options: Any) -> None:
-    """Calls `ray.init` until it succeeds, at most _STARTS times.
-
-    On a busy machine Ray gives up after 30 s, and no option changes this limit. Raises RuntimeError after the last try.
-    """
-    for _ in range(_STARTS):
+    """Calls `ray.init` until it succeeds, at most _STARTS times; then raises RuntimeError."""
+    for _ in range(_STARTS):  # on a busy machine, Ray gives up after 30 s, and no option changes that limit
         try:
             ray.init(**options)
             return
@@ -375,10 +369,7 @@ def _end_processes(guard: Guard, is_lost: bool = False) -> None:
 
 
 def worker_env(env: dict[str, str]) -> dict[str, str]:
-    """Returns `env` with a PYTHONPATH from which worker processes import the same modules as the driver.
-
-    This project comes first in the path.
-    """
+    """Returns `env` with a PYTHONPATH that makes workers import the driver's modules, this project's first."""
     installed = (sys.prefix, sys.base_prefix)
     own = [path for path in sys.path if path and Path(path).is_dir() and not path.startswith(installed)]
     paths = dict.fromkeys([_PROJECT_ROOT, *own, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))])
@@ -393,11 +384,9 @@ def current_umask() -> int:
 
 
 def begin_process(umask: int, log_file: str | None) -> None:
-    """Sets the umask of a worker process and redirects its output to `log_file`. Call this at the process's start.
+    """Sets up a starting worker process: umask as in the driver, and output appended to `log_file` if it is not None.
 
-    Args:
-        umask: the driver's umask; a joined cluster may start its workers with another one.
-        log_file: file to which all output, including that of C libraries, is appended; None = no redirection.
+    A joined cluster may start workers with another umask. The redirection includes the output of C libraries.
     """
     os.umask(umask)
     if log_file is None:

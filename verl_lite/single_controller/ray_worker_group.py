@@ -74,9 +74,7 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
 def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machine], free: Bundle) -> str:
     """Returns a message with the requested and available resources and the possible remedies.
 
-    Args:
-        present: machines of the cluster.
-        free: free resources of all machines together.
+    present: machines of the cluster. free: free resources of all machines together.
     """
     largest = max(bundles, key=lambda bundle: bundle["CPU"])
     fitting = sum(machine.has(largest) for machine in present)
@@ -141,11 +139,7 @@ class SlotProcess:
                 construct(slot, role, recipe)
 
     def invoke(self, role: str, method: str, names: list[str], *values: Any) -> Any:
-        """Calls a method of a role's object.
-
-        The last len(names) values are the keyword arguments `names`: Ray only resolves references that are top-level
-        arguments.
-        """
+        """Calls a method. The last len(names) values are keyword arguments: Ray resolves only top-level references."""
         ray_cluster.restore_log(self._log_file)
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
@@ -229,11 +223,7 @@ class RayTransport:
         return _Handle(ref, rank, role, method)
 
     def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
-        """Returns the results, see `Transport.wait`.
-
-        Args:
-            fatal: if True, an error ends the slots even if all ranks have returned.
-        """
+        """Returns the results, see `Transport.wait`. With `fatal`, an error always ends the slots."""
         answers: dict[Any, Any] = {}
         pending, poll_s, begun = list(handles), _FIRST_POLL_S, time.monotonic()
         while pending:

@@ -66,8 +66,7 @@ class Completion:
 
     token_ids, log_probs: tokens of the response including the stop token, and one log-prob per token.
     finish_reason: "stop" (a stop token) or "length" (max_tokens or the end of the context).
-    policy_version: version of the weights that were loaded when the request was submitted, i.e. the oldest version
-        that sampled any of its tokens.
+    policy_version: version of the weights at the time of submission, the oldest that sampled any of the tokens.
     routed_experts: with rollout.router_replay (n, layers, k) int16: expert indices of all tokens of prompt and response
         except the last one, which no forward has read.
     """
@@ -105,13 +104,9 @@ class RolloutEngine(Protocol):
         """Ends these requests now, without a completion. Ignores ids of unknown or finished requests."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replaces all weights.
+        """Loads all parameters, given under their Hugging Face names on any device. Consumes the iterator lazily.
 
-        Call `reset_cache` afterwards.
-
-        Args:
-            weights: all parameters under their Hugging Face names, on any device. The iterator is consumed lazily.
-            version: the `policy_version` of requests submitted after this call.
+        Call `reset_cache` afterwards. `version` is the `policy_version` of requests submitted from now on.
         """
 
     def reset_cache(self) -> None:
@@ -199,9 +194,7 @@ def build_rollout_engine(
         seed: seed of all randomness that is not seeded by a request.
         override_config: entries that replace those of the model's config.
 
-    Raises:
-        ValueError: the name is unknown.
-        ImportError: the engine's package is missing.
+    Raises ValueError if the name is unknown, ImportError if the engine's package is missing.
     """
     name = resolve_engine_name(name)
     if name in _BUILT_IN:
@@ -222,10 +215,7 @@ def build_rollout_engine(
 def derive_seed(root: int, step: int, uid: str | int, sample: int) -> int:
     """Returns the seed of one sample of one prompt in one step: 63 bits, equal on all machines and in all processes.
 
-    Args:
-        root: seed of the run.
-        uid: name of the prompt within the step.
-        sample: index of the sample, 0 .. n-1.
+    root: seed of the run. uid: name of the prompt within the step. sample: index of the sample, 0 .. n-1.
     """
     text = f"{root}\x1f{step}\x1f{uid}\x1f{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
@@ -234,13 +224,7 @@ def derive_seed(root: int, step: int, uid: str | int, sample: int) -> int:
 def check_request(request: Request, max_model_len: int, in_use: Iterable[str], version: int | None) -> tuple[int, int]:
     """Checks a request. Returns its maximum response length (max_tokens, cut to the context) and policy version.
 
-    Args:
-        in_use: ids of the unfinished requests.
-        version: version of the engine's weights; None if it has none.
-
-    Raises:
-        ValueError: the prompt is empty or too long, or the id is in use.
-        RuntimeError: the engine has no weights.
+    Raises ValueError for an empty or too long prompt or an id in use, RuntimeError if the engine has no weights.
     """
     length = len(request.prompt_ids)
     if not 1 <= length < max_model_len:

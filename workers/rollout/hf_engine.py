@@ -218,12 +218,12 @@ class HFEngine:
             [
                 [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
                 [row.length - 1 for row in rows],
-                [params.seed for params in sampling],
-                [params.top_k for params in sampling],
+                [each.seed for each in sampling],
+                [each.top_k for each in sampling],
             ]
         )
         self._floats[:, slots] = torch.tensor(
-            [[params.temperature for params in sampling], [params.top_p for params in sampling]]
+            [[each.temperature for each in sampling], [each.top_p for each in sampling]]
         )
         self._extend(continued, first)
         self._prefill(fresh, first + len(continued))
@@ -255,9 +255,7 @@ class HFEngine:
     def _extend(self, rows: list[tuple[_Sequence, int]], first: int) -> None:
         """Encodes the missing tokens, except the last, of sequences whose slots already hold their first tokens.
 
-        Args:
-            rows: (sequence, number of tokens in its slot).
-            first: slot of the first row; the others follow it.
+        rows: (sequence, number of tokens in its slot), one per slot from `first` on.
         """
         assert self._cache is not None
         parts = [(row.encoded()[held:], held, slot) for slot, (row, held) in enumerate(rows, start=first)]

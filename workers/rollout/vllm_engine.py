@@ -89,8 +89,7 @@ class VLLMEngine:
             "seed": seed,
         }
         has_states = state_layers(self._model) or mixing_layers(self._model)
-        if device.type == "cpu" and has_states:
-            # vLLM caches the states of prefixes only with chunked prefill, which is off on a CPU
+        if device.type == "cpu" and has_states:  # vLLM caches states only with chunked prefill, which is off here
             arguments["enable_prefix_caching"] = False
         with _shared_memory_names(config.tensor_model_parallel_size) as executor:
             if executor is not None:
@@ -98,7 +97,6 @@ class VLLMEngine:
             engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
             with self._raise_with_model_type("start with"), _isolated_model_class(model_config):
                 if device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
-                    # also if vLLM itself loads the weights from the folder
                     raise NotImplementedError("its log-probs are nats away from those of transformers")
                 for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
                     # import the model's class here; otherwise vLLM starts a process to inspect it (13 s)
@@ -152,10 +150,7 @@ class VLLMEngine:
         )
 
     def _routes_of(self, output: Any) -> torch.Tensor | None:
-        """Returns the `routed_experts` of a completion. vLLM returns all layers, with zeros for layers without experts.
-
-        Raises UserError if vLLM returned none, another shape, or an expert twice for one token.
-        """
+        """Returns the `routed_experts` of a completion. vLLM returns all layers, zeros for those without experts."""
         if self._routers is None:
             return None
         result = output.outputs[0]
@@ -247,11 +242,8 @@ class VLLMEngine:
     def _raise_with_model_type(self, act: str, failed: Sequence[Exception] = ()) -> Iterator[None]:
         """Turns an exception of vLLM before its first completion into a UserError with the model family and a remedy.
 
-        Out-of-memory errors and exceptions from outside vLLM pass through unchanged.
-
-        Args:
-            act: the verb phrase before the model family in the message, such as "start with".
-            failed: exceptions that were raised outside vLLM. The caller may add to it inside the context.
+        Out-of-memory errors and exceptions in `failed`, which come from outside vLLM, pass through unchanged. act: verb
+        phrase of the message, such as "start with".
         """
         import vllm
 
@@ -295,19 +287,13 @@ def check_replay(config: RolloutConfig, device_type: str) -> None:
 
 
 def _disable_expert_recording(core: Any) -> None:
-    """Stops the scheduler from fetching recorded experts, for all ranks of an engine except the first.
-
-    vLLM records experts only on the first rank, but the schedulers of the other ranks fetch them too and would fail.
-    """
+    """Stops the scheduler from fetching experts. vLLM records them only on the first rank, so others would fail."""
     if (connector := getattr(core.engine_core.scheduler, "aux_output_connector", None)) is not None:  # since vLLM 0.31
         connector.take_output = lambda request, output: None
 
 
 def _summarize_engine(worker: Any) -> str:
-    """Returns one line with the choices that vLLM made: runner, attention, dtype, cache and CUDA graphs.
-
-    Runs in vLLM's worker.
-    """
+    """Returns one line with vLLM's choices of runner, attention, dtype, cache and CUDA graphs. Runs in its worker."""
     config = worker.vllm_config
     cache, layers = config.cache_config, config.compilation_config.static_forward_context.values()
     attention = sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")})
@@ -333,8 +319,7 @@ def _repack_tied_head(worker: Any) -> None:
 def _unpack_experts(worker: Any) -> None:
     """Removes the kernels of the expert layers, so that a reload on a CPU builds them again. Runs in vLLM's worker.
 
-    vLLM packs the weights of experts when it builds their kernel; a reload with an existing kernel leaves the new
-    weights unpacked (vLLM 0.32).
+    vLLM packs expert weights when it builds their kernel; with an existing kernel, a reload does not pack them (0.32).
     """
     for module in worker.model_runner.get_model().modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
@@ -342,10 +327,7 @@ def _unpack_experts(worker: Any) -> None:
 
 
 def _has_stale_experts(worker: Any) -> bool:
-    """Returns True if the reload built no kernel for a mixture-of-experts layer. Runs in vLLM's worker.
-
-    This happens if the weights reach the layer without vLLM's reload tracking them.
-    """
+    """Returns True if a reload, because it did not track the weights of an expert layer, built no kernel for it."""
     methods = [getattr(module, "quant_method", None) for module in worker.model_runner.get_model().modules()]
     return any(getattr(method, "moe_kernel", method) is None and method is not None for method in methods)
 
@@ -366,8 +348,7 @@ def _sliding_window_override(config: PretrainedConfig) -> dict[str, int]:
 def _isolated_model_class(config: PretrainedConfig) -> Iterator[None]:
     """Makes vLLM use a subclass of the model's transformers class inside the context.
 
-    If vLLM runs a model with the implementation of transformers, it modifies the model's class for compilation. Other
-    networks of that class in this process would then stop working.
+    vLLM modifies the class of a transformers model for compilation, which breaks other networks of the same class.
     """
     model_class: Any = MODEL_MAPPING.get(type(config), None)
     if model_class is None:
@@ -397,8 +378,7 @@ def _prepare_process(device: torch.device) -> None:
         torch._dynamo.config.disable = True
         try:
             import torchvision  # noqa: F401
-        except (ImportError, RuntimeError):
-            # a CUDA build of torchvision with a CPU build of torch breaks the import of vllm too: hide torchvision
+        except (ImportError, RuntimeError):  # a CUDA build with torch's CPU build would break the import of vllm too
             sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
@@ -418,8 +398,7 @@ def _engine_arguments(
     if device.type == "cpu":
         device_arguments = {
             "kv_cache_memory_bytes": config.kv_cache_memory_mb << 20,
-            # equal prompts share only whole blocks: with vLLM's default of 128 tokens, it would encode a short prompt
-            # again for each sample
+            # equal prompts share only whole blocks; with vLLM's 128 tokens, each sample encodes a short prompt again
             "block_size": 32,
             # in vLLM 0.32, a seeded request whose prompt is split over steps fails: it rewinds its random generator,
             # which a CPU generator does not support; without chunks, a prompt must fit into one step
@@ -429,8 +408,7 @@ def _engine_arguments(
         }
     if config.router_replay:
         device_arguments["enable_return_routed_experts"] = True
-        # with async scheduling, a step may still run after the last request has ended, and vLLM then fails when the
-        # next weights are loaded
+        # otherwise a step may still run after the last request has ended, and loading the next weights then fails
         device_arguments["async_scheduling"] = False
     return device_arguments | {
         "load_format": "dummy",
@@ -475,10 +453,9 @@ def _sampling_params(sampling: SamplingParams, limit: int) -> Any:
 def _shared_memory_names(tensor_parallel_size: int) -> Iterator[Any]:
     """Yields the executor class of a tensor-parallel engine, or None without tensor parallelism.
 
-    The class is vLLM's external launcher, but it takes ranks from torch.distributed instead of the environment, and its
-    shared memory has a name that is unique to this engine, so that two runs on a machine do not share it. The context
-    ends once all ranks have attached, and removes the names from /dev/shm; the operating system then frees the memory
-    when the processes end, even if they are killed.
+    The class is vLLM's external launcher with ranks from torch.distributed instead of the environment, and with a
+    unique name for its shared memory, so that two runs on a machine do not share it. When all ranks have attached, the
+    context removes the names from /dev/shm; the memory is then freed when the processes end, even if they are killed.
     """
     if tensor_parallel_size == 1:
         yield None
