@@ -1,1 +1,1 @@
-"""The driver: data, the training loop, validation, tracking, commands."""
+"""The driver process: data, training loop, validation, tracking and commands."""

@@ -1,10 +1,10 @@
-"""How a command begins and ends: the environment of its process; done, stopped, wrong input, or a failure, whose first
-cause is printed last.
+"""Start and end of every command: sets the process environment, handles signals, and turns errors into messages and an
+exit status. The first cause of a failure is printed last.
 
-The one door of all commands. What a run started has ended and is cleaned up by the time anything is said here: runs are
-contexts, and whatever ends them passes through these on its way. Imports nothing heavy: it runs before torch does.
+Runs are context managers, so everything that a run started has ended and is cleaned up before this module prints its
+message. The module imports nothing heavy, because it runs before torch is imported.
 
-Exit status: 0 done, 2 the user's input was wrong (one message, no traceback), 128 + the signal, 1 anything else.
+Exit status: 0 success, 2 invalid user input (one message, no traceback), 128 + the signal number, 1 any other failure.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from typing import Any, NoReturn
 
 from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
 
-NOTHING_LEFT = "nothing is left to do"  # said of a run that has all its steps
+NOTHING_LEFT = "nothing is left to do"  # part of the message about a run that already has all its steps
 WRONG_INPUT = 2
-INTERRUPTED = 130  # exit status of a run that its user stopped, as shells have it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; batch systems; the terminal is closed
+INTERRUPTED = 130  # exit status of a run that its user stopped: the shell's convention for SIGINT
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; batch systems; a closed terminal
 WORKERS = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1"),
     **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1"),
@@ -41,19 +41,21 @@ WORKERS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+)\.py$")  # files above the training loop
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is all that vLLM 0.26 reads
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # vLLM 0.26 reads only the second
 DRIVER = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers of CUDA_VISIBLE_DEVICES mean what nvidia-smi shows
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is CUDA does not yet fix which devices are seen
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # CUDA_VISIBLE_DEVICES counts devices in the order of nvidia-smi
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() then does not fix the set of visible devices
     "OMP_NUM_THREADS": "1",
 }
 
 
 def worker_environment(cpu: bool, threads: int, *, sleeps: bool = True) -> dict[str, str]:
-    """What a worker process is started with; on a GPU what the user has set of it stays.
+    """Returns the environment variables of a worker process. On a GPU, allocator settings of the user take precedence.
 
-    threads: of its computing (two pools on two cores slow each other 40 times). sleeps: its rollout engine gives its
-    memory back between rollouts, with an allocator that does not go with expandable segments.
+    Args:
+        threads: compute threads of the worker. Two thread pools on the same two cores slow each other down 40 times.
+        sleeps: the rollout engine frees its memory between rollouts. Its allocator does not support expandable
+            segments.
     """
     environment = {**WORKERS, "OMP_NUM_THREADS": str(threads)}
     if cpu:
@@ -64,14 +66,17 @@ def worker_environment(cpu: bool, threads: int, *, sleeps: bool = True) -> dict[
 
 
 def prepare_driver() -> None:
-    """Sets this process's environment; what the user has set stays."""
+    """Sets the environment variables of the driver process that the user has not set."""
     for name, value in (WORKERS | DRIVER).items():
         os.environ.setdefault(name, value)
 
 
 def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
-    """Decorator: makes the `main(argv=None)` of a command from a function of the words after `python -m NAME`. It runs
-    in a prepared process, and so imports what is heavy itself; for its end see `run_command`."""
+    """Decorator that turns a function of the arguments after `python -m NAME` into the `main(argv=None)` of a command.
+
+    The function runs after the environment is set, so it should import heavy modules in its body. `run_command` turns
+    its exceptions into an exit status.
+    """
 
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> int:
@@ -82,7 +87,7 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def out_as_word(argv: list[str], key: str) -> list[str]:
-    """The words of a command whose options are key=value, with `--out FILE` as the word key=FILE at their end."""
+    """Returns the arguments of a key=value command with `--out FILE` replaced by `key=FILE` at the end."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", action="append", default=[])
     given, rest = parser.parse_known_args(argv)
@@ -90,11 +95,11 @@ def out_as_word(argv: list[str], key: str) -> list[str]:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process of a command that is done, as Python would but for taking the modules apart, which takes more
-    than a second; as Python does where a debugger or a profiler looks on."""
+    """Ends the process like `sys.exit`, but without Python's module teardown, which takes more than a second. Under a
+    debugger or profiler it calls `sys.exit`."""
     if sys.gettrace() or sys.getprofile():
         sys.exit(status)
-    threading._shutdown()  # type: ignore[attr-defined]  # threads that still write are waited for
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are still writing
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -102,8 +107,8 @@ def leave(status: int) -> NoReturn:
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Runs a command; returns its exit status. An error that is not the user's goes on, and is printed when nobody
-    takes it, so that a debugger can."""
+    """Runs a command and returns its exit status. Errors other than the user's propagate, so that a debugger can catch
+    them, and `sys.excepthook` prints them."""
     sys.excepthook = print_failure
     with signals_interrupt() as received:
         try:
@@ -119,20 +124,22 @@ def run_command(command: Callable[[], int]) -> int:
             return 128 + number
         except ClusterLostError as error:
             print_failure(type(error), error, error.__traceback__)
-            if error.again is not None:  # all that the run started has ended
+            if error.again is not None:  # everything that the run started has ended
                 print(f"Starting again from the last checkpoint, in this process: {shlex.join(error.again)}")
             sys.stdout.flush()
             sys.stderr.flush()
             if error.again is not None:
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *error.again])
-            os._exit(1)  # Ray's part of this process cannot end in good order without a head; the guard cleans up
+            os._exit(1)  # Ray's client cannot shut down cleanly without its head node; the run's guard cleans up
 
 
 @contextmanager
 def file_mask(mask: str, folder: Path) -> Iterator[None]:
-    """Makes `folder`, if it is not there. It, and what this process and those that it starts make inside, lack the
-    permissions of `mask` (octal). The folders above it, in which others stand too, lack what the user's own umask takes
-    away as well."""
+    """Creates `folder` and sets the umask of this process and of the processes it starts to `mask` (octal).
+
+    Parent folders, which may be shared with others, are created with the permissions that both `mask` and the user's
+    umask remove taken away.
+    """
     own, wanted = os.umask(0o077), int(mask, 8)
     try:
         os.umask(own & wanted)
@@ -146,19 +153,19 @@ def file_mask(mask: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def signals_interrupt() -> Iterator[list[signal.Signals]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that the run ends in good order; another one
-    during that ends the process at once, and the run's guard cleans up. Gives the list of those received."""
+    """In this context SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that the run shuts down cleanly. A second
+    signal ends the process at once, and the run's guard cleans up. Yields the list of received signals."""
     received: list[signal.Signals] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if received:
-            with contextlib.suppress(OSError, RuntimeError):  # the signal may have come while the stream was written to
+            with contextlib.suppress(OSError, RuntimeError):  # the signal may have interrupted a write to the stream
                 sys.stdout.flush()
             name = signal.Signals(number).name
             os.write(2, f"\nStopped at once by {name}; the run's guard ends what is left of it.\n".encode())
             os._exit(128 + number)
         received.append(signal.Signals(number))
-        raise KeyboardInterrupt  # the one exception that Ray lets through while the driver waits
+        raise KeyboardInterrupt  # the only exception that Ray lets through while the driver waits
 
     with _handled_by(interrupt):
         yield received
@@ -166,8 +173,8 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
 
 @contextmanager
 def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C without a loss. Inside, the first of these signals calls `stop`, which ends the run after the step at hand
-    with a checkpoint; after it a second one raises KeyboardInterrupt. tell: shows a sentence to the user."""
+    """In this context the first signal calls `stop`, which ends the run with a checkpoint after the current step. A
+    second signal raises KeyboardInterrupt. tell: function that shows a message to the user."""
 
     def first(number: int, frame: FrameType | None) -> None:
         for each, handler in before.items():
@@ -182,12 +189,14 @@ def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) ->
 
 @contextmanager
 def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[dict[signal.Signals, Any]]:
-    """Inside, `handle` is called at these signals, after SIGHUP without a terminal. Gives the handlers that it stands
-    in for. A signal that was ignored before (nohup) stays ignored; outside the main thread, where Python takes no
-    signals, nothing changes."""
+    """In this context `handle` is called for SIGINT, SIGTERM and SIGHUP. Yields the handlers that it replaces.
+
+    After SIGHUP, output to the closed terminal is discarded first. Signals that were ignored before (nohup) stay
+    ignored. Outside the main thread, where Python does not deliver signals, nothing changes.
+    """
 
     def called(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would be an error
+        if number == signal.SIGHUP:  # the terminal is closed, so writing to it would raise an error
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for stream in (1, 2):
                 if stat.S_ISCHR(os.fstat(stream).st_mode):
@@ -207,26 +216,30 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[dic
 
 
 def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Takes the place of `sys.excepthook`."""
+    """Prints `failure_text` of an uncaught exception. Installed as `sys.excepthook`."""
     sys.stdout.flush()
     print(failure_text(error), file=sys.stderr, flush=True)
 
 
 def failure_text(error: BaseException) -> str:
-    """The message about the error that ended a run: the traceback of the worker or of the user's code that raised it,
-    else the driver's, from the training loop on; then the notes, and in the last line role, rank, phase and error."""
+    """Returns the message about the error that ended a run.
+
+    It begins with the traceback of the worker or of the user's code that raised the error, or else with the driver's
+    traceback below the launch code. Then follow the notes, and in the last line role, rank, phase and error.
+    """
     place, notes = circumstances(error), getattr(error, "__notes__", [])
-    if place.traceback is not None:  # the driver only waited for what failed there
+    if place.traceback is not None:  # the driver's own traceback only shows where it waited for the failed process
         parts = [f"The first cause, {place}:\n{place.traceback.rstrip()}"]
         notes = [note for note in notes if place.traceback not in note and note not in place.traceback]
     else:
-        told = traceback.TracebackException.from_exception(error)
-        told.__notes__ = None
-        while len(told.stack) > 1 and _LAUNCHER.search(told.stack[0].filename):
-            del told.stack[0]
-        parts = ["".join(told.format()).rstrip()]
+        driver_trace = traceback.TracebackException.from_exception(error)
+        driver_trace.__notes__ = None
+        while len(driver_trace.stack) > 1 and _LAUNCHER.search(driver_trace.stack[0].filename):
+            del driver_trace.stack[0]
+        parts = ["".join(driver_trace.format()).rstrip()]
     parts += notes
-    known, first_line = f"{place}: " if str(place) else "", str(error).partition("\n")[0]
+    where = f"{place}: " if str(place) else ""
+    first_line = str(error).partition("\n")[0]
     log = f"\n  its log: {place.log}" if place.log else ""
-    parts.append(f"The run failed: {known}{type(error).__name__}: {first_line}{log}")
+    parts.append(f"The run failed: {where}{type(error).__name__}: {first_line}{log}")
     return printable("\n" + "\n\n".join(parts))

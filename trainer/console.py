@@ -1,8 +1,8 @@
-"""What a person sees of a run: a progress bar with the time left, one line per step, and the report at the end; with
-`--quiet` no progress, with `--verbose` also what workers print.
+"""Terminal output of a run: a progress bar with the remaining time, one line per step, and the final report. `--quiet`
+hides the progress; `--verbose` also shows the workers' output.
 
-On a terminal the bar stays at the bottom and the lines scroll above it. Anywhere else (a file, a pipe) there are plain
-lines only, without control characters, and the time left stands in the line.
+On a terminal the bar stays at the bottom and the lines scroll above it. In a file or pipe there are only plain lines
+without control characters, and each line ends with the remaining time.
 """
 
 import re
@@ -28,7 +28,7 @@ _WIDTH_OF_FILES = 120
 _LOOK_EVERY_S = 0.5
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
-# names of which the first that is logged counts, how it is shown
+# (metric names, format): the first of the names that is logged is shown
 _COLUMNS = (
     (("critic/score/mean",), "reward {:6.3f}"),
     (("train/loss",), "loss {:6.3f}"),
@@ -42,7 +42,7 @@ _COLUMNS = (
     (("perf/throughput",), "{:7,.0f} tok/s"),
     (("timing_s/step", "perf/time_per_step"), "{:6.2f} s"),
 )
-# shown only where they are not 0
+# shown only if not 0
 _SHARES = (
     (("reward/error_rate",), "{:.1%} of rewards failed"),
     (("env/error_rate",), "{:.1%} of episodes failed"),
@@ -51,25 +51,29 @@ _SHARES = (
 
 
 class Terminal(rich.console.Console):
-    """Rich's console for text of data, models and users: `[red]` and `:smile:` in it are no markup, and its control
-    characters are written out (`\\x1b[2J`). All that is laid out for a terminal goes through this class."""
+    """A rich console that is safe for text from data, models and users: `[red]` and `:smile:` are not interpreted as
+    markup, and control characters are escaped (`\\x1b[2J`). All formatted terminal output goes through this class."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Text that is given as a string, before its width is measured."""
+        """Escapes control characters in a string before rich measures its width."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything else, such as a `Text`, when it is written."""
+        """Escapes control characters in all other renderables, such as `Text`, when they are written."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 class Console:
-    """Prints for people. file: where to; None = standard output. verbosity: `quiet` leaves out all progress and keeps
-    the beginning, notes and the end."""
+    """Prints the messages, progress and metrics of a run.
+
+    Args:
+        file: output stream; None = standard output.
+        verbosity: `quiet` hides the progress but shows the launch table, notes and the final report.
+    """
 
     def __init__(self, file: IO[str] | None = None, verbosity: Verbosity = "normal") -> None:
         self.verbosity = verbosity
@@ -78,28 +82,28 @@ class Console:
             self._rich = Terminal(file=file, width=_WIDTH_OF_FILES)
         self._progress: Progress | None = None
         self._total = 0
-        self._finished: deque[tuple[float, int]] = deque(maxlen=30)  # steps that the time left is estimated from
+        self._finished: deque[tuple[float, int]] = deque(maxlen=30)  # (time, step); the remaining time is their pace
 
     def print(self, content: RenderableType) -> None:
-        """Prints text as it is (no wrapping), or something that rich can lay out."""
-        # nothing is cut off: a command that is too long wraps
+        """Prints text without wrapping it, or any other rich renderable."""
+        # crop=False: a table row that is too long for the terminal wraps instead of being cut off
         self._rich.print(content, soft_wrap=isinstance(content, str | Text), crop=False)
 
     def progress(self, text: str) -> None:
-        """Text on what the run is doing; left out where it is to be quiet."""
+        """Prints a progress message, unless the console is quiet."""
         if self.verbosity != "quiet":
             self.print(text)
 
     def note(self, text: str) -> None:
-        """One sentence worth knowing that is no error."""
+        """Prints one sentence that the user should know but that is not an error."""
         self.print(Text(f"note: {text}", style="yellow"))
 
     def start(self, total_steps: int) -> None:
-        """Begins to count steps; on a terminal the bar appears."""
+        """Starts counting steps and, on a terminal, shows the progress bar."""
         self._total = total_steps
         if self._rich.is_terminal and total_steps > 0 and self.verbosity != "quiet":
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[left]}"))
-            # each refresh takes processor time from the training
+            # few refreshes, because each takes CPU time from the training
             self._progress = Progress(*columns, console=self._rich, refresh_per_second=2)
             self._progress.add_task("step", total=total_steps, left="starting")
             self._progress.start()
@@ -107,14 +111,14 @@ class Console:
     def advance(self, step: int) -> None:
         """Moves the bar to `step` finished steps."""
         if self._finished and step != self._finished[-1][1] + 1:
-            self._finished.clear()  # the pace counts from here: what came before was a start or a validation
+            self._finished.clear()  # restarts the measurement after a break, such as a validation
         self._finished.append((time.monotonic(), step))
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, left=self._left())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """The line of a training step: what is there of reward, length, KL, entropy, speed, seconds; and one with the
-        means of a validation."""
+        """Prints the line of a training step with those of its metrics that have a column (reward, length, KL, entropy,
+        throughput, seconds, ...), and a second line with the means of a validation."""
         if "training/global_step" in metrics:
             parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
             for names, form in (*_COLUMNS, *_SHARES):
@@ -129,21 +133,21 @@ class Console:
             self.progress(f"validation after step {step}: {', '.join(filter(None, parts))}")
 
     def _left(self) -> str:
-        """Until the last step, at the pace of the last steps; empty before the first one is done."""
+        """Returns the remaining time at the pace of the last steps; an empty string before two steps have finished."""
         if len(self._finished) < 2 or not self._total:
             return ""
         (first, from_step), (last, to_step) = self._finished[0], self._finished[-1]
         return f"{format_seconds((last - first) / (to_step - from_step) * (self._total - to_step))} left"
 
     def stop(self) -> None:
-        """Takes the bar away."""
+        """Removes the progress bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
 
 def format_seconds(seconds: float) -> str:
-    """`0:07`, `12:05`, `3:02:15`."""
+    """Formats a duration as `0:07`, `12:05` or `3:02:15`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -151,12 +155,12 @@ def format_seconds(seconds: float) -> str:
 
 @contextmanager
 def following(folder: Path, console: Console) -> Iterator[None]:
-    """Inside, if the console is verbose, what workers print is shown while it is written to the *.log files below
-    `folder`: each line with the name of its file in front, `actor_rollout-0 | ...`."""
+    """In this context, if the console is verbose, shows each new line of the *.log files below `folder`, which hold the
+    workers' output, prefixed by the file's name: `actor_rollout-0 | ...`."""
     if console.verbosity != "verbose":
         yield
         return
-    read = {file: file.stat().st_size for file in folder.rglob("*.log")}  # an earlier process of the run wrote that
+    read = {file: file.stat().st_size for file in folder.rglob("*.log")}  # skips the output of an earlier process
     ended = threading.Event()
 
     def follow() -> None:
@@ -165,7 +169,7 @@ def following(folder: Path, console: Console) -> Iterator[None]:
             is_last = ended.wait(_LOOK_EVERY_S)
             for file in sorted(folder.rglob("*.log")):
                 added = file.read_bytes()[read.get(file, 0) :]
-                whole = added if is_last else added[: added.rfind(b"\n") + 1]  # a line is shown when it has ended
+                whole = added if is_last else added[: added.rfind(b"\n") + 1]  # complete lines only
                 read[file] = read.get(file, 0) + len(whole)
                 for line in _ESCAPES.sub("", whole.decode(errors="replace")).splitlines():
                     console.print(Text(f"{file.relative_to(folder).with_suffix('')} | {line}", style="dim"))

@@ -1,12 +1,13 @@
-"""`python -m trainer.export RUN --out FOLDER`: a checkpoint as a Hugging Face folder, on a CPU.
+"""`python -m trainer.export RUN --out FOLDER`: converts a checkpoint to a Hugging Face folder, on the CPU.
 
-RUN is a run folder (its newest checkpoint) or a global_step_N folder. FOLDER gets safetensors, config, tokenizer and
-generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it. What was trained as an adapter (LoRA) is
-merged into its base model; with `--adapter` FOLDER gets it alone, as `peft.PeftModel.from_pretrained` loads it.
+RUN is a run folder (its newest checkpoint is exported) or a global_step_N folder. FOLDER gets safetensors, config,
+tokenizer and generation config; `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it. A trained adapter (LoRA) is
+merged into its base model. With `--adapter`, FOLDER gets only the adapter, for `peft.PeftModel.from_pretrained`.
 
-With `--critic` FOLDER gets the value function, as `AutoModelForTokenClassification` and critic.model.path load it: one
-label, whose logit at a token is the return expected from there on, before the next token is chosen. A critic or reward
-model of a family that transformers has no such class of is loaded here alone, and a line says so.
+With `--critic`, FOLDER gets the value function, for `AutoModelForTokenClassification` and critic.model.path. It has one
+label, whose logit at a token is the expected return from that token on, before the next token is chosen. If
+transformers has no such class for the model family of a critic or reward model, only verl_lite can load the folder, and
+the command says so.
 """
 
 import argparse
@@ -17,16 +18,16 @@ from trainer.cli import command
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run folder, or a global_step_N folder")
     parser.add_argument(
         "--out", "--to", type=Path, metavar="FOLDER", help="default: hf, adapter or hf_critic in the checkpoint"
     )
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the model it was trained from")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--adapter", action="store_true", help="the adapter alone, in fp32 and in peft's format")
-    what.add_argument("--critic", action="store_true", help="the value function in place of the policy")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the initial model")
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument("--adapter", action="store_true", help="export only the adapter, in fp32 and peft's format")
+    network.add_argument("--critic", action="store_true", help="export the value function instead of the policy")
     options = parser.parse_args(argv)
     from trainer.checkpoint import STATE, damage_of, whole_steps
     from verl_lite.errors import UserError
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
     if (run / STATE).exists() and (damage := damage_of(run)):
         raise UserError(f"{run} is damaged: {damage}")
     checkpoint = next(whole_steps(run, print), run)
-    trained = "model" if (checkpoint / "model").is_dir() else "actor"  # main_sft and main_rm have one network
+    trained = "model" if (checkpoint / "model").is_dir() else "actor"  # main_sft and main_rm save a single network
     source = str(checkpoint / ("critic" if options.critic else trained))
     target = options.out or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
     if options.adapter:

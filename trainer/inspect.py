@@ -1,9 +1,9 @@
-"""`python -m trainer.inspect RUN [--best | --worst] [--grep TEXT] [--follow]`: a run in the terminal.
+"""`python -m trainer.inspect RUN [--best | --worst] [--grep TEXT] [--follow]`: shows a run in the terminal.
 
-RUN is a run folder of any command that trains: running, killed or finished. Without a choice of samples: state and
-time, validation before and after, curves, time by stage, and findings on the health of the run. With one: those answers
-as they were written, --count of them. --follow draws the first again as the run goes on, until it ends or Ctrl-C.
-`python -m trainer.report` shows the same and more in a browser.
+RUN is the folder of a running, killed or finished run of any training command. By default the command shows an
+overview: state and time, the first and last validation, curves, time by stage, and findings on the health of the run.
+With --best, --worst or --grep it prints --count matching samples instead. --follow redraws the overview until the run
+ends or the user presses Ctrl-C. `python -m trainer.report` shows the same and more in a browser.
 """
 
 import argparse
@@ -34,15 +34,15 @@ _TEXT = 4000
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.inspect", description="A run in the terminal.")
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.inspect", description="Shows a run in the terminal.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="samples of the highest score, the latest first")
-    which.add_argument("--worst", action="store_true", help="samples of the lowest score, and those that failed")
-    which.add_argument("--follow", action="store_true", help="draw the overview again as the run goes on")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--best", action="store_true", help="show the samples with the highest scores, newest first")
+    mode.add_argument("--worst", action="store_true", help="show failed samples and those with the lowest scores")
+    mode.add_argument("--follow", action="store_true", help="redraw the overview while the run continues")
     parser.add_argument("--grep", metavar="TEXT", help="samples with this text in prompt, answer, ground truth or uid")
-    parser.add_argument("--count", type=int, default=10, metavar="N", help="how many samples (10)")
+    parser.add_argument("--count", type=int, default=10, metavar="N", help="number of samples to show (10)")
     given = parser.parse_args(argv)
     folder = given.run.expanduser()
     folder = folder.parent if folder.is_file() else folder
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     if order or given.grep:
         found, total = chosen(folder, order, given.grep or "", given.count)
         console.print(*map(_panel, found), f"{len(found)} of {total:,} that fit")
-    elif given.follow:  # until it has ended, or somebody has seen enough (Ctrl-C), which ends the looking, not the run
+    elif given.follow:  # Ctrl-C ends this command, not the run
         with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             live.update(overview(run, console.width), refresh=True)
             while run.is_running:
@@ -64,12 +64,13 @@ def main(argv: list[str]) -> int:
 
 
 def overview(run: Run, width: int) -> RenderableType:
-    """The whole run; width: of the terminal."""
+    """Returns the overview of a run, laid out for a terminal that is `width` characters wide."""
     style = {"running": "bold cyan", "finished": "bold green"}.get(run.state, "bold yellow")
     of = f" of {run.total_steps}" if run.total_steps is not None else ""
-    told = f"step {run.last_step}{of}, {format_seconds(run.seconds())} in steps, last written "
-    told += f"{format_seconds(max(0.0, time.time() - run.modified))} ago\n{run.folder}"
-    parts: list[RenderableType] = [Text.assemble((run_titles([run])[0], "bold"), "  ", (run.state, style), "  ", told)]
+    status = f"step {run.last_step}{of}, {format_seconds(run.seconds())} in steps, last written "
+    status += f"{format_seconds(max(0.0, time.time() - run.modified))} ago\n{run.folder}"
+    heading = Text.assemble((run_titles([run])[0], "bold"), "  ", (run.state, style), "  ", status)
+    parts: list[RenderableType] = [heading]
     validated = {step: metrics for step, metrics in run.steps.items() if validation_means(metrics)}
     if validated:
         parts.append(validation_table({f"step {at}": validated[at] for at in (min(validated), max(validated))}))
@@ -88,7 +89,7 @@ def overview(run: Run, width: int) -> RenderableType:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of a series as bars, the mean of the steps that fall on each."""
+    """Draws a series as at most `width` block characters, each for the mean of its share of the values."""
     count = min(width, len(values))
     edges = [round(place * len(values) / count) for place in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -97,13 +98,16 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def findings_shown(findings: Sequence[Finding], most: int | None = None) -> RenderableType:
-    """What is not fine, the worst first, and how many checks are. most: how many are shown at most."""
+    """Returns a table of the findings that need attention, in the given order, and the number of passed checks.
+
+    most: maximum number of findings to show; None = all.
+    """
     found = [finding for finding in findings if finding.grade != OK]
     table = Table.grid(padding=(0, 1))
     for finding in found[:most]:
         cause = f"\nlikely: {finding.cause}" * bool(finding.cause)
-        told = Text.assemble(shortened(finding.text, _TEXT), (f"{cause}\nto do:  {finding.advice}", "dim"))
-        table.add_row(Text(finding.grade, _STYLES[finding.grade]), told)
+        text = Text.assemble(shortened(finding.text, _TEXT), (f"{cause}\nto do:  {finding.advice}", "dim"))
+        table.add_row(Text(finding.grade, _STYLES[finding.grade]), text)
     more = len(found) - len(found[:most])
     fine = f"{more} more findings, and " * bool(more) + f"{len(findings) - len(found)} checks are fine"
     table.add_row(Text(OK, _STYLES[OK]), fine)
@@ -111,7 +115,7 @@ def findings_shown(findings: Sequence[Finding], most: int | None = None) -> Rend
 
 
 def closing_findings(run_dir: Path) -> list[Finding]:
-    """What is not fine of a run that has ended; nothing where no metrics were kept."""
+    """Returns the findings of an ended run, or an empty list if all checks passed or the run has no metrics file."""
     findings = findings_of(read_run(run_dir)) if (run_dir / METRICS).is_file() else []
     return findings if any(finding.grade != OK for finding in findings) else []
 
@@ -123,9 +127,9 @@ def _table(title: str) -> Table:
 
 def _panel(answer: Answer) -> Panel:
     score = ("late" if answer.timed_out else "failed") if answer.score is None else number(answer.score)
-    told = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
+    heading = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
     reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
-    parts = [*answer.prompt, ("ground truth", answer.gts), (told, answer.output), ("reward", reward)]
+    parts = [*answer.prompt, ("ground truth", answer.gts), (heading, answer.output), ("reward", reward)]
     shown = [Text.assemble((f"{name}: ", "bold"), shortened(text, _TEXT)) for name, text in parts if text]
     return Panel(Group(*shown), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
 

@@ -1,11 +1,11 @@
 """`python -m trainer.main_eval TARGET ... [--all-checkpoints] [key=value ...]`: validates checkpoints or models, and
-prints the table.
+prints a table of the results.
 
-TARGET is a run folder (its newest checkpoint; all of them with --all-checkpoints), a global_step_N folder, or
-a model folder or hub name (then name what to validate on: data.val_files=..., or environments by
---config FILE or recipe=NAME). The settings are those the run was saved with; key=value replaces them, for example
-rollout.val_kwargs.n=8, with do_sample=true and a temperature if the run validates greedily. The result is a run folder
-of its own under RUN/eval, with results.json. The same command goes on where a killed one was, and does nothing twice:
+TARGET is a run folder (its newest checkpoint, or all with --all-checkpoints), a global_step_N folder, a model folder or
+a hub name. A model also needs validation data: data.val_files=..., or environments by --config FILE or recipe=NAME. The
+settings are those of the saved run; key=value overrides them, for example rollout.val_kwargs.n=8, with do_sample=true
+and a temperature if the run validates greedily. Each evaluation is a new run folder under RUN/eval with a results.json.
+If the command was killed, the same command continues it and repeats no finished work. The guide is
 trainer/EVALUATION.md. --help-config lists the options.
 """
 
@@ -29,11 +29,11 @@ ALL_CHECKPOINTS = "--all-checkpoints"
 
 
 def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float]]:
-    """Validates one target, or shows what an earlier call found. Episodes of agents are not kept: the same command runs
-    them again, into a folder of its own.
+    """Validates one target, or shows the result of an earlier call with the same settings. An agentic evaluation keeps
+    no episodes, so the same command runs them again in a new folder.
 
     Returns:
-        The exit status, and if it is 0 the numbers.
+        The exit status, and the metrics if it is 0.
     Raises:
         UserError: if there is nothing to validate.
     """
@@ -67,14 +67,14 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
         console.note(f"{target.name} was evaluated before under the same settings: {folder}")
         console.print(validation_table({"mean": known}))
         return 0, known
-    # auto: a folder with answers is continued; Evaluation takes no weights from it
-    again = ["trainer.resume_mode=auto"] if target.is_model else []
-    status = run_ppo([*argv, *again], trainer_class=Evaluation)
+    # auto: continues a folder that already has answers; Evaluation loads no weights from it
+    resume = ["trainer.resume_mode=auto"] if target.is_model else []
+    status = run_ppo([*argv, *resume], trainer_class=Evaluation)
     return status, {} if status else json.loads((folder / RESULTS).read_text(encoding="utf-8"))["metrics"]
 
 
 def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
-    """The command line of the run that validates `target`. Raises UserError if there is nothing to validate."""
+    """Returns the command line of the run that validates `target`. Raises UserError without validation data."""
     has_data = any(item.startswith(("data.val_files=", "agentic.", "--config", "recipe=")) for item in overrides)
     if target.is_model and not has_data:
         raise UserError(
@@ -86,7 +86,7 @@ def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     targets = [each for name in names for each in find_targets(name, all_checkpoints=ALL_CHECKPOINTS in argv)]
     given = [item for item in options if item.startswith(FOLDER)]
     if given and len(targets) > 1:
-        raise UserError(f"{given[-1]}: each of the {len(targets)} targets has a folder of its own; leave it out")
+        raise UserError(f"{given[-1]}: each of the {len(targets)} targets gets its own folder; remove this option")
     done: dict[str, dict[str, float]] = {}
     for target, title in zip(targets, titles(targets), strict=True):
         status, done[title] = evaluate(target, options)

@@ -1,10 +1,11 @@
-"""`python -m trainer.main_generate TARGET data.val_files=FILE --out FILE.parquet [key=value ...]`: what the policy
-answers to each prompt, without rewards.
+"""`python -m trainer.main_generate TARGET data.val_files=FILE --out FILE.parquet [key=value ...]`: samples responses to
+each prompt and saves them, without rewards.
 
-TARGET is a run folder (its newest checkpoint), a global_step_N folder, a model folder or a hub name. The sampling is
-rollout.val_kwargs.*, for example rollout.val_kwargs.n=8 with do_sample=true and a temperature. The file has a row for
-each answer, with the columns of `trainer.evaluate.sample_files`. Beside it the folder FILE.parquet.run has what is
-answered so far: the same command goes on where a killed one was. --help-config lists the options.
+TARGET is a run folder (its newest checkpoint), a global_step_N folder, a model folder or a hub name.
+rollout.val_kwargs.* sets the sampling, for example rollout.val_kwargs.n=8 with do_sample=true and a temperature. The
+file has one row per response, with the columns of `trainer.evaluate.sample_files`. The folder FILE.parquet.run keeps
+the responses generated so far; if the command was killed, the same command continues it. --help-config lists the
+options.
 """
 
 from pathlib import Path
@@ -16,12 +17,13 @@ from verl_lite.errors import UserError
 USAGE = "usage: python -m trainer.main_generate RUN_OR_CHECKPOINT_OR_MODEL --out FILE.parquet [key=value ...]"
 OUTPUT, FOLDER = "output=", "trainer.default_local_dir="
 UNSCORED = ("~reward", "~reward_model", "rollout.val_kwargs.greedy_too=false")
-"""What a run's settings may ask for, and answers alone do not need."""
+"""Overrides that remove the settings of a run that are only needed for scores."""
 REFUSED = (FOLDER, "reward.", "reward_model.", "rollout.val_kwargs.greedy_too=")
 
 
 def generate(name: str, output: Path, overrides: list[str]) -> int:
-    """Answers and writes the file; returns the exit status. Raises UserError for what cannot be done."""
+    """Generates the responses, writes the file and returns the exit status. Raises UserError for options without effect
+    here, agentic runs, and an `output` that another command wrote."""
     from trainer.build import run_ppo
     from trainer.evaluate.chunks import read_settings
     from trainer.evaluate.evaluation import CHUNKS, Generation, answer_settings, find_targets, folder_of
@@ -30,8 +32,8 @@ def generate(name: str, output: Path, overrides: list[str]) -> int:
     for item in overrides:
         if item.startswith(REFUSED):
             raise UserError(
-                f"{item} has no effect here: each prompt is answered in one way, nothing is scored (`python -m "
-                "trainer.score` does that with the file), and the run folder stands beside the file; leave it out"
+                f"{item} has no effect here; remove it. main_generate computes no scores and no greedy baseline "
+                "(`python -m trainer.score` scores the file), and its run folder is FILE.parquet.run"
             )
     [target] = find_targets(name)
     argv = [*target.arguments, *UNSCORED, "trainer.experiment_name=generate", *overrides]
@@ -41,16 +43,19 @@ def generate(name: str, output: Path, overrides: list[str]) -> int:
         return run_ppo(argv)
     if loaded.config.is_agentic:
         raise UserError(
-            "main_generate answers the prompts of a dataset; agents act in environments: `python -m trainer.main_eval` "
-            "with trainer.validation_data_dir=FOLDER keeps their episodes"
+            "main_generate answers the prompts of a dataset, but this run is agentic. To save episodes, use "
+            "`python -m trainer.main_eval` with trainer.validation_data_dir=FOLDER"
         )
     prepare_recipe(loaded.config)
     if output.exists():
         settings = read_settings(folder_of(output) / CHUNKS)
         if settings is None:
-            raise UserError(f"--out {output} exists, and no {folder_of(output)} says whose it is: choose another file")
+            raise UserError(
+                f"--out {output} exists, but {folder_of(output)}, which would name its settings, does not; choose "
+                "another file"
+            )
         if settings == answer_settings(loaded.config, are_scored=False):
-            print(f"{output} has all answers under these settings already")
+            print(f"{output} already has all answers under these settings")
             return 0
     status = run_ppo(argv, trainer_class=Generation)
     if not status:
@@ -60,7 +65,7 @@ def generate(name: str, output: Path, overrides: list[str]) -> int:
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
@@ -72,7 +77,7 @@ def main(argv: list[str]) -> int:
     if len(names) != 1:
         raise UserError(USAGE)
     if len(outputs) != 1 or not outputs[0].endswith(".parquet"):
-        raise UserError(f"--out {','.join(outputs)}: the file to write is expected once, --out FILE.parquet")
+        raise UserError(f"--out {','.join(outputs)}: expected exactly one output file, --out FILE.parquet")
     return generate(names[0], Path(outputs[0]).expanduser().absolute(), options)
 
 

@@ -1,7 +1,7 @@
-"""`python -m trainer.main_ppo key=value ...`: parse, check, plan, build, fit, report.
+"""`python -m trainer.main_ppo key=value ...`: trains a language model with reinforcement learning.
 
-With no arguments it runs the embedded default, `recipes/quickstart`. Nothing heavy is imported before the command line
-has been understood. Exit status: see `trainer.cli`.
+Without arguments it runs the embedded recipe `recipes/quickstart`. Heavy modules are imported only after the command
+line has been parsed. Exit status: see `trainer.cli`.
 """
 
 from trainer.cli import command, leave
@@ -12,7 +12,7 @@ from verl_lite.config.loader import DEFAULT_RECIPE
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     return start("trainer.build:PPOJob", PPOConfig, argv, DEFAULT_RECIPE)
 
 

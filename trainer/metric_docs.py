@@ -1,7 +1,7 @@
-"""Every metric that a run logs: METRICS.md beside this file is the table, by which `find(name)` explains a name.
+"""Reads the table of all metrics in trainer/METRICS.md; `find(name)` returns the line that explains a logged name.
 
-A test (tests/conftest.py) fails on a metric that a run logs and that is not in METRICS.md. Who logs a new one adds a
-line there.
+A test (tests/conftest.py) fails if a run logs a metric that is not in METRICS.md, so code that logs a new metric needs
+a new line there.
 """
 
 import itertools
@@ -19,10 +19,10 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]+)\}")
 
 @dataclass(frozen=True)
 class Metric:
-    """A line of the table: one metric, or several that differ in a part of the name.
+    """A line of the table: one metric, or several whose names differ in one part.
 
-    In a name, {a,b} stands for each of the words, {N} and {K} for a whole number, {data_source} and {tag} for anything,
-    other words for anything without a slash.
+    In a name, {a,b} matches either word, {N} and {K} match a whole number, {data_source} and {tag} match any text, and
+    any other placeholder matches text without a slash.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Metric:
 
     @property
     def names(self) -> list[str]:
-        """The name with each of its alternatives; placeholders stay."""
-        parts = _ALTERNATIVES.split(self.name)  # text and alternatives in turn
+        """The names that result from the alternatives; placeholders are kept."""
+        parts = _ALTERNATIVES.split(self.name)  # text at even places, alternatives at odd places
         choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
         return ["".join(chosen) for chosen in itertools.product(*choices)]
 
     def matches(self, logged: str) -> bool:
-        """Whether `logged` is one of the names."""
+        """Returns True if the line describes the metric `logged`."""
         return self._pattern.fullmatch(logged) is not None
 
     @cached_property
@@ -53,7 +53,7 @@ class Metric:
 
 @cache
 def metrics() -> tuple[Metric, ...]:
-    """The table, in its order."""
+    """Returns all lines of the table in order."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     cells = (match.groups() for match in map(_LINE.fullmatch, lines) if match is not None)
     return tuple(Metric(name, formula.replace(r"\|", "|"), unit, healthy) for name, formula, unit, healthy in cells)
@@ -61,6 +61,7 @@ def metrics() -> tuple[Metric, ...]:
 
 @cache
 def find(name: str) -> Metric | None:
-    """The line of a logged name; one without placeholders before a pattern, the longer pattern first."""
-    fitting = [metric for metric in metrics() if metric.matches(name)]
-    return min(fitting, key=lambda metric: (bool(_PLACEHOLDER.search(metric.name)), -len(metric.name)), default=None)
+    """Returns the line that describes a logged name, or None. A line without placeholders takes precedence over
+    patterns, and a longer pattern over a shorter one."""
+    matching = [metric for metric in metrics() if metric.matches(name)]
+    return min(matching, key=lambda metric: (bool(_PLACEHOLDER.search(metric.name)), -len(metric.name)), default=None)

@@ -1,7 +1,8 @@
-"""`python -m trainer.new_recipe NAME [--out FOLDER]`: writes a recipe that runs at once, to be made one's own.
+"""`python -m trainer.new_recipe NAME [--out FOLDER]`: writes a working recipe as a starting point for your own.
 
-FOLDER, by default ./NAME, gets recipe.py (settings), reward.py (a reward), estimator.py (an estimator), run.sh and
-README.md. It trains the model of recipes/quickstart until its settings name another. Nothing is written over.
+The new folder FOLDER, by default ./NAME, contains recipe.py (settings), reward.py (a reward), estimator.py (an
+advantage estimator), run.sh and README.md. The recipe trains the model of recipes/quickstart until its settings name
+another one. Existing folders are never overwritten.
 """
 
 import argparse
@@ -15,12 +16,12 @@ from verl_lite.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("recipe_template")
 FILES = ("__init__.py", "recipe.py", "reward.py", "estimator.py", "run.sh", "README.md")
-"""Each is written from TEMPLATE/FILE.txt, in which NAME and PLACE stand for the recipe's."""
+"""Files of a new recipe. Each is written from TEMPLATE/FILE.txt with NAME and PLACE replaced."""
 
 
 def write_recipe(name: str, folder: Path) -> Path:
-    """Writes the recipe into a new folder; returns it. Raises UserError for a name that Python cannot import from
-    there, or a folder that exists."""
+    """Writes the recipe into a new folder and returns the folder's absolute path. Raises UserError if the folder exists
+    or Python cannot import a package of this name from there."""
     from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 
     folder = folder.expanduser().absolute()
@@ -28,13 +29,13 @@ def write_recipe(name: str, folder: Path) -> Path:
     is_hidden = is_word and not (folder.parent / "__init__.py").exists() and importlib.util.find_spec(folder.name)
     if not is_word or name in ADV_ESTIMATOR_REGISTRY or is_hidden:
         raise UserError(
-            f"NAME={name!r} in {folder}: they become an estimator and a Python package: expected small letters, digits "
-            "and _, as in my_recipe, and no name that a module, an advantage estimator or Python itself has already"
+            f"NAME={name!r} in {folder}: NAME names an estimator, and the folder is a Python package: expected "
+            "lower-case letters, digits and _, as in my_recipe, and no existing module, advantage estimator or keyword"
         )
     if folder.exists():
-        raise UserError(f"{folder} exists already, and nothing is written over: choose another NAME or --out FOLDER")
+        raise UserError(f"{folder} already exists and is not overwritten: choose another NAME or --out FOLDER")
     if not folder.parent.is_dir():
-        raise UserError(f"--out {folder}: there is no folder {folder.parent}; make it first")
+        raise UserError(f"--out {folder}: the folder {folder.parent} does not exist; create it first")
     folder.mkdir()
     for file in FILES:
         text = (TEMPLATE / f"{file}.txt").read_text(encoding="utf-8")
@@ -44,18 +45,16 @@ def write_recipe(name: str, folder: Path) -> Path:
 
 
 def place_of(folder: Path) -> str:
-    """What to give to recipe=: the path, from here if it is below."""
+    """Returns the value for `recipe=`: the folder's path, relative to the current folder if it is below it."""
     return f"./{folder.relative_to(Path.cwd())}" if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.new_recipe", description="Writes a recipe that runs.")
-    parser.add_argument("name", metavar="NAME", help="of the recipe: small letters, digits and _")
-    parser.add_argument(
-        "--out", "--to", type=Path, metavar="FOLDER", help="the recipe's own, new folder; default: ./NAME"
-    )
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.new_recipe", description="Writes a working recipe.")
+    parser.add_argument("name", metavar="NAME", help="name of the recipe: lower-case letters, digits and _")
+    parser.add_argument("--out", "--to", type=Path, metavar="FOLDER", help="new folder for the recipe; default: ./NAME")
     options = parser.parse_args(argv)
     folder = write_recipe(options.name, options.out or Path(options.name))
     print(f"wrote {folder}: {', '.join(FILES)}\n")

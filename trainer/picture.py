@@ -1,4 +1,4 @@
-"""The run as one picture, curve.png, from metrics.jsonl: reward, validation, response length, time per stage."""
+"""Draws curve.png from a run's metrics.jsonl: reward, validation, response length and time per stage."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,15 +15,15 @@ from trainer.tracking import read_metrics
 from verl_lite.errors import printable
 
 Panel = tuple[str, str, Mapping[str, str]]
-"""Metrics over the steps: title, what the values are, and what each metric is called in the picture."""
+"""A plot of metrics over the steps: title, label of the y axis, and label of each metric in the legend."""
 REWARD: Panel = ("Reward in training, mean over the samples of a step", "score", {"critic/score/mean": ""})
 LENGTH: Panel = ("Response length", "tokens", {f"response_length/{name}": name for name in ("mean", "max", "min")})
 
 
-@rc_context({"text.parse_math": False})  # a $ in the name of a data source is no formula
+@rc_context({"text.parse_math": False})  # a $ in the name of a data source does not start a formula
 def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH) -> Path | None:
-    """Writes RUN/curve.png, these two panels beside validation and time, and returns its path; None if the run has no
-    training step to show."""
+    """Writes RUN/curve.png with the given two panels, validation and time, and returns its path. Returns None if the
+    run has no training step."""
     steps = read_metrics(Path(run_dir) / "metrics.jsonl")
     if not any("timing_s/step" in metrics or "critic/score/mean" in metrics for metrics in steps.values()):
         return None
@@ -40,7 +40,8 @@ def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH) -> 
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[1]:
-            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)  # hides nothing there
+            # outside the axes, where the legend hides no curve
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
     figure.suptitle(Path(run_dir).name, fontsize=13, fontweight="bold")
     path = Path(run_dir) / "curve.png"
     figure.savefig(path, dpi=110)
@@ -48,7 +49,7 @@ def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH) -> 
 
 
 def _draw_series(panel: Axes, steps: Steps, title: str, label: str, names: Mapping[str, str]) -> None:
-    """Of a single metric the values are shown beside their running mean."""
+    """Draws the running mean of each metric; a panel with a single long series also shows its values."""
     panel.set(title=title, ylabel=label)
     for name, shown in names.items():
         points = [(step, metrics[name]) for step, metrics in steps.items() if name in metrics]
@@ -68,7 +69,7 @@ def _draw_validation(panel: Axes, steps: Steps) -> None:
         for mean in validation_means(metrics):
             curves.setdefault((mean.source, mean.greedy), []).append((step, mean.value))
             names.add(mean.name)
-        for name in (name for name in metrics if name.startswith("val/")):  # of training without a rollout
+        for name in (name for name in metrics if name.startswith("val/")):  # SFT and reward model training
             curves.setdefault((name.removeprefix("val/"), False), []).append((step, metrics[name]))
     panel.set(title=", ".join(["Validation", *sorted(names)]) if curves else "nothing was validated", ylabel="score")
     for (source, greedy), points in sorted(curves.items()):
@@ -79,7 +80,7 @@ def _draw_validation(panel: Axes, steps: Steps) -> None:
 
 
 def _draw_time(panel: Axes, steps: Steps) -> None:
-    """Seconds of a step by stage, without validation and saving, which not every step does."""
+    """Draws the seconds of a step by stage, without validation and saving, which only some steps do."""
     panel.set(title="Time per step, by stage (without validation and saving)", ylabel="seconds")
     places, stages = stage_seconds(steps, most=120)
     if not places:

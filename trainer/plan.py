@@ -1,10 +1,11 @@
 """`python -m trainer.plan [--like MODEL] [--device h100] [--memory_gb 80] [--mean_prompt 100] [--mean_response 700]
-key=value ...`: what a run would take, from its options alone.
+key=value ...`: predicts memory and time of a run from its options.
 
-Takes the options of `trainer.main_ppo` and the config.json of `model.path` (no weights are read), or the sizes of a
-published model; needs no device, no data and no cluster, whatever `trainer.n_gpus_per_node` and `trainer.nnodes` say.
-Prints the batch arithmetic, memory by phase, whether it fits, and the time of a step. Exit status: 0 it fits, 1 it does
-not, 2 wrong options. A run has two lines of it in its table at launch, and one after its end with what was measured.
+Reads the options of `trainer.main_ppo` and the config.json of `model.path` (no weights), or the sizes of a published
+model. Needs no device, data or cluster, whatever `trainer.n_gpus_per_node` and `trainer.nnodes` are. Prints the batch
+arithmetic, the memory of each phase, whether the run fits, and the time of a step. Exit status: 0 the run fits, 1 it
+does not fit, 2 invalid options. A run shows two lines of the plan in its launch table, and after its end one line that
+compares them with the measured memory.
 """
 
 import argparse
@@ -40,25 +41,25 @@ from verl_lite.errors import UserError
 from verl_lite.machine.host import available_memory
 from workers.rollout.base import engine_names, vllm_problem
 
-_ANY_DATA = ["owner/name"]  # in place of files that need not be here
+_ANY_DATA = ["owner/name"]  # replaces data files, which need not exist for a plan
 
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     from trainer.recipe import recipe_overrides
 
     parser = argparse.ArgumentParser(prog="python -m trainer.plan", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--like", type=str.lower, choices=LIKE, help="sizes of a published model, in place of model.path")
-    add("--device", type=str.lower, choices=ACCELERATORS, help="default: h100, and the plan says so")
-    add("--memory_gb", type=float, help="GiB of one device; default: the device's")
-    add("--mean_prompt", type=float, help="mean tokens of a prompt, for the time; default: the most")
-    add("--mean_response", type=float, help="mean tokens of an answer, for the time; default: the most")
+    add("--like", type=str.lower, choices=LIKE, help="published model to plan for, instead of model.path")
+    add("--device", type=str.lower, choices=ACCELERATORS, help="accelerator to plan for; default: h100")
+    add("--memory_gb", type=float, help="memory of one device in GiB; default: that of --device")
+    add("--mean_prompt", type=float, help="mean prompt tokens, for the time; default: data.max_prompt_length")
+    add("--mean_response", type=float, help="mean response tokens, for the time; default: data.max_response_length")
     given, rest = parser.parse_known_args(argv)
     device = ACCELERATORS[given.device or "h100"]
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
-    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"  # of the plan, whatever this machine has
+    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"  # the planned device, not this machine's
     longest = Lengths(config.data.max_prompt_length, config.data.max_response_length)
     limits = {"memory_gb": math.inf, "mean_prompt": longest.prompt, "mean_response": longest.response}
     for name, most in limits.items():
@@ -73,8 +74,8 @@ def main(argv: list[str]) -> int:
             config.model.path = folder
         elif recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
             raise UserError(
-                f"model.path={path!r} is not there: recipe={recipe} makes it at its first run. Let it, and see its "
-                f"plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
+                f"model.path={path!r} does not exist yet: recipe={recipe} creates it in its first run. To create it "
+                f"and plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
             )
         networks, slots = read_networks(config), _slots(config, device)
         _check(config, slots)
@@ -89,8 +90,8 @@ def main(argv: list[str]) -> int:
         )
         if given.device is None:
             print(f"--device is not given: planned for {device.name}. For another: --device NAME, --memory_gb GIB")
-        if told := decide_sharding(config, networks, slots, device, memory):
-            print(told)
+        if decision := decide_sharding(config, networks, slots, device, memory):
+            print(decision)
         print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
         plan = memory_plan(config, networks, slots, device)
         print("\n".join(plan.lines(device.name, memory)))
@@ -100,7 +101,8 @@ def main(argv: list[str]) -> int:
 
 
 def _slots(config: PPOConfig, device: Accelerator) -> int:
-    """Devices of the run; trainer.n_gpus_per_node=null stands for 8, or on a CPU for 2."""
+    """Returns the number of devices of the run. trainer.n_gpus_per_node=null becomes 8, or at most 2 on a CPU, or 1
+    with the inline backend."""
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
         trainer.n_gpus_per_node = min(2, visible_devices("cpu")) if device.name == "cpu" else 8
@@ -110,7 +112,7 @@ def _slots(config: PPOConfig, device: Accelerator) -> int:
 
 
 def _check(config: PPOConfig, slots: int) -> None:
-    """Whether the options fit each other; files and clusters that are elsewhere are not looked for."""
+    """Raises UserError if the options contradict each other. Data files and clusters need not exist."""
     checked = copy.deepcopy(config)
     checked.trainer.device = "cpu"
     checked.data.train_files = list(_ANY_DATA)
@@ -125,7 +127,7 @@ def _check(config: PPOConfig, slots: int) -> None:
 
 
 def launch_device(config: PPOConfig) -> Accelerator:
-    """What this run's own devices are like, as far as memory goes."""
+    """Returns an accelerator with the name and memory of this run's devices; its other numbers are an H100's."""
     if device_type(config.trainer.device) == "cpu":
         return ACCELERATORS["cpu"]
     import torch
@@ -135,10 +137,10 @@ def launch_device(config: PPOConfig) -> Accelerator:
 
 
 def policy_work(config: PPOConfig) -> tuple[ModelShape, float] | None:
-    """The policy's shape, and FLOP/s of this run's devices in bf16; None on a CPU, in fp32, and where either is not
-    known."""
+    """Returns the policy's shape and the bf16 FLOP/s of this run's devices. Returns None on a CPU, in fp32, and if the
+    shape or the device is unknown."""
     device = launch_device(config)
-    words = device.name.lower().replace("-", " ").split()  # H100 PCIe and H100 NVL have other peaks than SXM's
+    words = device.name.lower().replace("-", " ").split()  # H100 PCIe and H100 NVL have other peaks than the SXM form
     known = [peak for name, peak in ACCELERATORS.items() if name in words and not {"pcie", "nvl"} & {*words}]
     size = compute_size(config.actor.fsdp_config.mixed_precision.param_dtype, device)
     if device.name == "cpu" or not known or size == FP32:
@@ -150,43 +152,45 @@ def policy_work(config: PPOConfig) -> tuple[ModelShape, float] | None:
 
 
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:
-    """Of one of this machine's devices; of a CPU worker its part of what is free."""
+    """Returns the memory of one of this machine's devices in GiB; for a CPU worker, its share of the free memory."""
     return device.memory_gib or available_memory() / GIB / slots_here
 
 
 def decide_sharding(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
 ) -> str:
-    """Decides `fsdp_size` (where the actor's is null) and `reduce_every_micro_batch`; returns what to tell of it.
+    """Sets `fsdp_size` (if the actor's is null) and `reduce_every_micro_batch` where they are null, and returns a
+    sentence about the decision, or an empty string.
 
-    GPUs of several machines get a copy of the weights in each, whose layers are then gathered within it, if that fits;
-    where whole gradients do not fit beside the rest, they are summed in each micro-batch.
+    On several machines, each machine gets a full copy of the weights if that fits, so that layers are gathered within a
+    machine. If full gradients do not fit, they are reduced after each micro-batch.
     """
     actor, critic = config.actor.fsdp_config, config.critic.fsdp_config
-    is_open = actor.fsdp_size is None
-    sizes = [each for each in (actor, critic, config.ref.fsdp_config) if is_open and each.fsdp_size is None]
+    is_undecided = actor.fsdp_size is None
+    sizes = [each for each in (actor, critic, config.ref.fsdp_config) if is_undecided and each.fsdp_size is None]
     sums = [each for each in (actor, critic) if each.reduce_every_micro_batch is None]
     ways = [(-1, False)]
     if device.name != "cpu":
         inside = [(slots // config.trainer.nnodes, False)] if config.trainer.nnodes > 1 and sizes else []
         ways = [*inside, (-1, False), (-1, True)]
-    told = ""
-    for size, each_time in ways:
+    decision = ""
+    for size, every in ways:
         for fsdp in sizes:
             fsdp.fsdp_size = size
         for fsdp in sums:
-            fsdp.reduce_every_micro_batch = each_time
+            fsdp.reduce_every_micro_batch = every
         if size > 0:
-            told = f"each machine has a copy of the weights: fsdp_config.fsdp_size={size}"
+            decision = f"each machine has a copy of the weights: fsdp_config.fsdp_size={size}"
         else:
-            told = "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true" if each_time and sums else ""
+            decision = "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true" if every and sums else ""
         if memory_gib is None or memory_plan(config, networks, slots, device).fits(memory_gib * GIB):
             break
-    return told
+    return decision
 
 
 def sharding_of_run(config: PPOConfig, slots: int) -> str:
-    """`decide_sharding` for this run's GPUs, and what to tell of it; not where the model's shapes are not known."""
+    """Calls `decide_sharding` for this run's GPUs and returns its sentence. Does nothing on a CPU or if the model's
+    shapes are unknown."""
     device = launch_device(config)
     if device.name != "cpu":
         with contextlib.suppress(UserError):
@@ -195,7 +199,8 @@ def sharding_of_run(config: PPOConfig, slots: int) -> str:
 
 
 def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> list[PlanRow]:
-    """Lines for the table at launch: memory of the fullest phase, disk. Where the model's shapes are not known, why."""
+    """Returns the rows of the launch table with the memory of the fullest phase and the disk space. If the model's
+    shapes are unknown, the only row gives the reason."""
     try:
         networks = read_networks(config)
     except UserError as error:
@@ -213,8 +218,11 @@ def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> lis
 
 
 def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
-    """After a run: measured memory of the fullest worker, and what the plan expects for prompts and answers as long as
-    those of the step whose mean was longest. Empty where nothing was measured or planned."""
+    """Returns the sentence at the end of a run that compares the measured memory of the fullest worker with the plan.
+
+    The plan is computed for the largest mean prompt and response lengths of all steps. Returns an empty string if
+    nothing was measured or planned.
+    """
     try:
         networks, device = read_networks(config), launch_device(config)
     except UserError:
@@ -223,14 +231,14 @@ def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
     measured = _highest(steps, f"actor/perf/{'host_peak_gb' if on_cpu else 'max_memory_reserved_gb'}")
     if measured is None:
         return ""
-    met = copy.deepcopy(config)  # with the greatest mean lengths that were logged in place of those allowed
+    observed = copy.deepcopy(config)  # with the largest logged mean lengths instead of the maximum lengths
     for key, name in (("max_prompt_length", "prompt_length/mean"), ("max_response_length", "response_length/mean")):
-        setattr(met.data, key, max(1, math.ceil(_highest(steps, name) or getattr(met.data, key))))
-    plans = (memory_plan(asked, networks, slots, device) for asked in (config, met))
+        setattr(observed.data, key, max(1, math.ceil(_highest(steps, name) or getattr(observed.data, key))))
+    plans = (memory_plan(planned, networks, slots, device) for planned in (config, observed))
     whole, expected = ((plan.device_bytes if on_cpu else plan.peak) / GIB for plan in plans)
     return (
         f"Memory of the fullest worker: {measured:.2f} GiB measured, {expected:.2f} expected "
-        f"({expected / measured - 1:+.0%}) for rows as long as here, {whole:.2f} for the longest allowed"
+        f"({expected / measured - 1:+.0%}) for the lengths of this run, {whole:.2f} for the maximum lengths"
     )
 
 

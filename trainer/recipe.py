@@ -1,13 +1,14 @@
-"""Recipes: what `recipe=...` names, what is asked of it, and which trainer it brings.
+"""Loads the recipe that `recipe=...` names: its settings, its `prepare` function and its trainer.
 
     recipe=grpo                          a folder of recipes/
     recipe=path/to/my_recipe             a folder with recipe.py in it, or the file itself
     recipe=my_package.my_recipe          a module, or a package with a module `recipe`
 
-A recipe is a module with `overrides()`, settings by dotted key, over which the command line wins. It may have
-`prepare(config)`, called before the files of the configuration are looked for, `trainer_class`, a subclass of the
-trainer that replaces a stage, and it registers whatever it likes: losses, estimators, rewards, filters, environments.
-All forms give a module that other processes import by its name; for a path the folder above its package joins sys.path.
+A recipe is a module with a function `overrides()` that returns settings by dotted key; the command line overrides
+them. Optionally it has `prepare(config)`, which is called before the files of the configuration are checked, and
+`trainer_class`, a subclass of the trainer that replaces a stage. It can register losses, estimators, rewards, filters
+and environments. Other processes import the module by its name; for a path, the folder above its package is appended to
+sys.path.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ FORMS = "a path (recipe=path/to/folder with recipe.py in it) or a module (recipe
 
 
 def load_recipe(name: str) -> ModuleType:
-    """The recipe's module. Raises UserError if there is none or it has no `overrides`; what the recipe's own code
-    raises goes on as it is, with a note."""
+    """Imports the recipe's module. Raises UserError if it does not exist or has no `overrides`. Exceptions of the
+    recipe's code propagate with a note."""
     known = built_in_recipes()
     if name in known:
         module_name = f"recipes.{name}.recipe"
@@ -50,7 +51,7 @@ def load_recipe(name: str) -> ModuleType:
         here = f" For the folder here write recipe=./{name}" if (Path(name) / RECIPE_FILE).is_file() else ""
         raise UserError(
             f"recipe={name!r}: no such folder of recipes/, and no such module (Python looks in the current folder, in "
-            f"PYTHONPATH and among installed packages); there are {', '.join(known)}; or give {FORMS}.{here}"
+            f"PYTHONPATH and among installed packages); recipes/ has {', '.join(known)}; or give {FORMS}.{here}"
         )
     module = _called(partial(importlib.import_module, module_name), name)
     if not callable(getattr(module, "overrides", None)):
@@ -62,28 +63,28 @@ def load_recipe(name: str) -> ModuleType:
 
 
 def built_in_recipes() -> list[str]:
-    """Names of the recipes that are here."""
+    """Returns the names of the recipes in recipes/."""
     return sorted(path.parent.name for path in BUILT_IN.glob(f"*/{RECIPE_FILE}"))
 
 
 def recipe_overrides(name: str) -> Mapping[str, object]:
-    """What a recipe sets, by dotted key."""
+    """Returns the settings of a recipe by dotted key."""
     settings = _called(load_recipe(name).overrides, name)
     if not isinstance(settings, Mapping):
-        raise UserError(f"recipe={name!r}: overrides() returned {type(settings).__name__}, a dictionary is expected")
+        raise UserError(f"recipe={name!r}: overrides() returned {type(settings).__name__}, expected a dictionary")
     return settings
 
 
 def prepare_recipe(config: RunOptions) -> None:
-    """Lets the recipe make what its settings name, e.g. data, where it has a function `prepare`."""
+    """Calls the recipe's `prepare` function, if it has one, to create files that its settings name, such as data."""
     if config.recipe is not None and (prepare := getattr(load_recipe(config.recipe), "prepare", None)):
         _called(partial(prepare, config), config.recipe)
 
 
 def worker_modules(config: PPOConfig) -> list[str]:
-    """What a worker process imports before it begins: the recipe, and where the loss, the rollout engine and the group
-    filters are registered that the configuration names."""
-    from verl_lite.core_algos import POLICY_LOSS_REGISTRY  # torch: the options are read without
+    """Returns the modules that a worker process imports first: the recipe, and the user's modules that register the
+    configured loss, rollout engine and group filters."""
+    from verl_lite.core_algos import POLICY_LOSS_REGISTRY  # imports torch, which parsing the options does not need
     from verl_lite.group_filters import GROUP_FILTERS
     from workers.rollout.base import ROLLOUT_ENGINES
 
@@ -98,13 +99,13 @@ def worker_modules(config: PPOConfig) -> list[str]:
 
 
 def recipe_modules(config: RunOptions) -> list[str]:
-    """The recipe, as other processes import it; empty without one."""
+    """Returns the module name of the recipe as a list, which is empty without a recipe."""
     return [] if config.recipe is None else [load_recipe(config.recipe).__name__]
 
 
 def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
-    """The trainer of the recipe, else the one that the configuration asks for. Raises UserError if the recipe's is
-    not one of that kind."""
+    """Returns the trainer class: the recipe's, or else the standard class for the configuration. Raises UserError if
+    the recipe's class is not a subclass of the standard class."""
     from trainer.agentic.agentic_pipeline import AgenticPipeline
     from trainer.ray_trainer import RayPPOTrainer
 
@@ -112,14 +113,14 @@ def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     chosen = getattr(load_recipe(config.recipe), "trainer_class", usual) if config.recipe else usual
     if not (inspect.isclass(chosen) and issubclass(chosen, usual)):
         raise UserError(
-            f"recipe={config.recipe!r}: its trainer_class is {chosen!r}; with these settings a subclass of "
-            f"{usual.__module__}.{usual.__name__} is expected"
+            f"recipe={config.recipe!r}: its trainer_class is {chosen!r}; these settings require a subclass of "
+            f"{usual.__module__}.{usual.__name__}"
         )
     return chosen
 
 
 def _module_at(name: str) -> str:
-    """The module of a path; the folder above its package joins sys.path."""
+    """Returns the module name of a path and appends the folder above its package to sys.path."""
     given = Path(name).expanduser().absolute()
     file = given / RECIPE_FILE if given.is_dir() else given
     if not file.is_file() or file.suffix != ".py":
@@ -137,14 +138,15 @@ def _module_at(name: str) -> str:
         importlib.invalidate_caches()
     if (found := _file_of(module_name)) is None or found.resolve() != file.resolve():
         raise UserError(
-            f"recipe={name!r}: {file} would be imported as {module_name}, but there is a module {parts[0]} already; "
+            f"recipe={name!r}: {file} would be imported as {module_name}, but a module {parts[0]} already exists; "
             f"rename the folder {top / parts[0]}"
         )
     return module_name
 
 
 def _file_of(module_name: str) -> Path | None:
-    """Where Python finds it, if it does; what its packages raise goes on."""
+    """Returns the file of a module, or None if Python does not find the module. Exceptions of its packages propagate
+    with a note."""
     try:
         spec = importlib.util.find_spec(module_name)
     except ModuleNotFoundError as error:
@@ -156,7 +158,7 @@ def _file_of(module_name: str) -> Path | None:
 
 
 def _called(function: Callable[[], T], name: str) -> T:
-    """The guarded door to the recipe's code: what it raises is shown whole, and says whose it is."""
+    """Calls recipe code and adds the recipe's name to any exception."""
     try:
         return function()
     except UserError:

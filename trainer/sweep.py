@@ -24,7 +24,7 @@ _SHOWN = 20
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     from trainer.sweeps.study import locked
     from trainer.sweeps.study_spec import combinations, read_options
     from trainer.sweeps.sweep_checks import check_sweep, load
@@ -88,7 +88,7 @@ def summary(study: Study, go_on: str) -> str:
     for trial in [trial for trial in study.trials if trial.state == "failed"][:_SHOWN]:
         lines += [f"trial {trial.number} failed: {trial.error}", f"    what it printed is in {trial.folder}"]
     if counts["running"] or counts["waiting"]:
-        lines.append(f"To go on: {go_on}")
+        lines.append(f"To continue: {go_on}")
     lines.append(f"All trials with their commands: {study.folder / 'trials.csv'}")
     lines.append(f"As a page, with curves: python -m trainer.report {shlex.quote(str(study.folder))}")
     return printable("\n".join(lines))

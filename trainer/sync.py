@@ -1,9 +1,9 @@
-"""`python -m trainer.sync RUN [--to TRACKER]`: gives trackers the numbers of a whole run, from its record, as
-a run of its own.
+"""`python -m trainer.sync RUN [--to TRACKER]`: uploads all metrics of a run, from its metrics.jsonl, to trackers as a
+new run.
 
-For those of `trainer.logger`; with --to for one, that failed while the run trained or that it did not have. wandb and
-swanlab have commands of their own for what they wrote offline: `wandb sync`, `swanlab sync`. Exit status: 0 done, 2
-wrong input.
+The trackers are those of `trainer.logger`. With --to it is one tracker, for example one that failed during training or
+that the run did not use. wandb and swanlab upload what they wrote offline with their own commands, `wandb sync` and
+`swanlab sync`. Exit status: 0 success, 2 invalid input.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from verl_lite.errors import UserError
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     from trainer.run import locked_folder
 
-    parser = argparse.ArgumentParser(prog="python -m trainer.sync", description="Gives trackers a whole run.")
+    parser = argparse.ArgumentParser(prog="python -m trainer.sync", description="Uploads a whole run to trackers.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--to", metavar="TRACKER", help="only this one, which the run need not have had")
+    parser.add_argument("--to", metavar="TRACKER", help="upload only to this tracker, whether or not the run used it")
     given = parser.parse_args(argv)
     folder, console = given.run.expanduser().absolute(), Console()
     if not (folder / "config.yaml").is_file():
@@ -38,14 +38,14 @@ def main(argv: list[str]) -> int:
     run = TrackedRun(folder, trainer.get("project_name") or "verl_lite", name, options, console)
     names = [given.to] if given.to else [name for name in trainer["logger"] if name not in OWN]
     if options.get("recipe") and not TRACKERS.keys() >= set(names):
-        load_recipe(options["recipe"])  # which may register them
+        load_recipe(options["recipe"])  # the recipe may register trackers
     check_trackers(names, f"--to {given.to}" if given.to else None)
     numbers = read_metrics(folder / METRICS)
     with locked_folder(folder, console.note):
         for name in names:
             for known_as in folder.glob(f"{name}*_id.txt"):
-                known_as.unlink()  # what it has of the run stays as it is
-            if name == "tensorboard":  # which shows all that is in a folder as one run
+                known_as.unlink()  # without the saved id the tracker starts a new run and keeps the old one
+            if name == "tensorboard":  # tensorboard shows all files of a folder as one run
                 shutil.rmtree(folder / name, ignore_errors=True)
             tracker = TRACKERS.get_fn(name)(run)
             for step, metrics in numbers.items():

@@ -58,10 +58,10 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"python -m trainer.main_ppo recipe={tmp_path / 'my_idea'}" in capsys.readouterr().out
     (tmp_path / "my_idea" / "recipe.py").write_text("mine")
     assert main(["my_idea", "--to", str(tmp_path / "my_idea")]) == 2
-    assert "exists already, and nothing is written over" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "my_idea" / "recipe.py").read_text() == "mine"
     assert main(["my_idea", "--to", str(tmp_path / "nowhere" / "mine")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist; create it first" in capsys.readouterr().err
 
 
 @pytest.mark.slow

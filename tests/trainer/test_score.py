@@ -98,13 +98,13 @@ def test_a_run_is_scored_by_its_own_reward_in_the_order_of_steps(
         for step in (2, 10):
             writer.write_training([sample(place, "#### 72", 1.0, step=step) for place in range(2)], step)
         assert [(row["step"], row["score"]) for row in scored(run, INLINE)] == [(2, 2.0)] * 2 + [(10, 2.0)] * 2
-    assert "penalty of long answers" in " ".join(capsys.readouterr().out.split())
+    assert "penalty for long answers" in " ".join(capsys.readouterr().out.split())
     assert {row["score"] for row in scored(run, INLINE, "reward=gsm8k")} == {1.0}
 
 
 def test_a_run_of_agents_cannot_be_scored(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("agentic:\n  train_env_manager:\n    tags: [FrozenLake]\n")
-    with pytest.raises(UserError, match="environments gave the rewards of this run"):
+    with pytest.raises(UserError, match="the rewards of this run come from environments"):
         score(tmp_path, [])
 
 
@@ -128,7 +128,7 @@ def test_the_file_beside_is_never_read_back_and_never_overwritten(saved: Path) -
         assert score(saved.parent, [INLINE]) == 0
     assert len(list(saved.parent.glob("answers-scored-*.parquet"))) == 2
     assert read_saved(saved.parent, None, ScoreConfig()) == read_saved(saved, None, ScoreConfig())
-    with pytest.raises(ConfigError, match="--out .*1.jsonl: the name of a new .parquet file is expected"):
+    with pytest.raises(ConfigError, match="--out .*1.jsonl: expected the name of a new .parquet file"):
         score(saved, [INLINE, f"out={saved}"])
 
 
@@ -139,10 +139,10 @@ def test_the_file_beside_is_never_read_back_and_never_overwritten(saved: Path) -
         ("a.csv", "x", "no saved answers"),
         ("a.parquet", "x", "not a readable parquet file"),
         ("a.jsonl", "{\n", "line 1: not valid json"),
-        ("a.jsonl", "", "there are no answers in it"),
+        ("a.jsonl", "", "contains no answers"),
         ("a.jsonl", "[1]}\n", "not valid json"),
         ("a.jsonl", "[1]\n", r"row 0 of .*: found \[1\], expected an object"),
-        ("a.jsonl", '{"data_source": "s", "ground_truth": "t"}\n', "has no answer: a text `response`"),
+        ("a.jsonl", '{"data_source": "s", "ground_truth": "t"}\n', "has no answer: expected a text `response`"),
         ("a.jsonl", '{"data_source": "s", "responses": ["a", 3]}\n', "has no answer"),
     ],
 )

@@ -1,1 +1,2 @@
-"""Sweeps: what is asked (`space`, `question`, `checks`), what is known (`study`), and the runs (`tuning`, `child`)."""
+"""Sweeps: specification (`study_spec`), checks (`sweep_checks`), results (`study`) and execution (`tuning`,
+`trial_process`)."""

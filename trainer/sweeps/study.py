@@ -128,7 +128,7 @@ class Study:
         """Reads a study. Raises UserError if there is none or if it is damaged."""
         path = folder / DESCRIPTION
         if not path.is_file():
-            raise UserError(f"--study {folder}: there is no study; to begin one, give KEY=A,B and --metric as well")
+            raise UserError(f"--study {folder}: no study exists there; to start one, add KEY=A,B and --metric")
         try:
             kept = json.loads(path.read_text())
             study = cls(folder, search=Search(**kept.pop("search")), question=StudySpec(**kept))
@@ -138,7 +138,7 @@ class Study:
                 study._replay(json.loads(line))
             return study
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"--study: {path} cannot be read ({error}): begin a study with another name") from None
+            raise UserError(f"--study: {path} cannot be read ({error}): start a study with another name") from None
 
     def save(self) -> None:
         """Writes the specification into the study's folder, which must be locked."""
@@ -152,8 +152,8 @@ class Study:
         changes = [f"  {name} was {before[name]}, and is {now[name]}\n" for name in now if now[name] != before[name]]
         if changes:
             raise UserError(
-                f"--study {self.folder} was begun with another question:\n{''.join(changes)}To go on with the old one: "
-                f"python -m trainer.sweep --study {shlex.quote(str(self.folder))}; for the new one: --study NAME"
+                f"--study {self.folder} was started with another specification:\n{''.join(changes)}To continue the old "
+                f"study: python -m trainer.sweep --study {shlex.quote(str(self.folder))}; for a new one: --study NAME"
             )
 
     def begin(self, parameters: Mapping[str, Value]) -> Trial:
@@ -236,13 +236,13 @@ def locked(folder: Path, umask: str = "077") -> Iterator[None]:
             stack.enter_context(file_mask(umask, folder))
             file = stack.enter_context((folder / "lock").open("a"))
         except OSError as error:
-            raise UserError(f"--study {folder}: nothing can be written there: {error.strerror}") from None
+            raise UserError(f"--study {folder}: the folder is not writable: {error.strerror}") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = (folder / "lock").read_text() or "another sweep"
             raise UserError(
-                f"--study {folder}: {who} works on it: wait for it, or begin another: --study NAME"
+                f"--study {folder}: {who} is working on it: wait for it, or start another study: --study NAME"
             ) from None
         file.truncate(0)
         print(f"pid {os.getpid()} of user {psutil.Process().username()}", file=file, end="", flush=True)

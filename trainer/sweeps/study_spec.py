@@ -30,12 +30,12 @@ STOP = "stop"
 
 _GONE = {
     **dict.fromkeys(("--command", "--options"), "a trial is one run of trainer.main_ppo; give its key=value words"),
-    "--take": "the last value of a run counts; leave it out",
-    "--again": "to run failed trials once more give the study another name: --study NAME",
-    "--skip-invalid": "leave out the values that the command would refuse",
-    "--share": "--slots N says how many runs there are at a time, --per-trial N the GPUs of each",
+    "--take": "the last value of a run always counts",
+    "--again": "to repeat failed trials, choose another name for the study: --study NAME",
+    "--skip-invalid": "remove the values that the command would refuse",
+    "--share": "--slots N sets the number of simultaneous runs, --per-trial N the GPUs of each run",
     "--threads": "write OMP_NUM_THREADS=N before the command",
-    "--wait": "begin when a device is free, or name others: CUDA_VISIBLE_DEVICES=0,1 before the command",
+    "--wait": "start when a device is free, or choose others: CUDA_VISIBLE_DEVICES=0,1 before the command",
 }
 """Removed options, and what to use instead."""
 _ASHA = ("grace_period", "reduction_factor", "brackets")
@@ -149,7 +149,7 @@ def read_options(argv: Sequence[str]) -> Options:
     question = _question(line) if line.words or line.config or line.metric else None
     if question is None and line.study is None:
         raise UserError(
-            "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to go on with one"
+            "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to continue a study"
         )
     asked = json.dumps([os.getcwd(), question and asdict(question)], sort_keys=True)
     usual_name = f"main_ppo-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"  # one name per specification
@@ -169,8 +169,8 @@ def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterat
     lists = [listed for p in space if (listed := p.values(ends=corners)) is not None]
     if len(lists) < len(space) or (not corners and math.prod(map(len, lists)) > MOST_LISTED):
         raise UserError(
-            f"a grid needs values, at most {MOST_LISTED:,} combinations: give choices (KEY=A,B,C), or search it with "
-            "--random N or --optuna N"
+            f"a grid needs lists of values with at most {MOST_LISTED:,} combinations: give choices (KEY=A,B,C), or "
+            "search with --random N or --optuna N"
         )
     return (dict(zip((p.name for p in space), chosen, strict=True)) for chosen in itertools.product(*lists))
 
@@ -185,7 +185,7 @@ def read_parameter(word: str) -> Parameter | None:
         return Parameter(key, _range(call[1], call[2].split(","), word))
     labels = split_choices(raw.strip())
     if len(labels) > 1 and ("" in labels or len(set(labels)) < len(labels)):
-        raise UserError(f"{word}: a choice is empty or there twice; for repetitions give --seeds 3")
+        raise UserError(f"{word}: a choice is empty or occurs twice; for repetitions use --seeds 3")
     return Parameter(key, CategoricalDistribution(labels)) if len(labels) > 1 else None
 
 
@@ -227,7 +227,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         gone = next((option for option in _GONE if re.search(rf"{option}(?![\w-])", message)), None)
         if gone is not None:
-            raise UserError(f"{gone} is gone: {_GONE[gone]}")
+            raise UserError(f"{gone} was removed: {_GONE[gone]}")
         raise UserError(f"{message}; `python -m trainer.sweep --help` lists the options")
 
 
@@ -253,19 +253,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = found.add_argument
     add("words", nargs="*", metavar="key=value", help="key=a,b  key=log(1e-7,1e-5)  key=int(1,8)  key=value")
-    add("--file", metavar="YAML", help="a sweep file; the command line wins over it")
+    add("--file", metavar="YAML", help="a sweep file; the command line overrides it")
     add("--config", action="append", default=[], metavar="YAML", help="configuration of each run")
-    add("--random", dest="search", type=_count("random"), metavar="N", help="N trials at random, in place of all")
+    add("--random", dest="search", type=_count("random"), metavar="N", help="N random trials instead of the whole grid")
     add("--optuna", dest="search", type=_count("optuna"), metavar="N", help="N trials chosen by Optuna's TPE")
     add("--pruner", default="none", help="asha, or asha:grace_period=20,reduction_factor=3,brackets=1; default none")
-    add("--metric", default="", help="what is compared, such as val-core/gsm8k/acc/mean@1")
-    add("--mode", choices=("max", "min"), default="max", help="which is better; default max")
-    add("--seeds", metavar="N", help="runs of each trial, with trainer.seed 1 to N; [1,5,9] names them")
-    add("--study", help="folder of the study, or a name in runs/sweeps; with it alone an interrupted study goes on")
-    add("--slots", type=_at_least(1), metavar="N", help="runs at a time; default 1 on a CPU, else all that fit")
+    add("--metric", default="", help="metric to compare, such as val-core/gsm8k/acc/mean@1")
+    add("--mode", choices=("max", "min"), default="max", help="whether higher or lower is better; default max")
+    add("--seeds", metavar="N", help="N runs of each trial, with trainer.seed 1 to N; [1,5,9] lists the seeds")
+    add("--study", help="folder of the study, or a name in runs/sweeps; alone, it continues an interrupted study")
+    add("--slots", type=_at_least(1), metavar="N", help="simultaneous runs; default 1 on a CPU, else all that fit")
     add("--per-trial", type=_at_least(1), default=1, metavar="N", help="GPUs of each run; default 1")
-    add("--ray-address", metavar="HOST:PORT", help="runs on the machines of this Ray cluster")
-    add("--retries", type=_at_least(0), default=3, metavar="N", help="of a run that the machine failed; default 3")
+    add("--ray-address", metavar="HOST:PORT", help="run on the machines of this Ray cluster")
+    add("--retries", type=_at_least(0), default=3, metavar="N", help="retries of a run after machine faults; default 3")
     return found
 
 
@@ -274,7 +274,7 @@ def _file_words(name: str) -> Iterator[str]:
     try:
         content = yaml.safe_load(read_files([name])[name])
     except yaml.YAMLError as error:
-        raise UserError(f"--file {name}: is no YAML: {error}") from None
+        raise UserError(f"--file {name}: is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"--file {name}: expected a mapping with settings, space, metric and other options")
     for entry, value in content.items():
@@ -295,7 +295,7 @@ def _file_words(name: str) -> Iterator[str]:
 def _question(line: argparse.Namespace) -> StudySpec:
     for word in line.words:
         if word.startswith("--") or ("=" not in word and not word.startswith("~")):
-            raise UserError(f"{word!r} is not key=value, written without blanks around the equals sign")
+            raise UserError(f"{word!r} is not key=value; write it without spaces around the equals sign")
     words: dict[str, str] = {}
     for word in line.words:  # later words override earlier ones
         name = word.partition("=")[0].lstrip("+~@")
@@ -305,7 +305,7 @@ def _question(line: argparse.Namespace) -> StudySpec:
     if seeds is not None:
         is_list = isinstance(seeds, list) and all(type(one) is int and seeds.count(one) == 1 for one in seeds)
         if not is_list or not seeds:
-            raise UserError(f"--seeds {line.seeds}: expected how many (3 runs the seeds 1, 2, 3), or which: [1,5,9]")
+            raise UserError(f"--seeds {line.seeds}: expected a number (3 runs the seeds 1, 2, 3) or a list: [1,5,9]")
     return StudySpec(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
 
 
@@ -327,6 +327,6 @@ def _asha(given: str) -> dict[str, float] | None:
     is_wrong = [key for key, value in values.items() if key not in _ASHA or not isinstance(value, int | float)]
     if name not in ("none", "asha") or is_wrong or any(value < 1 for value in values.values()):
         raise UserError(
-            f"--pruner {given}: expected none, or asha:KEY=NUMBER,... of at least 1 with {', '.join(_ASHA)}"
+            f"--pruner {given}: expected none, or asha:KEY=NUMBER,... with numbers >= 1 and keys {', '.join(_ASHA)}"
         )
     return None if name == "none" else values

@@ -54,13 +54,13 @@ def check_sweep(question: StudySpec, search: Search, gpus: int | None) -> None:
     values = [(parameter, value) for parameter in question.space for value in parameter.values(ends=True) or ()]
     ends = [word for parameter, value in values for word in parameter.words(value)]
     keys = dict.fromkeys(word.partition("=")[0].lstrip("+~") for word in (*question.words, *ends))
-    problems = [f"{key}: a sweep gives it to each run itself; leave it out" for key in keys if key in OWN_KEYS]
+    problems = [f"{key}: the sweep sets this key for each run; remove it" for key in keys if key in OWN_KEYS]
     if question.seeds is not None and "trainer.seed" in keys:
-        problems.append("trainer.seed is given, and --seeds gives it to each run: leave one out")
+        problems.append("trainer.seed is given, but --seeds sets it for each run: remove one of them")
     if not question.space and (question.seeds is None or search.kind != "grid"):
         problems.append("there is nothing to vary: give a key several values (KEY=A,B), a range, or --seeds 3")
     if not question.metric:
-        problems.append("--metric is not given: what shall be compared, such as val-core/gsm8k/acc/mean@1?")
+        problems.append("--metric is not given: name the metric to compare, such as val-core/gsm8k/acc/mean@1")
     if problems:
         raise UserError("\n".join(problems))
     plan = planned(question, search) or combinations(question.space, corners=True)
@@ -80,8 +80,8 @@ def check_sweep(question: StudySpec, search: Search, gpus: int | None) -> None:
     is_validated = config.trainer.test_freq != 0 and bool(config.data.val_files or config.agentic.val_batch_size)
     if metric.startswith("val-") and not is_validated:
         raise UserError(f"--metric {metric}: nothing is validated: set data.val_files and trainer.test_freq=20")
-    asked, answers = metric.rpartition("@")[2], config.rollout.val_kwargs.n
-    if metric.startswith("val-core/") and asked.isdigit() and int(asked) != answers:
+    number, answers = metric.rpartition("@")[2], config.rollout.val_kwargs.n
+    if metric.startswith("val-core/") and number.isdigit() and int(number) != answers:
         raise UserError(f"--metric {metric}: rollout.val_kwargs.n={answers}, so a run logs ...@{answers}")
 
 
@@ -110,5 +110,5 @@ def check_metric_name(metric: str, config: PPOConfig) -> None:
         near = near or [f"{found}/{rest}" for found in difflib.get_close_matches(family, families, n=1, cutoff=0.6)]
     if near:
         raise UserError(
-            f"--metric {metric}: no metric is called so; did you mean {', '.join(near)}? METRICS.md has all"
+            f"--metric {metric}: no such metric; did you mean {', '.join(near)}? METRICS.md lists all metrics"
         )

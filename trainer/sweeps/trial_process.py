@@ -25,7 +25,7 @@ from workers.pool.child_main import die_with_parent
 
 SWEEP_MARK = "VERL_LITE_SWEEP"
 _RUN_MARK = "VERL_LITE_SWEEP_RUN"
-_GRACE_S = 120.0  # time for a run to end after it was asked to
+_GRACE_S = 120.0  # time for a run to end after SIGINT
 _PATIENCE_S = 5.0  # time for a run's guard to clean up before remaining processes are killed
 _TAIL_BYTES = 64 << 10
 _LOOK_S = 0.1
@@ -109,7 +109,7 @@ def held_up(order: Order, log: BinaryIO) -> str:
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run's process inherits the lock
     except BlockingIOError:
-        return f"its process of an earlier sweep, which writes to {log.name}, has not ended yet"
+        return f"an earlier sweep's process, which writes to {log.name}, has not ended yet"
     return busy_device(order.sweep) if order.gpus else ""
 
 
@@ -177,9 +177,9 @@ def diagnose(status: int, output: str) -> tuple[bool, str]:
     if telling is not None:
         return True, telling
     errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    text = "\n".join(lines[errors[-1] :][:3] if errors else lines[-1:]) or f"exit status {status}, without a word"
+    text = "\n".join(lines[errors[-1] :][:3] if errors else lines[-1:]) or f"exit status {status}, without output"
     if status in (-signal.SIGKILL, -signal.SIGBUS, -signal.SIGSEGV):
-        cause = "no memory, most likely" if status == -signal.SIGKILL else text
+        cause = "probably out of memory" if status == -signal.SIGKILL else text
         return True, f"killed by {signal.Signals(-status).name}: {cause}"
     return False, f"wrong input: {text}" if status == WRONG_INPUT else text
 

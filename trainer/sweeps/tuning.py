@@ -83,7 +83,7 @@ def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
         on_cpu = on_cpu or (device == "auto" and not any("GPU" in machine.resources for machine in there))
         needed = {"CPU": 1.0} | ({} if on_cpu else {"GPU": float(options.per_trial)})
         if not any(machine.has(needed) for machine in there):
-            raise UserError(f"--per-trial: each run asks for {needed} on one machine, and none has that")
+            raise UserError(f"--per-trial: each run needs {needed} on one machine, and no machine has that")
         threading.Thread(target=_watch_ray, daemon=True).start()
         yield Place(None if on_cpu else options.per_trial, environment)
 
@@ -92,7 +92,7 @@ def _watch_ray() -> None:
     """Ends this process if Ray is lost. Ray Tune itself would wait forever or end without a message."""
     while ray.is_initialized():
         if loss := ray_loss():
-            print(f"ClusterLostError: {loss}. To go on: the same command", file=sys.stderr, flush=True)
+            print(f"ClusterLostError: {loss}. The same command continues the sweep", file=sys.stderr, flush=True)
             os._exit(1)
         time.sleep(1.0)
 
@@ -105,7 +105,7 @@ def free_devices(tell: Tell) -> list[str]:
     if not free:
         raise UserError("\n  ".join(["no device is free; choose others with CUDA_VISIBLE_DEVICES:", *busy.values()]))
     for reason in busy.values():
-        tell(f"passed over: {reason}")
+        tell(f"device not used: {reason}")
     return free
 
 
@@ -194,7 +194,7 @@ class Sweep(Searcher):
         if is_last:
             self._end(trial_id, "failed", error=error)
         else:
-            self._tell(f"{_name(*self._running[trial_id])}: {error}; again, from its last checkpoint")
+            self._tell(f"{_name(*self._running[trial_id])}: {error}; restarting from its last checkpoint")
 
     def _look_at_means(self, trial: Trial) -> None:
         """Judges the mean at each step that all started runs of the trial have reached."""
@@ -236,8 +236,8 @@ class Sweep(Searcher):
                     (self._study.folder / STOP).touch()
         self._study.end(trial, run, state, **known)
         value_text = f": {metric} {run.value:.4g} after {run.steps} steps" if run.value is not None else ""
-        told = f": {run.error.partition(chr(10))[0]}" if run.error else ""
-        self._tell(f"{name} {state}{value_text}{told}")
+        error_text = f": {run.error.partition(chr(10))[0]}" if run.error else ""
+        self._tell(f"{name} {state}{value_text}{error_text}")
         self._study.write_csv()
 
 
@@ -275,7 +275,7 @@ class Faults(FIFOScheduler):
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         text = Path(trial.error_file).read_text() if trial.error_file else ""
-        lost = "the machine, or its part of Ray, was lost"
+        lost = "the machine or its Ray node was lost"
         error = text.rpartition("MachineFault: ")[2].partition("\n")[0] if "MachineFault: " in text else lost
         self._sweep.on_machine_fault(trial.trial_id, error, is_last=not trial.should_recover())
 

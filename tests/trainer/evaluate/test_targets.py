@@ -107,7 +107,7 @@ def test_wrong_targets_say_what_was_expected(tmp_path: Path, run: Path, capsys: 
     with pytest.raises(UserError, match="--all-checkpoints is for a run folder"):
         find_targets(str(tmp_path), all_checkpoints=True)
     assert main_eval([str(run), "--all-checkpoints", "trainer.default_local_dir=x"]) == 2
-    assert "each of the 2 targets has a folder of its own" in capsys.readouterr().err
+    assert "each of the 2 targets gets its own folder" in capsys.readouterr().err
     for command in (main_eval, main_generate):
         assert command(["data.val_files=x"]) == 2
         assert "usage: python -m trainer.main_" in capsys.readouterr().err
@@ -116,10 +116,10 @@ def test_wrong_targets_say_what_was_expected(tmp_path: Path, run: Path, capsys: 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("rollout.val_kwargs.greedy_too=true", "answered in one way"),
+        ("rollout.val_kwargs.greedy_too=true", "no greedy baseline"),
         ("reward.timeout_s=5", "reward.timeout_s=5 has no effect here"),
         ("trainer.default_local_dir=x", "has no effect here"),
-        ("output=b.parquet", "is expected once"),
+        ("output=b.parquet", "expected exactly one output file"),
         ("", "there.parquet exists"),
     ],
 )

@@ -170,7 +170,7 @@ LIKE = ["--like", "qwen2.5-7b"]
         ([*LIKE, "--memory_gb", "-1"], "--memory_gb -1: expected a number above 0"),
         ([*LIKE, "actor.ppo_mini_batch_size=2000"], "is larger than data.train_batch_size"),
         ([*LIKE, "trainer.nodes=2"], "nnodes"),
-        (["recipe=quickstart", "model.path=/not/made"], "recipe=quickstart makes it at its first run.*dry_run=true"),
+        (["recipe=quickstart", "model.path=/not/made"], "recipe=quickstart creates it in its first run.*dry_run=true"),
         (["model.path=/nowhere"], "model.path=./nowhere.*cannot be read.*--like"),
         ([], "model.path=null: expected a folder with config.json, or --like"),
     ],
@@ -203,8 +203,8 @@ def test_a_run_tells_what_it_expects_and_what_was_measured(tmp_path: Path) -> No
     expected = memory_plan(config, networks, 1, CPU).device_bytes / GIB
     config.data.max_prompt_length, config.data.max_response_length = 512, 1536
     assert measured_line(config, 1, tmp_path) == (
-        f"Memory of the fullest worker: 4.00 GiB measured, {expected:.2f} expected ({expected / 4 - 1:+.0%}) for rows "
-        f"as long as here, {whole:.2f} for the longest allowed"
+        f"Memory of the fullest worker: 4.00 GiB measured, {expected:.2f} expected ({expected / 4 - 1:+.0%}) for the "
+        f"lengths of this run, {whole:.2f} for the maximum lengths"
     )
 
 

@@ -179,14 +179,14 @@ def test_another_question_a_damaged_study_and_a_second_sweep_are_refused(tmp_pat
     with pytest.raises(UserError, match=r"words was \['x=1,2'\], and is \['x=1,3'\]"):
         driver.study.refuse_another(question(["x=1,3"]))
     for _ in range(2):
-        who = f"pid {os.getpid()} of user [^ ]* works on it"
+        who = f"pid {os.getpid()} of user [^ ]* is working on it"
         with locked(tmp_path), pytest.raises(UserError, match=who), locked(tmp_path):
             pass
     driver.next()
     (tmp_path / "log.jsonl").write_text("no\n")
-    with pytest.raises(UserError, match="log.jsonl cannot be read .*begin a study with another name"):
+    with pytest.raises(UserError, match="log.jsonl cannot be read .*start a study with another name"):
         Study.load(tmp_path)
-    with pytest.raises(UserError, match="there is no study"):
+    with pytest.raises(UserError, match="no study exists there"):
         Study.load(tmp_path / "nowhere")
 
 
@@ -209,7 +209,7 @@ def test_a_second_sweep_changes_nothing_and_sees_what_the_first_has_done(
     argv = ["x=1,2", "--metric", "m", "--random", "1", "--study", str(tmp_path)]
     before = (tmp_path / "study.json").read_text()
     with locked(tmp_path):
-        assert sweep.main(argv) == 2 and "works on it: wait for it" in capsys.readouterr().err
+        assert sweep.main(argv) == 2 and "is working on it: wait for it" in capsys.readouterr().err
     assert (tmp_path / "study.json").read_text() == before and seen == []
     assert sweep.main(argv) == 1 and seen == [["failed"]]
     assert '"trials": 1' in (tmp_path / "study.json").read_text()
@@ -222,7 +222,7 @@ def test_a_run_says_that_it_waits_for_one_of_an_earlier_sweep(tmp_path: Path) ->
     order = Order([], tmp_path / "run", "", "m", None, "mark", gpus=False, umask=0o077)
     with (tmp_path / "run.log").open("ab") as before, (tmp_path / "run.log").open("ab") as log:
         assert held_up(order, before) == ""
-        assert held_up(order, log) == f"its process of an earlier sweep, which writes to {log.name}, has not ended yet"
+        assert held_up(order, log) == f"an earlier sweep's process, which writes to {log.name}, has not ended yet"
         before.close()
         assert held_up(order, log) == ""
 
@@ -234,11 +234,11 @@ def test_a_run_says_that_it_waits_for_one_of_an_earlier_sweep(tmp_path: Path) ->
         (1, "WorkerDiedError: rank 3 is lost", True, "rank 3 is lost"),
         (1, "OSError: [Errno 28] No space left on device", True, "No space left"),
         (2, "UserError: trainer.n_gpus_per_node=2, but only 1 of 2 devices can be had", True, "devices can be had"),
-        (-signal.SIGKILL, "step 3", True, "killed by SIGKILL: no memory"),
+        (-signal.SIGKILL, "step 3", True, "killed by SIGKILL: probably out of memory"),
         (1, "torch.OutOfMemoryError: CUDA out of memory.", False, "CUDA out of memory"),
         (2, "UserError: data.train_files: there is no such file\ngive one", False, "wrong input: UserError: data"),
         (1, "Traceback\n  File x\nValueError: the reward is wrong", False, "ValueError: the reward is wrong"),
-        (-signal.SIGTERM, "", False, "exit status -15, without a word"),
+        (-signal.SIGTERM, "", False, "exit status -15, without output"),
     ],
 )
 def test_the_machines_faults_are_told_from_the_configurations(

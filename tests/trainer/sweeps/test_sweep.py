@@ -182,7 +182,7 @@ def test_a_real_training_stopped_with_its_sweep_goes_on_from_its_checkpoint(tmp_
     wait_until(lambda: bool(list(folder.glob("trials/*/*/global_step_1"))) or process.poll() is not None, output)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=300) == 130, output.read_text()
-    assert "seed 3 stopped" in output.read_text() and "To go on: python -m trainer.sweep" in output.read_text()
+    assert "seed 3 stopped" in output.read_text() and "To continue: python -m trainer.sweep" in output.read_text()
     assert started(folder, code="").wait(timeout=500) == 0, output.read_text()
     [trial] = Study.load(folder).trials
     rows = [json.loads(line) for line in (trial.runs[0].folder / "metrics.jsonl").read_text().splitlines()]
@@ -203,7 +203,7 @@ def test_devices_of_foreign_processes_are_passed_over(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "list_gpus", lambda: there)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert tuning.free_devices(told.append) == ["2"]
-    assert "passed over: GPU 0 (H100, GPU-0) is in use" in told[0]
+    assert "device not used: GPU 0 (H100, GPU-0) is in use" in told[0]
     monkeypatch.setattr(trial_process.watcher, "marked_processes", lambda mark, token: [4_000_000])
     assert trial_process.busy_device("mine") == "", "what this sweep's own runs hold is no reason"
     monkeypatch.setattr(trial_process.watcher, "marked_processes", lambda mark, token: [])
@@ -243,8 +243,8 @@ def test_on_a_cluster_it_loses_a_machine_then_the_head(tmp_path: Path, machines:
     process = started(folder, *words)
     wait_until(lambda: len(runs_alive(folder)) == 2, output)
     machines.kill(SECOND)
-    told = "the machine, or its part of Ray, was lost; again, from its last checkpoint"
+    told = "the machine or its Ray node was lost; restarting from its last checkpoint"
     wait_until(lambda: told in output.read_text(), output)
     machines.kill_head()
-    assert process.wait(300) == 1 and "To go on: the same command" in output.read_text()
+    assert process.wait(300) == 1 and "The same command continues the sweep" in output.read_text()
     wait_until(lambda: not runs_alive(folder), output)
