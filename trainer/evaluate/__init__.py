@@ -1,1 +1,1 @@
-"""How prompts are answered for validation, evaluation and files of answers, and the numbers of it."""
+"""Generation for validation, evaluation and files of answers, and the validation metrics."""

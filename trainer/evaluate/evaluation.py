@@ -1,9 +1,9 @@
-"""What `main_eval` and `main_generate` are pointed at, and the run that only answers: the trainer's own generation and
-scoring, with answers that outlive the process.
+"""Targets of `main_eval` and `main_generate`, and trainers that only generate and score answers.
 
-A target (a run, a checkpoint, a model) becomes the beginning of a command line: the settings that the run was saved
-with, or those of a model alone, less all that belongs to training. `Evaluation` validates and writes results.json;
-`Generation` writes a file of answers. Both keep each chunk of answers in the run folder, and ask nothing twice.
+A target (a run, a checkpoint or a model) is translated to the first arguments of a command line: the settings saved
+with the run, or only the model, with everything that belongs to training switched off. `Evaluation` validates and
+writes results.json; `Generation` writes a file of answers. Both store each chunk of answers in the run folder, so that
+an interrupted command can continue without generating an answer twice.
 """
 
 import json
@@ -30,7 +30,7 @@ from verl_lite.protocol import DataProto
 RESULTS, CHUNKS = "results.json", "answers"
 FOLDER = "trainer.default_local_dir="
 MODELS = Path("runs/eval")
-"""Where the results of models belong."""
+"""Parent folder of the results of models that do not belong to a run."""
 
 ONLY_ANSWERS = (
     "trainer.val_only=true",
@@ -43,7 +43,7 @@ ONLY_ANSWERS = (
     "~trainer.rollout_data_dir",
     "~trainer.resume_allow",
 )
-"""Nothing is trained or saved; files that the training wrote stay as they are."""
+"""Arguments that switch off training and saving, so that files written by the training stay unchanged."""
 
 _SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
 _ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
@@ -53,8 +53,9 @@ _TRAINING_ALONE = ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout
 
 @dataclass(frozen=True)
 class Target:
-    """A policy to look at. name: for people and folders. path: where it is, or its name on the hub. folder: where
-    results belong. arguments: of a run that only answers with it. is_model: without data of its own."""
+    """A policy to evaluate. name: display name, also for folders. path: its folder, or its name on the hub. folder:
+    parent folder of its results. arguments: command line of a run that only generates answers with it. is_model: True
+    for a model that is not part of a run, and so has no data."""
 
     name: str
     path: str
@@ -64,20 +65,24 @@ class Target:
 
 
 def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
-    """The policies that `text` names: a run folder (its newest whole checkpoint, or all that are whole), a
-    global_step_N folder, a model folder, or the name of a model on the hub. Raises UserError if it is none of these."""
+    """Returns the policies that `text` names.
+
+    `text` is a run folder (its newest complete checkpoint, or all complete ones), a global_step_N folder, a model
+    folder, or the name of a model on the hub. Raises UserError for any other text.
+    """
     path = Path(text).expanduser().absolute()
     if (path / "data.pt").exists():
         return [_checkpoint(path)]
     if (path / "config.yaml").exists():
         found = list(islice(whole_steps(path, print), None if all_checkpoints else 1))
         if not found:
-            raise UserError(f"{path} is a run without a checkpoint; run it with trainer.save_freq=-1 or above 0")
+            raise UserError(f"{path} is a run without a checkpoint; train it with trainer.save_freq=-1 or above 0")
         return [_checkpoint(folder) for folder in reversed(found)]
     if all_checkpoints:
-        raise UserError(f"{path}: --all-checkpoints is for a run folder (config.yaml), which this is not")
+        raise UserError(f"{path}: --all-checkpoints requires a run folder, but there is no config.yaml in it")
     name, model = path.name, str(path)
-    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):  # a hub name; the options' check looks further
+    # a name on the hub; the check of the options finds out whether it exists
+    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
         name, model = text.replace("/", "--"), text
     elif not (path / "config.json").exists():
         raise UserError(f"{path}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
@@ -91,32 +96,32 @@ def _checkpoint(path: Path) -> Target:
 
 
 def titles(targets: Sequence[Target]) -> list[str]:
-    """What each is called beside the others: its name, or what of its path tells it from those of the same name."""
+    """Returns a distinct title for each target: its name, or for equal names the differing part of its path."""
 
     def title(target: Target) -> str:
-        twins = {os.path.abspath(each.path) for each in targets if each.name == target.name}
-        return target.name if len(twins) == 1 else os.path.relpath(target.path, os.path.commonpath(twins))
+        same_name = {os.path.abspath(each.path) for each in targets if each.name == target.name}
+        return target.name if len(same_name) == 1 else os.path.relpath(target.path, os.path.commonpath(same_name))
 
     return list(map(title, targets))
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The targets at the beginning of a command line, and the options after them."""
+    """Splits a command line into the targets at its beginning and the options after them."""
     count = next((i for i, item in enumerate(argv) if item[0:1] in ("-", "+", "~") or "=" in item), len(argv))
     return list(argv[:count]), list(argv[count:])
 
 
 def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, Any]:
-    """All that the answers depend on, as json has it: options by key, and what is in the files that they name."""
+    """Returns everything that the answers depend on, as json values: options by key, and digests of the named files."""
 
-    def decides(name: str) -> bool:
+    def is_relevant(name: str) -> bool:
         if name in _TRAINING_ALONE or name.startswith(_TRAINING):
             return False
         if not are_scored and name.startswith(("reward.", "reward_model.")):
             return False
         return name.startswith(_ALSO) or (name.startswith(_SECTIONS) and is_bound(name, config))
 
-    settings = {name: value for name, value in flat_config(config).items() if decides(name)}
+    settings = {name: value for name, value in flat_config(config).items() if is_relevant(name)}
     files = dict.fromkeys(config.data.val_files)
     if are_scored:
         functions = (entry.get("path") for entry in config.reward.functions.values() if isinstance(entry, Mapping))
@@ -132,46 +137,48 @@ def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, 
 
 
 def _checkpoint_of(config: PPOConfig) -> Path | None:
-    """The checkpoint that trainer.resume_from_path names, if the run takes one."""
+    """Returns the checkpoint folder trainer.resume_from_path, or None unless trainer.resume_mode=resume_path."""
     if config.trainer.resume_mode != "resume_path":
         return None
     return find_checkpoint(Path(), "resume_path", config.trainer.resume_from_path)
 
 
 class AnsweringTrainer(RayPPOTrainer):
-    """A run that has one policy answer, and whose answers so far are kept."""
+    """A trainer that only generates answers with one policy, and stores them in the run folder."""
 
     trains = False
 
     @classmethod
     def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
-        """Raises UserError if the folder has answers under other settings."""
+        """Raises UserError if the folder contains answers generated with other settings."""
         claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=cls.scores))
 
     def kept_answers(self) -> KeptAnswers:
-        """In the run folder."""
+        """Returns the store of answers in the run folder."""
         return KeptAnswers(self.run_dir / CHUNKS)
 
     def resume(self) -> None:
-        """Takes the policy of the checkpoint that trainer.resume_from_path names, if any, and its step; nothing of the
-        training that it belongs to, whose data need not be there."""
+        """Loads the policy and the step of the checkpoint trainer.resume_from_path, if it is set.
+
+        The state of the training is not loaded, so its data need not exist.
+        """
         folder = _checkpoint_of(self.config)
         if folder is not None:
             self.saver.learners["actor"].load(str(folder / "actor"))
             self.steps.global_step = read_state(folder)["steps"]["global_step"]
 
     def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
-        """Answers a chunk; a run that was asked to stop ends before it, as what was answered so far is kept."""
-        if self.steps.stop_asked:
+        """Generates the answers to one chunk of prompts, or raises KeyboardInterrupt if the run was asked to stop."""
+        if self.steps.stop_asked:  # earlier chunks are stored, so stopping between chunks loses nothing
             raise KeyboardInterrupt
         return super().generate_for_validation(prompts, sampling)
 
 
 class Evaluation(AnsweringTrainer):
-    """Validates once; continues where an earlier try in this folder was ended."""
+    """A run that validates once. It continues an interrupted evaluation in the same folder."""
 
     def fit(self) -> FitResult:
-        """Validates, and writes results.json: the step of the weights, and every number."""
+        """Validates, and writes the step of the weights and all metrics to results.json."""
         result = super().fit()
         results = {"step": self.steps.global_step, "metrics": result.before}
         write_atomically(self.run_dir / RESULTS, json.dumps(results, indent=1, default=float))
@@ -179,20 +186,23 @@ class Evaluation(AnsweringTrainer):
 
 
 def finished_metrics(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, float] | None:
-    """The numbers of an evaluation that was finished in this folder under these settings; None if there is none."""
+    """Returns the metrics of a finished evaluation with these settings in the folder, or None without one."""
     if read_settings(run_dir / CHUNKS) != settings or not (run_dir / RESULTS).exists():
         return None
     return json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))["metrics"]
 
 
 class Generation(AnsweringTrainer):
-    """Answers every prompt and writes one file, in the order of the dataset, with the columns of
-    `trainer.evaluate.sample_files`; continues where an earlier try was ended. The run folder is FILE.run."""
+    """A run that generates answers to every prompt and writes them to one file.
+
+    The rows have the order of the dataset and the columns of `trainer.evaluate.sample_files`. The run folder of FILE is
+    FILE.run; an interrupted generation continues there.
+    """
 
     scores = False
 
     def fit(self) -> FitResult:
-        """Loads the weights, answers, and writes the file."""
+        """Loads the weights, generates the answers, and writes the file."""
         self.resume()
         self.model_update()
         [answers] = self.generate_validation_set().values()
@@ -201,10 +211,10 @@ class Generation(AnsweringTrainer):
         return FitResult()
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:
-        """Answers as samples without a score."""
+        """Converts answers to samples without scores."""
         return samples_of(answers, self.tokenizer, self.steps.global_step)
 
 
 def folder_of(output: Path) -> Path:
-    """The run folder of a file of answers."""
+    """Returns the run folder of a file of answers."""
     return output.with_name(f"{output.name}.run")

@@ -1,4 +1,4 @@
-"""What the policy wrote, as rows a person can read: kept in files, sent to trackers, shown at the end of a run."""
+"""Samples: prompts and answers in a readable form, for files, trackers and the end of a run's output."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from verl_lite.protocol import DataProto
 
 PREDICTION = "pred"
-"""The entry of a reward's result that maj@n counts votes over."""
+"""The entry of a reward's result that maj@n uses as the vote."""
 
 
 def is_prediction(name: str) -> bool:
-    """Whether an entry of a reward's result, or of one of its parts, is a prediction: no measure, even as a number."""
+    """Returns True if an entry of a reward's result is a prediction, which is not a metric even if it is a number."""
     return name.split(".")[-1] == PREDICTION
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt, its answer, and what the answer was worth. `score` is null where the reward failed, because it was
-    late if `timed_out`. `sample` counts the answers to one prompt. `input` and `gts` are for the eye; prompt (the chat
-    messages), ground_truth and extra_info are what the reward got, so that `trainer.score` can ask another one."""
+    """One prompt, its answer, and the answer's score.
+
+    score is None if the reward failed; timed_out is True if the reward exceeded its time limit. sample numbers the
+    answers to one prompt. input and gts are for display. prompt (the chat messages), ground_truth and extra_info are
+    the inputs of the reward, so that `trainer.score` can compute another reward.
+    """
 
     step: int
     uid: str
@@ -47,14 +50,13 @@ class Sample:
 
 
 def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
-    """The rows of a batch as samples, without a score where they were not scored; rows that only fill up the batch are
-    none."""
+    """Converts the rows of a batch to samples, without padding rows. Rows of an unscored batch have no score."""
     columns, tensors = batch.non_tensor_batch, batch.batch
-    filler = tensors["is_padding"].tolist() if "is_padding" in tensors.keys() else [False] * len(batch)
+    is_padding = tensors["is_padding"].tolist() if "is_padding" in tensors.keys() else [False] * len(batch)
     number = columns.get("sample", np.zeros(len(batch), dtype=np.int64))
     late = columns.get("reward_timed_out", np.zeros(len(batch), dtype=bool))
     infos = columns.get("extra_info", [None] * len(batch))
-    # the scores say how long a failed sample was: its response_mask may already be empty
+    # from attention_mask, because the response_mask of a sample whose reward failed may already be empty
     lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1)
     scores: list[float | None] = [None] * len(batch)
     if "token_level_scores" in tensors.keys():
@@ -62,7 +64,7 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
         scores = [None if failed else score for failed, score in found]
     extras = {name.removeprefix("reward/"): values for name, values in columns.items() if name.startswith("reward/")}
     samples = []
-    for row in np.flatnonzero(~np.array(filler, dtype=bool)):
+    for row in np.flatnonzero(~np.array(is_padding, dtype=bool)):
         truth = columns["reward_model"][row].get("ground_truth")
         sample = Sample(
             step=step,
@@ -87,8 +89,8 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
 
 
 def plain_value(value: Any) -> Any:
-    """A value of a dataset as json has it: arrays become lists, numbers that are not finite null, what json has no word
-    for (dates, bytes) its text."""
+    """Converts a value of a dataset to a json value: arrays to lists, numbers that are not finite to None, and types
+    that json lacks (dates, bytes) to text."""
     if isinstance(value, dict):
         return {str(name): plain_value(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,10 @@
-"""The answers of every step, kept in the run folder: samples/train/000012.parquet, samples/val/000012.parquet.
+"""Files with the answers of every step in the run folder: samples/train/000012.parquet, samples/val/000012.parquet.
 
-Takes `Sample`s; a row is one. What is of any shape (`ground_truth`, `extra_info`) is json under NAME_json; what the
-reward gave beside its score is a column reward/NAME. `trainer.report` and `trainer.inspect` show them, `trainer.score`
-scores them anew, pandas and datasets read them as they are. The folder stays below trainer.samples_max_mb: when it is
-full every second step of the training's files goes, so that what stays covers the run evenly.
+Each row is one `Sample`. Values of any type (`ground_truth`, `extra_info`) are json text in the columns NAME_json, and
+additional entries of the reward's result are columns reward/NAME. `trainer.report` and `trainer.inspect` show the
+files, `trainer.score` scores them with another reward, and pandas and datasets can read them. The folder stays below
+trainer.samples_max_mb: when it is full, the files of every second training step are deleted, so that the remaining
+files cover the run evenly.
 """
 
 import json
@@ -32,10 +33,12 @@ _KINDS: dict[Any, pyarrow.DataType] = {
 
 
 class SampleFiles:
-    """The samples folder of a run, and beside it two folders of the user's with jsonl, one file a step.
+    """Writes the samples folder of a run, and optionally two folders with one jsonl file per step.
 
-    max_bytes: of the run's folder; 0 = nothing is kept there. tell: shows a sentence. rollout_dir, validation_dir: the
-    user's (trainer.{rollout,validation}_data_dir); None = there is none.
+    Args:
+        max_bytes: Limit of the samples folder; 0 writes nothing there.
+        tell: Shows a message to the user.
+        rollout_dir, validation_dir: trainer.{rollout,validation}_data_dir, the jsonl folders; None writes none.
     """
 
     def __init__(
@@ -48,25 +51,25 @@ class SampleFiles:
     ) -> None:
         self.folder, self.max_bytes, self.tell = run_dir / FOLDER, max_bytes, tell
         self.rollout_dir, self.validation_dir = rollout_dir, validation_dir
-        self._has_told = False
+        self._has_warned = False
 
     @property
     def keeps_training(self) -> bool:
-        """Whether the samples of training are written anywhere."""
+        """True if training samples are written to any folder."""
         return self.max_bytes > 0 or self.rollout_dir is not None
 
     def write_training(self, samples: Sequence[Sample], step: int) -> None:
-        """Keeps a step's samples in place of what was there of that step."""
+        """Writes the training samples of a step, replacing an earlier file of the step."""
         self._write(TRAIN, f"{step:06d}", samples)
         self._append(self.rollout_dir, samples, step)
 
     def write_validation(self, samples: Sequence[Sample], step: int, way: str = "") -> None:
-        """Keeps a validation's samples. way: tells several validations of one step apart, such as greedy."""
+        """Writes the samples of a validation. way: distinguishes several validations of one step, such as "greedy"."""
         self._write(VAL, f"{step:06d}{f'-{way}' if way else ''}", samples)
         self._append(self.validation_dir, samples, step)
 
     def rewind(self, step: int) -> None:
-        """Forgets what came after `step`: a run that was resumed there goes through it again."""
+        """Deletes the files of steps after `step`, which a run that resumes there repeats."""
         for file in [*self._files(TRAIN), *self._files(VAL)]:
             if step_of(file) > step:
                 file.unlink()
@@ -77,17 +80,17 @@ class SampleFiles:
         folder = self.folder / kind
         with beside_training(folder, self.tell):
             write_table(table_of(samples), folder / f"{name}.parquet")
-            # every second file goes, of training first, until the folder is below its limit; the newest one stays
+            # delete every second file, training files first, until the folder is below its limit; keep the newest file
             sizes = {file: file.stat().st_size for kind in (TRAIN, VAL) for file in self._files(kind)}
             while sum(sizes.values()) > self.max_bytes and len(sizes) > 1:
                 of_kind = {kind: [file for file in sizes if file.parent.name == kind][-2::-2] for kind in (TRAIN, VAL)}
                 for file in of_kind[TRAIN] or of_kind[VAL]:
                     file.unlink()
                     del sizes[file]
-                if not self._has_told:
-                    self._has_told = True
+                if not self._has_warned:
+                    self._has_warned = True
                     limit = f"trainer.samples_max_mb={self.max_bytes >> 20}"
-                    self.tell(f"{self.folder} is full ({limit}): every second step goes")
+                    self.tell(f"{self.folder} is full ({limit}): the samples of every second step are deleted")
 
     def _files(self, kind: str) -> list[Path]:
         return sorted((self.folder / kind).glob("*.parquet"))
@@ -102,12 +105,12 @@ class SampleFiles:
 
 
 def step_of(file: Path) -> int:
-    """The step that a file of samples is of."""
+    """Returns the step of a file of samples."""
     return int(file.stem.partition("-")[0])
 
 
 def write_table(table: pyarrow.Table, path: Path) -> None:
-    """A parquet file, there whole or not at all."""
+    """Writes a parquet file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     pyarrow.parquet.write_table(table, draft, compression="zstd")
@@ -115,7 +118,7 @@ def write_table(table: pyarrow.Table, path: Path) -> None:
 
 
 def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
-    """The samples as columns."""
+    """Converts samples to a table with one row per sample."""
     kinds = {name: _KINDS[kind] for name, kind in get_type_hints(Sample).items() if kind in _KINDS}
     columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in samples] for name in kinds}
     columns["prompt"] = [
@@ -130,7 +133,7 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
 
 
 def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pyarrow.Array]:
-    """A column reward/NAME for all that rewards gave beside their scores; of text where one of its values is."""
+    """Returns a column reward/NAME for each additional entry of the rewards; a text column if any value is text."""
     columns = {}
     for name in sorted({name for extra in extras for name in extra}):
         values: list[Any] = [extra.get(name) for extra in extras]
@@ -142,7 +145,6 @@ def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pya
 
 
 def as_text(value: Any) -> str:
-    """Text as it is, anything else as json. Half of a surrogate pair, which json can spell and UTF-8 cannot, becomes a
-    question mark."""
+    """Returns text unchanged and any other value as json. Lone surrogates, which UTF-8 cannot encode, become "?"."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.encode(errors="replace").decode()

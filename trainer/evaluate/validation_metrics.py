@@ -1,15 +1,16 @@
-"""Validation numbers by data source, under verl's names: mean@N, best@n, worst@n, maj@n of N answers to each prompt;
-and beside them the unbiased pass@k and 95% intervals. EVALUATION.md has each formula.
+"""Validation metrics by data source with verl's names: mean@N, best@n, worst@n and maj@n of N answers to each prompt,
+plus the unbiased pass@k and 95% confidence intervals. EVALUATION.md lists the formulas.
 
-verl estimates best@n, worst@n and maj@n by resampling n of the N answers with replacement. For best and worst the
-expectation of that has a closed form, which is used here: exact, fast, the same in any order of rows. maj@n is
-resampled from a fixed seed with the answers in a canonical order. An answer whose reward failed is not a 0: it is left
-out, and its prompt is judged by the others; val-aux/{source}/reward/error_rate and timeout_rate count such answers.
+verl estimates best@n, worst@n and maj@n by resampling n of the N answers with replacement. For best and worst, this
+module uses the closed form of the expectation, which is exact, fast and independent of the order of rows. For maj@n, it
+resamples with a fixed seed and the answers in a canonical order. An answer whose reward failed does not count as 0: it
+is left out, and the metrics of its prompt use the other answers. val-aux/{source}/reward/error_rate and timeout_rate
+count such answers.
 
-A prompt is the unit that is drawn: answers to one prompt resemble each other, so an interval over answers would be too
-narrow. Each prompt gives one value (its mean over answers, its pass@k ...), and the interval is that of the mean of
-these values (Miller, Adding Error Bars to Evals, 2024: errors clustered by prompt, which for equal numbers of answers
-is this).
+The sampling unit is the prompt. Answers to one prompt are correlated, so an interval over answers would be too narrow.
+Each prompt contributes one value (its mean over answers, its pass@k, ...), and the interval is that of the mean of
+these values. For equal numbers of answers, this equals standard errors clustered by prompt (Miller, Adding Error Bars
+to Evals, 2024).
 """
 
 import math
@@ -26,17 +27,21 @@ from trainer.evaluate.sample import PREDICTION, Sample
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
-INTERVAL = "/ci95"  # ends the name of the half width of the 95% interval of a mean
+INTERVAL = "/ci95"  # suffix of the metric with the half width of a mean's 95% interval
 RESAMPLES = 1000
 SEED = 42
 
 
 def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str, float]:
-    """val-core/{source}/{acc|reward}/{mean@N,best@N/...,maj@N/...}, and the rest as val-aux/{source}/{variable}/...
+    """Returns the metrics of a validation by their logged names.
 
-    samples: the N answers to each prompt, in any order. The core variable is `acc` if the reward function returns one,
-    else `reward`. With a `prefix` such as "greedy/" all names are val-aux/{source}/{prefix}{variable}/... Shares of
-    answers whose reward failed are val-aux/{source}/{prefix}reward/{error_rate,timeout_rate}.
+    The headline metrics are val-core/{source}/{acc|reward}/{mean@N,best@N/...,maj@N/...} of the core variable, which is
+    `acc` if the reward function returns it, else `reward`. All others are val-aux/{source}/{variable}/..., including
+    the shares of answers whose reward failed, val-aux/{source}/reward/{error_rate,timeout_rate}.
+
+    Args:
+        samples: The N answers to each prompt, in any order.
+        prefix: For example "greedy/". All names are then val-aux/{source}/{prefix}{variable}/...
     """
     names = {name for sample in samples for name in sample.extra}
     infos: dict[str, Sequence[Any]] = {"reward": [sample.score for sample in samples]}
@@ -46,17 +51,17 @@ def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str,
     results = process_validation_metrics(sources, [sample.uid for sample in samples], infos)
     metrics = name_metrics(results, prefix)
     for source in dict.fromkeys(sources):
-        own = [sample for sample in samples if sample.data_source == source]
+        of_source = [sample for sample in samples if sample.data_source == source]
         start = f"val-aux/{source}/{prefix}reward/"
-        metrics[f"{start}error_rate"] = sum(sample.score is None for sample in own) / len(own)
-        metrics[f"{start}timeout_rate"] = sum(sample.timed_out for sample in own) / len(own)
+        metrics[f"{start}error_rate"] = sum(sample.score is None for sample in of_source) / len(of_source)
+        metrics[f"{start}timeout_rate"] = sum(sample.timed_out for sample in of_source) / len(of_source)
     return metrics
 
 
 def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefix: str = "") -> dict[str, float]:
-    """Flat names for {source: {variable: {metric: value}}}.
+    """Flattens {source: {variable: {metric: value}}} to the logged names.
 
-    val-core: mean, best and maj of the core variable over the largest number of answers; val-aux: everything else.
+    val-core contains mean, best and maj of the core variable for the largest number of answers, val-aux all others.
     """
     flat = {}
     for source, variables in results.items():
@@ -76,16 +81,17 @@ def process_validation_metrics(
     infos_dict: Mapping[str, Sequence[Any]],
     seed: int = SEED,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """{source: {variable: {metric: mean over prompts}}}.
+    """Returns the means over prompts as {source: {variable: {metric: mean}}}.
 
-    data_sources, sample_uids: (B,); rows of one source that share a uid are the N answers to one prompt. infos_dict:
-    variables by name, (B,) each, numbers or bools; None or NaN = that row has none. An entry `pred` is what votes are
-    counted over; other entries that are not numbers are ignored.
-    For N > 1: mean@N, std@N, and for n = 2, 4, 8 ... below N, and N: {best,worst,maj}@n/{mean,std}. For N = 1: mean@1.
-    For variables that are 0 or 1 everywhere in a source, with N > 1: pass@k for k = 1, 2, 4 ... below N, and N; a
-    prompt with fewer than k values is not in it. Half widths of 95% intervals: mean@N/ci95, {best,maj}@N/ci95 and
-    pass@k/ci95.
-    N counts all answers of a prompt, also those that have no value.
+    The metrics are mean@1 for N = 1. For N > 1, they are mean@N, std@N, and {best,worst,maj}@n/{mean,std} for n = N and
+    the powers of two below N. For N > 1 and variables whose values in a source are all 0 or 1, there is also pass@k for
+    k = 1, the powers of two below N, and N, over the prompts with at least k values. The half widths of 95% intervals
+    are mean@N/ci95, {best,maj}@N/ci95 and pass@k/ci95. N counts all answers to a prompt, including those without value.
+
+    Args:
+        data_sources, sample_uids: (B,). Rows of one source with the same uid are the N answers to one prompt.
+        infos_dict: Variables by name, each (B,) numbers or bools; None or NaN: the row has no value. The entry `pred`
+            contains the votes of maj@n. Other entries that are not numbers are ignored.
     """
     sources: dict[str, dict[str, list[int]]] = {}
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
@@ -103,19 +109,22 @@ def process_validation_metrics(
             found: dict[str, list[float]] = defaultdict(list)
             for uid, rows in kept.items():
                 ballots = None if votes is None else [votes[row] for row in rows]
-                of_prompt = _of_prompt(values[rows], len(prompts[uid]), is_binary, ballots, seed) if rows else {}
+                of_prompt = _prompt_metrics(values[rows], len(prompts[uid]), is_binary, ballots, seed) if rows else {}
                 for metric, value in of_prompt.items():
                     found[metric].append(value)
             if found:
                 largest = max(map(len, prompts.values()))
-                results.setdefault(source, {})[variable] = _over_prompts(found, largest, is_binary)
+                results.setdefault(source, {})[variable] = _means_over_prompts(found, largest, is_binary)
     return results
 
 
-def _of_prompt(
+def _prompt_metrics(
     values: Floats, size: int, is_binary: bool, ballots: Sequence[Any] | None, seed: int
 ) -> dict[str, float]:
-    """Metrics of one prompt. values, ballots: (count,) of its answers that have a value, of `size` answers."""
+    """Returns the metrics of one prompt with `size` answers.
+
+    values, ballots: (count,) values and votes of the answers that have a value.
+    """
     ordered = np.sort(values)
     metrics = {f"mean@{size}": float(ordered.mean())}
     if size == 1:
@@ -133,11 +142,11 @@ def _of_prompt(
     return metrics
 
 
-def _over_prompts(found: Mapping[str, Sequence[float]], largest: int, is_binary: bool) -> dict[str, float]:
-    """Means over prompts, with half widths of intervals where there are some. largest: number of answers."""
+def _means_over_prompts(found: Mapping[str, Sequence[float]], largest: int, is_binary: bool) -> dict[str, float]:
+    """Returns means over prompts, and half widths of intervals if possible. largest: largest number of answers."""
     means: dict[str, float] = {}
     for metric, values in found.items():
-        per_prompt = np.sort(values)  # sums of floats depend on their order, which must not
+        per_prompt = np.sort(values)  # sorted, because the sum of floats depends on their order
         means[metric] = float(per_prompt.mean())
         name = metric.removesuffix("/mean")
         if name.startswith("pass@") or name in (f"mean@{largest}", f"best@{largest}", f"maj@{largest}"):
@@ -147,9 +156,9 @@ def _over_prompts(found: Mapping[str, Sequence[float]], largest: int, is_binary:
 
 
 def best_of(sample: Floats, n: int) -> tuple[Floats, Floats]:
-    """Mean and standard deviation of the largest of n values drawn with replacement, for each row of sample (..., N).
+    """Returns mean and standard deviation of the largest of n values drawn with replacement from each row of `sample`.
 
-    With values ascending, the largest draw is the i-th with probability (i/N)^n - ((i-1)/N)^n.
+    `sample` is (..., N). The largest draw is the i-th smallest value with probability (i/N)^n - ((i-1)/N)^n.
     """
     count = sample.shape[-1]
     ordered, probability = np.sort(sample), np.diff((np.arange(count + 1) / count) ** n)
@@ -158,25 +167,26 @@ def best_of(sample: Floats, n: int) -> tuple[Floats, Floats]:
 
 
 def majority_of(values: Floats, ballots: Sequence[Any], n: int, seed: int = SEED) -> tuple[float, float]:
-    """Mean and standard deviation of the value of the most frequent ballot among n drawn with replacement.
+    """Returns mean and standard deviation of the value of the most frequent vote among n drawn with replacement.
 
-    values, ballots: (N,) of one prompt. Of tied ballots, and of a ballot's answers, each is as likely to give its value
-    (verl takes the first one of the draw, which is the same).
+    values, ballots: (N,) values and votes of the answers to one prompt. All tied votes, and all answers with the
+    winning vote, are equally likely to provide the value. (verl uses the first of them in the draw, which is
+    equivalent.)
     """
-    ascending = np.argsort(values, kind="stable")  # sums of floats depend on their order, which must not
+    ascending = np.argsort(values, kind="stable")  # sorted, because the sum of floats depends on their order
     values, ballots = values[ascending], [ballots[i] for i in ascending]
     _, voters = np.unique([str(ballot) for ballot in ballots], return_inverse=True)
     sizes = np.bincount(voters)
-    shares = _shares_of_victory(tuple(sizes.tolist()), n, seed)
+    shares = _winner_shares(tuple(sizes.tolist()), n, seed)
     mean = float((shares @ (np.bincount(voters, weights=values) / sizes)).mean())
     squares = np.bincount(voters, weights=(values - mean) ** 2) / sizes
     return mean, float(np.sqrt((shares @ squares).mean()))
 
 
 @lru_cache(maxsize=256)
-def _shares_of_victory(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
-    """(draws, ballots): 1 for the most frequent ballot among n answers drawn, shared by those that tie. sizes: answers
-    that cast each ballot. Kept, since many prompts split their votes alike."""
+def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
+    """Draws n answers RESAMPLES times; returns (draws, votes) with 1 for the most frequent vote of a draw, divided
+    among ties. sizes: answers with each vote. Cached, because many prompts have the same sizes."""
     shares = np.array(sizes) / sum(sizes)
     counts = np.random.default_rng([seed, n]).multinomial(n, shares, size=RESAMPLES)
     wins = counts == counts.max(axis=1, keepdims=True)
@@ -188,40 +198,40 @@ def _samples_of(metric: str) -> int:
 
 
 def pass_at_k(right: int, count: int, k: int) -> float:
-    """Probability that at least one of k answers, drawn without replacement from `count`, is right.
+    """Returns the probability that at least one of k answers, drawn without replacement from `count`, is right.
 
-    1 - C(n-c, k) / C(n, k), exact in whole numbers before the one division.
+    Computes 1 - C(n-c, k) / C(n, k) with n = count and c = right, in integers up to a single division.
 
     Args:
-        right: right answers c of a prompt.
-        k: 1 to count.
+        right: Number of right answers to a prompt.
+        k: Number of drawn answers, 1 to count.
     Source: Chen et al. 2021 (Evaluating Large Language Models Trained on Code), equation 1.
     """
     if not 1 <= k <= count:
-        raise ValueError(f"pass@{k} of {count} answers: k has to be 1 to {count}")
+        raise ValueError(f"pass@{k} of {count} answers: expected k between 1 and {count}")
     whole = math.comb(count, k)
     return (whole - math.comb(count - right, k)) / whole
 
 
 def half_width(per_prompt: Floats, is_share: bool) -> float | None:
-    """Half the width of the 95% interval of the mean of `per_prompt` (P,); None for one prompt, which shows no spread.
+    """Returns half the width of the 95% interval of the mean of `per_prompt` (P,), or None for a single prompt.
 
-    Student's t with P - 1 degrees of freedom times the standard error. is_share: the values are of 0/1 outcomes; where
-    all prompts then agree on 0 or on 1, the spread says nothing, and the width is that of the exact one-sided bound,
-    1 - 0.05^(1/P), about 3/P.
+    The half width is Student's t with P - 1 degrees of freedom times the standard error. is_share: True if the values
+    are shares of 0/1 outcomes. If all of them are then 0 or all are 1, the standard error is 0, so the half width is
+    the exact one-sided bound 1 - 0.05^(1/P), about 3/P, instead.
     """
     prompts = len(per_prompt)
     if prompts < 2:
         return None
-    ordered = np.sort(per_prompt)  # sums of floats depend on their order, which must not
+    ordered = np.sort(per_prompt)  # sorted, because the sum of floats depends on their order
     if is_share and ordered[0] == ordered[-1] and ordered[0] in (0.0, 1.0):
         return 1 - (1 - LEVEL) ** (1 / prompts)
     return student_t(prompts - 1) * float(ordered.std(ddof=1)) / math.sqrt(prompts)
 
 
 def student_t(degrees: int) -> float:
-    """The two-sided 95% quantile of Student's t: Hill's expansion about the normal one (Abramowitz and Stegun 26.7.5),
-    exact for 1 and 2 degrees of freedom, within 0.3% from 3 on."""
+    """Returns the two-sided 95% quantile of Student's t, exact for 1 and 2 degrees of freedom. For more, Hill's
+    expansion about the normal quantile (Abramowitz and Stegun 26.7.5) is within 0.3%."""
     if degrees == 1:
         return math.tan(math.pi * LEVEL / 2)
     if degrees == 2:

@@ -1,1 +1,1 @@
-"""What a batch is worth: scores from functions and models, their failures, and what the driver does to them."""
+"""Scores of a batch from reward functions and reward models, failed rewards, and adjustments of scores."""

@@ -1,6 +1,6 @@
-"""Samples whose reward failed: kept in a file, the first one shown, and the run stopped where there are too many.
+"""Handles samples whose reward failed: logs them to a file, shows the first, and stops the run if too many fail.
 
-Takes the results of each batch in turn, of training and validation alike.
+The results of every training and validation batch pass through this module.
 """
 
 import json
@@ -15,22 +15,22 @@ from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
 
 LEAST_REWARDS = 20
-"""The share of failures is taken over at least so many rewards: one hang among four answers is no reason to stop."""
+"""Smallest number of rewards for the share of failures, so that one failure among four answers does not stop a run."""
 
 _KEPT_PER_BATCH = 100
 _SHOWN_CHARACTERS = 1000
 
 
 class RewardFailure(RuntimeError):
-    """Too many rewards failed. Carries the first failure of the batch."""
+    """Raised if too many rewards failed. Contains the first failure of the batch."""
 
 
 @dataclass
 class Failures:
-    """What failed among the last batches, against a limit.
+    """Counts the failures in recent batches and compares them with a limit.
 
-    what: failed, in one word. option, max_error_rate: the limit and its key. error: raised beyond it. path: of the
-    file, json lines. show: gets the first failure of the run as text.
+    what: name of the kind of failed item. option: configuration key of max_error_rate, the limit. error: exception
+    that is raised above the limit. path: jsonl file of the failures. show: called with the first failure as text.
     """
 
     what: str
@@ -39,17 +39,17 @@ class Failures:
     error: type[Exception]
     path: Path
     show: Callable[[str], None]
-    _recent: deque[tuple[int, int]] = field(default_factory=deque)  # failures and things of the last batches
+    _recent: deque[tuple[int, int]] = field(default_factory=deque)  # (failed, total) of the last batches
     _shown: bool = False
 
     def note(self, failed: int, total: int, rows: Iterable[dict[str, Any]], first: str | None) -> None:
-        """Takes in a batch. rows: of the file. first: the first failure of the batch as text.
+        """Adds the failures of a batch. rows: rows for the file. first: first failure of the batch as text.
 
-        Raises the error if more than the limit failed: of the last batches that have at least 20 things together, and
-        while there are fewer, of 20.
+        Raises the error if the share of failures is above the limit. The share is computed over the most recent batches
+        that together have at least 20 items, and over 20 while there are fewer.
         """
         self._recent.append((failed, total))
-        while sum(things for _, things in self._recent) - self._recent[0][1] >= LEAST_REWARDS:
+        while sum(items for _, items in self._recent) - self._recent[0][1] >= LEAST_REWARDS:
             self._recent.popleft()
         if not failed:
             return
@@ -59,27 +59,27 @@ class Failures:
                 file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
         except OSError as error:  # a full disk does not end a run
             where = f"They could not be written to {self.path} ({error.strerror})"
-        failures, things = (sum(column) for column in zip(*self._recent, strict=True))
-        allowed = self.max_error_rate * max(LEAST_REWARDS, things)
+        failures, items = (sum(column) for column in zip(*self._recent, strict=True))
+        allowed = self.max_error_rate * max(LEAST_REWARDS, items)
         if failures > allowed:
             failure = self.error(
-                f"{failures} of {things} {self.what}s failed; {self.option}={self.max_error_rate} allows "
-                f"{int(allowed)}. {where}. Mend what fails, or raise the limit.\n{printable(str(first))}"
+                f"{failures} of {items} {self.what}s failed; {self.option}={self.max_error_rate} allows "
+                f"{int(allowed)}. {where}. Fix the cause, or raise the limit.\n{printable(str(first))}"
             )
             add_circumstances(failure, traceback=printable(str(first)))
             raise failure
         if not self._shown:
             self._shown = True
             self.show(
-                f"a {self.what} failed: it is left out of loss, groups and metrics, and counted. Later ones are not "
-                f"shown. {where}. It was {printable(str(first))}"
+                f"a {self.what} failed: its sample is left out of loss, groups and metrics, and counted. Later "
+                f"failures are not shown. {where}. The failure was {printable(str(first))}"
             )
 
 
 class FailureLog:
     """Counts failed rewards against `max_error_rate` and writes them to reward_failures.jsonl in `run_dir`.
 
-    decode: token ids to text, for the answers in file and message. show: gets the first failure of the run as text.
+    decode: converts token ids to text, for the answers in the file. show: called with the first failure as text.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FailureLog:
         self._decode = decode
 
     def check(self, batch: DataProto, results: Sequence[RewardResult]) -> None:
-        """Notes the results of a batch's rows. Reads sample_id, data_source, responses and response_mask.
+        """Adds the results of a batch's rows. Reads sample_id, data_source, responses and response_mask.
 
         Raises RewardFailure if more than `max_error_rate` of them failed; see `Failures.note`.
         """
@@ -102,9 +102,10 @@ class FailureLog:
         failed = [row for row, result in enumerate(results) if result.failed]
         for row in failed[:_KEPT_PER_BATCH]:
             ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
-            given = columns["reward_model"][row] if "reward_model" in columns else {}
+            reward_model = columns["reward_model"][row] if "reward_model" in columns else {}
             kept = {name: columns[name][row] for name in ("sample_id", "data_source")}
-            kept |= {"ground_truth": given.get("ground_truth"), "response": self._decode(ids), "response_ids": ids}
+            kept |= {"ground_truth": reward_model.get("ground_truth")}
+            kept |= {"response": self._decode(ids), "response_ids": ids}
             rows.append(kept | {"timed_out": results[row].timed_out, "error": results[row].error})
         if rows:
             answer = rows[0]["response"]

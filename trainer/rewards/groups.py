@@ -1,7 +1,7 @@
-"""How good the answers of a scored batch are, as dynamic sampling and its metrics look at it: without any shaping.
+"""Outcomes of the groups in a scored batch, for dynamic sampling and its metrics.
 
-The outcome of an answer is what the reward function calls `acc`, or its score before the penalty for its length; or
-what `algorithm.filter_groups.metric` names.
+The outcome of an answer is the metric `algorithm.filter_groups.metric`, by default the reward function's entry `acc`,
+or without it the score before the length penalty.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ KINDS = ("kept", "all_right", "all_wrong", "unjudged")
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a batch. of_row: (B,) the number of each row's group, by first appearance. kinds: of each group,
-    (G,) bool tensors by KINDS, of which exactly one is true.
+    """The groups of a batch. of_row: (B,) group index of each row, in order of first appearance. kinds: for each kind
+    in KINDS a bool tensor (G,); each group is of exactly one kind.
 
-    kept: at least two answers that count, of different outcome. all_right, all_wrong: at least two, all of the same
-    outcome, which is above 0 or not. unjudged: fewer than two answers count.
+    kept: at least two counted answers, with different outcomes. all_right, all_wrong: at least two counted answers
+    with the same outcome, which is above 0 (right) or not (wrong). unjudged: fewer than two counted answers.
     """
 
     of_row: torch.Tensor
@@ -32,13 +32,15 @@ class Groups:
 
 
 def groups_of(batch: DataProto, metric: str | None) -> Groups:
-    """The groups of a scored batch, rows that share a uid, and whether their outcomes differ.
+    """Returns the groups of a scored batch (rows with the same uid), classified by their outcomes.
 
-    Reads uid, response_mask, token_level_scores, outcomes where there, and `reward/<metric>`. metric: `score`, an
-    entry of the reward function's dict, or None = `acc` in rows that have one, else the score, as for `acc` itself (in
-    verl a number that is returned alone is acc). An answer does not count if its response_mask is empty (its reward
-    failed, or it has no token) or if it has no such entry. Outcomes are compared, not their standard deviation, which
-    rounding can leave above 0.
+    Reads uid, response_mask, token_level_scores, outcomes if present, and `reward/<metric>`. An answer does not count
+    if its response_mask is empty (its reward failed, or it has no token) or if it lacks the metric. Outcomes are
+    compared directly, because rounding can leave the standard deviation of equal outcomes above 0.
+
+    Args:
+        metric: "score", or an entry of the reward function's dict. None and "acc" use the entry `acc`, and the score in
+            rows without it (in verl, a reward function's plain number is acc).
     """
     values, counted = outcomes_of(batch, metric)
     of_row, number = group_ids(batch.non_tensor_batch["uid"], values.device)
@@ -53,7 +55,7 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
 
 
 def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B,) outcomes in fp64, and (B,) bool which answers have one; see `groups_of`."""
+    """Returns the (B,) fp64 outcomes and a (B,) bool mask of the answers that have an outcome; see `groups_of`."""
     mask = batch.batch["response_mask"]
     has_outcomes = "outcomes" in batch
     scores = batch.batch["outcomes"] if has_outcomes else outcome_scores(batch.batch["token_level_scores"], mask)
@@ -70,11 +72,11 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
 
 
 def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
-    """groups/{kept,all_right,all_wrong,unjudged}: shares of the batch's groups, which sum to 1; see `Groups`.
+    """Returns groups/{kept,all_right,all_wrong,unjudged}, shares of the batch's groups that sum to 1; see `Groups`.
 
-    Nothing for rows that are steps of episodes, whose groups are the scheduler's part.
+    Returns no metrics if rows are steps of episodes; the scheduler computes the shares of their groups.
     """
     if "traj_id" in batch or not len(batch):
         return {}
     kinds = groups_of(batch, metric).kinds
-    return {f"groups/{kind}": Metric.mean(int(is_so.sum()), len(is_so)) for kind, is_so in kinds.items()}
+    return {f"groups/{kind}": Metric.mean(int(mask.sum()), len(mask)) for kind, mask in kinds.items()}

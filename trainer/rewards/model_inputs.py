@@ -1,8 +1,8 @@
-"""What the reward model reads: the policy's own token ids, or its texts under a tokenizer and template of its own.
+"""Inputs of the reward model: the policy's token ids, or its texts under the reward model's tokenizer and template.
 
-Token ids are the cheaper way and keep the prompts that samples share; they mean the same only where the vocabularies
-agree. Otherwise (`reward_model.retokenize`) each answer is decoded, put behind its prompt as the assistant's message,
-rendered by the reward model's chat template and tokenised anew; a text that is too long has no score: it is not cut.
+Using the token ids is cheaper and keeps prompts that samples share, but requires equal vocabularies. Otherwise
+(`reward_model.retokenize`) each answer is decoded, appended to its prompt as the assistant's message, rendered with the
+reward model's chat template and tokenized again. A text that is too long gets no score; it is not truncated.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from workers.policy.chat_template import render_chats
 from workers.policy.loading import load_model_config, longest_context
 from workers.policy.sequence_score import check_sequence_classifier
 
-# From a batch to a batch with the token columns that the model reads, and for each row why it has no score, or None.
+# Converts a batch to the token columns of the reward model, and an error message for each row without score, else None.
 RewardInputs = Callable[[DataProto], tuple[DataProto, list[str | None]]]
 
 
 def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> RewardInputs:
-    """The way from batches to rows for the reward model of `config`.
+    """Returns the function that converts batches to inputs of the reward model.
 
-    tokenizer: the policy's. Raises UserError for a model that cannot score, or cannot read what the policy writes.
+    tokenizer: the policy's tokenizer. Raises UserError if the model has no score, or cannot read the policy's tokens.
     """
     path = str(config.reward_model.model.path)
     try:
@@ -42,25 +42,25 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
         options, actor = config.reward_model, config.actor
         limits = [] if context is None else [(context, "the context of reward_model.model.path")]
         if actor.use_dynamic_bsz if options.use_dynamic_bsz is None else options.use_dynamic_bsz:
-            own = options.forward_max_token_len_per_gpu
-            key = "actor.ppo_max_token_len_per_gpu" if own is None else "reward_model.forward_max_token_len_per_gpu"
-            limits.append((own or actor.ppo_max_token_len_per_gpu, key))
+            limit = options.forward_max_token_len_per_gpu
+            key = "actor.ppo_max_token_len_per_gpu" if limit is None else "reward_model.forward_max_token_len_per_gpu"
+            limits.append((limit or actor.ppo_max_token_len_per_gpu, key))
         return Retokenizer(tokenizer, reward_tokenizer, *min(limits, default=(None, "")))
     _check_same_vocabulary(tokenizer, reward_tokenizer, path)
     longest = config.data.max_prompt_length + config.data.max_response_length
     if context is not None and context < longest:
         raise UserError(
             f"reward_model.model.path={path!r}: it reads at most {context} tokens, fewer than data.max_prompt_length + "
-            f"data.max_response_length = {longest}: lower these, or take a model with a longer context"
+            f"data.max_response_length = {longest}; lower these, or use a model with a longer context"
         )
     return lambda batch: (batch, [None] * len(batch))
 
 
 class Retokenizer:
-    """Rows under another tokenizer and chat template.
+    """Converts the rows of a batch to another tokenizer and chat template.
 
-    tokenizer: the policy's. reward_tokenizer: the reward model's, with a chat template; UserError without. longest:
-    tokens of a row, None for any number; reason: what says so.
+    tokenizer: the policy's tokenizer. reward_tokenizer: the reward model's tokenizer; UserError if it has no chat
+    template. longest: largest number of tokens of a row; None: no limit. reason: the option or model that sets it.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Retokenizer:
         self._policy, self._reward, self._longest, self._reason = tokenizer, reward_tokenizer, longest, reason
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, list[str | None]]:
-        """Reads raw_prompt, responses, attention_mask, response_mask.
+        """Returns the token columns and errors of a batch. Reads raw_prompt, responses, attention_mask, response_mask.
 
-        The rows are right-padded and all answer: `responses` is input_ids, and response_mask is 1 on every token of a
-        row that can be scored. Of a row longer than the limit only the first tokens stay, which are not scored.
+        Rows are right-padded. They have no separate prompt: `responses` equals input_ids, and response_mask is 1 on
+        every token of a row that can be scored. A row longer than the limit is cut and not scored.
         """
         tokens = self._reward(self.texts(batch), add_special_tokens=False)["input_ids"]
         longest = max(map(len, tokens)) if self._longest is None else self._longest
         errors = [
-            f"The reward model was not asked: prompt and answer are {len(row)} tokens of its tokenizer, and "
-            f"{self._reason} allows {longest}."
+            f"The reward model did not score the answer: prompt and answer have {len(row)} tokens in its "
+            f"tokenizer, but {self._reason} allows {longest}."
             if len(row) > longest
             else None
             for row in tokens
@@ -106,7 +106,7 @@ class Retokenizer:
         return DataProto.from_dict(tensors=columns), errors
 
     def texts(self, batch: DataProto) -> list[str]:
-        """Each row's chat with its answer as the assistant's message, under the reward model's template."""
+        """Renders each row's chat, with the answer as the assistant's message, with the reward model's template."""
         answers = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -answers.shape[1] :].sum(1).tolist()
         written = [row[:length] for row, length in zip(answers.tolist(), lengths, strict=True)]
@@ -126,7 +126,7 @@ def _check_same_vocabulary(
         token = differing[0]
         found = f"has id {theirs[token]}" if token in theirs else "does not exist"
         raise UserError(
-            f"reward_model.retokenize=false hands the policy's token ids to reward_model.model.path={path!r}, but the "
+            f"reward_model.retokenize=false passes the policy's token ids to reward_model.model.path={path!r}, but the "
             f"vocabularies differ in {len(differing)} of {len(ours)} tokens: {token!r} is {ours[token]} for the policy "
-            f"and {found} there. Set reward_model.retokenize=true"
+            f"and {found} in the reward model. Set reward_model.retokenize=true"
         )

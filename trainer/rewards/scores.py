@@ -1,8 +1,8 @@
-"""The scores of a batch: of the reward function, of a reward model, or the weighted sum of both, laid out as columns;
-and what the driver does to them: failed samples are masked, long answers punished, greedy ones become baselines.
+"""Scores of a batch from the reward function, the reward model, or their weighted sum, and adjustments of the scores:
+masks for failed samples, the penalty of long answers, and baselines from greedy answers.
 
-Workers send finished samples to the pool of reward functions while others still generate; here the driver lets the
-reward model score, and then waits for the rest of the pool. A sample whose reward failed has no weight anywhere.
+Workers send finished samples to the pool of reward functions while other samples are still generated. The driver then
+runs the reward model and collects the remaining results of the pool. A sample whose reward failed has no weight.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -24,27 +24,24 @@ from verl_lite.rewards import RewardResult
 from verl_lite.single_controller.resource_pool import ServiceHandle
 
 OVERLONG = ("overlong_reward", "overlong")
-"""Columns `reward/<name>` of the penalty of a long answer and of whether there is one, under verl's names."""
+"""verl's names of the columns `reward/<name>` with the penalty of a long answer, and with 1 if there is a penalty."""
 
-OVERLONG_TAKEN = (
-    "a column of reward.overlong_buffer.log: call it something else, or set reward.overlong_buffer.log=false"
-)
+OVERLONG_TAKEN = "a column of reward.overlong_buffer.log: rename the entry, or set reward.overlong_buffer.log=false"
 
 
 class Scorer(Protocol):
-    """What scores a batch, as the trainer sees it."""
+    """The trainer's interface for scoring a batch."""
 
     def score(self, batch: DataProto) -> DataProto:
-        """Columns to be added to the batch, token_level_scores and reward_failed among them, and meta_info metrics."""
+        """Returns columns to add to the batch, such as token_level_scores and reward_failed, and meta_info metrics."""
         ...
 
 
 class Rewards:
-    """Collects scores.
+    """Collects the scores of a batch from the reward functions, the reward model, or both.
 
-    pool: the service that runs `workers.rewards.reward_pool.RewardPool`; None = no reward function is called. model:
-    None = no reward model. There is at least one of them. failures: gets every result; null = one that writes into
-    `run_dir`.
+    pool: service of `workers.rewards.reward_pool.RewardPool`; None: no reward function. model: None: no reward model.
+    At least one of the two is required. failures: log of failed rewards; None: a new log in `run_dir`.
     """
 
     def __init__(
@@ -61,20 +58,20 @@ class Rewards:
         self.failures = failures or FailureLog(config.max_error_rate, run_dir)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Waits for the batch's rewards.
+        """Computes or waits for the batch's rewards.
 
-        Reads sample_id, response_mask, and what the reward model reads. Writes token_level_scores (B, R), the score on
-        the last valid token; reward_failed and reward_timed_out (B,); and the extra values that the reward function
-        returned, as `reward/<name>` (B,). With a reward model also `reward/model` and `reward/function`, each before
-        its weight.
+        Reads sample_id, response_mask and the reward model's inputs. Writes token_level_scores (B, R) with the score on
+        the last valid token, reward_failed and reward_timed_out (B,), and additional entries of the reward function's
+        result as `reward/<name>` (B,). With a reward model, also writes the unweighted scores `reward/model` and
+        `reward/function`.
 
-        Metrics: reward/<name>/mean of each extra value that is a number, over the sampled answers that have one;
-        reward/error_rate, and the part of it that was late, reward/timeout_rate; reward/processes_replaced, counted
-        from the start of the run.
-        Raises RewardFailure where too many failed, UserError for an extra value with the name of a part.
+        Metrics: reward/<name>/mean of each numeric entry over the sampled answers that have it; reward/error_rate, and
+        the part of it that timed out, reward/timeout_rate; reward/processes_replaced, since the start of the run.
+
+        Raises RewardFailure if too many rewards failed, and UserError if an entry has the name of a written column.
         """
         parts: dict[str, tuple[float, list[RewardResult]]] = {}
-        if self.model is not None:  # the pool goes on working while the model scores
+        if self.model is not None:  # the pool continues in parallel while the model scores
             parts["model"] = (self.model.weight, self.model.score(batch))
         if self.pool is not None:
             keys = list(batch.non_tensor_batch["sample_id"])
@@ -102,13 +99,13 @@ class Rewards:
         columns = {f"reward/{name}": as_column([result.extra.get(name) for result in results]) for name in extras}
         metrics |= _means(columns, counted)
         if self.model is not None:
-            check_no_such_entry(parts, columns, "a part of the score beside a reward model: call it something else")
-            own = {
+            check_no_such_entry(parts, columns, "the name of a part of the score with a reward model: rename the entry")
+            by_part = {
                 f"reward/{name}": as_column([None if each.failed else each.score for each in part])
                 for name, (_, part) in parts.items()
             }
-            metrics |= _means(own, counted, with_ends=True)
-            columns |= own
+            metrics |= _means(by_part, counted, with_extremes=True)
+            columns |= by_part
         return DataProto.from_dict(
             tensors={"token_level_scores": token_level_scores},
             non_tensors={"reward_failed": failed, "reward_timed_out": timed_out, **columns},
@@ -117,7 +114,7 @@ class Rewards:
 
 
 def mask_failed(batch: DataProto) -> DataProto:
-    """The batch in which samples whose reward failed have an empty response_mask, and so no weight anywhere."""
+    """Returns the batch with an empty response_mask, and so no weight, for samples whose reward failed."""
     failed = torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
     if not failed.any():
         return batch
@@ -127,13 +124,13 @@ def mask_failed(batch: DataProto) -> DataProto:
 
 
 def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, Metric]]:
-    """The batch with the penalty of `reward.overlong_buffer` added to each answer's score; as it is where that is off.
+    """Adds the penalty of `reward.overlong_buffer` to each answer's score, or returns the batch unchanged without one.
 
-    DAPO's (arXiv:2503.14476, eq. 13): none up to the last `len` tokens, then linear, to -penalty_factor at the longest.
-    Reads token_level_scores and response_mask (B, R). Writes token_level_scores, and outcomes (B,), the scores before,
-    by which groups are filtered; with reward.overlong_buffer.log also reward/overlong_reward and reward/overlong (0 or
-    1), with the metrics reward/overlong_reward/mean and reward/overlong/mean over answers that count. An answer whose
-    reward failed has no penalty. Raises UserError if the reward function gave such a name to a value of its own.
+    The penalty of DAPO (arXiv:2503.14476, eq. 13) is 0 up to the last `len` tokens of the maximal length, and then
+    linear up to -penalty_factor. Answers whose reward failed have no penalty. Reads token_level_scores and
+    response_mask (B, R). Writes token_level_scores, and outcomes (B,) with the unpenalized scores for the filter of
+    groups. With reward.overlong_buffer.log, also writes reward/overlong_reward and reward/overlong (0 or 1) and the
+    metrics of their means over counted answers. Raises UserError if the reward function returned an entry of that name.
     """
     options = config.reward.overlong_buffer
     if not options.enable:
@@ -156,12 +153,12 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
 
 
 def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
-    """ReMax: the batch without its greedy answers (is_greedy), whose scores are reward_baselines (B,) of the rows of
-    their prompt.
+    """Removes the greedy answers (is_greedy) of ReMax and writes their scores as reward_baselines (B,) of the rows with
+    the same prompt.
 
-    Reads uid, token_level_scores, response_mask. A prompt whose greedy answer has no score, because its reward failed,
-    has no baseline: its rows are masked, as `mask_failed` does, and reward/baseline_error_rate is the share of such
-    prompts. critic/reward_baselines/mean is over the others. A batch without greedy answers comes back as it is.
+    Reads uid, token_level_scores, response_mask. If the reward of a greedy answer failed, its prompt has no baseline
+    and the prompt's rows are masked as in `mask_failed`. reward/baseline_error_rate is the share of such prompts;
+    critic/reward_baselines/mean is the mean over the others. A batch without greedy answers is returned unchanged.
     """
     if "is_greedy" not in batch:
         return batch, {}
@@ -181,14 +178,14 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
 
 
 def check_no_such_entry(names: Iterable[str], columns: Container[str], what: str) -> None:
-    """Raises UserError if one of the names is a column `reward/<name>` already. what: it is, and what to do."""
+    """Raises UserError if a column `reward/<name>` exists. what: use of the column and advice, for the message."""
     for name in names:
         if f"reward/{name}" in columns:
             raise UserError(f"The reward function returned an entry {name!r}, which is {what}")
 
 
 def _weighted_sum(weights: list[float], row: tuple[RewardResult, ...]) -> RewardResult:
-    """The score of one row, of which `row` has a result from each part; failed where any of them is."""
+    """Returns the weighted sum of the results of one row, or the first failed result. row: result of each part."""
     failure = next((result for result in row if result.failed), None)
     if failure is not None:
         return failure
@@ -197,15 +194,15 @@ def _weighted_sum(weights: list[float], row: tuple[RewardResult, ...]) -> Reward
     return RewardResult.scored("The weighted sum of reward function and reward model", score, extra)
 
 
-def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_ends: bool = False) -> dict[str, Metric]:
-    """The mean of each column of numbers, and with_ends the largest and the smallest; predictions, which may look like
-    numbers, have none. counted: (B,) bool, the rows that it is over, as far as they have a value."""
+def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes: bool = False) -> dict[str, Metric]:
+    """Returns the mean (and with_extremes maximum and minimum) of each numeric column over the counted rows with a
+    value. Predictions have no mean, even if they are numbers. counted: (B,) bool."""
     metrics = {}
     for name, column in columns.items():
         values = [value for value in column[counted] if value is not None]
         are_numbers = not any(isinstance(value, str) for value in values)
         if values and are_numbers and not is_prediction(name.removeprefix("reward/")):
             metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
-            if with_ends:
+            if with_extremes:
                 metrics |= {f"{name}/max": Metric.max(max(values)), f"{name}/min": Metric.min(min(values))}
     return metrics

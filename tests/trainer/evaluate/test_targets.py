@@ -104,7 +104,7 @@ def test_wrong_targets_say_what_was_expected(tmp_path: Path, run: Path, capsys: 
             find_targets(text)
     (tmp_path / "config.json").touch()
     (tmp_path / "config.yaml").unlink()
-    with pytest.raises(UserError, match="--all-checkpoints is for a run folder"):
+    with pytest.raises(UserError, match="--all-checkpoints requires a run folder"):
         find_targets(str(tmp_path), all_checkpoints=True)
     assert main_eval([str(run), "--all-checkpoints", "trainer.default_local_dir=x"]) == 2
     assert "each of the 2 targets gets its own folder" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_token_ids_go_as_they_are_where_the_vocabularies_agree(policy: PreTraine
 
 def test_another_vocabulary_asks_for_retokenize(policy: PreTrainedTokenizerBase, other: str) -> None:
     with pytest.raises(
-        UserError, match=r"differ in 2 of 64 tokens: '1' is 4 .* has id 53 there. Set .*retokenize=true"
+        UserError, match=r"differ in 2 of 64 tokens: '1' is 4 .* has id 53 in the reward model. Set .*retokenize=true"
     ):
         reward_inputs(config(other), policy)
     assert callable(reward_inputs(config(other, retokenize=True), policy))
