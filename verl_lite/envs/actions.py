@@ -1,7 +1,7 @@
-"""From what an agent wrote to the action it means.
+"""Parses the action in an agent's text.
 
-`ActionParser` takes the last words of a turn, "<answer>Right</answer>", and gives the action of that name (ROLL's
-default parser: pattern, lookup, thoughts and action as two groups). Calls of tools: `tool_calls.py`.
+`ActionParser` finds "<answer>Right</answer>" in a turn and returns the action of that name, like ROLL's default parser
+(pattern, lookup, thoughts and action as two groups). `tool_calls.py` parses tool calls.
 """
 
 import re
@@ -12,18 +12,21 @@ from typing import Any
 from verl_lite.errors import UserError
 
 ANSWER_PATTERN = r"\A(?>.*?<answer>)(.*?)</answer>"
-"""The first <answer>...</answer>. It is anchored: if the first <answer> is not closed, the later ones are not tried."""
+"""Matches the first <answer>...</answer>. If the first <answer> is not closed, later tags are not tried."""
 
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 Lookup = Mapping[Any, str] | Sequence[str]
-"""Names of actions by action: {0: "Left", 1: "Down"}, or a list whose places are the actions."""
+"""Names by action: {0: "Left", 1: "Down"}, or a list whose indices are the actions."""
 
 
 @dataclass(frozen=True)
 class ParsedAction:
-    """action: the key of the lookup, or the text itself where there is no lookup; None if nothing was understood.
-    action_content: the text of the pattern's last group; all of the text where the pattern is not found."""
+    """The result of `ActionParser`.
+
+    action: key of the lookup, or the text itself without a lookup; None if the text contains no action.
+    action_content: text of the pattern's last group; the whole text if the pattern does not match.
+    """
 
     action: Any
     action_content: str
@@ -32,10 +35,14 @@ class ParsedAction:
 class ActionParser:
     """Finds the action in a text.
 
-    pattern: a regular expression in which `.` is also a line end; one group is the action, of two groups the first is
-    what the agent thought. lookup: names of the actions, compared without regard to case; None = any text is an action.
-    special_tokens: taken out of the text before.
-    Raises UserError for a pattern with no group or more than two.
+    Args:
+        pattern: regular expression in which `.` matches line ends. Its last group is the action; the first of two
+            groups contains the agent's thoughts.
+        lookup: names of the actions, compared without regard to case; None = any text is an action.
+        special_tokens: tokens that are removed from the text first.
+
+    Raises:
+        UserError: the pattern does not have one or two groups.
     """
 
     def __init__(
@@ -47,20 +54,20 @@ class ActionParser:
         try:
             self.pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise UserError(f"action_pattern={pattern!r} is no regular expression: {error}") from error
+            raise UserError(f"action_pattern={pattern!r} is not a regular expression: {error}") from error
         if self.pattern.groups not in (1, 2):
             raise UserError(
                 f"action_pattern={pattern!r} has {self.pattern.groups} groups: expected one, (action), or two, "
                 "(thoughts)(action)"
             )
         pairs = lookup.items() if isinstance(lookup, Mapping) else enumerate(lookup or ())
-        # keys that came as text from a file, "0", are numbers again
+        # keys such as "0", read from a file, become numbers
         names = {int(key) if isinstance(key, str) and key.isdecimal() else key: str(name) for key, name in pairs}
         self.names = None if lookup is None else names
         self.special_tokens = tuple(special_tokens)
         self._by_name = {name.strip().lower(): action for action, name in names.items()}
         if len(self._by_name) < len(names):
-            raise UserError(f"action_lookup={names!r}: two actions have one name")
+            raise UserError(f"action_lookup={names!r}: two actions have the same name")
 
     def __call__(self, text: str) -> ParsedAction:
         for token in self.special_tokens:

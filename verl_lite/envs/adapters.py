@@ -1,8 +1,8 @@
-"""Worlds of other libraries behind our protocol: gymnasium, GEM, reasoning-gym.
+"""Adapters for environments of other libraries: gymnasium, GEM, reasoning-gym.
 
-gymnasium       any environment whose action space is Text, or Discrete through names of the actions
-gem             any object with GEM's reset(seed=) and step(action): by pkg.module:Class, or by GEM's own name
-reasoning_gym   a generator of reasoning-gym: one question, one answer, its own scorer
+gymnasium       environments whose action space is Text, or Discrete with names of the actions
+gem             objects with GEM's reset(seed=) and step(action), named as pkg.module:Class or by GEM's name
+reasoning_gym   generators of reasoning-gym: one question, one answer, the generator's scorer
 """
 
 import functools
@@ -20,16 +20,16 @@ from verl_lite.errors import UserError
 
 AGG_MODES = {"action_is_valid": "mean", "success": "last"}
 _HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
-"""A colour of a terminal around a letter: text environments mark with it where the player stands."""
+"""A letter in a terminal color, with which text environments mark the player's position."""
 
 
 @register_env("gymnasium")
 class GymnasiumEnv:
     """A gymnasium environment by its id, "FrozenLake-v1" or "module:Id-v0".
 
-    env_kwargs: for gymnasium.make. action_lookup: names of the actions of a Discrete space; None = their numbers.
-    observe: "space", what the environment returns, as text; "render", its text frame (render_mode "ansi").
-    success_reward: an episode that terminated with this sum of rewards has succeeded.
+    env_kwargs: keyword arguments of gymnasium.make. action_lookup: names of the actions of a Discrete space; None =
+    their numbers. observe: "space", the returned observation as text, or "render", the text frame (render_mode "ansi").
+    success_reward: sum of rewards from which a terminated episode is a success.
     """
 
     def __init__(
@@ -51,17 +51,18 @@ class GymnasiumEnv:
         try:
             self.env = gymnasium.make(env_id, **kwargs)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
-            raise UserError(f"env_id={env_id!r}: gymnasium cannot make it: {error}") from error
+            raise UserError(f"env_id={env_id!r}: gymnasium cannot create it: {error}") from error
         space = self.env.action_space
         if isinstance(space, gymnasium.spaces.Discrete):
             numbers = range(int(space.start), int(space.start) + int(space.n))
             action_lookup = {n: str(n) for n in numbers} if action_lookup is None else action_lookup
         elif not isinstance(space, gymnasium.spaces.Text):
-            raise UserError(f"env_id={env_id!r}: its actions are {space}; an agent that writes needs Text or Discrete")
+            raise UserError(f"env_id={env_id!r}: its action space is {space}; expected Text or Discrete")
         self.parser = ActionParser(action_pattern, action_lookup, special_token_list)
         if isinstance(space, gymnasium.spaces.Discrete) and not set(self.parser.names or {}) <= set(numbers):
             raise UserError(f"action_lookup={action_lookup!r}: the actions of {env_id} are {list(numbers)}")
-        self.by_render, self.instruction, self.success_reward = observe == "render", env_instruction, success_reward
+        self.by_render = observe == "render"
+        self.instruction, self.success_reward = env_instruction, success_reward
         self.text, self.score = "", 0.0
 
     def reset(self, seed: int) -> tuple[str, Info]:
@@ -73,8 +74,8 @@ class GymnasiumEnv:
         parsed = self.parser(action)
         if parsed.action is None:
             names = self.parser.names
-            said = f"This is not an action. Actions are {', '.join(names.values())}.\n" if names else ""
-            return said + self.text, 0.0, False, False, self._info(valid=False)
+            hint = f"This is not an action. Actions are {', '.join(names.values())}.\n" if names else ""
+            return hint + self.text, 0.0, False, False, self._info(valid=False)
         observation, reward, terminated, truncated, _ = self.env.step(parsed.action)
         self.score += float(reward)
         self.text = self._text(observation)
@@ -100,9 +101,10 @@ class GymnasiumEnv:
 class GemEnv:
     """An object with the interface of GEM (`gem-llm`): `reset(seed=)` and `step(action)` on texts.
 
-    env: "pkg.module:Class", which needs no gem installed, or a name for gem.make, "game:GuessTheNumber-v0".
-    env_kwargs: its arguments. Its info goes through; metrics are added where it gives none: success is a reward of at
-    least `success_reward` at the end.
+    env: "pkg.module:Class", which does not need the package gem, or a name for gem.make, "game:GuessTheNumber-v0".
+    env_kwargs: arguments of the environment. success_reward: final reward from which an episode is a success.
+
+    The environment's info is passed on. If it has no metrics, the metric success is added.
     """
 
     def __init__(self, env: str, env_kwargs: Mapping[str, Any] | None = None, success_reward: float = 1.0) -> None:
@@ -114,8 +116,8 @@ class GemEnv:
                 factory = functools.partial(importlib.import_module("gem").make, env)
             except ImportError as error:
                 raise UserError(
-                    f"env={env!r}: neither pkg.module:Class nor, without the package gem-llm, a name of GEM; install "
-                    "gem-llm or give the path of a class with reset(seed) and step(action)"
+                    f"env={env!r} is not pkg.module:Class, and names of GEM need the package gem-llm; install gem-llm "
+                    "or set env to the path of a class with reset(seed) and step(action)"
                 ) from error
         self.env, self.success_reward = factory(**dict(env_kwargs or {})), success_reward
 
@@ -141,10 +143,11 @@ class GemEnv:
 
 @register_env("reasoning_gym")
 class ReasoningGymEnv:
-    """One question of a generator of reasoning-gym; the reward is what its scorer gives, 0 to 1.
+    """One question of a reasoning-gym generator. The reward is the score of its scorer, from 0 to 1.
 
-    task: the generator's name, "spell_backward". task_config: its options. size, dataset_seed: of the set of questions.
-    The question of an episode is seed modulo size. Success is a full score.
+    task: name of the generator, such as "spell_backward". task_config: options of the generator. size, dataset_seed:
+    size and seed of the set of questions. The question of an episode has the number seed modulo size. An episode with
+    the full score is a success.
     """
 
     def __init__(
@@ -161,13 +164,13 @@ class ReasoningGymEnv:
         options = dict(task_config or {}) | {"size": size, "seed": dataset_seed}
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SyntaxWarning)  # a dependency's, at its first compilation
+                warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
                 reasoning_gym = importlib.import_module("reasoning_gym")
             self.dataset = reasoning_gym.create_dataset(task, **options)
         except ImportError as error:
             raise UserError(f"task={task!r}: reasoning-gym is not installed: pip install reasoning-gym") from error
         except (ValueError, TypeError, AssertionError) as error:
-            raise UserError(f"task={task!r} with {options}: reasoning-gym cannot make it: {error}") from error
+            raise UserError(f"task={task!r} with {options}: reasoning-gym cannot create it: {error}") from error
         self.entry: dict[str, Any] = {}
 
     def reset(self, seed: int) -> tuple[str, Info]:

@@ -1,7 +1,7 @@
-"""The environment protocol, the registry, and `EnvTemplate`: one entry of `agentic.custom_envs`, checked.
+"""The environment protocol, the registry, and `EnvTemplate`, a checked entry of `agentic.custom_envs`.
 
-An environment talks in text and rewards in plain floats; it does not know of tokens, groups or models. How to write one
-in 30 lines, and what the keys of `info` mean: trainer/AGENTIC.md. Nothing in this package imports torch.
+An environment exchanges texts with the agent and returns rewards as floats; it is independent of tokens, groups and
+models. trainer/AGENTIC.md shows how to write an environment in 30 lines. This package does not import torch.
 """
 
 import inspect
@@ -15,47 +15,47 @@ from verl_lite.errors import UserError
 from verl_lite.registry import Registry, did_you_mean, foreign_modules
 
 Info = dict[str, Any]
-"""What an environment says beside the observation. Keys that are read, all optional:
+"""Information that an environment returns in addition to the observation. All keys are optional:
 
-env_instruction   reset: the task in words, shown once before the first observation
+env_instruction   in reset: description of the task, shown once before the first observation
 suffix            text after the observation, {suffix} of agent_template
-use_tool          true: the next observation is a message of the role "tool", e.g. a tool's answer
-metrics           {name: number or bool}; action_is_valid false brings format_penalty; success is charted
-metrics_agg_mode  {name: mean | sum | min | max | last | first} over the steps of an episode; mean where it is not named
-state_hash        names the state for gigpo; else sha256 of the observation
+use_tool          true: the observation becomes a message with the role "tool", such as the result of a tool
+metrics           {name: number or bool}; action_is_valid=false adds format_penalty; success is shown in charts
+metrics_agg_mode  {name: mean | sum | min | max | last | first} over the steps of an episode; mean by default
+state_hash        identifier of the state for gigpo; by default sha256 of the observation
 """
 
 
 class Env(Protocol):
-    """A world that is acted in by text. One object serves many episodes, one after the other.
+    """An environment in which an agent acts by text. One object runs many episodes, one after the other.
 
-    Optional methods: `close()` frees what the object holds; `sample_random_action()` gives a legal action text, for the
-    dry run before training.
+    Optional methods: `close()` frees resources; `sample_random_action()` returns a valid action text for the dry run
+    before training.
     """
 
     def reset(self, seed: int) -> tuple[str, Info]:
-        """Begins the episode that belongs to `seed`, the same each time."""
+        """Starts the episode of `seed`, which is the same in each call. Returns (observation, info)."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """Answers what the agent wrote, whatever it is: (observation, reward, terminated, truncated, info).
+        """Responds to any text of the agent with (observation, reward, terminated, truncated, info).
 
-        terminated: the task came to its end, well or badly. truncated: it was broken off. Either ends the episode.
+        terminated: True if the task has ended in success or failure. truncated: True if the episode ends before that.
         """
         ...
 
 
 EnvFactory = Callable[..., Env]
-"""A class of environments, or a function: keyword arguments are the entries of env_config."""
+"""A class or function that creates an environment. Its keyword arguments are the entries of env_config."""
 
 ENVS: Registry[EnvFactory] = Registry("environment")
 
 register_env = ENVS.register
-"""Decorator: `@register_env("my_world")` on a class makes `env_type: my_world` possible."""
+"""Decorator that registers an environment class: `@register_env("my_world")` enables `env_type: my_world`."""
 
 
 def find_env(env_type: str) -> EnvFactory:
-    """The factory of that name or at pkg.module:object. Raises UserError, with the nearest name, if there is none."""
+    """Returns the factory with this name or at pkg.module:object. Raises UserError, with the nearest name, if none."""
     try:
         return ENVS.get_fn(env_type)
     except ValueError as error:
@@ -63,17 +63,17 @@ def find_env(env_type: str) -> EnvFactory:
 
 
 def make_env(env_type: str, env_config: Mapping[str, Any] | None = None) -> Env:
-    """A new environment. Raises UserError for an unknown env_type, an unknown key or no reset/step."""
+    """Creates an environment. Raises UserError for an unknown env_type or key, or a missing reset or step method."""
     factory = find_env(env_type)
     check_env_config(env_type, env_config or {})
     env = factory(**(env_config or {}))
     if not (hasattr(env, "reset") and hasattr(env, "step")):
-        raise UserError(f"env_type={env_type!r}: {type(env).__name__} has not both of reset(seed) and step(action)")
+        raise UserError(f"env_type={env_type!r}: {type(env).__name__} needs the methods reset(seed) and step(action)")
     return env
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> None:
-    """Raises UserError for a key of env_config that the environment does not know, or one that is missing."""
+    """Raises UserError if env_config has an unknown key or lacks a required key."""
     parameters = inspect.signature(find_env(env_type)).parameters
     named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -86,7 +86,7 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> None:
 
 
 def env_modules() -> list[str]:
-    """Modules outside this project that registered environments here; an environment process imports them too."""
+    """Returns the modules outside this project that registered environments. Environment processes import them too."""
     return foreign_modules(ENVS.values())
 
 
@@ -95,30 +95,33 @@ def env_modules() -> list[str]:
 TRAJECTORY_FIELDS = ("observation", "env_instruction", "turn_idx", "suffix", "actions_left", "max_response_length")
 STEP_FIELDS = ("history", "step_count", "history_length", "current_step", "current_observation")
 MANAGERS = {"trajectory": "TrajEnvManager", "step": "StepEnvManager"}
-"""Ways to make samples of an episode, and ROLL's names of them."""
+"""Ways to convert an episode to samples, with ROLL's names of them."""
 
 _LEAST = {"max_steps": 1, "max_tokens_per_step": 1, "max_env_step_concurrent": 1, "history_length": 0}
-_NOT_HERE = {
-    "tool_wrapper": "tools are part of the environment here: see trainer/AGENTIC.md",
-    "agent_runner_cls": "an agent in a process of its own is not supported",
-    **dict.fromkeys(("max_env_step", "max_actions_per_traj"), "its name is max_steps"),
+_UNSUPPORTED = {
+    "tool_wrapper": "not supported; make the tools part of the environment, see trainer/AGENTIC.md",
+    "agent_runner_cls": "not supported; agents do not run in separate processes",
+    **dict.fromkeys(("max_env_step", "max_actions_per_traj"), "use max_steps instead"),
 }
 
 
 @dataclass(frozen=True)
 class EnvTemplate:
-    """What an entry of `agentic.custom_envs` says.
+    """An entry of `agentic.custom_envs`.
 
-    tag: its name there. env_type: a registered environment, or pkg.module:Class. env_config: its keyword arguments.
-    max_steps: turns of an episode at most. max_tokens_per_step: tokens of a turn; None = data.max_response_length.
+    tag: key of the entry.
+    env_type, env_config: name of a registered environment, or pkg.module:Class, and its keyword arguments.
+    max_steps: maximum number of turns in an episode.
+    max_tokens_per_step: maximum number of tokens in a turn; None = data.max_response_length.
     env_manager_cls: "trajectory" (an episode is one sample, a conversation) or "step" (each turn is a sample whose
-    prompt tells the last `history_length` turns).
-    agent_system_template: the system message; None = none. agent_template: the user message of a turn, in
-    str.format's fields: those of TRAJECTORY_FIELDS, and for "step" those of STEP_FIELDS too (there `observation` and
-    `current_observation` are the same). In the first turn the environment's instruction stands before it, unless it has
-    the field {env_instruction} itself; that field is empty in the later turns of a trajectory.
-    use_thread_lock: this environment's methods run one at a time in a process. max_env_step_concurrent: steps of this
-    tag that run at one time at most.
+        prompt contains the last `history_length` turns).
+    agent_system_template: system message; None = no system message.
+    agent_template: user message of a turn, with the fields of TRAJECTORY_FIELDS, and for "step" also of STEP_FIELDS
+        (`observation` and `current_observation` are equal there). The environment's instruction precedes the message of
+        the first turn, unless the template has the field {env_instruction}, which is empty in later turns of a
+        trajectory.
+    use_thread_lock: True to run the methods of this environment one at a time in a process.
+    max_env_step_concurrent: maximum number of concurrent steps of this tag.
     """
 
     tag: str
@@ -141,7 +144,8 @@ class EnvTemplate:
             self._refuse("env_manager_cls", f"{' | '.join(known)}{did_you_mean(name, known)}")
         object.__setattr__(self, "env_manager_cls", managers[0])
         for name, least in _LEAST.items():
-            value, optional = getattr(self, name), name.startswith("max_") and name != "max_steps"
+            value = getattr(self, name)
+            optional = name.startswith("max_") and name != "max_steps"
             is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_number and not (optional and value is None):
                 self._refuse(name, f"a whole number of at least {least}" + (" or null" if optional else ""))
@@ -154,31 +158,31 @@ class EnvTemplate:
         except ValueError as error:
             self._refuse("agent_template", f"text for str.format ({error})")
         if unknown:
-            why = f"of which {{{unknown[0]}}} is no field: fields are {', '.join(known)}"
-            more = "; for env_manager_cls: step " + ", ".join(STEP_FIELDS) if not self.by_step else ""
+            also = f"; with env_manager_cls: step also {', '.join(STEP_FIELDS)}" if not self.by_step else ""
             hint = did_you_mean(unknown[0], known)
-            self._refuse("agent_template", f"text {why}{more}{hint}; write other braces twice")
-        with self._naming_it():
+            expected = f"only the fields {', '.join(known)}{also}; found {{{unknown[0]}}}{hint}; double other braces"
+            self._refuse("agent_template", expected)
+        with self._naming_the_entry():
             check_env_config(self.env_type, self.env_config)
 
     @property
     def by_step(self) -> bool:
-        """Whether each turn is a sample of its own."""
+        """True if each turn is a separate sample."""
         return self.env_manager_cls == "step"
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields that agent_template names."""
+        """The fields in agent_template."""
         named = [name for _, name, _, _ in string.Formatter().parse(self.agent_template) if name is not None]
         return frozenset(name.split(".")[0].split("[")[0] for name in named)
 
     def make(self) -> Env:
-        """A new environment of this entry. Raises UserError naming the entry."""
-        with self._naming_it():
+        """Creates an environment of this entry. Raises UserError, which names the entry."""
+        with self._naming_the_entry():
             return make_env(self.env_type, self.env_config)
 
     @contextmanager
-    def _naming_it(self) -> Iterator[None]:
+    def _naming_the_entry(self) -> Iterator[None]:
         try:
             yield
         except UserError as error:
@@ -189,19 +193,20 @@ class EnvTemplate:
 
 
 def env_templates(custom_envs: Mapping[str, Any]) -> dict[str, EnvTemplate]:
-    """`agentic.custom_envs`, checked, by tag.
+    """Returns the checked entries of `agentic.custom_envs` by tag.
 
-    Raises UserError that names agentic.custom_envs.TAG.key: an unknown key (with the nearest), a wrong value, an
-    unknown environment, an option that the environment does not have.
+    Raises UserError, which names agentic.custom_envs.TAG.key, for an unknown key (with the nearest key), a wrong value,
+    an unknown environment, or an option that the environment does not have.
     """
-    known, templates = [option.name for option in fields(EnvTemplate) if option.name != "tag"], {}
+    known = [option.name for option in fields(EnvTemplate) if option.name != "tag"]
+    templates: dict[str, EnvTemplate] = {}
     for tag, entry in custom_envs.items():
         given = {str(key): value for key, value in entry.items()} if isinstance(entry, Mapping) else {}
         for key in list(given):
-            if key in known or (key in _NOT_HERE and given.pop(key) is None):
+            if key in known or (key in _UNSUPPORTED and given.pop(key) is None):
                 continue
-            why = _NOT_HERE.get(key) or f"no such key; keys are {', '.join(known)}{did_you_mean(key, known)}"
-            raise UserError(f"agentic.custom_envs.{tag}.{key}: {why}")
+            problem = _UNSUPPORTED.get(key) or f"unknown key; keys are {', '.join(known)}{did_you_mean(key, known)}"
+            raise UserError(f"agentic.custom_envs.{tag}.{key}: {problem}")
         if not isinstance(given.get("env_type"), str) or not isinstance(given.get("env_config") or {}, Mapping):
             raise UserError(
                 f"agentic.custom_envs.{tag} is {entry!r}: expected a mapping with env_type, one of "

@@ -1,4 +1,4 @@
-"""Arithmetic with a tool: the agent may call a calculator as often as it likes, and answers once.
+"""Arithmetic with a tool: the agent may call a calculator any number of times, and answers once.
 
 user       What is (37 + 5) * 18?
 assistant  <tool_call>{"name": "calculator", "arguments": {"expression": "(37+5)*18"}}</tool_call>
@@ -39,9 +39,9 @@ AGG_MODES = {"action_is_valid": "mean", "tool_calls": "sum", "tool_errors": "sum
 
 @register_env("calculator")
 class Calculator:
-    """Questions of `terms` numbers up to `max_number`, joined by `operators` (of + - * /; quotients are whole).
+    """Questions with `terms` numbers up to `max_number`, joined by `operators` (from + - * /; quotients are integers).
 
-    reward_right, reward_wrong: of the answer. penalty_for_call: added for each call of the tool.
+    reward_right, reward_wrong: rewards of the answer. penalty_for_call: added to the reward for each call of the tool.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Calculator:
         return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': '1+2'}})}</tool_call>"
 
     def _call(self, call: ToolCall) -> tuple[str, bool]:
-        """What the tool answers, and whether it worked."""
+        """Returns the tool's result, and True if the call succeeded."""
         if call.problem:
             return f"Error: {call.problem}", False
         if call.name != TOOL["name"]:
@@ -102,7 +102,7 @@ class Calculator:
             return f"Error: {error}", False
 
     def _question(self, rng: random.Random) -> str:
-        """An expression from left to right, in brackets where * or / follow + or -."""
+        """Returns an expression to be evaluated from left to right, with brackets where * or / follows + or -."""
         numbers = [rng.randint(1, self.max_number) for _ in range(self.terms)]
         text, loose = str(numbers[0]), False
         for number in numbers[1:]:
@@ -110,7 +110,7 @@ class Calculator:
             if operator in "*/" and loose:
                 text, loose = f"({text})", False
             if operator == "/":
-                value = evaluate(text)  # a divisor of it, so that the quotient is whole
+                value = evaluate(text)  # the next number is one of its divisors, so the quotient is an integer
                 number = rng.choice([n for n in range(1, self.max_number + 1) if value % n == 0])
             loose = loose or operator in "+-"
             text = f"{text} {operator} {number}"
@@ -123,7 +123,7 @@ def _info(*, valid: bool = True, calls: int = 0, errors: int = 0, success: bool 
 
 
 MAX_CHARACTERS = 400
-"""Of an expression: without powers, no such text takes long or has a large value."""
+"""Maximum length of an expression. It also bounds time and result, because powers are not allowed."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -138,8 +138,11 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of what somebody else wrote, without running it as code: numbers, + - * / // %, brackets, signs.
-    Raises ValueError saying what is not allowed, ZeroDivisionError where it divides by zero."""
+    """Returns the exact value of an untrusted expression of numbers, + - * / // %, brackets and signs.
+
+    Does not run the expression as code. Raises ValueError if it contains anything else, ZeroDivisionError if it divides
+    by zero.
+    """
     cleaned = expression.strip().replace("×", "*").replace("÷", "/").replace("−", "-")
     try:
         if len(expression) > MAX_CHARACTERS:
@@ -160,12 +163,12 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def written(value: Fraction) -> str:
-    """A whole number as it is, other values with at most 10 significant digits."""
+    """Formats a value: integers exactly, other values with at most 10 significant digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number that a text is, "1,234.50" or "2/3"; None if it is none."""
+    """Parses a text such as "1,234.50" or "2/3" as a number; returns None if it is not a number."""
     cleaned = text.strip().rstrip(".").replace(",", "").replace(" ", "").replace("−", "-").lstrip("$")
     if len(cleaned) > MAX_CHARACTERS or "e" in cleaned.lower():
         return None

@@ -1,4 +1,4 @@
-"""FrozenLake: from the start to the goal over the ice, not into a hole. Rules and maps are gymnasium's (toy_text).
+"""FrozenLake: walk over the ice from the start to the goal and avoid holes. Rules and maps of gymnasium (toy_text).
 
 P_O_      P you, _ ice, O hole, G goal; X: fell in, √: arrived
 ___O      reward 1 at the goal, else 0; both the goal and a hole end the episode
@@ -28,11 +28,11 @@ _NEXT_SEED = 1_000_003
 @register_env("frozen_lake")
 @dataclass(eq=False, kw_only=True)
 class FrozenLake(GridEnv):
-    """The lake.
+    """The lake. `GridEnv` describes the other options.
 
-    desc: the map as rows of S, F, H, G; map_name: gymnasium's "4x4" or "8x8"; neither: a solvable map of size x size
-    for each seed, in which a tile is ice with probability p; `split` is of random maps. is_slippery: moves go astray
-    with probability 1 - success_rate (gymnasium's default; here off). Other options: `GridEnv`.
+    desc: map as rows of S, F, H, G. map_name: gymnasium's map "4x4" or "8x8". Without both, each seed has a solvable
+    map of size x size, in which a tile is ice with probability p, and `split` selects among these maps. is_slippery:
+    True to move sideways with probability 1 - success_rate (the default of gymnasium, but not here).
     """
 
     moves: ClassVar = {0: "Left", 1: "Down", 2: "Right", 3: "Up"}
@@ -58,22 +58,22 @@ class FrozenLake(GridEnv):
         return TASK + (SLIPPERY if self.is_slippery else "")
 
     def map_of(self, seed: int) -> list[str]:
-        """The map of this seed, rows of S, F, H, G."""
+        """Returns the map of this seed as rows of S, F, H, G."""
         if self.fixed is not None:
             return self.fixed
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-        for attempt in range(_MAPS_TRIED):  # the seed's own map; of the other part: another one
+        for attempt in range(_MAPS_TRIED):  # the map of the seed, or the next map in this split
             rows = [str(row) for row in generate_random_map(self.size, self.p, seed=seed + attempt * _NEXT_SEED)]
             if self._is_in_split(rows):
                 return rows
         raise UserError(
-            f"size={self.size}, p={self.p}, split={self.split!r}: none of {_MAPS_TRIED} maps belongs to this part; "
-            "there are too few different maps: use a larger size, a lower p, or split=all"
+            f"size={self.size}, p={self.p}, split={self.split!r}: none of {_MAPS_TRIED} maps is in this split, because "
+            "there are too few different maps; use a larger size, a lower p, or split=all"
         )
 
     def rows(self) -> list[str]:
-        """What the agent sees."""
+        """Returns the map with the player, as the agent sees it."""
         letters = {b"S": "_", b"F": "_", b"H": "O", b"G": "G"}
         rows = [[letters[bytes(tile)] for tile in row] for row in self.lake.desc]
         row, column = divmod(int(self.lake.s), self.lake.ncol)
@@ -101,7 +101,7 @@ def _fixed_map(map_name: str | None, desc: Sequence[str] | None) -> list[str] | 
     from gymnasium.envs.toy_text.frozen_lake import MAPS
 
     if desc is not None and map_name is not None:
-        raise UserError(f"map_name={map_name!r} and desc are both given: choose one")
+        raise UserError(f"map_name={map_name!r} and desc are both set; remove one of them")
     if desc is not None:
         rows = [str(row) for row in desc]
         tiles = "".join(rows)

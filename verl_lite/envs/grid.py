@@ -1,4 +1,4 @@
-"""What worlds on a grid have in common: the grid as text, moves by name, metrics.
+"""The base class of environments on a grid: the grid as text, moves by name, metrics.
 
 Cells are letters, as in ROLL: P player, _ floor, O hole (lake) or target (Sokoban), G goal, X fell in (lake) or box
 (Sokoban), √ arrived, # wall, S player on a target.
@@ -16,18 +16,20 @@ from verl_lite.errors import UserError
 
 AGG_MODES = {"action_is_valid": "mean", "action_is_effective": "mean", "success": "last"}
 SPLITS = ("all", "train", "test")
-TEST_SHARE = 5  # one in five
+TEST_SHARE = 5  # one world in five
 
 
 @dataclass(eq=False, kw_only=True)
 class GridEnv(ABC):
     """An environment whose observation is a grid and whose actions are moves.
 
-    split: "train" or "test" use disjoint worlds; one in five, chosen by its content, is "test". env_instruction: words
-    instead of the world's own, "" = none. action_lookup: other names of the moves. feedback: whether an observation
-    begins with a sentence on what the action did. max_steps: actions after which the episode is truncated; None = the
-    template's. action_pattern, special_token_list: see `ActionParser`. A move that is not understood changes nothing
-    and costs what `_idle` says.
+    A text without a valid move changes nothing and has the reward `_idle`.
+
+    split: "train" and "test" use disjoint worlds; one world in five, selected by its content, is "test".
+    env_instruction: replaces the default instruction; "" = no instruction. action_lookup: other names of the moves.
+    feedback: True to begin each observation with a sentence about the effect of the action. max_steps: number of
+    actions after which the episode is truncated; None = the template's number. action_pattern, special_token_list: see
+    `ActionParser`.
     """
 
     moves: ClassVar[Mapping[int, str]]
@@ -61,25 +63,25 @@ class GridEnv(ABC):
 
     @abstractmethod
     def rows(self) -> list[str]:
-        """The grid, a letter a cell."""
+        """Returns the grid, with one letter per cell."""
 
     @abstractmethod
     def _task(self) -> str:
-        """The task in words, without its actions."""
+        """Returns the description of the task, without the actions."""
 
     @abstractmethod
     def _begin(self, seed: int) -> None:
-        """Sets the world up."""
+        """Creates the world of the seed."""
 
     @abstractmethod
     def _move(self, action: int) -> tuple[float, bool, bool]:
-        """Acts: (reward, whether the episode ended, whether anything changed)."""
+        """Makes a move and returns (reward, True if the episode has ended, True if anything has changed)."""
 
     @abstractmethod
     def _succeeded(self) -> bool: ...
 
     def _idle(self) -> float:
-        """The reward of a step in which nothing was understood."""
+        """Returns the reward of a step without a valid move."""
         return 0.0
 
     def reset(self, seed: int) -> tuple[str, Info]:
@@ -95,12 +97,12 @@ class GridEnv(ABC):
         truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
         metrics = {"action_is_valid": valid, "action_is_effective": effective, "success": self._succeeded()}
         if not valid:
-            said = f"This is not an action. Actions are {', '.join(self.names.values())}."
+            result = f"This is not an action. Actions are {', '.join(self.names.values())}."
         elif effective:
-            said = f"You moved {self.names[parsed.action]}."
+            result = f"You moved {self.names[parsed.action]}."
         else:
-            said = f"Moving {self.names[parsed.action]} changed nothing."
-        observation = f"{said}\n{self.text()}" if self.feedback else self.text()
+            result = f"Moving {self.names[parsed.action]} changed nothing."
+        observation = f"{result}\n{self.text()}" if self.feedback else self.text()
         info = {"metrics": metrics, "metrics_agg_mode": AGG_MODES, "action_content": parsed.action_content}
         return observation, float(reward), terminated, truncated, info
 
@@ -108,7 +110,7 @@ class GridEnv(ABC):
         return "\n".join(self.rows())
 
     def sample_random_action(self) -> str:
-        """The first move, in the notation of the default pattern."""
+        """Returns the first move, in the format of the default pattern."""
         return f"<answer>{next(iter(self.names.values()))}</answer>"
 
     def _is_in_split(self, rows: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Guess a number: after each guess the agent hears whether the secret is higher or lower."""
+"""Guess a number: after each guess the environment tells the agent whether the secret is higher or lower."""
 
 import random
 
@@ -15,9 +15,9 @@ AGG_MODES = {"action_is_valid": "mean", "action_is_effective": "mean", "guesses"
 
 @register_env("guess_number")
 class GuessNumber:
-    """A secret from `low` to `high`; the guess that hits it brings `reward_right`, any other `penalty_for_guess`.
+    """A secret number from `low` to `high`. The right guess has the reward `reward_right`, others `penalty_for_guess`.
 
-    A guess is effective if it is one that could still be right.
+    A guess is effective if the earlier hints do not exclude it.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class GuessNumber:
             self.possible, word = (max(low, guess + 1), high), "higher"
         else:
             self.possible, word = (low, min(high, guess - 1)), "lower"
-        said = f"The number is {word} than {guess}."
-        return said, self.penalty_for_guess, False, False, self._info(effective=effective)
+        hint = f"The number is {word} than {guess}."
+        return hint, self.penalty_for_guess, False, False, self._info(effective=effective)
 
     def sample_random_action(self) -> str:
         return f"<answer>{self.low}</answer>"

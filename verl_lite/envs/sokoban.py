@@ -1,9 +1,9 @@
-"""Sokoban: push the boxes onto the targets. Rooms are made here, by playing backward from the end, so each is solvable.
+"""Sokoban: push the boxes onto the targets. Rooms are generated backward from the solved position, so all are solvable.
 
 ######    P you, # wall, _ floor, O target, X box, √ box on a target, S you on a target
 #_P_##
-#_X__#    rewards are gym-sokoban's: -0.1 a step, +1 for a box pushed onto a target, -1 off it,
-#__O_#    +10 when all are there, which ends the episode
+#_X__#    rewards of gym-sokoban: -0.1 per step, +1 for a box pushed onto a target, -1 for a box pushed off a target,
+#__O_#    +10 when all boxes are on targets, which ends the episode
 ######
 """
 
@@ -30,7 +30,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True)
 class Room:
-    """walls: all cells that are wall. boxes and player are those of the beginning; pushes and moves are not known."""
+    """A room in its initial state. walls: all wall cells, the border included."""
 
     height: int
     width: int
@@ -43,10 +43,10 @@ class Room:
 @register_env("sokoban")
 @dataclass(eq=False, kw_only=True)
 class Sokoban(GridEnv):
-    """A room with boxes.
+    """A room with `num_boxes` boxes. `GridEnv` describes the other options.
 
-    dim_room: height and width, walls included. num_boxes. wall_share: of the inner cells that are wall. search_depth:
-    moves of the shortest solution at most, min_depth: at least. The four rewards: above. Other options: `GridEnv`.
+    dim_room: height and width, walls included. wall_share: share of wall cells among the inner cells. search_depth,
+    min_depth: maximum and minimum number of moves in the shortest solution. The module describes the rewards.
     """
 
     moves: ClassVar = {1: "Up", 2: "Down", 3: "Left", 4: "Right"}
@@ -82,8 +82,10 @@ class Sokoban(GridEnv):
         return TASK
 
     def room_of(self, seed: int) -> Room:
-        """The room of this seed. Raises UserError if the options leave no room."""
-        rng, (height, width), depths = random.Random(seed), self.dim_room, (self.min_depth, self.search_depth)
+        """Returns the room of this seed. Raises UserError if no room fits the options."""
+        rng = random.Random(seed)
+        height, width = self.dim_room
+        depths = (self.min_depth, self.search_depth)
         for _ in range(_ROOMS_TRIED):
             room = random_room(rng, height, width, self.num_boxes, self.wall_share, depths)
             if room is not None and self._is_in_split(_draw(room, room.player, room.boxes)):
@@ -95,7 +97,7 @@ class Sokoban(GridEnv):
         )
 
     def rows(self) -> list[str]:
-        """What the agent sees."""
+        """Returns the room in its current state, as the agent sees it."""
         return _draw(self.room, self.player, self.boxes)
 
     def _begin(self, seed: int) -> None:
@@ -123,7 +125,7 @@ class Sokoban(GridEnv):
 
 
 def move(room: Room, player: Cell, boxes: frozenset[Cell], direction: Cell) -> tuple[Cell, frozenset[Cell]] | None:
-    """Player and boxes after a step or a push; None if a wall or a second box is in the way."""
+    """Returns the player and boxes after a step or a push; None if a wall or a second box blocks the way."""
     ahead = (player[0] + direction[0], player[1] + direction[1])
     if ahead in room.walls:
         return None
@@ -136,22 +138,22 @@ def move(room: Room, player: Cell, boxes: frozenset[Cell], direction: Cell) -> t
 
 
 def solution(room: Room) -> list[int] | None:
-    """The actions of a shortest solution, by breadth-first search; None if there is none."""
+    """Returns the actions of a shortest solution, by breadth-first search; None if the room has no solution."""
     start = (room.player, room.boxes)
-    came: dict[Any, tuple[Any, int]] = {start: (None, 0)}
+    predecessors: dict[Any, tuple[Any, int]] = {start: (None, 0)}
     waiting = deque([start])
     while waiting:
         state = waiting.popleft()
         if state[1] == room.targets:
             actions = []
-            while came[state][0] is not None:
-                state, action = came[state]
+            while predecessors[state][0] is not None:
+                state, action = predecessors[state]
                 actions.append(action)
             return actions[::-1]
         for action, direction in DIRECTIONS.items():
             after = move(room, *state, direction)
-            if after is not None and after not in came:
-                came[after] = (state, action)
+            if after is not None and after not in predecessors:
+                predecessors[after] = (state, action)
                 waiting.append(after)
     return None
 
@@ -159,10 +161,10 @@ def solution(room: Room) -> list[int] | None:
 def random_room(
     rng: random.Random, height: int, width: int, num_boxes: int, wall_share: float, depths: tuple[int, int]
 ) -> Room | None:
-    """A room whose shortest solution takes depths[0] to depths[1] moves; None if this draw has none.
+    """Draws a room whose shortest solution takes depths[0] to depths[1] moves; returns None if the draw has none.
 
-    Walls and targets are drawn; then all ways to pull the boxes off the targets are searched, breadth first, so that
-    the depth at which a position is found is the length of its shortest solution.
+    Draws walls and targets, then searches all ways to pull the boxes off the targets, breadth first. The depth at which
+    the search finds a position is the length of its shortest solution.
     """
     inner = [(row, column) for row in range(1, height - 1) for column in range(1, width - 1)]
     floor = _connected({cell for cell in inner if rng.random() >= wall_share})
@@ -171,15 +173,16 @@ def random_room(
     walls = frozenset((row, column) for row in range(height) for column in range(width)) - floor
     targets = frozenset(rng.sample(sorted(floor), num_boxes))
     room = Room(height, width, walls, targets, targets, min(floor))
-    found = [state for state, depth in _pulled(room, sorted(floor - targets)) if depths[0] <= depth <= depths[1]]
+    positions = _solvable_positions(room, sorted(floor - targets))
+    found = [state for state, depth in positions if depths[0] <= depth <= depths[1]]
     if not found:
         return None
     player, boxes = rng.choice(found)
     return Room(height, width, walls, targets, boxes, player)
 
 
-def _pulled(room: Room, players: list[Cell]) -> Iterator[tuple[tuple[Cell, frozenset[Cell]], int]]:
-    """Positions from which the room can be solved, with the moves it takes; at most _STATES_MAX."""
+def _solvable_positions(room: Room, players: list[Cell]) -> Iterator[tuple[tuple[Cell, frozenset[Cell]], int]]:
+    """Yields positions from which the room can be solved, with the number of moves. Stops at about `_STATES_MAX`."""
     depths = {(player, room.targets): 0 for player in players}
     waiting = deque(depths)
     while waiting and len(depths) < _STATES_MAX:
@@ -189,7 +192,7 @@ def _pulled(room: Room, players: list[Cell]) -> Iterator[tuple[tuple[Cell, froze
             ahead = (player[0] + down, player[1] + right)
             if back in room.walls or back in boxes:
                 continue
-            befores = [(back, boxes)]  # the move into this cell was a step, or a push of what now stands ahead
+            befores = [(back, boxes)]  # the previous move was a step, or a push of the box that is now ahead
             if ahead in boxes:
                 befores.append((back, (boxes - {ahead}) | {player}))
             for before in befores:
@@ -200,7 +203,7 @@ def _pulled(room: Room, players: list[Cell]) -> Iterator[tuple[tuple[Cell, froze
 
 
 def _connected(cells: set[Cell]) -> frozenset[Cell]:
-    """The largest connected part."""
+    """Returns the largest connected part of the cells."""
     rest, best = set(cells), frozenset[Cell]()
     while rest:
         part, waiting = set(), [min(rest)]

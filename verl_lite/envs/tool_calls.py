@@ -1,4 +1,4 @@
-"""Calls of tools in what an agent wrote, in the two notations that open models use.
+"""Parses tool calls in an agent's text, in the two notations that open models use.
 
 Hermes and Qwen:   <tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>
 Qwen3-Coder:       <tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>
@@ -17,7 +17,7 @@ _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)(?:</parameter>|(?=<paramet
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call. problem: why it cannot be read, in words for the agent; then name and arguments mean nothing."""
+    """A tool call. problem: syntax error, worded for the agent; name and arguments are then meaningless."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -25,8 +25,11 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """All calls in the order of the text. A block that cannot be read is a call with a `problem`; a last block that was
-    cut off before its end is read as far as it goes."""
+    """Returns all calls in the order of the text.
+
+    A block with a syntax error becomes a call with a `problem`. A last block without a closing tag extends to the end
+    of the text.
+    """
     calls: list[ToolCall] = []
     for block in _CALL.finditer(text):
         content = block.group(1).strip()
@@ -53,7 +56,10 @@ def _hermes_call(content: str) -> ToolCall:
 
 
 def _coder_calls(content: str) -> Iterator[ToolCall]:
-    """Parameters are texts: a single line end after the opening and before the closing tag is the notation's."""
+    """Yields the calls of a block in the notation of Qwen3-Coder, whose arguments are all texts.
+
+    One line end after the opening tag and one before the closing tag belong to the notation, not to the argument.
+    """
     if _FUNCTION.search(content) is None:
         yield ToolCall(problem="<function=NAME> is not closed by a >")
     for function in _FUNCTION.finditer(content):

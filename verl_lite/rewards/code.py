@@ -155,7 +155,7 @@ def _run_tests(
 def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
     """Returns the sandbox of these limits, one per process `pid`. Prints its permissions when it starts."""
     sandbox = Sandbox(limits, allow_unsafe=allow_unsafe)
-    print(f"Code runs in a sandbox. It could {', '.join(sandbox.could) or 'do nothing that was tried'}.")
+    print(f"Code runs in a sandbox. It could {', '.join(sandbox.could) or 'perform none of the attempted actions'}.")
     return sandbox
 
 

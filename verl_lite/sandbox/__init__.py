@@ -1,7 +1,7 @@
-"""Runs untrusted Python: each program in a confined process with limits, no network, no other processes, no files.
+"""Runs untrusted Python in confined processes, with resource limits and without network, other processes or files.
 
-`client.Sandbox` is the parent's side, `confine` what a process gives up, `programs` what it may be for. What is held
-and what is not: the section "Code" of verl_lite/rewards/README.md.
+`client.Sandbox` is the interface of the parent process, `confine` drops a process's rights, and `programs` contains the
+programs that a confined process runs. Section "Code" of verl_lite/rewards/README.md lists the limits of confinement.
 """
 
 from verl_lite.sandbox.client import Outcome, Sandbox, SandboxError

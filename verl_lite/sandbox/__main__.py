@@ -1,4 +1,7 @@
-"""`python -m verl_lite.sandbox`: prints what untrusted code can and cannot do on this machine."""
+"""`python -m verl_lite.sandbox`: checks the confinement of untrusted code on this machine.
+
+Prints the forbidden actions that a program could perform. The exit status is 1 if one of them is more than reading.
+"""
 
 import sys
 
@@ -10,5 +13,5 @@ if __name__ == "__main__":
         could = Sandbox(allow_unsafe=True).could
     except UserError as error:
         sys.exit(str(error))
-    print("Code could: " + (", ".join(could) or "do nothing that was tried"))
+    print("Code could: " + (", ".join(could) or "perform none of the attempted actions"))
     sys.exit(int(bool(set(could) - {READ})))

@@ -1,7 +1,7 @@
-"""The tested code as tests see it, over a line to its process, which is not trusted.
+"""The proxy through which tests call the tested code, which runs in another, untrusted process.
 
-Requests and replies are those of `programs.hold_functions`. Each reply is rebuilt field by field from an exact shape;
-any other message ends the running test and all later ones. Imports the standard library only.
+`programs.hold_functions` defines the requests and replies. Each reply is rebuilt field by field from an exact shape. A
+message of another shape ends the running test and all later tests. Imports only the standard library.
 """
 
 import builtins
@@ -25,57 +25,60 @@ from verl_lite.sandbox.values import (
 
 
 class EndOfTest(BaseException):
-    """Ends a test that can no longer pass. No `except Exception` and no `assertRaises` of a test catches it."""
+    """Ends a test that can no longer pass. A test's `except Exception` or `assertRaises` does not catch it."""
 
 
 class Answer:
-    """The tested code as tests see it. Its process is not trusted: whatever it sends is rebuilt field by field.
+    """A proxy for the tested code, which rebuilds the messages of its untrusted process field by field.
 
-    problem: why the running test has failed, even if it catches everything. is_broken: the other process has ended or
-    has sent a message of another shape, so that no later test passes either. requests: how many were sent.
+    problem: reason why the running test has failed, even if the test catches every exception. is_broken: True after the
+    other process has ended or sent a message of another shape, so no later test can pass. requests: number of requests
+    sent.
     """
 
     def __init__(self, fd: int) -> None:
-        self._line: IO[bytes] = open(fd, "rb")
+        self._connection: IO[bytes] = open(fd, "rb")
         self._exceptions: dict[str, type[Exception]] = {}
         self._lock = threading.Lock()
         self.problem, self.is_broken, self.requests = "", False, 0
 
     def begin(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Waits until the code has run. Gives what tests find under each name, and how the code failed, as a message
-        of `run_tests`."""
+        """Waits until the code has run.
+
+        Returns the values by name that tests can use, and a message of `run_tests` if the code failed, else None.
+        """
         try:
             first = self._read()
             if names := fields(first, names=dict):
-                return self._bound(*names), None
+                return self._rebuild_names(*names), None
             if failed := fields(first, compiled=bool, error=str):
-                return {}, {"compiled": False, "error": failed[1][:ERROR_CHARACTERS] or "no Python"}
+                return {}, {"compiled": False, "error": failed[1][:ERROR_CHARACTERS] or "not valid Python"}
             name, _, text = self._raised(first)
             return {}, {"error": f"{name}: {text}"[:ERROR_CHARACTERS]}
         except EndOfTest:
             return {}, {"error": self.problem}
 
     def begin_test(self) -> None:
-        """Forgets what only the last test could not do."""
+        """Clears the problem of the previous test, unless the proxy is broken."""
         self.problem = self.problem if self.is_broken else ""
 
     def call(self, of: int | None, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Has the other process call a function, or a method of an object there."""
-        reply = self._ask(name, of, list(args), kwargs)
+        """Calls a function in the other process, or a method of its object number `of`."""
+        reply = self._request(name, of, list(args), kwargs)
         changed = reply.pop("after", None)
         if type(changed) is not list or len(changed) != len(args):
             raise self._broken()
         for ours, after in zip(args, changed, strict=True):
             if after is not None and not _replace(ours, self._decoded(after)):
                 raise self._broken()
-        return self._given(reply)
+        return self._value_of(reply)
 
     def get(self, of: int, name: str) -> Any:
-        """An attribute of an object there."""
-        reply = self._ask(name, of, None, {})
-        return self._function(reply, of, name) or self._given(reply)
+        """Returns an attribute of object number `of` in the other process."""
+        reply = self._request(name, of, None, {})
+        return self._function_proxy(reply, of, name) or self._value_of(reply)
 
-    def _function(self, described: Any, of: int | None, name: str) -> Callable[..., Any] | None:
+    def _function_proxy(self, described: Any, of: int | None, name: str) -> Callable[..., Any] | None:
         async def call(*args: Any, **kwargs: Any) -> Any:
             return self.call(of, name, *args, **kwargs)
 
@@ -83,9 +86,9 @@ class Answer:
             return functools.partial(self.call, of, name)
         return call if described == {"coroutine": True} else None
 
-    def _given(self, reply: dict[str, Any]) -> Any:
+    def _value_of(self, reply: dict[str, Any]) -> Any:
         number = fields(reply, object=int)
-        return _Held(self, *number) if number and number[0] >= 0 else self._decoded(reply)
+        return _ObjectProxy(self, *number) if number and number[0] >= 0 else self._decoded(reply)
 
     def _decoded(self, described: Any) -> Any:
         try:
@@ -95,8 +98,8 @@ class Answer:
             pass
         raise self._broken()
 
-    def _ask(self, name: str, of: int | None, args: list[Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request. Raises what the other process raised."""
+    def _request(self, name: str, of: int | None, args: list[Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request and returns the reply. Raises the exception that the other process raised, rebuilt here."""
         with self._lock:  # a test may have threads
             if self.is_broken:
                 raise EndOfTest(self.problem)
@@ -117,15 +120,15 @@ class Answer:
 
     def _read(self, request: bytes = b"") -> dict[str, Any]:
         try:
-            send(self._line.fileno(), request)
-            return read_line(self._line)
+            send(self._connection.fileno(), request)
+            return read_line(self._connection)
         except (EOFError, OSError) as error:
             raise self._broken("the process of the tested code has ended") from error
         except (Unreadable, MemoryError) as error:
             raise self._broken() from error
 
     def _raised(self, message: dict[str, Any]) -> list[str]:
-        """Name, base and text of an exception."""
+        """Returns the name, base and text of an exception in a message."""
         inner = fields(message, raised=dict)
         found = fields(inner[0], name=str, base=str, text=str) if inner else None
         if found is None:
@@ -136,23 +139,23 @@ class Answer:
         self.problem, self.is_broken = why, True
         return EndOfTest(why)
 
-    def _bound(self, names: dict[str, Any]) -> dict[str, Any]:
-        """What the tests find under each name."""
-        bound: dict[str, Any] = {}
+    def _rebuild_names(self, names: dict[str, Any]) -> dict[str, Any]:
+        """Rebuilds the values by name that tests can use: exception types, function proxies and plain values."""
+        rebuilt: dict[str, Any] = {}
         for name, described in names.items():
             if not is_name(name):
                 raise self._broken()
             if exception := fields(described, exception=str, base=str):
-                bound[name] = self._exceptions[exception[0]] = type(name, (_exception_type(exception[1]),), {})
-            elif function := self._function(described, None, name):
-                bound[name] = function
+                rebuilt[name] = self._exceptions[exception[0]] = type(name, (_exception_type(exception[1]),), {})
+            elif function := self._function_proxy(described, None, name):
+                rebuilt[name] = function
             elif described is not None:
-                bound[name] = self._decoded(described)
-        return bound
+                rebuilt[name] = self._decoded(described)
+        return rebuilt
 
 
-class _Held:
-    """An object of the answer's, which stays in its process: methods and attributes are asked for, nothing else."""
+class _ObjectProxy:
+    """A proxy for an object of the tested code. It supports only methods and attributes."""
 
     def __init__(self, answer: Answer, number: int) -> None:
         self._answer, self._number = answer, number
@@ -164,8 +167,11 @@ class _Held:
 
 
 def _exception_type(name: str) -> type[Exception]:
-    """A built-in exception, or the base of it that needs no more than a text. RuntimeError stands in for SystemExit and
-    its like, which end a process, and for StopIteration, which would end a loop of the test's (as PEP 479 has it)."""
+    """Returns the built-in exception of this name, or its nearest base that can be constructed from a text alone.
+
+    Returns RuntimeError for exceptions that would end a process, such as SystemExit, and for StopIteration, which would
+    end a loop of the test (as in PEP 479).
+    """
     found = getattr(builtins, name, None)
     if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(found, _ENDS_LOOPS):
         return RuntimeError
@@ -178,7 +184,7 @@ CHANGEABLE = (list, dict, set, bytearray, deque)
 
 
 def _replace(ours: Any, theirs: Any) -> bool:
-    """Gives a container of ours the content that it got over there. False if the two are not of one kind."""
+    """Replaces the content of a container with its content after the call. Returns False if the types differ."""
     kind = next((kind for kind in CHANGEABLE if isinstance(ours, kind)), None)
     if type(theirs) is not kind:
         return False
@@ -191,5 +197,5 @@ def _replace(ours: Any, theirs: Any) -> bool:
 
 
 def is_name(name: str) -> bool:
-    """Whether tests may find something under it. `__name__` and its like are the test module's own."""
+    """Returns True if tests can use the name. Names such as `__name__` belong to the test module itself."""
     return name.isidentifier() and name[:2] != "__"

@@ -1,7 +1,7 @@
-"""The parent's side of the sandbox: hands programs and their tests to confined processes and reads what comes back.
+"""The interface of the parent process to the sandbox: sends programs and tests to confined processes, reads results.
 
-That is bounded plain JSON and text: nothing of an answer is evaluated here. Where untrusted code could change or reach
-something outside, nothing runs (`UserError`) unless that is allowed.
+Results are plain JSON and text of bounded size, and nothing in them is evaluated. On a machine where untrusted code
+could reach or change anything outside, no program runs (`UserError`) unless `allow_unsafe` is set.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ ATTEMPTS = (
     (READ, "open('/etc/passwd')"),
     (READ, "import os; os.listdir('/proc')"),
 )
-"""What a program must not do, with a script that does it."""
+"""Forbidden actions, each with a script that attempts it."""
 
 _NEEDED = "needed: Linux with seccomp on x86-64 or ARM"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -53,13 +53,16 @@ Messages = list[dict[str, Any]]
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; nothing is known about the code."""
+    """A failure of the sandbox itself, which leaves the result of the code unknown."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One test. value: what was printed, returned (as `values.encode` writes it), or True for a snippet that raised
-    nothing. error: why there is no value, in a line."""
+    """The result of one test.
+
+    value: output of a script, return value of a call (in the format of `values.encode`), or True for a snippet that
+    raised nothing. error: reason for a missing value, in one line.
+    """
 
     is_compiled: bool
     value: Any = None
@@ -69,8 +72,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. met: the limit that it met (time, output, files, threads), "" for none. exit_code: minus the
-    signal if it was killed. messages: what it told, as far as that is readable; it is as untrusted as the text."""
+    """The end of a confined process.
+
+    met: exceeded limit (time, output, files, threads), or "". exit_code: exit code, or minus the signal that killed the
+    process. messages: valid messages of the process, as untrusted as its text.
+    """
 
     met: str
     exit_code: int
@@ -79,15 +85,18 @@ class Ended:
     messages: Messages
 
     def outcome(self) -> Outcome:
-        """Of a test that it did not come through: the limit that it met, or the last line of its stderr."""
+        """Returns the outcome of the test that was running: the exceeded limit, or the last line of stderr."""
         lines = self.stderr.strip().splitlines()
-        error = f"over its limit of {self.met}" if self.met else (lines or [f"exit code {self.exit_code}"])[-1]
+        error = f"exceeded its limit of {self.met}" if self.met else (lines or [f"exit code {self.exit_code}"])[-1]
         return Outcome(True, error=error[:ERROR_CHARACTERS], is_timeout=self.met == "time")
 
 
 class Sandbox:
-    """Makes confined processes, by a fork server that is started at first use. Belongs to one thread at a time. limits:
-    of each process. allow_unsafe: run even where the machine lacks protection."""
+    """Runs programs in confined processes, which a fork server creates. Not thread-safe.
+
+    The fork server starts at first use. limits: limits of each process. allow_unsafe: True to run programs on a machine
+    that cannot confine them.
+    """
 
     def __init__(self, limits: Limits | None = None, *, allow_unsafe: bool = False) -> None:
         self.limits = limits or Limits()
@@ -98,16 +107,18 @@ class Sandbox:
 
     @property
     def could(self) -> tuple[str, ...]:
-        """Which of `ATTEMPTS` a program could do on this machine, when it tried; starts the fork server. Reading alone
-        is no escape: nothing can be sent away."""
+        """The forbidden actions of `ATTEMPTS` that a program performed successfully. Starts the fork server.
+
+        `READ` alone is accepted, since the program cannot send data away.
+        """
         self._start_server()
         return self._could
 
     def run_script(self, code: str, stdin: str = "", total_s: float = math.inf) -> Outcome:
-        """Runs code as a script; the value is its whole output. An exit code other than 0 is an error."""
+        """Runs code as a script. The value is its whole output; an exit code other than 0 is an error."""
         [ended] = self.run([("run_script", [{"code": code}])], stdin, total_s)
         if ended.met or ended.exit_code:
-            return next(filter(None, map(_told, ended.messages)), None) or ended.outcome()
+            return next(filter(None, map(_error_of, ended.messages)), None) or ended.outcome()
         return Outcome(True, ended.stdout)
 
     def call(
@@ -120,8 +131,8 @@ class Sandbox:
     ) -> list[Outcome]:
         """Calls a function (or a method of the class `Solution`) with each list of plain arguments.
 
-        reply_bytes: all replies together; what is longer is not read. There are fewer outcomes than calls if the
-        process ended or the replies were too long; the last one says why.
+        reply_bytes: limit of the size of all replies; data beyond it is not read. If the process ends early or the
+        replies are too long, there are fewer outcomes than calls, and the last outcome has the reason.
         """
         requests = [
             {"call": name, "args": encode(list(args)), "kwargs": encode({}), "number": number}
@@ -130,7 +141,7 @@ class Sandbox:
         program = ("hold_functions", [{"code": code, "has_requests": True}, *requests])
         [ended] = self.run([program], "", total_s, reply_bytes)
         outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
-        if outcomes and outcomes[0].error:  # of the code itself
+        if outcomes and outcomes[0].error:  # the code itself failed
             return [outcomes[0]] * len(calls)
         outcomes = outcomes[1 : 1 + len(calls)]
         return outcomes if len(outcomes) == len(calls) else [*outcomes, ended.outcome()]
@@ -145,27 +156,34 @@ class Sandbox:
         stop_early: bool = False,
         total_s: float = math.inf,
     ) -> tuple[list[Outcome], int]:
-        """Runs tests, each a piece of Python that raises if it fails, against what `code` defines.
+        """Runs tests against the names that `code` defines. Each test is Python code that raises if the test fails.
 
-        setup: runs before each of them. call: the name of the function with which the tests' own `check` is called.
-        stop_early: whether the first failure ends it. Gives one outcome for each test that ended, and how many tests
-        there are, as far as it is known. Raises ValueError if the tests themselves are no Python.
+        Args:
+            setup: code that runs before each test.
+            call: name of the function that is passed to the tests' own `check`.
+            stop_early: True to stop after the first failure.
+
+        Returns:
+            One outcome per finished test, and the number of tests as far as it is known.
+
+        Raises:
+            ValueError: the tests are not valid Python.
         """
         task = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
         held = ("hold_functions", [{"code": code, "has_requests": False}])
         functions, tester = self.run([held, ("run_tests", [task])], "", total_s)
         outcomes, count = [], len(tests)
-        for message in tester.messages:  # the tests' own, which no answer can write
+        for message in tester.messages:  # written by the tests' process, which the tested code cannot reach
             if "broken" in message:
-                raise ValueError(f"The tests of the ground truth are no Python: {message['broken']}")
+                raise ValueError(f"The tests of the ground truth are not valid Python: {message['broken']}")
             count = message.get("tests", count)
-            told = _told(message) or (Outcome(True, True) if message.get("passed") is True else None)
-            outcomes += [told] if told else []
+            outcome = _error_of(message) or (Outcome(True, True) if message.get("passed") is True else None)
+            outcomes += [outcome] if outcome else []
         if tester.met or tester.exit_code:
             outcomes.append(tester.outcome())
-        if functions.met:  # its test has failed for that
-            place = next((place for place, outcome in enumerate(outcomes) if outcome.error), len(outcomes))
-            outcomes[place : place + 1] = [functions.outcome()]
+        if functions.met:  # the exceeded limit is the reason of the first failure
+            first = next((number for number, outcome in enumerate(outcomes) if outcome.error), len(outcomes))
+            outcomes[first : first + 1] = [functions.outcome()]
         return outcomes, max(count, len(outcomes))
 
     def run(
@@ -175,10 +193,10 @@ class Sandbox:
         total_s: float = math.inf,
         reply_bytes: int = MESSAGE_BYTES_MAX,
     ) -> list[Ended]:
-        """Runs programs of `verl_lite.sandbox.programs`, each in a confined process, until the last one has ended.
+        """Runs functions of `verl_lite.sandbox.programs`, each in a confined process, until the last process has ended.
 
-        programs: name, and the messages that it finds in its file. reply_bytes: as for `call`. Raises
-        UserError where the machine cannot hold it, SandboxError.
+        programs: name of each function, and the messages in its task file. reply_bytes: as for `call`. Raises UserError
+        if the machine cannot confine programs, and SandboxError if the sandbox fails.
         """
         self._start_server()
         names = [name for name, _ in programs]
@@ -186,35 +204,34 @@ class Sandbox:
         files: list[int] = []
         try:
             for _, task in programs:
-                given = stdin.encode("utf-8", "surrogatepass"), b"", b"", b"".join(map(as_line, task)), b""
-                files += map(_file, given)
+                contents = stdin.encode("utf-8", "surrogatepass"), b"", b"", b"".join(map(as_line, task)), b""
+                files += map(_file, contents)
             ended = []
-            for report, at in zip(self._ask(request, files), range(0, len(files), 5), strict=True):
+            for report, at in zip(self._send_job(request, files), range(0, len(files), 5), strict=True):
                 stdout, stderr = (_content(fd).decode("utf-8", "replace") for fd in files[at + 1 : at + 3])
-                ended.append(
-                    Ended(report["met"], report["exit"], stdout, stderr, _messages(files[at + 4], reply_bytes))
-                )
+                messages = _messages(files[at + 4], reply_bytes)
+                ended.append(Ended(report["met"], report["exit"], stdout, stderr, messages))
             return ended
         finally:
             for fd in files:
                 os.close(fd)
 
     def close(self) -> None:
-        """Ends the fork server and all that it made."""
+        """Kills the fork server and its processes."""
         if self._control is not None and self._server is not None:
             self._control.close()
             self._server.kill()
             self._server.wait()
             self._control = self._server = None
 
-    def _ask(self, request: dict[str, Any], fds: Sequence[int]) -> list[dict[str, Any]]:
+    def _send_job(self, request: dict[str, Any], fds: Sequence[int]) -> list[dict[str, Any]]:
         assert self._control is not None
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
             body = self._control.recv(1 << 16)
         except OSError:
             body = b""
-        except BaseException:  # interrupted: whoever asks next would get this job's report
+        except BaseException:  # interrupted: the next job would receive this job's report
             self.close()
             raise
         if not body:
@@ -226,7 +243,7 @@ class Sandbox:
     def _start_server(self) -> None:
         if self._control is not None:
             return
-        if not hasattr(os, "memfd_create"):  # macOS, for example; without it not even unconfined code could run
+        if not hasattr(os, "memfd_create"):  # for example macOS, where even unconfined programs cannot run
             raise UserError(
                 f"Code of answers does not run on {platform.system()} ({_NEEDED}). Run the rewards on a Linux machine "
                 "(reward.remote.url)."
@@ -251,19 +268,19 @@ class Sandbox:
         self._control = ours
         if self.run_script("print(1)").value != "1\n":
             raise SandboxError("no program runs in the sandbox on this machine")
-        done = [what for what, attempt in ATTEMPTS if not self.run_script(attempt).error]
+        done = [action for action, attempt in ATTEMPTS if not self.run_script(attempt).error]
         self._could = tuple(dict.fromkeys(done))
         if set(self._could) - {READ} and not self._allow_unsafe:
             self.close()
             raise UserError(
                 f"Code of answers does not run on this machine: it could {', '.join(self._could)} ({_NEEDED}). "
-                "Run the rewards on another machine (reward.remote.url), or, where nothing "
-                "can be lost, set allow_unsafe: true in the reward's kwargs."
+                "Run the rewards on another machine (reward.remote.url), or, on a machine without "
+                "anything to lose, set allow_unsafe: true in the reward's kwargs."
             )
 
 
 def _file(content: bytes) -> int:
-    """A descriptor of a file with this content, at its beginning; it has no name in any folder."""
+    """Creates an anonymous file with this content and returns its descriptor, positioned at the beginning."""
     fd = os.memfd_create("sandbox")
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -276,7 +293,7 @@ def _content(fd: int) -> bytes:
 
 
 def _messages(fd: int, most_bytes: int) -> Messages:
-    """The whole messages of a file, up to the first that is none or lies past this length."""
+    """Returns the complete messages in the first `most_bytes` of a file, up to the first invalid message."""
     lines, messages = io.BytesIO(_content(fd)[:most_bytes]), []
     with contextlib.suppress(EOFError, Unreadable):
         while True:
@@ -284,32 +301,34 @@ def _messages(fd: int, most_bytes: int) -> Messages:
     return messages
 
 
-def _told(message: dict[str, Any]) -> Outcome | None:
-    """The error that a message of `run_script` before the code runs, or of `run_tests`, tells of, if it does."""
+def _error_of(message: dict[str, Any]) -> Outcome | None:
+    """Returns the error in a message of `run_script` (before the code runs) or `run_tests`; None if it has none."""
     error = message.get("error")
     return Outcome(message.get("compiled") is not False, error=error) if error else None
 
 
 def _returned(message: dict[str, Any], number: int) -> Outcome:
-    """What a call gave, or with number 0 what running the code gave. The code may have written the message itself, so
-    all but the shapes that `hold_functions` sends is an error."""
+    """Returns the outcome of a call from its reply; number 0 is the reply to loading the code.
+
+    The code may have forged the message, so a shape that `hold_functions` does not send is an error.
+    """
     if number and message.pop("number", None) != number:
         return Outcome(True, error=FORGED)
     for raised in fields(message, raised=dict) or ():
         if text := fields(raised, name=str, base=str, text=str):
             return Outcome(True, error=f"{text[0]}: {text[2]}"[:ERROR_CHARACTERS])
     if not number and (failed := fields(message, compiled=bool, error=str)):
-        return Outcome(False, error=failed[1][:ERROR_CHARACTERS] or "no Python")
+        return Outcome(False, error=failed[1][:ERROR_CHARACTERS] or "not valid Python")
     if not number and fields(message, names=dict):
         return Outcome(True)
     if number and fields(message, object=int, after=list):
-        return Outcome(True, error="no plain value")
+        return Outcome(True, error="the call returned no plain value")
     value = fields(message, value=object, after=list) if number else None
     return Outcome(True, value[0]) if value else Outcome(True, error=FORGED)
 
 
 def _readable_folders() -> list[str]:
-    """What code may read: Python, its packages, and the system's libraries."""
+    """Returns the folders and files that programs may read: Python, its packages and the system's libraries."""
     paths = sysconfig.get_paths()
     python = {os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     python |= {os.path.realpath(Path(sys.base_prefix, name)) for name in ("lib", "lib64")}  # conda's shared libraries

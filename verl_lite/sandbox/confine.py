@@ -1,6 +1,6 @@
-"""Gives up rights, for good, before untrusted code runs: limits, user, capabilities, files (Landlock), system calls.
+"""Drops rights irrevocably before untrusted code runs: limits, user, capabilities, files (Landlock), system calls.
 
-Every layer that this machine has is applied. Imports the standard library only.
+Applies every layer that the machine supports. Imports only the standard library.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ _LONGEST_CPU_S = 3600
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run of untrusted code may use.
+    """Resource limits of one process that runs untrusted code. MB are MiB, KB are KiB.
 
-    cpu_s: seconds of processor time for one test, of all its threads together; wall_s: by the clock, which is for those
-    that sleep. memory_mb: address space, MiB. output_kb: what it prints. file_mb: each file; folder_mb: its folder,
-    looked at ten times a second.
+    cpu_s: processor time of one test in seconds, summed over threads. wall_s: wall-clock time of one test in seconds,
+    which also limits programs that sleep. memory_mb: address space. output_kb: size of stdout, and of stderr. file_mb:
+    size of each file. folder_mb: size of the program's folder, checked ten times a second.
     """
 
     cpu_s: float = 4.0
@@ -42,9 +42,9 @@ class Limits:
 
 
 def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
-    """Gives up all that code in `folder` does not need. readable: folders from which it may import.
+    """Drops all rights that a program in `folder` does not need. readable: folders from which it may import.
 
-    Layers that the machine lacks are left out; `Sandbox.could` says what that means. The server sees to the limits of
+    Skips layers that the machine lacks; `Sandbox.could` lists the consequences. The fork server enforces the limits of
     time, output, threads and the folder.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -63,27 +63,27 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-    if os.getuid() == 0 and all(map(_is_open_to_all, readable)):  # nobody can import what the code may import
+    if os.getuid() == 0 and all(map(_is_open_to_all, readable)):  # the user nobody can import these packages
         os.chown(folder, NOBODY, NOBODY)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # a change of user takes it back: so after that
+    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # after the change of user, which resets it
     if os.getppid() != parent:
         os._exit(1)
     libc.capset(struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), struct.pack("=6I", *[0] * 6))
     has_landlock = landlock_version(libc) > 0
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))  # the kernel wants that first
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))  # Landlock and seccomp require it
     if has_landlock:
         _restrict_files(libc, readable, folder)
     if is_known_machine():
-        with contextlib.suppress(OSError):  # a kernel without seccomp: `Sandbox.could` finds out
+        with contextlib.suppress(OSError):  # the kernel lacks seccomp, which `Sandbox.could` detects
             filter_calls(libc, may_write=has_landlock)
 
 
 @functools.cache
 def _is_open_to_all(path: str) -> bool:
-    """Whether other users can go there; a path that does not exist is no obstacle."""
+    """Returns True if other users can read the path, or if it does not exist."""
     needed = {part: 0o005 if part.is_dir() else 0o004 for part in (Path(path), *Path(path).parents)}
     return not os.path.exists(path) or all(part.stat().st_mode & bits == bits for part, bits in needed.items())
 
@@ -96,13 +96,15 @@ _TCP, _SIGNALS_AND_SOCKETS = 0b11, 0b11
 
 
 def landlock_version(libc: ctypes.CDLL) -> int:
-    """The kernel's version of Landlock (5.13 and later have it), 0 if it has none or it is switched off."""
+    """Returns the kernel's version of Landlock (Linux 5.13 and later), or 0 if Landlock is missing or disabled."""
     return max(0, libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
 
 
 def _restrict_files(libc: ctypes.CDLL, read: Sequence[str], write: str) -> None:
-    """From now on this process opens files below `read` for reading, in the folder `write` for both, and no others,
-    /proc included. That a file exists, and how long it is, can still be seen."""
+    """Restricts this process to reading files below `read`, and to reading and writing files in the folder `write`.
+
+    It cannot open other files, /proc included, but it can still see whether a file exists, and its size.
+    """
     version = landlock_version(libc)
     handled = _BASIC | (_REFER if version >= 2 else 0)
     handled |= (_TRUNCATE if version >= 3 else 0) | (_IOCTL if version >= 5 else 0)
@@ -114,7 +116,7 @@ def _restrict_files(libc: ctypes.CDLL, read: Sequence[str], write: str) -> None:
     for path, access in (dict.fromkeys(("/dev/zero", "/dev/urandom", "/dev/random"), _READ_FILE) | allowed).items():
         try:
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # a machine without it: nothing to allow
+        except OSError:  # the machine does not have this path
             continue
         rule = struct.pack("=Qi", access if os.path.isdir(path) else access & ~_READ_DIR, opened)
         _checked(libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))

@@ -1,7 +1,7 @@
-"""What a confined process does: run a script, hold the functions of an answer, or run tests against those.
+"""The programs of a confined process: run a script, serve the functions of an answer, or run tests against them.
 
-Each function takes over a process that the fork server has made; it has given up its rights before it reads the first
-byte of code. Between functions and tests go plain values only. Imports the standard library only.
+Each function runs in a process that the fork server has created and that has dropped its rights before it reads any
+code. Functions and tests exchange only plain values. Imports only the standard library.
 """
 
 import asyncio
@@ -27,20 +27,21 @@ from verl_lite.sandbox.answer import CHANGEABLE, Answer, is_name
 from verl_lite.sandbox.values import ERROR_CHARACTERS, as_line, decode, encode, read_line, send
 
 ANSWER, TESTS = "answer", "tests"
-"""Names of the modules that the code becomes."""
+"""Names of the modules in which the answer's code and the tests run."""
 
 LIBRARY = (
     "bisect collections copy datetime decimal fractions functools heapq itertools json math operator random re "
     "statistics string typing dataclasses enum numbers"
 ).split()
-"""Imported before any program starts; tests find them under their names."""
+"""Modules that are imported before any program starts and that tests can use without importing them."""
 
 _NAMED_ITEMS_MAX = 10_000
-"""Tests see no longer value under a name of the answer's, such as a table of primes: it takes too long to send."""
+"""Maximum length of a value that tests can read by name. Longer values, such as tables of primes, take too long to
+send."""
 
 
 class _PipeEnd(io.FileIO):
-    """Through a pair of these an event loop of asyncio wakes itself; it would use sockets, which are refused here."""
+    """A pipe end that replaces the socket through which an asyncio event loop wakes itself: sockets are refused."""
 
     recv, send = io.FileIO.read, io.FileIO.write
 
@@ -49,7 +50,7 @@ class _PipeEnd(io.FileIO):
 
 
 def prepare() -> None:
-    """Imports what programs usually import, and lets asyncio run without sockets."""
+    """Imports the modules in `LIBRARY`, and makes asyncio work without sockets."""
     for name in LIBRARY:
         __import__(name)
     sockets = vars(socket) | {"socketpair": lambda: [*map(_PipeEnd, os.pipe(), "rw")]}
@@ -57,8 +58,11 @@ def prepare() -> None:
 
 
 def run_script(task: int, reply: int) -> int:
-    """task: {"code"}. reply, which is closed before the code runs, gets {"compiled": false, "error"} if it is no
-    Python. Gives its exit code."""
+    """Runs code as a script and returns its exit code.
+
+    task: file with {"code"}. reply: receives {"compiled": false, "error"} if the code is not valid Python; it is closed
+    before the code runs.
+    """
     with open(task, "rb") as file:
         compiled = _compile(read_line(file)["code"], reply)
     os.close(reply)
@@ -67,7 +71,7 @@ def run_script(task: int, reply: int) -> int:
         exec(compiled or "", _become_main("__main__").__dict__)
     except SystemExit as end:
         exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # the door to untrusted code
+    except BaseException:  # untrusted code may raise anything
         traceback.print_exc()
         exit_code = 1
     for thread in threading.enumerate():
@@ -78,14 +82,19 @@ def run_script(task: int, reply: int) -> int:
 
 
 def hold_functions(task: int, reply: int) -> None:
-    """task: {"code", "has_requests": whether requests follow in it; else they come from `reply`}.
+    """Runs the answer's code, then serves requests to call its functions.
 
-    reply gets {"names"} once the code has run, or {"compiled": false, "error"} or {"raised"}; then an answer for each
-    request: {"call": name, "args", "kwargs"} gives {"value", "after": arguments changed in place} or {"raised"}. What
-    is no plain value stays here, and {"object": number} is given for it; {"call", "of": number} asks for its method,
-    or with "args": null for its attribute, which is {"function": true} where it can be called, {"coroutine": true} for
-    an `async def`, which a call runs to its end. Each answer has the "number" of its request. The code can write to
-    `reply`, too: readers take these shapes alone.
+    task: file with {"code", "has_requests"}. The requests follow in this file if "has_requests" is true, else they come
+    from `reply`. `reply` first receives {"names"} when the code has run, or {"compiled": false, "error"} or {"raised"}.
+    Then it receives one reply, with the request's "number", per request:
+
+    - {"call": name, "args", "kwargs"} calls a function. The reply is {"value", "after": arguments changed in place} or
+      {"raised"}. A result that is not a plain value stays in this process; its reply is {"object": number}.
+    - {"call", "of": number} calls a method of that object.
+    - {"call", "of": number, "args": null} reads an attribute. The reply for a callable is {"function": true}, or
+      {"coroutine": true} for an `async def`, which a call runs until it returns.
+
+    The code can write to `reply` too, so readers have to accept only these shapes.
     """
     requests = open(task, "rb")
     message = read_line(requests)
@@ -94,46 +103,50 @@ def hold_functions(task: int, reply: int) -> None:
         return
     if not message["has_requests"]:
         requests = open(reply, "rb", closefd=False)
-    namespace, held, runner = _become_main(ANSWER).__dict__, list[Any](), asyncio.Runner()
+    namespace = _become_main(ANSWER).__dict__
+    objects: list[Any] = []
+    runner = asyncio.Runner()
 
-    def given(value: Any) -> dict[str, Any]:
+    def value_or_object(value: Any) -> dict[str, Any]:
         if (plain := _plain(value)) is None:
-            held.append(value)
-            return {"object": len(held) - 1}
+            objects.append(value)
+            return {"object": len(objects) - 1}
         return plain
 
-    def run() -> dict[str, Any]:
+    def load_code() -> dict[str, Any]:
         exec(compiled, namespace)
-        found = {} if message["has_requests"] else namespace  # those who wrote the requests need no names
-        return {"names": {name: _described(value) for name, value in found.items() if is_name(name)}}
+        visible = {} if message["has_requests"] else namespace  # requests in the task file need no names
+        return {"names": {name: _describe(value) for name, value in visible.items() if is_name(name)}}
 
-    def do(request: dict[str, Any]) -> dict[str, Any]:
+    def serve_request(request: dict[str, Any]) -> dict[str, Any]:
         name, of = request["call"], request.get("of")
         if of is not None:
-            function = getattr(held[of], name)
+            function = getattr(objects[of], name)
         elif name not in namespace and "Solution" in namespace:
             function = getattr(namespace["Solution"](), name)
         else:
             function = namespace[name]
         if request["args"] is None:
-            return _function(function) or given(function)
+            return _function(function) or value_or_object(function)
         args = decode(request["args"])
-        value = function(*args, **decode(request["kwargs"]))
-        value = given(runner.run(value) if inspect.iscoroutine(value) else value)
+        returned = function(*args, **decode(request["kwargs"]))
+        value = value_or_object(runner.run(returned) if inspect.iscoroutine(returned) else returned)
         return value | {"after": [_plain(arg) if type(arg) in CHANGEABLE else None for arg in args]}
 
-    _tell(reply, _answered(run))
+    _send(reply, _reply_or_raised(load_code))
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = read_line(requests)
-            _tell(reply, _answered(do, request) | {"number": request["number"]})
+            _send(reply, _reply_or_raised(serve_request, request) | {"number": request["number"]})
 
 
 def run_tests(task: int, reply: int, answer: int) -> None:
-    """task: {"tests": [snippet], "setup", "call", "stop_early"}; `answer` leads to a process that holds functions.
+    """Runs tests against the functions of an answer.
 
-    Tells {"broken": why} if a snippet is no Python, {"tests": n} when the number of tests is known, and for each test
-    {"passed": true} or {"error"}. Every message is built here; none that the answer's process sends is passed on.
+    task: file with {"tests": [snippet], "setup", "call", "stop_early"}. answer: connection to the process that runs
+    `hold_functions`. reply: receives {"broken": reason} if a snippet is not valid Python, {"tests": n} when the number
+    of tests is known, and {"passed": true} or {"error"} for each test. This process builds every message itself and
+    never forwards a message of the answer's process.
     """
     with open(task, "rb") as file:
         message = read_line(file)
@@ -142,52 +155,52 @@ def run_tests(task: int, reply: int, answer: int) -> None:
         try:
             snippets.append(compile(text, TESTS, "exec", dont_inherit=True))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            return _tell(reply, {"broken": str(error)})
+            return _send(reply, {"broken": str(error)})
     setup, *tests = snippets
     names, unusable = tested.begin()
     if unusable:
-        return _tell(reply, unusable)
-    vars(unittest)["main"] = lambda *args, **kwargs: None  # the tests that it would run are run here
+        return _send(reply, unusable)
+    vars(unittest)["main"] = lambda *args, **kwargs: None  # this function runs the tests instead
     count = len(tests)
     for snippet in tests:
         namespace, cases = _namespace(names), list[unittest.TestCase]()
         problem = (
-            _raised(tested, exec, setup, namespace)
-            or _raised(tested, exec, snippet, namespace)
-            or _raised(tested, _collect, cases, namespace, names, message["call"])
+            _error_of(tested, exec, setup, namespace)
+            or _error_of(tested, exec, snippet, namespace)
+            or _error_of(tested, _collect, cases, namespace, names, message["call"])
         )
         count += max(1, len(cases)) - 1
-        _tell(reply, {"tests": count})
+        _send(reply, {"tests": count})
         result = _Result(reply, tested, count, message["stop_early"])
         if problem or not cases:
-            result.tell(problem)
+            result.report(problem)
         else:
             unittest.TestSuite(cases).run(result)
         if result.shouldStop:
             return
         count = result.tests
     if count == 0:
-        _tell(reply, {"error": "every test was skipped"})
+        _send(reply, {"error": "every test was skipped"})
 
 
-def _tell(fd: int, message: dict[str, Any]) -> None:
+def _send(fd: int, message: dict[str, Any]) -> None:
     send(fd, as_line(message))
 
 
-def _answered(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+def _reply_or_raised(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     try:
         return work(*args)
-    except BaseException as error:  # the door to untrusted code: what it raises is told
+    except BaseException as error:  # untrusted code may raise anything; the reply describes the exception
         kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
         try:
             text = str(error)[:ERROR_CHARACTERS]
-        except Exception:  # its own __str__ is untrusted, too
+        except Exception:  # the __str__ of an exception is untrusted too
             text = ""
         return {"raised": {"name": type(error).__name__, "base": kinds[0], "text": text}}
 
 
-def _described(value: Any) -> dict[str, Any] | None:
-    """What a test has to know of something that the answer defines; None if it is nothing for tests."""
+def _describe(value: Any) -> dict[str, Any] | None:
+    """Returns the description of a value that the answer defines, None if tests cannot use the value."""
     if isinstance(value, type) and issubclass(value, Exception):
         base = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
         return {"exception": value.__name__, "base": base}
@@ -202,32 +215,36 @@ def _function(value: Any) -> dict[str, Any] | None:
 def _plain(value: Any) -> dict[str, Any] | None:
     try:
         return {"value": encode(value)}
-    except Exception:  # an object, or whatever its class raises
+    except Exception:  # not a plain value, or its class raised an exception
         return None
 
 
 def _namespace(names: dict[str, Any]) -> dict[str, Any]:
-    """Of a new module for one snippet, which finds what the answer defines also as a module to import from."""
+    """Returns the namespace of a new module for one snippet, and makes the answer importable as a module."""
     sys.modules[TESTS] = types.ModuleType(TESTS)
     for alias in ("solution", ANSWER):
         sys.modules[alias] = types.ModuleType(alias)
-        vars(sys.modules[alias]).update(names, __all__=[])  # `import *` replaces nothing that a test has imported
-    namespace = vars(sys.modules[TESTS])  # what is built in stays so: an answer may not bring its own `all` or `sorted`
+        vars(sys.modules[alias]).update(names, __all__=[])  # `import *` must not replace a test's imports
+    namespace = vars(sys.modules[TESTS])
     namespace.update({name: sys.modules[name] for name in LIBRARY})
+    # An answer must not replace builtins such as `all` or `sorted` in the tests.
     namespace.update({name: value for name, value in names.items() if not hasattr(builtins, name)})
     return namespace
 
 
 class _Result(unittest.TestResult):
-    """Tells how each test of a snippet ended as soon as it has. tests: of all snippets, without those skipped here."""
+    """Reports the result of each test of a snippet when the test ends.
+
+    tests: number of tests of all snippets, without the skipped tests.
+    """
 
     def __init__(self, reply: int, tested: Answer, tests: int, stop_early: bool) -> None:
         super().__init__()
         self._reply, self._tested, self.tests, self._stop_early = reply, tested, tests, stop_early
         self._failure, self._is_skipped, self._requests = "", False, 0
 
-    def tell(self, failure: str) -> None:
-        _tell(self._reply, {"error": failure} if failure else {"passed": True})
+    def report(self, failure: str) -> None:
+        _send(self._reply, {"error": failure} if failure else {"passed": True})
         if failure and self._stop_early:
             self.stop()
 
@@ -240,14 +257,14 @@ class _Result(unittest.TestResult):
             self._failure = "the test skipped itself after it had called the tested code"
         if self._is_skipped and not self._failure:
             self.tests -= 1
-            _tell(self._reply, {"tests": self.tests})
+            _send(self._reply, {"tests": self.tests})
         else:
-            self.tell(self._tested.problem or self._failure)
+            self.report(self._tested.problem or self._failure)
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:
         self._failure = _short(err[1])
-        if not isinstance(test, unittest.TestCase):  # of a class or a module, such as its setUpClass
-            self.tell(self._failure)
+        if not isinstance(test, unittest.TestCase):  # a fixture of a class or a module, such as setUpClass
+            self.report(self._failure)
 
     addFailure = addError
 
@@ -265,21 +282,24 @@ class _Result(unittest.TestResult):
 def _collect(
     cases: list[unittest.TestCase], namespace: dict[str, Any], names: dict[str, Any], call: str | None
 ) -> None:
-    """Adds the tests that a snippet defines: its `check` of `call`, or its `test_*` functions, `TestCase`s and `Test*`
-    classes; none where it is a test itself."""
+    """Adds the tests that a snippet defines to `cases`.
+
+    With `call` the test is the snippet's `check`, called with the function `call`; else the tests are the `test_*`
+    functions, `TestCase`s and `Test*` classes. Adds nothing if the snippet itself is the test.
+    """
     own = {name: value for name, value in namespace.items() if getattr(value, "__module__", None) == TESTS}
     if call is not None:
         return cases.append(unittest.FunctionTestCase(lambda: own["check"](names[call])))
     for name, value in own.items():
         if type(value) is types.FunctionType and name.startswith("test"):
             if name.startswith("test_") or not inspect.signature(value).parameters:
-                cases.append(unittest.FunctionTestCase(_whole(value)))
+                cases.append(unittest.FunctionTestCase(_running_coroutines(value)))
         elif isinstance(value, type) and (name.startswith("Test") or issubclass(value, unittest.TestCase)):
             kind = value if issubclass(value, unittest.TestCase) else _test_case(value)
             for method in unittest.defaultTestLoader.getTestCaseNames(kind):
                 case = kind(method)
                 if not issubclass(kind, unittest.IsolatedAsyncioTestCase):
-                    setattr(case, method, _whole(getattr(case, method)))
+                    setattr(case, method, _running_coroutines(getattr(case, method)))
                 cases.append(case)
 
 
@@ -292,15 +312,15 @@ _FIXTURES = {
 
 
 def _test_case(kind: type) -> type[unittest.TestCase]:
-    """A class of tests as pytest runs them, as a `TestCase`."""
+    """Converts a pytest class of tests to a `TestCase`."""
     fixtures = {
         ours: inspect.getattr_static(kind, theirs) for theirs, ours in _FIXTURES.items() if hasattr(kind, theirs)
     }
     return type(kind.__name__, (kind, unittest.TestCase), {"__module__": TESTS, **fixtures})
 
 
-def _whole(test: Callable[..., Any]) -> Callable[..., None]:
-    """The test, which also runs the coroutine that it returns. A generator fails, since nothing would run it."""
+def _running_coroutines(test: Callable[..., Any]) -> Callable[..., None]:
+    """Wraps a test so that a coroutine it returns is run. A generator fails, since nothing would run it."""
 
     @functools.wraps(test)
     def run(*args: Any) -> None:
@@ -308,31 +328,32 @@ def _whole(test: Callable[..., Any]) -> Callable[..., None]:
         if inspect.iscoroutine(returned):
             asyncio.run(returned)
         elif inspect.isgenerator(returned) or inspect.isasyncgen(returned):
-            raise TypeError("a test with `yield` runs nothing")
+            raise TypeError("a test that contains `yield` does not run")
 
     return run
 
 
-def _raised(tested: Answer, work: Callable[..., object], *args: Any) -> str:
+def _error_of(tested: Answer, work: Callable[..., object], *args: Any) -> str:
+    """Runs `work` and returns the reason of its failure, "" if it succeeds."""
     tested.begin_test()
     try:
         work(*args)
-    except BaseException as error:  # the door to the tests' code; SystemExit passes no test either
+    except BaseException as error:  # tests may raise anything; SystemExit is a failure too
         return tested.problem or _short(error)
     return tested.problem
 
 
 def _compile(code: str, reply: int) -> types.CodeType | None:
-    """The code; tells why if it is no Python."""
+    """Compiles the code. If it is not valid Python, sends the error to `reply` and returns None."""
     try:
         return compile(code, f"{ANSWER}.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        _tell(reply, {"compiled": False, "error": _short(error)})
+        _send(reply, {"compiled": False, "error": _short(error)})
         return None
 
 
 def _become_main(name: str) -> types.ModuleType:
-    """An empty module, found under its name as `sys.modules` has it, and a fresh generator of random numbers."""
+    """Returns a new module, registered in `sys.modules` as `name` and __main__. Resets argv and the random seed."""
     module = types.ModuleType(name)
     sys.modules[name] = sys.modules["__main__"] = module
     sys.argv = [f"{ANSWER}.py"]

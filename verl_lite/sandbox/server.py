@@ -1,8 +1,8 @@
-"""The fork server: a small Python process that has imported what solutions usually import, and makes confined copies.
+"""The fork server: a small Python process with the usual imports of programs, which forks confined processes.
 
-One job at a time: it starts the copies, watches their limits, and tells how they ended. It never sees a byte of
-anyone's code: the parent hands it files, which only a copy reads, after it has given up its rights. It ends with its
-parent, and its copies end with it. Imports the standard library only.
+It runs one job at a time: it forks the job's processes, enforces their limits and reports how they ended. It never
+reads untrusted code; the parent passes files, which only a forked process reads, after it has dropped its rights. The
+server exits with its parent, and its processes exit with the server. Imports only the standard library.
 """
 
 import builtins
@@ -26,91 +26,96 @@ from verl_lite.sandbox import programs
 from verl_lite.sandbox.confine import Limits, confine
 
 FILES = ("stdin", "stdout", "stderr", "task", "reply")
-"""What is handed over for each process, and where it finds it, from 0 on; 5 is the line of tests to what they test."""
+"""Files of each process, which become its descriptors 0 to 4. Descriptor 5 connects tests to the tested code."""
 
 _WATCH_S = 0.1
 _GRACE_S = 1.0
 _PREFIX = "verl_lite-sandbox-"
 _LEAST_FILE_BYTES = 1 << 12
-_OUT_OF_THE_WAY = 64
+_FIRST_SPARE_FD = 64
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main(control: int, readable: Sequence[str]) -> None:
-    """Serves until the parent closes its end."""
+    """Serves jobs until the parent closes its end of the connection."""
     programs.prepare()
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # the module `site` would add them
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # usually added by the module `site`
     connection = socket.socket(fileno=control)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     gc.collect()
-    gc.freeze()  # copies would copy what the collector touches
+    gc.freeze()  # otherwise the collector would touch, and so copy, the memory shared with forked processes
     while True:
         body, fds, _, _ = socket.recv_fds(connection, 1 << 16, 2 * len(FILES))
         if not body:
             return
-        connection.send(json.dumps(_do(json.loads(body), fds, connection, readable)).encode())
+        connection.send(json.dumps(_run_job(json.loads(body), fds, connection, readable)).encode())
 
 
-def _do(request: dict[str, Any], fds: list[int], connection: socket.socket, readable: Sequence[str]) -> list[Any]:
-    """Runs a job, which is over with its last process: {"limits", "total_s", "programs"}, five files for each program.
+def _run_job(request: dict[str, Any], fds: list[int], connection: socket.socket, readable: Sequence[str]) -> list[Any]:
+    """Runs a job until its last process ends, then kills its other processes.
 
-    Gives {"met": the limit that ended it or "", "exit": its code, minus the signal} for each process.
+    request: {"limits", "total_s", "programs"}. fds: five files for each program. Returns for each process {"met":
+    exceeded limit or "", "exit": exit code, or minus the signal}.
     """
-    limits, until = Limits(**request["limits"]), time.monotonic() + request["total_s"]
-    line = socket.socketpair()
-    copies: list[_Copy] = []
+    limits = Limits(**request["limits"])
+    deadline = time.monotonic() + request["total_s"]
+    connection_ends = socket.socketpair()
+    processes: list[_Process] = []
     try:
         for number, program in enumerate(request["programs"]):
             files = fds[number * len(FILES) : (number + 1) * len(FILES)]
-            if len(request["programs"]) > 1:  # functions and tests, with a line between them
-                files = [*files[:4], line[0].fileno()] if number == 0 else [*files, line[1].fileno()]
-            copies.append(_Copy(program, files, limits, number * _GRACE_S, readable))
-        for end in line:
-            end.close()
-        told = 0
-        while not copies[-1].has_ended():
+            if len(request["programs"]) > 1:  # functions and tests, with a connection between them
+                end = connection_ends[number].fileno()
+                files = [*files[:4], end] if number == 0 else [*files, end]
+            processes.append(_Process(program, files, limits, number * _GRACE_S, readable))
+        for end_of_connection in connection_ends:
+            end_of_connection.close()
+        reply_size = 0
+        while not processes[-1].has_ended():
             if signal.sigtimedwait([signal.SIGCHLD], _WATCH_S) is not None:
                 continue
             if select.select([connection], [], [], 0)[0]:
-                sys.exit()  # the parent is gone
+                sys.exit()  # the parent has exited
             size = os.fstat(fds[-1]).st_size
-            for copy in copies:
-                if size > told:  # a test has ended, and the next has its own time
-                    copy.begin_test()
-                copy.watch(until)
-            told = size
+            for process in processes:
+                if size > reply_size:  # a test has ended; the limits of time restart for the next test
+                    process.begin_test()
+                process.watch(deadline)
+            reply_size = size
     finally:
-        reports = [copy.end() for copy in copies]
+        reports = [process.end() for process in processes]
         for fd in fds:
             os.close(fd)
     return reports
 
 
-class _Copy:
-    """A confined process that runs `program`, started by the constructor. met: the limit for which it was killed."""
+class _Process:
+    """A confined process that runs `program`, started by the constructor. met: the exceeded limit, or ""."""
 
     def __init__(self, program: str, files: list[int], limits: Limits, grace_s: float, readable: Sequence[str]) -> None:
-        self._limits, self._wall_s, self._printed = limits, limits.wall_s + grace_s, files[1:3]
+        self._limits = limits
+        self._wall_s = limits.wall_s + grace_s
+        self._output_files = files[1:3]
         self.met = ""
         self._folder = tempfile.mkdtemp(prefix=_PREFIX)
         self._pid = os.fork()
         if self._pid == 0:
-            _become(program, files, limits, self._folder, readable)
+            _run_in_child(program, files, limits, self._folder, readable)
         self.begin_test()
 
     def begin_test(self) -> None:
-        """The limits of time count from now."""
+        """Restarts the limits of time."""
         self._cpu_before = self._usage()[0]
         self._deadline = time.monotonic() + self._wall_s
 
     def has_ended(self) -> bool:
         return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def watch(self, until: float) -> None:
-        """Kills it if it breaks a limit that the kernel does not see to."""
+    def watch(self, deadline: float) -> None:
+        """Kills the process if it exceeds a limit that the kernel does not enforce."""
         cpu_s, threads = self._usage()
         found = {
-            "time": time.monotonic() > min(self._deadline, until) or cpu_s - self._cpu_before > self._limits.cpu_s,
+            "time": time.monotonic() > min(self._deadline, deadline) or cpu_s - self._cpu_before > self._limits.cpu_s,
             "threads": threads > self._limits.threads,
             "output": self._has_printed_too_much(),
             "files": self._folder_bytes() > self._limits.folder_mb << 20,
@@ -120,8 +125,8 @@ class _Copy:
             self._kill()
 
     def end(self) -> dict[str, Any]:
-        """Kills it if it still runs, and removes its folder. Gives how it ended."""
-        self._kill()  # its group as well, while nobody else can have its number
+        """Kills the process if it still runs, removes its folder and reports how the process ended."""
+        self._kill()  # and its group, before the kernel can reuse its number
         _, status = os.waitpid(self._pid, 0)
         if not self.met and self._has_printed_too_much():
             self.met = "output"
@@ -130,49 +135,49 @@ class _Copy:
 
     def _kill(self) -> None:
         for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError):  # before its setsid there is no such group
+            with contextlib.suppress(ProcessLookupError):  # the group does not exist before the process calls setsid
                 kill(self._pid, signal.SIGKILL)
 
     def _has_printed_too_much(self) -> bool:
-        return any(os.fstat(fd).st_size > self._limits.output_kb << 10 for fd in self._printed)
+        return any(os.fstat(fd).st_size > self._limits.output_kb << 10 for fd in self._output_files)
 
     def _folder_bytes(self) -> int:
-        """Of the files in its folder, in which it can make no other; an empty one counts, too."""
+        """Returns the size of the files in the folder, which has no subfolders. Small and empty files count 4 KiB."""
         size = 0
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # it changes under our eyes
+                with contextlib.suppress(FileNotFoundError):  # the process may remove files meanwhile
                     size += max(_LEAST_FILE_BYTES, entry.stat(follow_symlinks=False).st_size)
         return size
 
     def _usage(self) -> tuple[float, int]:
-        """Seconds of processor time so far, and the number of threads."""
+        """Returns the processor time in seconds, and the number of threads."""
         with open(f"/proc/{self._pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[17])
 
 
-def _become(program: str, files: list[int], limits: Limits, folder: str, readable: Sequence[str]) -> None:
-    """The copy's life. Never returns."""
+def _run_in_child(program: str, files: list[int], limits: Limits, folder: str, readable: Sequence[str]) -> None:
+    """Arranges the descriptors, drops rights, runs the program and exits. Never returns."""
     code = 1
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for fd in files]
-        os.closerange(3, _OUT_OF_THE_WAY)
-        for place, fd in enumerate(high):
-            os.dup2(fd, place, inheritable=False)
-        os.closerange(_OUT_OF_THE_WAY, 4096)
+        duplicates = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_SPARE_FD) for fd in files]
+        os.closerange(3, _FIRST_SPARE_FD)
+        for target, fd in enumerate(duplicates):
+            os.dup2(fd, target, inheritable=False)
+        os.closerange(_FIRST_SPARE_FD, 4096)
         sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # type: ignore[misc]
         sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]
         confine(limits, folder, readable)
         code = getattr(programs, program)(*range(3, len(files))) or 0
-    except BaseException:  # the door to untrusted code: it ends here whatever it raises
+    except BaseException:  # untrusted code may raise anything
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except Exception:  # the file is full, or the code closed or replaced it
+            except Exception:  # the file is full, or the code closed or replaced the stream
                 code = code or 1
         os._exit(code)

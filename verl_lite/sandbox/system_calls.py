@@ -1,8 +1,8 @@
-"""Which system calls untrusted code may make: a seccomp filter, written by hand because libseccomp is no dependency.
+"""A seccomp filter of the system calls of untrusted code, built without libseccomp, which is not a dependency.
 
-What is on the list below is allowed, all else fails with EPERM: sockets, new processes, other programs, signals to
-other processes, ptrace, io_uring, mounts, namespaces, modules, keys, changes of owner or mode. Threads are allowed.
-Linux on x86-64 and 64-bit ARM. Imports the standard library only.
+Calls on the list below are allowed, and threads are. All other calls fail with EPERM: sockets, new processes, other
+programs, signals to other processes, ptrace, io_uring, mounts, namespaces, modules, keys, changes of owner or mode.
+Supports Linux on x86-64 and 64-bit ARM. Imports only the standard library.
 """
 
 import ctypes
@@ -13,11 +13,11 @@ import struct
 import sys
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the table below, and the kernel's name (AUDIT_ARCH_*)."""
+"""By machine: column of the table below, and the kernel's constant AUDIT_ARCH_*."""
 
 NONE = -1
 ALLOWED: dict[str, tuple[int, int]] = {
-    # reading, writing and waiting, on what is already open
+    # reading, writing and waiting on open files
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "poll": (7, NONE), "lseek": (8, 62),
     "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "preadv": (295, 69),
     "pwritev": (296, 70), "pipe": (22, NONE), "pipe2": (293, 59), "select": (23, NONE), "pselect6": (270, 72),
@@ -25,7 +25,7 @@ ALLOWED: dict[str, tuple[int, int]] = {
     "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "fadvise64": (221, 223), "fallocate": (285, 47),
     "copy_file_range": (326, 285), "close_range": (436, 436), "eventfd2": (290, 19), "epoll_create": (213, NONE),
     "epoll_create1": (291, 20), "epoll_wait": (232, NONE), "epoll_pwait": (281, 22), "epoll_ctl": (233, 21),
-    # looking at files
+    # file metadata
     "stat": (4, NONE), "lstat": (6, NONE), "newfstatat": (262, 79), "statx": (332, 291), "access": (21, NONE),
     "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, NONE), "readlinkat": (267, 78),
     "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "statfs": (137, 43),
@@ -33,13 +33,13 @@ ALLOWED: dict[str, tuple[int, int]] = {
     # memory
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
     "msync": (26, 227), "mincore": (27, 232), "madvise": (28, 233), "membarrier": (324, 283),
-    # itself: threads, its own signals, its end, its limits downwards
+    # the process itself: threads, its own signals, exit, lower limits
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
     "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, NONE),
     "futex": (202, 98), "set_robust_list": (273, 99), "get_robust_list": (274, 100), "set_tid_address": (218, 96),
     "rseq": (334, 293), "sched_yield": (24, 124), "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260),
     "waitid": (247, 95), "restart_syscall": (219, 128), "getrlimit": (97, 163), "setrlimit": (160, 164),
-    # questions
+    # queries
     "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgrp": (111, NONE), "getpgid": (121, 155),
     "getsid": (124, 156), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
     "getresuid": (118, 148), "getresgid": (120, 150), "getgroups": (115, 158), "uname": (63, 160),
@@ -50,45 +50,45 @@ ALLOWED: dict[str, tuple[int, int]] = {
     "clock_nanosleep": (230, 115), "nanosleep": (35, 101), "alarm": (37, NONE), "getitimer": (36, 102),
     "setitimer": (38, 103),
 }  # fmt: skip
-"""Numbers on x86-64 and ARM; NONE where it does not exist."""
+"""Numbers of each system call on x86-64 and ARM; NONE if the machine does not have the call."""
 
 CHANGING: dict[str, tuple[int, int]] = {
     "creat": (85, NONE), "rename": (82, NONE), "renameat": (264, 38), "renameat2": (316, 276), "unlink": (87, NONE),
     "unlinkat": (263, 35),
 }  # fmt: skip
-"""Changes of files: allowed only where Landlock confines them to the code's own folder. It makes no folders there."""
+"""Calls that change files, allowed only if Landlock restricts them to the program's folder."""
 
 OPEN = {"open": (2, NONE), "openat": (257, 56)}
 ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their arguments lie in memory, where a filter cannot look: they seem not to exist, and the C library does without."""
+"""Calls with arguments in memory, which a filter cannot read. They fail with ENOSYS, so the C library uses others."""
 
 CLONE, KILL, TGKILL = (56, 220), (62, 129), (234, 131)
 PRLIMIT, IOCTL, FCNTL = (302, 261), (16, 29), (72, 25)
 
-_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size, bytes to read, flags of fds
-_FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)  # duplicates, flags, size of a pipe; F_SETOWN and F_SETSIG could signal others
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal queries, bytes to read, flags of descriptors
+_FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)  # duplicates, flags, pipe sizes, but no F_SETOWN and F_SETSIG: signals
 _CLONE_THREAD = 0x10000
 _X32_BIT = 0x40000000
 _WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE = 0, 4  # where they lie in seccomp_data
+_NUMBER, _ARCHITECTURE = 0, 4  # offsets in seccomp_data
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 _Instruction = tuple[int, int, int, int]
 
 
 def is_known_machine() -> bool:
-    """Whether the table has this machine's numbers."""
+    """Returns True if the table contains this machine's call numbers."""
     return sys.platform == "linux" and platform.machine() in ARCHITECTURES
 
 
 def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
-    """From now on this process makes allowed calls only; so do its threads. There is no way back.
+    """Restricts this process and its threads to the allowed system calls, irrevocably.
 
-    may_write: whether files may be opened for writing, created and removed at all. Raises OSError where the kernel has
-    no seccomp filters.
+    may_write: True to allow opening files for writing, creating and removing files. Raises OSError if the kernel has no
+    seccomp filters.
     """
     code = b"".join(struct.pack("=HBBI", *line) for line in _program(os.getpid(), may_write))
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -104,7 +104,7 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
     lines: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL_PROCESS),  # 32-bit calls have other numbers
+        (_RETURN, 0, 0, _KILL_PROCESS),  # 32-bit calls have different numbers
         (_LOAD, 0, 0, _NUMBER),
         (_JUMP_AT_LEAST, 0, 1, _X32_BIT),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
@@ -131,8 +131,11 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
 
 
 def _if_called(number: int, argument: int, tests: list[_Instruction]) -> list[_Instruction]:
-    """A system call, refused unless one of the tests of its argument jumps to what follows it. Of the argument only the
-    lower half counts, which is all that the kernel reads of these. Both machines are little-endian."""
+    """Returns instructions that refuse a system call unless a test of its argument passes.
+
+    A passing test jumps to the instruction behind it, which allows the call. The tests read the lower 32 bits of the
+    argument, as the kernel does for these calls. Both machines are little-endian.
+    """
     body = [line for test in tests for line in (test, (_RETURN, 0, 0, _ALLOW))]
     load, refuse = (_LOAD, 0, 0, 16 + 8 * argument), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     return [(_JUMP_EQUAL, 0, len(body) + 2, number), load, *body, refuse]

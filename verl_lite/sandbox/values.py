@@ -1,7 +1,7 @@
-"""Plain values as lines of JSON between processes that do not trust each other: no pickle, reading runs no code.
+"""Encodes plain values as lines of JSON between processes that do not trust each other. Decoding runs no code.
 
-Numbers, text, bytes, lists, tuples, sets, dicts, deques, fractions, decimals, dates and numpy arrays keep their type; a
-subclass becomes its plain base, an iterator what it gives. Imports the standard library only.
+Numbers, text, bytes, lists, tuples, sets, dicts, deques, fractions, decimals, dates and numpy arrays keep their type. A
+subclass becomes its plain base, and an iterator an iterator over its items. Imports only the standard library.
 """
 
 import datetime
@@ -18,12 +18,12 @@ from typing import IO, Any
 MESSAGE_BYTES_MAX = 16 << 20
 ITERATOR_ITEMS_MAX = 10_000
 ERROR_CHARACTERS = 500
-FORGED = "the code sent a message of its own in place of a reply"
+FORGED = "the code sent a forged message instead of a reply"
 DEPTH_MAX = 300
-"""Levels of lists in a message; a dict or tuple inside another takes three or four."""
+"""Maximum nesting of lists in a message. A dict or tuple inside another takes three or four levels."""
 
 _LONG_NUMBER_BITS = 8192
-"""Longer whole numbers travel in base 16: Python refuses thousands of decimal digits."""
+"""Integers with more bits are sent in base 16, because Python does not parse thousands of decimal digits."""
 
 _ATTRIBUTES: dict[type, str] = {
     datetime.datetime: "year month day hour minute second microsecond",
@@ -36,15 +36,15 @@ _ATTRIBUTES: dict[type, str] = {
 }
 _COLLECTIONS = (tuple, set, frozenset, deque, bytes, bytearray)
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (dict, *_COLLECTIONS, *_ATTRIBUTES, Decimal)}
-"""What is written as {name: arguments of its constructor}; the first that fits counts."""
+"""Types that are encoded as {name: arguments of the constructor}. The first matching type is used."""
 
 
 class Unreadable(ValueError):
-    """What came from the other side, or should go there, is not a value of this module."""
+    """A received message or a value to be sent does not fit the format of this module."""
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """A value as JSON can hold it. Raises Unreadable for an object that is not plain or is nested too deeply."""
+    """Encodes a value as JSON types. Raises Unreadable if an object is not plain or is nested too deeply."""
     if depth > DEPTH_MAX:
         raise Unreadable("a value is nested too deeply")
     if value is None or value is True or value is False:
@@ -68,11 +68,11 @@ def encode(value: Any, depth: int = 0) -> Any:
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         plain = encode(value.tolist(), depth + 1)
         return {"array": plain} if getattr(value, "shape", ()) else plain
-    raise Unreadable(f"no plain value: {type(value).__name__}")
+    raise Unreadable(f"not a plain value: {type(value).__name__}")
 
 
 def decode(data: Any, depth: int = 0) -> Any:
-    """The value again. Raises Unreadable for whatever `encode` does not write."""
+    """Decodes a value from the output of `encode`. Raises Unreadable for other data."""
     if depth > DEPTH_MAX:
         raise Unreadable("a value is nested too deeply")
     if isinstance(data, list):
@@ -98,12 +98,14 @@ def decode(data: Any, depth: int = 0) -> Any:
                     return kind(*content)
     except (TypeError, ValueError, ArithmeticError, ImportError, MemoryError) as error:
         raise Unreadable(str(error)) from error
-    raise Unreadable(f"no value of the kind {name}")
+    raise Unreadable(f"not a value of the kind {name}")
 
 
 def fields(message: Any, **kinds: type) -> list[Any] | None:
-    """The entries of a message that has exactly these keys with values of exactly these types (`object` stands for
-    any). None for every other message."""
+    """Returns the values of a message that has exactly these keys, with values of exactly these types, else None.
+
+    The type `object` matches any value.
+    """
     if type(message) is not dict or message.keys() != kinds.keys():
         return None
     is_whole = all(kind in (object, type(message[key])) for key, kind in kinds.items())
@@ -111,25 +113,25 @@ def fields(message: Any, **kinds: type) -> list[Any] | None:
 
 
 def send(fd: int, line: bytes) -> None:
-    """Writes all of a line."""
+    """Writes a whole line to a file descriptor."""
     data = memoryview(line)
     while data:
         data = data[os.write(fd, data) :]
 
 
 def as_line(message: dict[str, Any]) -> bytes:
-    """One message. Raises Unreadable if it is too long."""
+    """Encodes a message as a line of JSON. Raises Unreadable if it is too long."""
     line = json.dumps(message).encode() + b"\n"
     if len(line) > MESSAGE_BYTES_MAX:
-        raise Unreadable(f"a message of {len(line)} bytes; {MESSAGE_BYTES_MAX} is the most")
+        raise Unreadable(f"a message of {len(line)} bytes exceeds the limit of {MESSAGE_BYTES_MAX}")
     return line
 
 
 def read_line(file: IO[bytes]) -> dict[str, Any]:
-    """Waits for one message. Raises EOFError at the end, Unreadable for what is none."""
+    """Waits for a message. Raises EOFError at the end of the file, Unreadable for an invalid message."""
     line = file.readline(MESSAGE_BYTES_MAX)
     if not line.endswith(b"\n"):
-        raise EOFError("the other side is gone") if len(line) < MESSAGE_BYTES_MAX else Unreadable("too long")
+        raise EOFError("the connection is closed") if len(line) < MESSAGE_BYTES_MAX else Unreadable("too long")
     try:
         message = json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:

@@ -57,8 +57,8 @@ def test_gymnasium_discrete_actions_have_names() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"env_id": "NoSuchThing-v1"}, "gymnasium cannot make it"),
-        ({"env_id": "MountainCarContinuous-v0"}, "needs Text or Discrete"),
+        ({"env_id": "NoSuchThing-v1"}, "gymnasium cannot create it"),
+        ({"env_id": "MountainCarContinuous-v0"}, "expected Text or Discrete"),
         ({"env_id": "FrozenLake-v1", "action_lookup": {9: "Up"}}, "the actions of FrozenLake-v1 are [0, 1, 2, 3]"),
         ({"env_id": "FrozenLake-v1", "observe": "pixels"}, "observe='pixels'"),
     ],
@@ -92,7 +92,7 @@ def test_gem_objects() -> None:
     assert env.reset(0) == ("question 0", {"suffix": "?"})
     assert env.step("yes")[1:4] == (1.0, True, False)
     assert env.step("yes")[4]["metrics"] == {"success": True}
-    with pytest.raises(UserError, match="neither pkg.module:Class nor"):
+    with pytest.raises(UserError, match="is not pkg.module:Class, and names of GEM need"):
         make_env("gem", {"env": "game:NoSuchGame-v0"})
 
 

@@ -59,7 +59,7 @@ def test_no_torch_in_an_environment_process() -> None:
         ({"env_type": "corridr"}, "agentic.custom_envs.one.env_type='corridr': Unknown environment"),
         ({"env_type": "corridr"}, "did you mean corridor"),
         ({}, "agentic.custom_envs.one is {}: expected a mapping with env_type"),
-        ({"max_stps": 3}, "agentic.custom_envs.one.max_stps: no such key"),
+        ({"max_stps": 3}, "agentic.custom_envs.one.max_stps: unknown key"),
         ({"max_stps": 3}, "did you mean max_steps"),
         ({"max_steps": 0}, "agentic.custom_envs.one.max_steps is 0: expected a whole number of at least 1"),
         ({"max_steps": True}, "max_steps is True"),
@@ -71,11 +71,11 @@ def test_no_torch_in_an_environment_process() -> None:
         ({"env_config": [3]}, "and env_config, a mapping"),
         ({"env_type": "gymnasium"}, "agentic.custom_envs.one.env_config.env_id is missing"),
         ({"env_manager_cls": "TrajEnvManger"}, "env_manager_cls is 'TrajEnvManger': expected trajectory | step"),
-        ({"agent_template": "{observatoin}"}, "{observatoin} is no field"),
-        ({"agent_template": "{history}"}, "for env_manager_cls: step history"),
+        ({"agent_template": "{observatoin}"}, "found {observatoin}"),
+        ({"agent_template": "{history}"}, "with env_manager_cls: step also history"),
         ({"agent_template": "{observation"}, "agent_template is '{observation': expected text for str.format"),
         ({"agent_template": None}, "agent_template is None: expected text"),
-        ({"tool_wrapper": {"a": 1}}, "agentic.custom_envs.one.tool_wrapper: tools are part of the environment here"),
+        ({"tool_wrapper": {"a": 1}}, "agentic.custom_envs.one.tool_wrapper: not supported; make the tools part of"),
     ],
 )
 def test_what_is_wrong_is_named(corridor: str, entry: dict[str, Any], said: str) -> None:
@@ -106,7 +106,7 @@ def test_what_an_entry_means(corridor: str) -> None:
 
 
 def test_no_step_is_an_error() -> None:
-    with pytest.raises(UserError, match="Half has not both of"):
+    with pytest.raises(UserError, match="Half needs the methods"):
         make_env("tests.verl_lite.envs.test_base:Half")
 
 

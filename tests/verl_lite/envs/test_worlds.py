@@ -59,7 +59,7 @@ def test_slippery_ice_goes_astray_as_gymnasium_does() -> None:
     [
         ({"map_name": "5x5"}, "map_name='5x5': expected one of 4x4, 8x8"),
         ({"desc": ["SF", "G"]}, "expected rows of equal length"),
-        ({"desc": ["SG"], "map_name": "4x4"}, "choose one"),
+        ({"desc": ["SG"], "map_name": "4x4"}, "and desc are both set"),
         ({"p": 0}, "p=0"),
         ({"size": 1}, "size=1"),
         ({"split": "val"}, "split='val': expected one of all, train, test"),

@@ -110,7 +110,7 @@ def test_forms_of_ground_truth(truth: Any, expected: object) -> None:
 def test_a_ground_truth_without_tests_is_an_error_not_a_zero(truth: Any) -> None:
     with pytest.raises(ValueError, match="ground truth has"):
         read_tests(truth)
-    with pytest.raises(ValueError, match="no Python"):
+    with pytest.raises(ValueError, match="not valid Python"):
         score("x = 1", "assert ((")
 
 

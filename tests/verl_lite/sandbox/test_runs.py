@@ -114,7 +114,7 @@ def test_asserts_pass_and_fail_one_by_one(sandbox: Sandbox) -> None:
     assert values(outcomes) == [True, None] and "AssertionError" in outcomes[1].error and count == 2
     early, count = sandbox.run_snippets("def add(a, b): return 0", ADD, stop_early=True)
     assert values(early) == [None] and count == 2
-    with pytest.raises(ValueError, match="no Python: .*never closed"):
+    with pytest.raises(ValueError, match="not valid Python: .*never closed"):
         sandbox.run_snippets("x = 1", ["assert (1"])
 
 
@@ -334,7 +334,7 @@ sys.setprofile(trace); sys.settrace(trace); threading.settrace(trace)
     """
 import sys
 programs = sys.modules["verl_lite.sandbox.programs"]
-programs._answered, programs.send = lambda *a: {"passed": True}, lambda fd, line: os.write(fd, LINE)
+programs._reply_or_raised, programs.send = lambda *a: {"passed": True}, lambda fd, line: os.write(fd, LINE)
 """,
     """
 import builtins, json, unittest
@@ -449,7 +449,7 @@ def test_an_answer_that_ends_is_no_exception_that_a_test_expects(sandbox: Sandbo
 def test_a_test_hands_over_nothing_through_which_it_can_be_read(sandbox: Sandbox) -> None:
     for given in ("lambda: secret", "[print]", "object()", "type('A', (), {})()"):
         outcomes, _ = sandbox.run_snippets("def f(x): return 1", [f"secret = 3\nassert f({given}) == 1"])
-        assert "no plain value" in outcomes[0].error
+        assert "not a plain value" in outcomes[0].error
 
 
 def test_code_that_hangs_fails_its_tests_in_time(hasty: Sandbox) -> None:

@@ -64,5 +64,5 @@ def test_messages_are_lines_of_json_of_a_longest_length() -> None:
             read_line(io.BytesIO(line + b"\n"))
     with pytest.raises(EOFError):
         read_line(io.BytesIO(b"{}"))
-    with pytest.raises(Unreadable, match="is the most"):
+    with pytest.raises(Unreadable, match="exceeds the limit"):
         as_line({"a": "x" * MESSAGE_BYTES_MAX})
