@@ -25,8 +25,10 @@ PATH_MODULES = ("<frozen", os.path.dirname(os.__file__) + "/")
 
 def _is_asked_by_the_product() -> bool:
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PATH_MODULES) and "site-packages" not in (
-        frame.f_code.co_filename
+    while (
+        frame.f_back is not None
+        and frame.f_code.co_filename.startswith(PATH_MODULES)
+        and "site-packages" not in (frame.f_code.co_filename)
     ):
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(PRODUCT)
