@@ -155,7 +155,7 @@ def compute_value_loss(
     these tokens whose clip was active). Raises ValueError for c <= 0 or shapes that differ.
     """
     if cliprange_value <= 0:
-        raise ValueError(f"compute_value_loss: cliprange_value={cliprange_value}: a number above 0 is expected.")
+        raise ValueError(f"compute_value_loss: cliprange_value={cliprange_value}: expected a number above 0.")
     check_shapes("compute_value_loss", vpreds=vpreds, returns=returns, values=values, response_mask=response_mask)
     is_valid = response_mask.bool()
     new, target, old = (torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in (vpreds, returns, values))

@@ -121,7 +121,7 @@ def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part 
         elif tag in ("mean", "sum"):
             result[plain] = Metric.mean(value, share) if tag == "sum" else Metric.mean(value * tokens, tokens)
         else:
-            raise ValueError(f"metric {name!r}: expected one of @mean, @sum, @max, @min, or none, behind its name")
+            raise ValueError(f"metric {name!r}: expected one of the suffixes @mean, @sum, @max, @min, or none")
     return result
 
 
@@ -165,6 +165,6 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         elif len(entries):
             tag = name.partition("@")[2] or next((end for end in ("max", "min") if end in name), "mean")
             if tag not in _OF_LISTS:
-                raise ValueError(f"metric {name!r}: expected one of @{', @'.join(_OF_LISTS)}, or none, behind its name")
+                raise ValueError(f"metric {name!r}: expected one of the suffixes @{', @'.join(_OF_LISTS)}, or none")
             result[name] = float(_OF_LISTS[tag](np.asarray(entries, dtype=np.float64)))
     return result

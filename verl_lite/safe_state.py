@@ -43,7 +43,7 @@ def write_state(path: Path, state: Any) -> None:
         path.unlink()
         raise TypeError(
             f"{path.name}: the state has objects of {', '.join(sorted(unknown))}; expected tensors, arrays, numbers, "
-            "text, lists and dictionaries. A sampler or environment of your own has to give such values"
+            "text, lists and dictionaries. Make your sampler or environment return only such values"
         )
 
 
@@ -81,4 +81,4 @@ def read_metadata(path: Path) -> Any:
 
 def _refusal(path: Path, error: Exception) -> UserError:
     why = str(error).split("Please file an issue")[0].strip().splitlines()[-1:] or [repr(error)]
-    return UserError(f"{path} is not opened: it is damaged, or may run code when it is read: {why[0].strip()}")
+    return UserError(f"{path} was not loaded, because it is damaged or may run code: {why[0].strip()}")

@@ -370,7 +370,7 @@ def _check(lengths: Ints, num_tokens: Ints, max_token_len: int | None, steps: in
     if lengths.ndim != 1 or lengths.shape != num_tokens.shape or not len(lengths):
         raise ValueError(f"plan_batch: lengths {lengths.shape} and num_tokens {num_tokens.shape} must be (B,), B > 0.")
     if isinstance(steps, Sequence) and sum(steps) != len(lengths):
-        raise ValueError(f"plan_batch: {steps=} are {sum(steps)} sequences; the batch has {len(lengths)}.")
+        raise ValueError(f"plan_batch: {steps=} contain {sum(steps)} sequences; the batch has {len(lengths)}.")
     longest = int(lengths.max())
     if max_token_len is not None and longest > max_token_len:
         raise ValueError(

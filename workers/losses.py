@@ -111,7 +111,7 @@ def _policy_loss(
     batch, loss_mode = data.batch, config.policy_loss.loss_mode
     mask, weights = batch["response_mask"], batch.get("rollout_is_weights", None)
     correction_metrics: dict[str, Metric] = {}
-    if correction is not None and correction.bypass_mode:  # old_log_probs are the rollout's
+    if correction is not None and correction.bypass_mode:  # old_log_probs come from the rollout
         # The denominators are counted before rejection, because no rank has the rejections of the others. A rejected
         # answer (with token-mean: token) counts with loss 0, and the gradient does not depend on the split.
         lengths, current = (mask != 0).sum(dim=-1), log_probs.detach()

@@ -216,13 +216,13 @@ def test_a_file_that_may_not_grow_is_the_last_line_of_the_error(tmp_path: Path) 
 def test_nothing_in_a_checkpoint_runs_when_it_is_read(tmp_path: Path) -> None:
     folder, witness = save(tmp_path, 1), tmp_path / "ran"
     torch.save({"config": Runs(witness)}, folder / "data.pt")
-    with pytest.raises(UserError, match="data.pt is not opened: .* may run code"):
+    with pytest.raises(UserError, match="data.pt was not loaded, .* may run code"):
         read_state(folder)
     torch.save({"python": Runs(witness)}, folder / "actor" / "random_0.pt")
-    with pytest.raises(UserError, match="is not opened"):
+    with pytest.raises(UserError, match="was not loaded"):
         load_random_state(str(folder / "actor"), 0)
     (folder / "actor" / ".metadata").write_bytes(pickle.dumps(Runs(witness)))
-    with pytest.raises(UserError, match="is not opened: .*posix.system"):
+    with pytest.raises(UserError, match="was not loaded, .*posix.system"):
         read_metadata(folder / "actor" / ".metadata")
     dcp.save({"scheduler_step": Runs(witness)}, checkpoint_id=tmp_path / "shards", no_dist=True)
     with pytest.raises(UserError, match="damaged or incomplete"):

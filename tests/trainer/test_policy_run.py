@@ -58,7 +58,7 @@ def test_a_run_with_an_adapter_is_its_own_reference_and_exports_both_ways(
         run_ppo([*options, "model.lora_rank=8", "trainer.total_training_steps=4", "trainer.resume_mode=auto"])
     allowed = ["trainer.resume_mode=auto", "trainer.resume_allow=[model.lora_rank,model.lora_alpha]"]
     for rank in (8, 0):  # as main_eval, which does not compare the options, loads it
-        with pytest.raises(UserError, match=r"is of other parameters: .*\(model.lora_rank=4\)"):
+        with pytest.raises(UserError, match=r"has other parameters: .*\(model.lora_rank=4\)"):
             run_ppo([*options, f"model.lora_rank={rank}", "trainer.total_training_steps=4", *allowed])
 
     assert export([str(run_dir), "--to", str(tmp_path / "merged")]) == 0
@@ -103,7 +103,7 @@ def test_what_an_adapter_spares_is_counted(tmp_path: Path) -> None:
 
 
 def test_an_unknown_layer_is_refused_before_anything_starts(options: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="q_projj fits no linear layer .* there are down_proj, gate_proj, k_proj"):
+    with pytest.raises(UserError, match="q_projj matches no linear layer .* its layers are down_proj, gate_proj, k"):
         run_ppo([*options, *OPTIONS, "model.target_modules=[q_projj]"])
     assert not (tmp_path / "run" / "config.yaml").exists()
 

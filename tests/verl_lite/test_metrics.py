@@ -44,7 +44,7 @@ def test_suffixes_of_roll_are_read_and_unknown_ones_named() -> None:
     lists = {"a@sum": [1.0, 5.0], "a_max@mean": [1.0, 5.0], "a@max": [1.0, 5.0], "a@min": [1.0, 5.0], "b@sum": 2.0}
     assert reduce_metrics(lists) == {"a@sum": 6.0, "a_max@mean": 3.0, "a@max": 5.0, "a@min": 1.0, "b@sum": 2.0}
     for read in (reduce_metrics, lambda metrics: declared(metrics, torch.tensor(1.0), 1)):
-        with pytest.raises(ValueError, match="'a@middle': expected one of .*@sum"):
+        with pytest.raises(ValueError, match="'a@middle': expected one of the suffixes .*@sum"):
             read({"a@middle": 1.0})
 
 

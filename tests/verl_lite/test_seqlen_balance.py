@@ -194,7 +194,7 @@ def test_ranks_get_equal_work(world_size):
         ({"lengths": [], "num_tokens": []}, "B > 0"),
         ({"num_tokens": [1]}, r"lengths \(2,\) and num_tokens \(1,\)"),
         ({"mini_batch_size": 0}, "mini_batch_size=0; expected at least 1"),
-        ({"mini_batch_size": [1, 2]}, "are 3 sequences; the batch has 2"),
+        ({"mini_batch_size": [1, 2]}, "contain 3 sequences; the batch has 2"),
         ({"mini_batch_size": [2, 0]}, r"mini_batch_size=\[2, 0\]; expected at least 1"),
         ({"world_size": 0}, "world_size=0"),
         ({"micro_batch_size": -1}, "micro_batch_size=-1"),

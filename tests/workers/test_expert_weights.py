@@ -71,5 +71,5 @@ def test_an_adapter_leaves_experts_and_routers_as_they_are(tmp_path: Path) -> No
     assert {name.split(".")[3] for name in engine.trained} == {"self_attn", "mlp"}
     assert not any(".experts." in name or ".mlp.gate." in name for name in engine.trained)
     assert dict(engine.full_params()).keys() == AutoModelForCausalLM.from_pretrained(path).state_dict().keys()
-    with pytest.raises(UserError, match="target_modules: gate_up_proj fits no linear layer"):
+    with pytest.raises(UserError, match="target_modules: gate_up_proj matches no linear layer"):
         build_engine(path, Case(), model={"lora_rank": 2, "target_modules": ["gate_up_proj"]})

@@ -52,8 +52,8 @@ def families(quick: tuple[str, ...]) -> Any:
 BATCH = Batch(rows=6, shared_prompts=3)
 OPTIM = OptimConfig(lr=1e-3)
 REFUSED = {
-    ("gpt2", 2): "c_attn is no torch.nn.Linear",
-    ("deepseek_v32", 0): "chooses tokens, and no gradient of the policy reaches it",
+    ("gpt2", 2): "c_attn is not a torch.nn.Linear",
+    ("deepseek_v32", 0): "selects tokens and gets no gradient from the policy",
 }
 """By family and rank of the adapter."""
 ARGUMENTS: dict[str, Any] = {"temperature": TEMPERATURE, "calculate_entropy": True}
@@ -155,7 +155,7 @@ def test_a_critic_s_values_are_those_of_transformers(
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
     torch.testing.assert_close(by_engine(build_engine(str(folder), Case(), None, value_head), whole, "values"), found)
     is_known = elsewhere(AutoModelForTokenClassification, family)
-    assert ("can be loaded here alone" in capsys.readouterr().out) is not is_known
+    assert ("only this project can load" in capsys.readouterr().out) is not is_known
 
 
 @families(QUICK_HEADS)

@@ -33,7 +33,7 @@ _MACHINE = re.compile(
     r"WorkerDiedError|ClusterLostError|NoRoomError|its process ended without an exception|No space left on device|"
     r"uncorrectable ECC|GPU is lost|fallen off the bus|\bXid\b|NCCL.*(remote error|unhandled (cuda|system) error)|"
     r"CUDA error: (unspecified launch failure|an illegal memory access|unknown error|hardware)|"
-    r"but only \d+ of \d+ devices can be had|is in use by pid"  # another process took the device in between
+    r"but only \d+ of \d+ devices are available|is in use by pid"  # another process took the device in between
 )
 
 

@@ -17,8 +17,8 @@ from verl_lite.errors import UserError
 
 GIB = 1 << 30
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
-_IDLE_PROCESSES_BYTES = 1 * GIB  # a desktop, an idle notebook
-_IDLE_DEVICE_BYTES = 2 * GIB  # what a driver itself may hold of a large device
+_IDLE_PROCESSES_BYTES = 1 * GIB  # memory of a desktop or an idle notebook
+_IDLE_DEVICE_BYTES = 2 * GIB  # memory that the GPU's driver itself may use on a large device
 
 
 class GpuProcess(NamedTuple):
@@ -110,7 +110,7 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
         if not found or any(found[0] is one.gpu for one in chosen):
             problem = "is named twice" if found else "names no device of this machine"
             known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
-            raise UserError(f"{_VARIABLE}={setting!r}: {token!r} {problem}; there are {known}")
+            raise UserError(f"{_VARIABLE}={setting!r}: {token!r} {problem}; the devices are {known}")
         chosen.append(VisibleGpu(token, found[0]))
     return chosen
 
@@ -177,7 +177,7 @@ def reserve_gpus(
     """
     gpus = list_gpus() if gpus is None else gpus
     if gpus is None:
-        log("who uses the GPUs is not known: nvidia-ml-py is not installed")
+        log("other users of the GPUs are not checked, because nvidia-ml-py is not installed")
         yield
         return
     visible, taken, refused, setting = visible_gpus(gpus), list[VisibleGpu](), list[str](), os.environ.get(_VARIABLE)
@@ -188,10 +188,10 @@ def reserve_gpus(
             refused += [] if reason is None else [f"{one.gpu} {reason}"]
     if len(taken) < request.count:
         raise UserError(
-            f"trainer.n_gpus_per_node={request.count}, but only {len(taken)} of {len(visible)} devices can be had "
+            f"trainer.n_gpus_per_node={request.count}, but only {len(taken)} of {len(visible)} devices are available "
             f"({_VARIABLE}={setting}):" + "".join(f"\n  {reason}" for reason in refused) + "\nChoose others with "
-            f"{_VARIABLE}, or fewer with trainer.n_gpus_per_node; or use them together with those who have them, if "
-            "they agree: trainer.share_devices=true"
+            f"{_VARIABLE} or fewer with trainer.n_gpus_per_node. If their users agree, share them with "
+            "trainer.share_devices=true"
         )
     for sentence in refused:
         log(sentence)
@@ -215,6 +215,6 @@ def unavailable(gpu: Gpu, request: ResourceRequest) -> str | None:
     if gpu.free_bytes < request.memory_share * gpu.total_bytes:
         return (
             f"has {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, "
-            f"rollout.gpu_memory_utilization={request.memory_share:g} takes more: at most {share:g} fits"
+            f"rollout.gpu_memory_utilization={request.memory_share:g} needs more; at most {share:g} fits"
         )
     return None

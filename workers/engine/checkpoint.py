@@ -91,9 +91,9 @@ def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAd
     if other := [name for name, value in parameters.items() if saved.get(f"model.{name}") != value.shape]:
         adapter = load_adapter_config(Path(path))
         raise UserError(
-            f"checkpoint {path} is of other parameters: {other[0]} has the shape {saved.get(f'model.{other[0]}')} "
-            f"there. Give the options model.* of then (model.lora_rank={0 if adapter is None else adapter.r}), or "
-            "start from another one"
+            f"checkpoint {path} has other parameters: {other[0]} has the shape {saved.get(f'model.{other[0]}')} in it. "
+            f"Set the options model.* of the checkpoint's run (model.lora_rank={0 if adapter is None else adapter.r}), "
+            "or start from another checkpoint"
         )
     _read(state, path)
     if optimizer is not None:
@@ -119,7 +119,7 @@ def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> 
 
 def _damaged(path: str | Path, why: str) -> UserError:
     return UserError(
-        f"checkpoint {path}: its files are damaged or incomplete ({why}); take an older one with "
+        f"checkpoint {path}: its files are damaged or incomplete ({why}); resume from an older one with "
         "trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
     )
 
@@ -215,7 +215,8 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
         try:
             network = auto_class.from_pretrained(base, config=config, dtype=config.dtype or torch.float32)
         except OSError as error:
-            raise UserError(f"checkpoint {path!r}: its adapter's model {base} is not there; try --adapter") from error
+            problem = f"the base model {base} of its adapter cannot be loaded; export the adapter alone with --adapter"
+            raise UserError(f"checkpoint {path!r}: {problem}") from error
         with torch.no_grad():
             for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
                 network.get_parameter(name).copy_(weight)
@@ -224,7 +225,7 @@ def export(path: str, target: str, dtype: str | None = None) -> None:
         network.generation_config = GenerationConfig.from_pretrained(folder)
     network.save_pretrained(folder)
     if not is_of_transformers(network):
-        print(f"transformers has no {type(network).__name__}: {target} can be loaded here alone")
+        print(f"transformers has no class {type(network).__name__}: only this project can load {target}")
 
 
 def export_adapter(path: str, target: str) -> None:

@@ -136,7 +136,7 @@ class FSDPEngine:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The result of `saved_buffers` by the network's own names."""
+        """The persistent buffers (`saved_buffers`) by the names of the network, without the prefix of the policy."""
         return {name.removeprefix(self.policy.prefix): value for name, value in saved_buffers(self.policy).items()}
 
     @property

@@ -46,9 +46,9 @@ class ShardedAdamW:
         gradients = []
         for name, parameter in self.parameters.items():
             if not isinstance(parameter.grad, DTensor):
-                raise ValueError(f"parameter {name} got no gradient: is it part of the policy's forward?")
+                raise ValueError(f"parameter {name} got no gradient; the forward must use every trained parameter")
             gradients.append(parameter.grad.to_local())
-        square = torch.nn.utils.get_total_norm(gradients).float().square()  # of this rank's shards until the all-reduce
+        square = torch.nn.utils.get_total_norm(gradients).float().square()  # of this rank only, before the all-reduce
         if dist.get_world_size(self.shard_group) > 1:
             dist.all_reduce(square, group=self.shard_group)
         norm = math.sqrt(square.item()) if square.isfinite() else math.nan

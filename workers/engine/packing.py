@@ -50,7 +50,7 @@ class PackedSequences:
     collapse: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> PackedSequences:
-        """The same on `device`."""
+        """Returns a copy on `device`."""
         return _moved(self, device)
 
     @cached_property
@@ -124,7 +124,7 @@ class ModelInputs:
     routed_experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> ModelInputs:
-        """The same on `device`."""
+        """Returns a copy on `device`."""
         return _moved(self, device)
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,7 @@ def _parts(method: str, result: Any, expected: str) -> tuple[Any, ...]:
 
 def _text(what: str, value: Any) -> str:
     _expect(isinstance(value, str), what, value, "text")
-    _expect(value == value.encode(errors="replace").decode(), what, value, "valid text, which UTF-8 can hold")
+    _expect(value == value.encode(errors="replace").decode(), what, value, "text that UTF-8 can encode")
     return str(value)
 
 

@@ -100,7 +100,7 @@ class EnvPool:
         if number is None:
             raise KeyError(f"episode {key!r} was not reset, has failed, or was discarded")
         if self._episodes[number].is_busy:
-            raise ValueError(f"episode {key!r} has a call under way: it can be stepped after its reply")
+            raise ValueError(f"episode {key!r} has a running call; step it after its reply")
         self._call(number, Act(action))
 
     def discard(self, key: Hashable) -> None:
@@ -145,8 +145,8 @@ class EnvPool:
             self.discard(tag)
         failures = [
             f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does not "
-            f"work; nothing was started. Made, reset with seed 0, and stepped once:\n{printable(error)}\n"
-            "Change the entry, or the environment: trainer/AGENTIC.md says what it has to give."
+            f"work; nothing was started. Construction, a reset with seed 0 or one step failed:\n{printable(error)}\n"
+            "Change the entry or the environment; trainer/AGENTIC.md lists the values that it must return."
             for tag, template in self._templates.items()
             if (error := errors.get(tag)) is not None
         ]

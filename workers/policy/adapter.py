@@ -71,7 +71,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         inject_adapter_in_model(config, place)
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
-            raise UserError(f"model.target_modules: {name} is no torch.nn.Linear; only such layers can have an adapter")
+            raise UserError(f"model.target_modules: {name} is not a torch.nn.Linear, which an adapter needs")
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -102,8 +102,8 @@ def refuse_to_train_choosers(network: PreTrainedModel) -> None:
         kind = type(module).__name__
         if kind.endswith(CHOOSERS) and any(parameter.requires_grad for parameter in module.parameters()):
             raise UserError(
-                f"model.path: in a {type(network).__name__} {name} ({kind}) chooses tokens, and no gradient of the "
-                "policy reaches it; train an adapter of the other layers with model.lora_rank=32"
+                f"model.path: in a {type(network).__name__}, {name} ({kind}) selects tokens and gets no gradient from "
+                "the policy; train an adapter of the other layers with model.lora_rank=32"
             )
 
 
@@ -113,8 +113,8 @@ def _require_linear_layers(network: PreTrainedModel, key: str, given: list[str])
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             known = sorted({name.rpartition(".")[2] for name in layers})
             raise UserError(
-                f"{key}: {target} fits no linear layer of {type(network).__name__} (its output layer cannot have an "
-                f"adapter); there are {', '.join(known)}. Expected a layer's name, or the end of it after a dot"
+                f"{key}: {target} matches no linear layer of {type(network).__name__} (its output layer cannot have an "
+                f"adapter); its layers are {', '.join(known)}. Expected a layer's name, or its part after a dot"
             )
 
 

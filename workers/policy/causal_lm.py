@@ -41,7 +41,7 @@ class LogitTransform(NamedTuple):
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def divided_by(self, temperature: float) -> LogitTransform:
-        """The transform that also divides the result by a temperature."""
+        """Returns this transform followed by a division by `temperature`."""
         inverse = 1.0 / temperature
         return LogitTransform(self.scale * inverse, None if self.cap is None else self.cap * inverse)
 

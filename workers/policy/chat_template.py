@@ -88,7 +88,7 @@ def render_chats(
     if excess:
         raise UserError(
             f"The chat template of {tokenizer.name_or_path!r} (or data.chat_template) {excess} for {len(chats)} chats. "
-            "Look at the template before you use this folder, or give another one with data.chat_template"
+            "Check the template before you use this folder, or set data.chat_template to another one"
         )
     if refusal:
         raise ChatTemplateError(refusal)

@@ -38,7 +38,7 @@ def classifier_of(kind: str, config: PretrainedConfig) -> Any:
     if causal is None:
         raise UserError(
             f"model.path: transformers has neither a For{kind} nor a ForCausalLM network of the family "
-            f"{config.model_type}; choose a model of one in workers/policy/README.md"
+            f"{config.model_type}; choose a model of a family in workers/policy/README.md"
         )
     base = next(known for known in causal.__mro__[1:] if issubclass(known, PreTrainedModel))
     entries = {name: getattr(causal, name) for name in ("config_class", "base_model_prefix", "__module__")}

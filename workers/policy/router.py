@@ -107,7 +107,7 @@ class _Watch(TorchFunctionMode):
                 given = self.given.view(self.experts.shape)
                 chosen = torch.where(given >= 0, given, self.experts)
                 self.changed = (chosen.sort(-1).values != self.experts.sort(-1).values).any(-1).flatten()
-                # self.scores are complete, while the argument of topk may exclude groups of experts
+                # self.scores has the scores of all experts; the argument of topk may exclude groups of experts
                 scores = args[0] if self.scores is None else self.scores.view(args[0].shape)
                 self.experts = chosen
                 return torch.return_types.topk((scores.gather(-1, chosen).to(result.values.dtype), chosen))
@@ -130,7 +130,7 @@ def find_routers(network: nn.Module) -> list[nn.Module]:
     if not mixtures:
         raise UserError(f"{family} has no experts and therefore no routers")
     if len(routers) != mixtures:
-        raise UserError(f"{family}: its routers do not choose by one torch.topk over all experts, which is required")
+        raise UserError(f"{family}: its routers do not select with one torch.topk over all experts, which is required")
     return routers
 
 

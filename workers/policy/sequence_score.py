@@ -61,7 +61,7 @@ def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
     """
     refusal = (
         "model.path={path!r}: a sequence-classification model with {labels} labels; a reward model has one, the score. "
-        "Give a causal language model, or a saved reward model"
+        "Set the path of a causal language model or of a saved reward model"
     )
     return SequenceScorePolicy(build_with_label("SequenceClassification", spec, refusal), "model.path")
 
@@ -75,13 +75,13 @@ def check_sequence_classifier(config: PretrainedConfig, path: str) -> None:
     kinds = config.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
         raise UserError(
-            f"reward_model.model.path={path!r}: its weights are those of a {kinds[0]}, which has no trained head for "
-            f"scores; {_REMEDY}"
+            f"reward_model.model.path={path!r}: it contains a {kinds[0]}, which has no trained head for scores; "
+            f"{_REMEDY}"
         )
     if config.num_labels != 1:
         raise UserError(
-            f"reward_model.model.path={path!r}: it has {config.num_labels} labels, and it is unknown which label is "
-            f"the score; {_REMEDY}"
+            f"reward_model.model.path={path!r}: it has {config.num_labels} labels, and no config entry identifies the "
+            f"score; {_REMEDY}"
         )
 
 

@@ -61,7 +61,7 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     """Serves calls until the pool closes its end. The first message is a pickled function that creates the
     `Handler`."""
     die_with_parent(parent_pid)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes hear no SIGTERM; what user code starts here does
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGTERM; programs of user code must not inherit that
     faulthandler.enable(stacks_fd)
     faulthandler.register(STACK_SIGNAL, stacks_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -69,7 +69,7 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     connection, pid = Connection(socket_fd), os.getpid()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
-    os.register_at_fork(after_in_child=connection.close)  # the pool must not take the child for this process
+    os.register_at_fork(after_in_child=connection.close)  # the pool must not mistake a fork for this process
     child = Child(connection)
     try:
         handler: Handler = pickle.loads(unpacked(connection.recv_bytes())[1])()
@@ -79,11 +79,11 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
 
 
 def perform(session: int, work: Callable[[], Any]) -> Reply:
-    """Runs a call here and now. Nothing is raised."""
+    """Runs a call in this thread. Returns its result or its exception as a reply; raises nothing."""
     started, value, error, is_timeout = time.monotonic(), None, None, False
     try:
         value = work()
-    except BaseException as raised:  # the one door to untrusted code, which may even raise SystemExit
+    except BaseException as raised:  # untrusted code, called only here, may even raise SystemExit
         error, is_timeout = error_text(raised), isinstance(raised, Overdue)
     return Reply(session, value, time.monotonic() - started, error, is_timeout)
 

@@ -259,10 +259,10 @@ class ProcessPool:
             self._advance(session)
         else:
             why = reply.error or (
-                f"Done again, it answered differently to its call {session.seen + 1} of {len(session.done)}: it depends"
-                " on something else (time, another process, a random state of its own) and so cannot go on."
+                f"When its calls were repeated, call {session.seen + 1} of {len(session.done)} returned another result:"
+                " it depends on something else (time, another process, its own random state) and cannot continue."
             )
-            self._answer(session, replace(reply, error=f"Its process died, for another's fault. {why}"))
+            self._answer(session, replace(reply, error=f"Its process died because of another session. {why}"))
         for number in sorted(process.sessions) if process.is_alone and process in self._processes else ():
             self._advance(self._sessions[number])
 
@@ -307,8 +307,7 @@ class ProcessPool:
         stacks: Mapping[int, str] | None = None,
         is_timeout: bool = False,
     ) -> None:
-        """Replaces a process that died or must be killed. culprits: sessions that certainly caused it; empty =
-        unknown."""
+        """Replaces a process that died or must be killed. culprits: sessions that caused it; empty = unknown."""
         process.kill()
         self._take_messages(process)
         if process not in self._processes:
@@ -331,7 +330,7 @@ class ProcessPool:
             session.seen, is_candidate = 0, session.number in candidates
             if is_candidate and is_certain:
                 stack = (stacks or {}).get(session.number)
-                details = f" It was here:\n{stack}" if stack else last_words
+                details = f" Stack of the call:\n{stack}" if stack else last_words
                 error = f"The {self._spec.what} {how}; its process was replaced.{details}"
                 self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
                 continue

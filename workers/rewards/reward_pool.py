@@ -289,10 +289,9 @@ class RewardPool:
 
 
 class RateLimit:
-    """Limits calls to `per_minute`, evenly spaced; None = no limit. next_call: time (`time.monotonic`) of the next
-    call."""
+    """Spaces calls evenly, `per_minute` in a minute; None = no limit. next_call: `time.monotonic` of the next call."""
 
-    _CATCH_UP_S = 0.1  # a late call may be followed earlier by this much
+    _CATCH_UP_S = 0.1  # after a late call, the next one may start earlier by up to this time
 
     def __init__(self, per_minute: float | None) -> None:
         self._interval_s = 60.0 / per_minute if per_minute else 0.0

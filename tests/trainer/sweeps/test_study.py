@@ -233,7 +233,7 @@ def test_a_run_says_that_it_waits_for_one_of_an_earlier_sweep(tmp_path: Path) ->
         (1, "ValueError: x\nRuntimeError: CUDA error: unknown error\nbye", True, "CUDA error: unknown error"),
         (1, "WorkerDiedError: rank 3 is lost", True, "rank 3 is lost"),
         (1, "OSError: [Errno 28] No space left on device", True, "No space left"),
-        (2, "UserError: trainer.n_gpus_per_node=2, but only 1 of 2 devices can be had", True, "devices can be had"),
+        (2, "UserError: trainer.n_gpus_per_node=2, but only 1 of 2 devices are available", True, "are available"),
         (-signal.SIGKILL, "step 3", True, "killed by SIGKILL: probably out of memory"),
         (1, "torch.OutOfMemoryError: CUDA out of memory.", False, "CUDA out of memory"),
         (2, "UserError: data.train_files: there is no such file\ngive one", False, "wrong input: UserError: data"),

@@ -82,7 +82,7 @@ def test_one_that_answers_differently_when_begun_again_fails_and_says_so(make_po
     begin(pool, "b", tag="drift")
     assert "exit code 9" in step(pool, a="exit")["a"].error
     error = step(pool, b="up")["b"].error
-    assert "for another's fault" in error and "answered differently to its call 1 of 1" in error
+    assert "because of another session" in error and "call 1 of 1 returned another result" in error
 
 
 def test_a_lock_of_a_tag_is_not_held_for_ever_by_one_that_hangs(make_pool: MakePool) -> None:
