@@ -1,20 +1,20 @@
-# The two commands of the README, and their parts. Everything is installed into .venv.
+# The two commands of the README and their parts. Everything is installed into .venv.
 PYTHON ?= python3
-# our own files are compiled once too, where PYTHONDONTWRITEBYTECODE is set: a run starts many processes
+# bytecode is always written, even if the user has set PYTHONDONTWRITEBYTECODE, because a run starts many processes
 RUN = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= .venv/bin/python
 TESTS_AT_ONCE ?= 2
 PYTEST = $(RUN) -m pytest -q -n $(TESTS_AT_ONCE) --dist worksteal
 
 .PHONY: demo test test-long fast slow lint install clean
 
-demo: ## install, then the main job: a small language model learns by reinforcement
+demo: ## installs, then trains a small language model by reinforcement learning
 	@PYTHON=$(PYTHON) .install/install.sh
 	$(RUN) -m trainer.main_ppo
 
-test: lint ## install, then lint, types, and every test that protects a promise
+test: lint ## installs, then runs lint, type checks and all tests that need no GPU and are not long
 	$(PYTEST) -m "not gpu and not long" --durations=15
 
-test-long: install ## soak, fuzz at full size, kill loops, learning curves
+test-long: install ## soak tests, full-size fuzzing, kill loops, learning curves
 	$(PYTEST) -m "long and not gpu" --durations=15
 
 fast: install

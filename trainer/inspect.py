@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     order = "best" if given.best else "worst" if given.worst else ""
     if order or given.grep:
         found, total = chosen(folder, order, given.grep or "", given.count)
-        console.print(*map(_panel, found), f"{len(found)} of {total:,} that fit")
+        console.print(*map(_panel, found), f"{len(found)} of {total:,} matching samples")
     elif given.follow:  # Ctrl-C ends this command, not the run
         with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             live.update(overview(run, console.width), refresh=True)

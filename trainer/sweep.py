@@ -86,7 +86,7 @@ def summary(study: Study, go_on: str) -> str:
     for best in finished[:1]:
         lines += ["", f"To train trial {best.number} in full:", *(f"  {command}" for command in best.commands)]
     for trial in [trial for trial in study.trials if trial.state == "failed"][:_SHOWN]:
-        lines += [f"trial {trial.number} failed: {trial.error}", f"    what it printed is in {trial.folder}"]
+        lines += [f"trial {trial.number} failed: {trial.error}", f"    its output is in {trial.folder}"]
     if counts["running"] or counts["waiting"]:
         lines.append(f"To continue: {go_on}")
     lines.append(f"All trials with their commands: {study.folder / 'trials.csv'}")

@@ -83,7 +83,7 @@ def test_the_second_signal_ends_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=50, capture_output=True, text=True)
     assert done.returncode == 128 + signal.SIGINT and done.stdout == "before"
-    assert done.stderr == "\nStopped at once by SIGINT; the run's guard ends what is left of it.\n"
+    assert done.stderr == "\nStopped at once by SIGINT; the run's guard ends its remaining processes.\n"
 
 
 LOST = """

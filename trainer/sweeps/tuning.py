@@ -228,7 +228,7 @@ class Sweep(Searcher):
             else:
                 state, logged = "failed", names or []
                 near = ", ".join(difflib.get_close_matches(metric, logged, n=3, cutoff=0.5) or sorted(logged)[:5])
-                found = f"of {len(logged)} names it logs {near or 'none'}"
+                found = f"it logs {len(logged)} metrics, such as {near}" if logged else "it logs no metrics"
                 error = f"{metric} is nan" if run.values else f"--metric {metric}: {name} does not log it ({found})"
                 known["error"] = error
                 if not run.values and not any(trial.values for trial in self._study.trials):

@@ -257,11 +257,11 @@ def test_the_command_writes_into_the_run_folder_or_where_it_is_told(
     ("options", "words"),
     [
         ([], ["finished", "step 4 of 4", "sums", "critic/score/mean", "▁", "gen", "checks are fine"]),
-        (["--best", "--count", "1"], ["train, p0", "step 4, score 1", "1 of 13 that fit"]),
+        (["--best", "--count", "1"], ["train, p0", "step 4, score 1", "1 of 13 matching samples"]),
         (["--worst"], ["score late"]),
-        (["--grep", "ONERROR"], ["1 of 1 that fit", "onerror=alert"]),
+        (["--grep", "ONERROR"], ["1 of 1 matching samples", "onerror=alert"]),
         (["--grep", "V0", "--best"], ["val, v0", "step 4"]),
-        (["--grep", "nowhere"], ["0 of 0 that fit"]),
+        (["--grep", "nowhere"], ["0 of 0 matching samples"]),
     ],
 )
 def test_inspect_shows_the_run_or_the_samples_that_are_asked_for(
