@@ -1,12 +1,12 @@
-"""What every advantage estimator and every policy loss promises, as checks for a function of your own.
+"""Checks for your own advantage estimators and policy losses, to be called in your tests.
 
     from verl_lite.contracts import check_adv_estimator, check_policy_loss
     check_adv_estimator(my_estimator)
     check_policy_loss(my_loss)
 
-in a test of yours; the project's tests run them over every registered entry. Each calls the function on a small random
-batch with ragged rows, holes, rows without a valid token and a group of one, and raises `BrokenPromise` (an
-AssertionError), which says what does not hold, why, and what to write instead.
+The project's tests run the checks on every registered function. A check calls the function on a small random batch with
+rows of different lengths, masked tokens inside rows, rows without a valid token and a group of one. It raises
+`BrokenPromise` (an AssertionError), which names the broken promise and its correction.
 """
 
 import math
@@ -25,70 +25,71 @@ ROWS, WIDTH = 24, 7
 EMPTY_ROWS = (3, 17)
 Columns = dict[str, Any]
 _WHERE = (
-    "take torch.where(response_mask.bool(), x, 0) of each column first, not a product with the mask: 0 * NaN is NaN"
+    "apply torch.where(response_mask.bool(), x, 0) to each column, not a product with the mask, since 0 * NaN is NaN"
 )
 
 
 class BrokenPromise(AssertionError):
-    """An entry of a registry does not do what the rest of the code relies on."""
+    """A function breaks a promise that the trainer relies on."""
 
 
 def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = True, **columns: Any) -> None:
-    """Raises `BrokenPromise` unless the advantage estimator does what the trainer relies on.
+    """Raises `BrokenPromise` unless an advantage estimator keeps all promises that the trainer relies on.
 
     Args:
-        function: as for `register_adv_est`.
-        groups_of_one: whether it accepts a group of one row.
-        columns: what it needs beyond `estimator_batch`, or in place of it; an array or tensor of ROWS entries moves
-            with the rows.
+        function: an estimator, as for `register_adv_est`.
+        groups_of_one: True if the estimator accepts groups with one row.
+        columns: arguments that extend or replace those of `estimator_batch`. Arrays and tensors with ROWS entries are
+            permuted with the rows.
     """
     batch = estimator_batch(groups_of_one=groups_of_one) | columns
-    mask, result = batch["response_mask"], _call_unchanged(function, batch)
-    _require(isinstance(result, tuple) and len(result) == 2, "an estimator gives (advantages, returns)")
+    mask = batch["response_mask"]
+    result = _call_unchanged(function, batch)
+    _require(isinstance(result, tuple) and len(result) == 2, "an estimator returns (advantages, returns)")
     for name, found in zip(("advantages", "returns"), result, strict=True):
         is_shaped = tuple(found.shape) == (ROWS, WIDTH) and found.dtype.is_floating_point
-        _require(is_shaped, f"{name} are (B, T) of floating-point, found {tuple(found.shape)} of {found.dtype}")
-        _require(_finite(found), f"{name} are finite, also with empty rows: divide by a count clamped to 1 at least")
+        _require(is_shaped, f"{name} are floating-point tensors (B, T), found {tuple(found.shape)} of {found.dtype}")
+        _require(_finite(found), f"{name} are finite, also with empty rows: clamp divisors to at least 1")
         _require(bool((found != 0).any()), f"{name} are not all zero")
         _require(not bool(found[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
     for number in (1.5, math.nan):
         found = function(**hide(batch, number))
-        _require(all(map(torch.equal, found, result)), f"values under mask 0 never matter: {_WHERE}")
+        _require(all(map(torch.equal, found, result)), f"values under mask 0 do not affect the result: {_WHERE}")
     for rows, promise in (
-        (mask.any(dim=1).nonzero().squeeze(1), "rows without a valid token have no weight: count rows with one"),
+        (mask.any(dim=1).nonzero().squeeze(1), "rows without a valid token have no weight: count only other rows"),
         (_shuffled(1), "the order of the rows does not matter: group by `index`"),
     ):
         found = zip(function(**take_rows(batch, rows)), result, strict=True)
         _require(all(_close(a, b[rows]) for a, b in found), promise)
     for tokens in (0, 1):
-        hardly = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
-        hardly[0, :tokens] = 1
-        promise = f"a batch with hardly a token is finite ({tokens} tokens): no deviation of one value, no 0 / 0"
-        _require(all(map(_finite, function(**batch | {"response_mask": hardly}))), promise)
+        few = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
+        few[0, :tokens] = 1
+        promise = f"the result is finite for a batch with {tokens} tokens: no deviation of one value, no 0 / 0"
+        _require(all(map(_finite, function(**batch | {"response_mask": few}))), promise)
     _require_own_device(lambda: function(**batch), result)
 
 
 def check_policy_loss(function: Callable[..., Any], config: Any = None, **columns: torch.Tensor) -> None:
-    """Raises `BrokenPromise` unless the policy loss does what the trainer relies on.
+    """Raises `BrokenPromise` unless a policy loss keeps all promises that the trainer relies on.
 
     Args:
-        function: as for `register_policy_loss`.
-        config: the object with its options, None = an ActorConfig.
-        columns: tensors (ROWS, ...) that it takes by keyword beyond the usual ones.
+        function: a loss, as for `register_policy_loss`.
+        config: the loss's options; None = an ActorConfig.
+        columns: tensors (ROWS, ...) that the loss takes in addition to the usual columns.
     """
     options = config or ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.5))
 
     def loss(mode: str, counts: tuple[int, int], /, **given: Any) -> list[torch.Tensor]:
-        """Loss and gradient, if the metrics are sound. counts: tokens and sequences of the mini-batch."""
+        """Returns the loss and its gradient, and checks the metrics. counts: tokens, sequences of the mini-batch."""
         log_prob = given.pop("log_prob").clone().requires_grad_()
         old, advantages, mask, weights = (given.pop(name) for name in usual)
         whole = {"batch_num_tokens": counts[0], "global_batch_size": counts[1]}
         arguments = (old, log_prob, advantages, mask, mode, options, weights)
         value, metrics = call_policy_loss(function, *arguments, counts=whole, columns=given)
-        _require(value.dim() == 0 and value.requires_grad, "a loss is a scalar with a gradient by log_prob")
+        _require(value.dim() == 0 and value.requires_grad, "a loss is a scalar that depends on log_prob")
         value.backward()
         gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
-        promise = "the loss is finite, also with empty rows and log-ratios out of bounds: take agg_loss, and clamp"
+        promise = "the loss is finite, also with empty rows and extreme log-ratios: use agg_loss and clamp"
         _require(_finite(value) and _finite(gradient[mask != 0]), f"{promise} ({mode})")
         is_sound = all(isinstance(m, Metric | int | float) for m in metrics.values())
         is_sound = is_sound and all(map(math.isfinite, reduce_metrics(metrics).values()))
@@ -104,20 +105,20 @@ def check_policy_loss(function: Callable[..., Any], config: Any = None, **column
     order = torch.cat([torch.tensor(EMPTY_ROWS[:1]), (rest := _shuffled(2))[rest != EMPTY_ROWS[0]]])
     for mode in LOSS_AGG_MODES:
         whole, gradient = loss(mode, counts, **batch)
-        for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):  # one part is nothing but an empty row
+        for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):  # one part has only an empty row
             parts = [loss(mode, counts, **take_rows(batch, rows)) for rows in order.split(cut)]
             total, summed = torch.stack([part[0] for part in parts]).sum(), torch.cat([part[1] for part in parts])
             promise = (
-                f"the parts of a mini-batch sum to the whole ({mode}, {len(cut)} parts): it divides by what it counts "
-                "in its own micro-batch; divide by batch_num_tokens and global_batch_size, as agg_loss does"
+                f"the parts of a mini-batch sum to the whole ({mode}, {len(cut)} parts): do not divide by counts of "
+                "the micro-batch, but by batch_num_tokens and global_batch_size, as agg_loss does"
             )
             _require(_close(total, whole) and _close(summed, gradient[order]), promise)
         empty = loss(mode, (0, 0), **batch | {"response_mask": torch.zeros_like(mask)})
-        promise = f"a part without a token has loss 0 ({mode}): divide by a count clamped to 1 at least"
+        promise = f"a part without a token has loss 0 ({mode}): clamp divisors to at least 1"
         _require(not any(bool(x.any()) for x in empty), promise)
-        _require(not bool(gradient[mask == 0].any()), f"no gradient under mask 0 ({mode}): {_WHERE}")
+        _require(not bool(gradient[mask == 0].any()), f"the gradient is 0 under mask 0 ({mode}): {_WHERE}")
         for number in (1.5, math.nan):
-            promise = f"values under mask 0 never reach the loss or gradient ({mode}, here {number:g}): {_WHERE}"
+            promise = f"values under mask 0 do not affect loss or gradient ({mode}, value {number:g}): {_WHERE}"
             _require(all(map(torch.equal, loss(mode, counts, **hide(batch, number)), (whole, gradient))), promise)
     for sign in (1, -1):
         moved = torch.where(batch["advantages"] * sign > 0, batch["log_prob"], -700.0)
@@ -127,7 +128,7 @@ def check_policy_loss(function: Callable[..., Any], config: Any = None, **column
 
 
 def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
-    """All columns that the registered estimators ask for, in fp64: ragged rows with holes, `EMPTY_ROWS` empty."""
+    """Returns all arguments of the registered estimators, in fp64, for rows with masked tokens and `EMPTY_ROWS`."""
     generator = torch.Generator().manual_seed(seed)
     mask = _ragged_mask(generator)
     names = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared")
@@ -136,7 +137,8 @@ def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
     chosen = columns["old_log_probs"].exp()
     columns["sum_pi_squared"] = chosen**2 + columns["sum_pi_squared"].sigmoid() * (1 - chosen) ** 2
     columns["token_level_rewards"] *= mask
-    alone, keys = ROWS - 1 if groups_of_one else None, ["correct", "short"]
+    alone = ROWS - 1 if groups_of_one else None
+    keys = ["correct", "short"]
     index = np.array([f"task-{'alone' if row == alone else row % 5}" for row in range(ROWS)], dtype=object)
     return {
         **columns,
@@ -156,7 +158,7 @@ def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
 
 
 def loss_batch(seed: int = 0, spread: float = 0.6) -> Columns:
-    """The columns of a policy loss, fp64; the new policy is about `spread` nats per token away from the old one."""
+    """Returns the columns of a policy loss, in fp64. `spread`: deviation of the log-ratios, in nats per token."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw() -> torch.Tensor:
@@ -173,19 +175,19 @@ def loss_batch(seed: int = 0, spread: float = 0.6) -> Columns:
 
 
 def take_rows(columns: Columns, rows: torch.Tensor) -> Columns:
-    """The batch with these rows (k,) of every column that has ROWS of them."""
+    """Selects rows (k,) from every column with ROWS entries."""
 
-    def taken(value: Any) -> Any:
+    def select(value: Any) -> Any:
         if isinstance(value, dict):
             return take_rows(value, rows)
         has_rows = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0 and len(value) == ROWS
         return value[rows if isinstance(value, torch.Tensor) else rows.numpy()] if has_rows else value
 
-    return {name: taken(value) for name, value in columns.items()}
+    return {name: select(value) for name, value in columns.items()}
 
 
 def hide(columns: Columns, value: float) -> Columns:
-    """The batch with `value` at each place of a (B, T) column of numbers where the mask is 0."""
+    """Writes `value` into every floating-point column (B, T) where the mask is 0."""
     hidden = columns["response_mask"] == 0
     tensors = {name: x for name, x in columns.items() if isinstance(x, torch.Tensor) and x.dim() == 2}
     return columns | {k: torch.where(hidden, value, x) for k, x in tensors.items() if x.dtype.is_floating_point}
@@ -212,13 +214,13 @@ def _call_unchanged(function: Callable[..., Any], columns: Columns) -> Any:
     before = {name: x.clone() for name, x in columns.items() if isinstance(x, torch.Tensor)}
     result = function(**columns)
     changed = ", ".join(name for name, x in before.items() if not torch.equal(x, columns[name]))
-    _require(not changed, f"arguments are not written to: {changed}; use clamp for clamp_, and the like")
+    _require(not changed, f"the function does not modify its arguments: {changed}; replace clamp_ by clamp")
     return result
 
 
 def _require_own_device(call: Callable[[], Sequence[torch.Tensor]], expected: Sequence[torch.Tensor]) -> None:
-    """New tensors are made where the arguments are: here the default device is one without data."""
-    promise = "new tensors are made on the device of the arguments: torch.zeros(..., device=x.device), torch.zeros_like"
+    """Checks that new tensors are created on the device of the arguments, with a default device without data."""
+    promise = "new tensors are created on the arguments' device: torch.zeros(..., device=x.device), torch.zeros_like"
     try:
         with torch.device("meta"):
             found = call()

@@ -1,14 +1,15 @@
-"""When rollout engine and trainer disagree about the probability of what was sampled: weigh, reject, measure.
+"""Rollout correction: importance weights, rejection and metrics for the mismatch of rollout engine and trainer.
 
-The rollout engine samples from pi_rollout; the trainer computes gradients for pi_trainer. The same weights should give
-the same, and do not: other kernels, other dtypes, quantisation, stale weights. With x = log pi_trainer - log pi_rollout
-of a sampled token, `correct_rollout` gives importance weights such as e^x, to multiply the loss with, and a
-response_mask without the tokens or answers whose x is out of bounds. ROLLOUT_CORRECTION.md says which to use when.
+The rollout engine samples from pi_rollout; the trainer computes gradients for pi_trainer. The two policies differ even
+with the same weights, because kernels, dtypes or quantisation differ, or the rollout's weights are stale. With
+x = log pi_trainer - log pi_rollout of a sampled token, `correct_rollout` returns importance weights such as e^x, which
+multiply the loss, and a response_mask without the tokens or responses whose x is out of bounds.
+ROLLOUT_CORRECTION.md explains which option to choose.
 
-One implementation for what verl and ROLL offer (`config.rollout_correction` reads the options). All tensors are
-(B, T). A value under mask 0 never matters; a row without a valid token has no weight and is in no metric. Weights and
-rejection read a token, its run of tokens or its row, so they do not depend on how a batch was cut; only
-batch_normalize reads the whole batch.
+The implementation covers the options of verl and ROLL, which `config.rollout_correction` parses. Tensors are (B, T).
+Values under mask 0 have no effect; a row without a valid token has no weight and is in no metric. Weights and rejection
+depend only on a token, its segment (run of valid tokens) or its row, so they do not depend on how a batch is split.
+Only batch_normalize reads the whole batch.
 """
 
 from typing import Any
@@ -29,19 +30,28 @@ ROLL_LEVELS = {level: name for name, level in WEIGHT_LEVELS.items()}
 def correct_rollout(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, options: Any
 ) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Weights (B, T) or None, the response_mask without what was rejected, and what there is to log.
+    """Computes importance weights, rejects tokens, and measures the mismatch of trainer and rollout engine.
 
-    old_log_probs: by the trainer; rollout_log_probs: by the engine that sampled. options: a `Correction`, or any object
-    with the attributes of `algorithm.rollout_correction`. Weights have no gradient and are 0 under mask 0; with
-    batch_normalize they are divided by their mean over all tokens (runs, answers) given here, before rejection, so give
-    the whole batch. Where both log-probs are equal, weights are 1 and nothing is rejected.
+    If both log-probs are equal, all weights are 1 and no token is rejected.
 
-    Metrics: verl's, rollout_corr/*, and ROLL's, actor/train_infer_* and actor/is_weight_clipfrac; means are over valid
-    tokens, or over rows with one; standard deviations and what derives from them are `Metric.last`, right only for a
-    batch given whole. Raises ValueError for shapes that differ and malformed options.
+    Args:
+        old_log_probs: log-probs by the trainer.
+        rollout_log_probs: log-probs by the rollout engine.
+        options: a `Correction`, or an object with the attributes of `algorithm.rollout_correction`.
+
+    Returns:
+        - weights (B, T) without gradient, 0 under mask 0; None if the options set no weighting. batch_normalize divides
+          them by their mean over all tokens (segments, responses) before rejection, which requires the whole batch.
+        - response_mask without the rejected tokens.
+        - metrics: verl's rollout_corr/*, and ROLL's actor/train_infer_* and actor/is_weight_clipfrac. Means are over
+          valid tokens, or over rows with a valid token. Standard deviations and metrics derived from them are
+          `Metric.last`, which is correct only for a whole batch.
+
+    Raises:
+        ValueError: shapes differ, or an option is malformed.
     """
-    given = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
-    check_shapes("correct_rollout", **given)
+    columns = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
+    check_shapes("correct_rollout", **columns)
     correction = options if isinstance(options, Correction) else correction_of(options)
     is_valid = response_mask != 0
     log_ratio = masked_log_ratio(old_log_probs, rollout_log_probs, response_mask)
@@ -52,14 +62,15 @@ def correct_rollout(
 
     weights = None
     if correction.weighting is not None:
-        weighting, lower, upper = correction.weighting, correction.weighting.lower, correction.weighting.upper
+        weighting = correction.weighting
+        lower, upper = weighting.lower, weighting.upper
         exponent = _over(log_ratio, is_valid, weighting.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         raw = torch.where(is_valid, exponent.exp(), 0)
         weights = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0)
         metrics |= _weight_metrics(weights, raw, is_valid, weighting)
         if weighting.batch_normalize:
             mean = _mean(weights, _unit_shares(is_valid, weighting.level)).value
-            factor = mean if mean > 1e-8 else 1.0  # nan, if nothing is valid
+            factor = mean if mean > 1e-8 else 1.0  # NaN if no token is valid
             weights = weights / factor
             metrics["rollout_corr/rollout_is_batch_norm_factor"] = Metric.last(factor)
 
@@ -79,11 +90,12 @@ def correct_rollout(
 
 
 def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> Tensor:
-    """Rewards (B, T) of rejected tokens moved to the last kept token before them; where there is none they stay.
+    """Moves rewards (B, T) of rejected tokens to the last kept token before them, if there is one.
 
-    Estimators of steps (gae, reinforce_plus_plus) read rewards under mask 1 only, and the score of an answer stands on
-    its last token, which may be rejected. The reward-to-go (discount 1) of each kept token stays what it was.
-    response_mask, kept_mask: before and after rejection.
+    Estimators such as gae and reinforce_plus_plus read only rewards under mask 1, and the score of a response is on its
+    last token, which may be rejected. The reward-to-go (discount 1) of each kept token does not change.
+
+    response_mask, kept_mask: masks before and after rejection.
     """
     positions = torch.arange(rewards.shape[-1], device=rewards.device).expand_as(rewards)
     last_kept = torch.where(kept_mask != 0, positions, -1).cummax(dim=-1).values
@@ -91,11 +103,14 @@ def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> T
     return torch.zeros_like(rewards).scatter_add(-1, torch.where(moves, last_kept, positions), rewards)
 
 
-# ---------------------------------------------------------------------------------------------------- the arithmetic
+# --------------------------------------------------------------------------------------------- aggregation by level
 
 
 def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
-    """Values, which are 0 where invalid, taken over what `level` says, at each token (B, T)."""
+    """Aggregates values (B, T) by `level`: the token itself, or the mean, sum or maximum of its segment or row.
+
+    values: 0 at invalid tokens. Returns the aggregate at each valid token, 0 elsewhere.
+    """
     match level:
         case "token":
             return values
@@ -111,7 +126,7 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
 
 
 def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
-    """What each token counts (B, T), so that what has one statistic (a token, a run of tokens, a row) counts 1."""
+    """Returns the share of each token (B, T), such that the shares of each token, segment or row sum to 1."""
     if level == "token":
         return is_valid
     if level == "segment":
@@ -124,9 +139,9 @@ def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
 
 
 def rollout_probs_diff(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Metric]:
-    """training/rollout_probs_diff_{mean,max}: |exp(trainer) - exp(rollout)| over valid tokens.
+    """Returns training/rollout_probs_diff_{mean,max}: |exp(trainer) - exp(rollout)| over valid tokens.
 
-    All arguments (B, R). The trainer's log-probs are those before the update.
+    All arguments are (B, R). log_probs: the trainer's log-probs before the update.
     """
     is_valid = response_mask.bool()
     difference = torch.where(is_valid, (log_probs.exp() - rollout_log_probs.exp()).abs(), 0).double()
@@ -138,20 +153,22 @@ def rollout_probs_diff(log_probs: Tensor, rollout_log_probs: Tensor, response_ma
 
 @torch.no_grad()
 def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, response_mask: Tensor) -> dict[str, Metric]:
-    """rollout_corr/*: how far the trainer's policy is from the rollout's, under verl's names. All arguments (B, T).
+    """Returns verl's metrics rollout_corr/* of the distance between the trainer's and the rollout's policy.
 
-    Without rollout_log_probs only training_ppl and training_log_ppl, as verl's `compute_offpolicy_metrics`.
+    All arguments are (B, T). Without rollout_log_probs, returns only training_ppl and training_log_ppl, as verl's
+    `compute_offpolicy_metrics` does.
 
     With x = log_probs - rollout_log_probs within +-20, n the tokens of a row:
       kl, k3_kl                        mean over tokens of -x, of e^x - 1 - x: estimates of KL(rollout || trainer)
       chi2_token, chi2_seq             mean of e^(2x) - 1 over tokens; of e^(2 sum x) - 1 over rows
       {training,rollout}_ppl, _log_ppl mean over rows of e^(-mean log-prob), of -mean log-prob
       log_ppl_diff{,_max,_min}, log_ppl_abs_diff, ppl_ratio   mean over rows of d = -sum x / n, extremes, |d|, e^d
-    Rows without a valid token are in none of them (verl counts them as perplexity 1).
+    Rows without a valid token are excluded (verl counts them as perplexity 1).
     """
     is_valid = response_mask != 0
     lengths = is_valid.sum(dim=-1)
-    has_token, rows, tokens = lengths > 0, (lengths > 0).sum(), lengths.sum()
+    has_token = lengths > 0
+    rows, tokens = has_token.sum(), lengths.sum()
 
     def row_sums(values: Tensor) -> Tensor:
         return torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)
@@ -159,13 +176,14 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
     def mean_over_rows(values: Tensor) -> Metric:
         return Metric.mean(torch.where(has_token, values, 0).sum(), rows)
 
-    training = -row_sums(log_probs) / lengths.clamp(min=1)  # (b,): per token
+    training = -row_sums(log_probs) / lengths.clamp(min=1)  # (B,), mean over the row's tokens
     of_training = {"training_ppl": training.exp(), "training_log_ppl": training}
     if rollout_log_probs is None:
         return {f"rollout_corr/{name}": mean_over_rows(values) for name, values in of_training.items()}
     log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
     ratio_sums = row_sums(log_ratio)
-    rollout, change = -row_sums(rollout_log_probs) / lengths.clamp(min=1), -ratio_sums / lengths.clamp(min=1)
+    rollout = -row_sums(rollout_log_probs) / lengths.clamp(min=1)
+    change = -ratio_sums / lengths.clamp(min=1)
     summed = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     by_token = {"kl": -log_ratio, "k3_kl": log_ratio.expm1() - log_ratio, "chi2_token": (2 * log_ratio).expm1()}
     by_row = {
@@ -185,34 +203,34 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
 
 
 def _mean(values: Tensor, shares: Tensor) -> Metric:
-    """A mean over tokens that count `shares`, 0 where invalid."""
+    """Returns the mean over tokens, weighted by `shares`, which are 0 at invalid tokens."""
     return Metric.mean(float((values * shares).sum(dtype=torch.float64)), float(shares.sum(dtype=torch.float64)))
 
 
 def _row_means(values: Tensor, is_valid: Tensor) -> Tensor:
-    """The mean of each row that has a valid token, in fp64: (b,)."""
+    """Returns the mean of each row with a valid token, in fp64: (number of such rows,)."""
     lengths = is_valid.sum(dim=-1)
     totals = torch.where(is_valid, values, 0).sum(dim=-1, dtype=torch.float64)
     return totals[lengths > 0] / lengths[lengths > 0]
 
 
 def _share(chosen: Tensor) -> Metric:
-    """The share of rows that are chosen; (b,) bool."""
+    """Returns the share of True values in `chosen`, (rows,) bool."""
     return Metric.mean(float(chosen.sum()), len(chosen))
 
 
 def _weight_metrics(weights: Tensor, raw: Tensor, is_valid: Tensor, weighting: Weighting) -> Metrics:
-    """rollout_corr/rollout_is_*, of the weights before batch normalisation, as in verl.
+    """Returns verl's metrics rollout_corr/rollout_is_* of the weights before batch normalisation.
 
-    Fractions tell how many were above `upper` and below `lower` (1 / upper without one) before they were bounded; max
-    and min are those before too, where a row has one weight.
+    The fractions count weights above `upper` and below `lower` (default 1 / upper) before they were bounded. If a row
+    has a single weight, the maximum and minimum are also of the weights before bounding.
     """
     if not is_valid.any():
         return {}
     prefix, upper = "rollout_corr/rollout_is", weighting.upper
     lower = 1 / upper if weighting.lower is None else weighting.lower
-    one_a_row = weighting.level in ("seq_mean", "seq_sum")
-    metrics = _distribution(prefix, weights, raw if one_a_row else weights, is_valid, bounds=(0.0, upper), ideal=1.0)
+    extremes = raw if weighting.level in ("seq_mean", "seq_sum") else weights
+    metrics = _distribution(prefix, weights, extremes, is_valid, bounds=(0.0, upper), ideal=1.0)
     metrics |= _fractions(prefix, "_ratio", raw, is_valid, weighting.level, (lower, upper))
     metrics["actor/is_weight_clipfrac"] = _mean(raw > upper, is_valid)
     mean, square = _mean(weights, is_valid).value, _mean(weights.square(), is_valid).value
@@ -223,7 +241,7 @@ def _weight_metrics(weights: Tensor, raw: Tensor, is_valid: Tensor, weighting: W
 
 
 def _rejection_metrics(statistic: Tensor, passes: Tensor, is_valid: Tensor, rejection: Rejection) -> Metrics:
-    """rollout_corr/rollout_rs_<option>_*, in the unit of the statistic (logarithms for k1 and ratio), as in verl."""
+    """Returns verl's metrics rollout_corr/rollout_rs_<option>_*, in the statistic's unit (log for k1 and ratio)."""
     if not is_valid.any():
         return {}
     prefix, bounds = f"rollout_corr/rollout_rs_{rejection.name}", (rejection.lower, rejection.upper)
@@ -238,8 +256,13 @@ def _rejection_metrics(statistic: Tensor, passes: Tensor, is_valid: Tensor, reje
 def _distribution(
     prefix: str, values: Tensor, extremes: Tensor, is_valid: Tensor, bounds: tuple[float, float], ideal: float
 ) -> Metrics:
-    """Mean, standard deviation (of values within the bounds) and extremes over tokens; the same of the rows' means."""
-    by_row, extremes = _row_means(values, is_valid), extremes[is_valid]
+    """Returns mean, standard deviation and extremes over tokens, and the same of the rows' means.
+
+    The standard deviation over tokens is that of the values clamped to `bounds`. Maximum and minimum over tokens are
+    taken from `extremes`.
+    """
+    by_row = _row_means(values, is_valid)
+    extremes = extremes[is_valid]
     return {
         f"{prefix}_mean": _mean(values, is_valid),
         f"{prefix}_std": Metric.last(float(values[is_valid].double().clamp(*bounds).std(correction=0))),
@@ -256,8 +279,10 @@ def _distribution(
 def _fractions(
     prefix: str, infix: str, values: Tensor, is_valid: Tensor, level: str, bounds: tuple[float, float]
 ) -> Metrics:
-    """Shares of values out of bounds: of tokens, runs or rows, whichever have one value; and of the rows' means."""
-    (lower, upper), shares, by_row = bounds, _unit_shares(is_valid, level), _row_means(values, is_valid)
+    """Returns the shares of values above and below the bounds, per unit of `level`, and of the rows' means."""
+    lower, upper = bounds
+    shares = _unit_shares(is_valid, level)
+    by_row = _row_means(values, is_valid)
     return {
         f"{prefix}{infix}_fraction_high": _mean(values > upper, shares),
         f"{prefix}{infix}_fraction_low": _mean(values < lower, shares),
@@ -267,7 +292,7 @@ def _fractions(
 
 
 def _masked_fractions(prefix: str, is_kept: Tensor, is_valid: Tensor) -> Metrics:
-    """Shares of tokens that were rejected, and of rows that lost one."""
+    """Returns the share of rejected tokens, and of rows with a rejected token."""
     is_lost = is_valid & ~is_kept
     return {
         f"{prefix}_masked_fraction": _mean(is_lost, is_valid),
@@ -276,7 +301,7 @@ def _masked_fractions(prefix: str, is_kept: Tensor, is_valid: Tensor) -> Metrics
 
 
 def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor) -> Metrics:
-    """ROLL's actor/train_infer_{ratio,diff}_{token,segment,geometric,sequence}_mean: means over rows of their means."""
+    """Returns ROLL's actor/train_infer_{ratio,diff}_{token,segment,geometric,sequence}_mean: means of row means."""
     lengths = is_valid.sum(dim=-1)[is_valid.any(dim=-1)]
     mean_ratio, mean_diff = (_row_means(values, is_valid) for values in (log_ratio, difference))
     by_row = {
@@ -285,7 +310,7 @@ def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor
         "ratio_geometric": mean_ratio.exp(),
         "ratio_sequence": (mean_ratio * lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(),
         "diff_token": mean_diff,
-        "diff_segment": mean_diff,  # the mean of a row's runs, each counted by its tokens, is the row's mean
+        "diff_segment": mean_diff,  # the token-weighted mean over a row's segments is the row's mean
         "diff_geometric": mean_diff,
         "diff_sequence": mean_diff * lengths,
     }

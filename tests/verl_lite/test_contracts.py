@@ -127,16 +127,16 @@ def divides_by_a_deviation_of_one_value(rewards: Any, mask: Any, _index: Any) ->
 
 
 WRONG_ESTIMATORS: list[tuple[str, Any]] = [
-    ("values under mask 0 never matter", lambda r, m, i: spread(r.sum(1), m)),
+    ("values under mask 0 do not affect the result", lambda r, m, i: spread(r.sum(1), m)),
     ("the result is 0 under mask 0", lambda r, m, i: [scores_of(r, m)[:, None].expand_as(r)] * 2),
-    (r"are \(B, T\)", lambda r, m, i: (scores_of(r, m), spread(scores_of(r, m), m)[1])),
+    (r"tensors \(B, T\)", lambda r, m, i: (scores_of(r, m), spread(scores_of(r, m), m)[1])),
     ("not all zero", lambda r, m, i: (torch.zeros_like(r), torch.zeros_like(r))),
     ("advantages are finite", nan_on_an_empty_row),
     ("rows without a valid token have no weight", lambda r, m, i: spread(scores_of(r, m) - scores_of(r, m).mean(), m)),
     ("the order of the rows does not matter", looks_at_the_row_before),
-    ("a batch with hardly a token is finite", divides_by_a_deviation_of_one_value),
-    ("arguments are not written to", lambda r, m, i: sound_estimator(r.mul_(m).mul_(2), m, i)),
-    ("made on the device of the arguments", lambda r, m, i: [x * torch.ones(WIDTH) for x in sound_estimator(r, m, i)]),
+    ("the result is finite for a batch with . tokens", divides_by_a_deviation_of_one_value),
+    ("does not modify its arguments", lambda r, m, i: sound_estimator(r.mul_(m).mul_(2), m, i)),
+    ("created on the arguments' device", lambda r, m, i: [x * torch.ones(WIDTH) for x in sound_estimator(r, m, i)]),
 ]
 
 
@@ -169,7 +169,7 @@ def unbounded(old: Any, new: Any, advantages: Any, mask: Any) -> torch.Tensor:
 WRONG_LOSSES: dict[str, tuple[Any, str]] = {
     "divides by its own tokens": (
         lambda o, n, a, m, mode, counts: masked_mean(losses_of(o, n, a, m), m),
-        "sum to the whole.*divides by what it counts in its own.*as agg_loss does",
+        "sum to the whole.*do not divide by counts of the micro-batch.*as agg_loss does",
     ),
     "divides by its own rows": (
         lambda o, n, a, m, mode, counts: agg_loss(
@@ -193,7 +193,7 @@ WRONG_LOSSES: dict[str, tuple[Any, str]] = {
     ),
     "has no gradient": (
         lambda o, n, a, m, mode, counts: agg_loss(losses_of(o, n.detach(), a, m), m, mode, **counts),
-        "a loss is a scalar with a gradient",
+        "a loss is a scalar that depends on log_prob",
     ),
     "overflows": (
         lambda o, n, a, m, mode, counts: agg_loss(unbounded(o, n, a, m), m, mode, **counts),
@@ -201,11 +201,11 @@ WRONG_LOSSES: dict[str, tuple[Any, str]] = {
     ),
     "clips in place": (
         lambda o, n, a, m, mode, counts: agg_loss(losses_of(o, n, a.clamp_(-0.5, 0.5), m), m, mode, **counts),
-        "arguments are not written to",
+        "does not modify its arguments",
     ),
     "mixes devices": (
         lambda o, n, a, m, mode, counts: agg_loss(losses_of(o, n, a, m), m, mode, **counts) * torch.ones(()),
-        "new tensors are made on the device of the arguments",
+        "new tensors are created on the arguments' device",
     ),
 }
 
