@@ -189,12 +189,12 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Removes columns from this batch in place and returns them as a batch. Raises BatchError if one is missing."""
-        asked = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        requested = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         sources: tuple[Any, ...] = ({} if self.batch is None else self.batch, self.non_tensor_batch, self.meta_info)
-        for wanted, source in zip(asked, sources, strict=True):
+        for wanted, source in zip(requested, sources, strict=True):
             if missing := [name for name in wanted if name not in source.keys()]:
                 raise BatchError(f"cannot pop {missing}: this batch has {list(source.keys())}")
-        taken = [{name: source.pop(name) for name in names} for names, source in zip(asked, sources, strict=True)]
+        taken = [{name: source.pop(name) for name in names} for names, source in zip(requested, sources, strict=True)]
         return type(self).from_dict(taken[0], taken[1], taken[2])
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:

@@ -77,8 +77,8 @@ def silent_process(address: Address, pid: int | None = None) -> str:
     with contextlib.suppress(OSError, psutil.Error):
         socket.create_server((host, 0)).close()  # raises if the address belongs to another machine
         if pid is None:
-            listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
-            pid = next((one.pid for one in listening if one.laddr.port == port), None)
+            listening = (entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN)
+            pid = next((entry.pid for entry in listening if entry.laddr.port == port), None)
         if pid is None:
             return f"nobody listens at {host}:{port} any more (killed, or the machine ran out of memory)"
         process = psutil.Process(pid)

@@ -138,7 +138,7 @@ class WorkerGroup:
         """Returns a mesh that the workers registered. Raises ValueError if the mesh is unknown or incomplete."""
         if name not in self._meshes:  # workers can register meshes after their construction
             infos = self.execute_all_sync("mesh_info")
-            self._meshes = {one: _mesh(one, [info.get(one) for info in infos]) for one in set().union(*infos)}
+            self._meshes = {mesh: _mesh(mesh, [info.get(mesh) for info in infos]) for mesh in set().union(*infos)}
         if name not in self._meshes:
             known = sorted(self._meshes)
             raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {known}")

@@ -46,8 +46,8 @@ class EnvReply:
 
     def digest(self) -> str:
         """Returns a hash of observation, reward and end of episode, by which two replies are compared."""
-        told = (self.observation, self.reward, self.terminated, self.truncated)
-        return hashlib.sha256(repr(told).encode(errors="surrogatepass")).hexdigest()
+        values = (self.observation, self.reward, self.terminated, self.truncated)
+        return hashlib.sha256(repr(values).encode(errors="surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,9 @@ class EnvPool:
         until = time.monotonic() + timeout_s
         while True:
             replies = self.start().poll(max(0.0, until - time.monotonic()))
-            wanted = [reply for reply in map(self._settle, replies) if reply is not None]
-            if wanted or time.monotonic() >= until or (self._spec.num_workers == 0 and not replies):
-                return wanted
+            current = [reply for reply in map(self._settle, replies) if reply is not None]
+            if current or time.monotonic() >= until or (self._spec.num_workers == 0 and not replies):
+                return current
 
     def dry_run(self, tags: Iterable[str]) -> None:
         """Resets one environment of each tag with seed 0, takes one step and checks the returned values.

@@ -138,14 +138,14 @@ class ChatJoins:
         """Returns the number of tokens that end a turn in the template, and the last of them: the end-of-turn token."""
         ids = self._encode(self._continuations["user"](_PROBE))
         special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
-        place = next((index for index, token in enumerate(ids) if token in special), None)
-        written = "" if place is None else str(self._tokenizer.decode(list(ids[:place])))
-        if place is None or written.strip():
+        index = next((i for i, token in enumerate(ids) if token in special), None)
+        written = "" if index is None else str(self._tokenizer.decode(list(ids[:index])))
+        if index is None or written.strip():
             raise self._template_error(
                 "has no token that ends an assistant's turn: after the answer it writes "
                 f"{self._continuations['user'](_PROBE)[:80]!r}, but a special token of the tokenizer has to come first"
             )
-        return place + 1, ids[place]
+        return index + 1, ids[index]
 
     def _check_joins(self, system: bool) -> None:
         """Raises UserError if the text of a message depends on later messages or on the number of earlier ones.

@@ -106,15 +106,15 @@ class SlotCache(Cache):
             self.routes[destination, :length] = self.routes[source, :length]
         self._dirty_slots = max(self._dirty_slots, destination + 1)
 
-    def swap(self, one: int, other: int, length: int) -> None:
+    def swap(self, first: int, second: int, length: int) -> None:
         """Exchanges the first `length` positions of two slots."""
-        kept = self._storage[:, :, one, :, :length].clone()
-        routes = None if self.routes is None else self.routes[one, :length].clone()
-        self.move(one, other, length)
-        self._storage[:, :, other, :, :length] = kept
+        kept = self._storage[:, :, first, :, :length].clone()
+        routes = None if self.routes is None else self.routes[first, :length].clone()
+        self.move(first, second, length)
+        self._storage[:, :, second, :, :length] = kept
         if self.routes is not None and routes is not None:
-            self.routes[other, :length] = routes
-        self._dirty_slots = max(self._dirty_slots, one + 1, other + 1)
+            self.routes[second, :length] = routes
+        self._dirty_slots = max(self._dirty_slots, first + 1, second + 1)
         self._dirty_length = max(self._dirty_length, length)
 
     def clear(self) -> None:
