@@ -24,8 +24,8 @@ from trainer.final_report import validation_line
 from verl_lite.config import Verbosity
 from verl_lite.errors import printable
 
-_WIDTH_OF_FILES = 120
-_LOOK_EVERY_S = 0.5
+_FILE_WIDTH = 120
+_POLL_S = 0.5
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 # (metric names, format): the first of the names that is logged is shown
@@ -79,7 +79,7 @@ class Console:
         self.verbosity = verbosity
         self._rich = Terminal(file=file)
         if not self._rich.is_terminal:
-            self._rich = Terminal(file=file, width=_WIDTH_OF_FILES)
+            self._rich = Terminal(file=file, width=_FILE_WIDTH)
         self._progress: Progress | None = None
         self._total = 0
         self._finished: deque[tuple[float, int]] = deque(maxlen=30)  # (time, step); the remaining time is their pace
@@ -114,7 +114,7 @@ class Console:
             self._finished.clear()  # restarts the measurement after a break, such as a validation
         self._finished.append((time.monotonic(), step))
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step, left=self._left())
+            self._progress.update(self._progress.task_ids[0], completed=step, left=self._remaining_time())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Prints the line of a training step with those of its metrics that have a column (reward, length, KL, entropy,
@@ -125,14 +125,14 @@ class Console:
                 value = next((metrics[name] for name in names if name in metrics), None)
                 if value is not None and (value or (names, form) not in _SHARES):
                     parts.append(form.format(value))
-            left = "" if self._rich.is_terminal else self._left()
+            left = "" if self._rich.is_terminal else self._remaining_time()
             self.progress("  ".join(filter(None, (*parts, left))))
         failed = {name: rate for name, rate in metrics.items() if name.endswith("/reward/error_rate") and rate}
         parts = [validation_line(metrics), *(f"{name} {rate:.1%}" for name, rate in failed.items())]
         if any(parts):
             self.progress(f"validation after step {step}: {', '.join(filter(None, parts))}")
 
-    def _left(self) -> str:
+    def _remaining_time(self) -> str:
         """Returns the remaining time at the pace of the last steps; an empty string before two steps have finished."""
         if len(self._finished) < 2 or not self._total:
             return ""
@@ -166,7 +166,7 @@ def following(folder: Path, console: Console) -> Iterator[None]:
     def follow() -> None:
         is_last = False
         while not is_last:
-            is_last = ended.wait(_LOOK_EVERY_S)
+            is_last = ended.wait(_POLL_S)
             for file in sorted(folder.rglob("*.log")):
                 added = file.read_bytes()[read.get(file, 0) :]
                 whole = added if is_last else added[: added.rfind(b"\n") + 1]  # complete lines only

@@ -29,7 +29,7 @@ from trainer.reports.run_data import METRICS, Answer, Run, chosen, read_run, run
 EVERY_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"
 _STYLES = {BAD: "bold red", LOOK: "yellow", OK: "green"}
-_TEXT = 4000
+_MOST_CHARACTERS = 4000
 
 
 @command
@@ -106,7 +106,7 @@ def findings_shown(findings: Sequence[Finding], most: int | None = None) -> Rend
     table = Table.grid(padding=(0, 1))
     for finding in found[:most]:
         cause = f"\nlikely: {finding.cause}" * bool(finding.cause)
-        text = Text.assemble(shortened(finding.text, _TEXT), (f"{cause}\nto do:  {finding.advice}", "dim"))
+        text = Text.assemble(shortened(finding.text, _MOST_CHARACTERS), (f"{cause}\nto do:  {finding.advice}", "dim"))
         table.add_row(Text(finding.grade, _STYLES[finding.grade]), text)
     more = len(found) - len(found[:most])
     fine = f"{more} more findings, and " * bool(more) + f"{len(findings) - len(found)} checks are fine"
@@ -130,7 +130,7 @@ def _panel(answer: Answer) -> Panel:
     heading = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
     reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
     parts = [*answer.prompt, ("ground truth", answer.gts), (heading, answer.output), ("reward", reward)]
-    shown = [Text.assemble((f"{name}: ", "bold"), shortened(text, _TEXT)) for name, text in parts if text]
+    shown = [Text.assemble((f"{name}: ", "bold"), shortened(text, _MOST_CHARACTERS)) for name, text in parts if text]
     return Panel(Group(*shown), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
 
 

@@ -228,12 +228,12 @@ def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
     except UserError:
         return ""
     steps, on_cpu = list(read_metrics(run_dir / METRICS).values()), device.name == "cpu"
-    measured = _highest(steps, f"actor/perf/{'host_peak_gb' if on_cpu else 'max_memory_reserved_gb'}")
+    measured = _maximum(steps, f"actor/perf/{'host_peak_gb' if on_cpu else 'max_memory_reserved_gb'}")
     if measured is None:
         return ""
     observed = copy.deepcopy(config)  # with the largest logged mean lengths instead of the maximum lengths
     for key, name in (("max_prompt_length", "prompt_length/mean"), ("max_response_length", "response_length/mean")):
-        setattr(observed.data, key, max(1, math.ceil(_highest(steps, name) or getattr(observed.data, key))))
+        setattr(observed.data, key, max(1, math.ceil(_maximum(steps, name) or getattr(observed.data, key))))
     plans = (memory_plan(planned, networks, slots, device) for planned in (config, observed))
     whole, expected = ((plan.device_bytes if on_cpu else plan.peak) / GIB for plan in plans)
     return (
@@ -242,7 +242,7 @@ def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
     )
 
 
-def _highest(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
+def _maximum(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
     return max((step[name] for step in steps if name in step), default=None)
 
 

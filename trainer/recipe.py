@@ -45,7 +45,9 @@ def load_recipe(name: str) -> ModuleType:
     elif is_recipe_path(name):
         module_name = _module_at(name)
     else:
-        found = (one for one in (f"{name}.{Path(RECIPE_FILE).stem}", name) if _called(partial(_file_of, one), name))
+        found = (
+            one for one in (f"{name}.{Path(RECIPE_FILE).stem}", name) if _call_recipe(partial(_file_of, one), name)
+        )
         module_name = next(found, "") if "." in name else ""
     if not module_name:
         here = f" For the folder here write recipe=./{name}" if (Path(name) / RECIPE_FILE).is_file() else ""
@@ -53,7 +55,7 @@ def load_recipe(name: str) -> ModuleType:
             f"recipe={name!r}: no such folder of recipes/, and no such module (Python looks in the current folder, in "
             f"PYTHONPATH and among installed packages); recipes/ has {', '.join(known)}; or give {FORMS}.{here}"
         )
-    module = _called(partial(importlib.import_module, module_name), name)
+    module = _call_recipe(partial(importlib.import_module, module_name), name)
     if not callable(getattr(module, "overrides", None)):
         raise UserError(
             f"recipe={name!r}: {module.__file__} has no function overrides(): it returns the recipe's settings, "
@@ -69,7 +71,7 @@ def built_in_recipes() -> list[str]:
 
 def recipe_overrides(name: str) -> Mapping[str, object]:
     """Returns the settings of a recipe by dotted key."""
-    settings = _called(load_recipe(name).overrides, name)
+    settings = _call_recipe(load_recipe(name).overrides, name)
     if not isinstance(settings, Mapping):
         raise UserError(f"recipe={name!r}: overrides() returned {type(settings).__name__}, expected a dictionary")
     return settings
@@ -78,7 +80,7 @@ def recipe_overrides(name: str) -> Mapping[str, object]:
 def prepare_recipe(config: RunOptions) -> None:
     """Calls the recipe's `prepare` function, if it has one, to create files that its settings name, such as data."""
     if config.recipe is not None and (prepare := getattr(load_recipe(config.recipe), "prepare", None)):
-        _called(partial(prepare, config), config.recipe)
+        _call_recipe(partial(prepare, config), config.recipe)
 
 
 def worker_modules(config: PPOConfig) -> list[str]:
@@ -157,7 +159,7 @@ def _file_of(module_name: str) -> Path | None:
     return None if spec is None else Path(spec.origin or "")
 
 
-def _called(function: Callable[[], T], name: str) -> T:
+def _call_recipe(function: Callable[[], T], name: str) -> T:
     """Calls recipe code and adds the recipe's name to any exception."""
     try:
         return function()

@@ -42,8 +42,8 @@ USAGE = "usage: python -m trainer.score RUN_OR_FILE [reward=NAME] [reward.KEY=VA
 SHORT = "reward="
 SUFFIXES = (".jsonl", ".parquet")
 _ONLY_TRAINING = ("overlong_buffer", "function_weight")
-_WHICH_REWARD = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
-_EQUAL = 1e-6
+_REWARD_CHOICE = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
+_TOLERANCE = 1e-6
 """Scores with a smaller difference count as equal, because scores are saved in single precision."""
 
 
@@ -130,7 +130,7 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     given = [item for item in overrides if not item.startswith(SHORT)]
     run_settings: dict[str, Any] = {}
     if run is not None:
-        left_out = {*_ONLY_TRAINING, *(_WHICH_REWARD if short else ())}
+        left_out = {*_ONLY_TRAINING, *(_REWARD_CHOICE if short else ())}
         reward = {name: value for name, value in asdict(run.reward).items() if name not in left_out}
         run_settings = {"reward": reward, "recipe": run.recipe}
     for name in short[-1:]:
@@ -248,7 +248,7 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
         pairs = [(old.score, None if new.failed else new.score) for old, new in own]
         before, now = ([score for score in scores if score is not None] for scores in zip(*pairs, strict=True))
         changes = [new - old for old, new in pairs if old is not None and new is not None]
-        same, higher = sum(abs(x) <= _EQUAL for x in changes), sum(x > _EQUAL for x in changes)
+        same, higher = sum(abs(x) <= _TOLERANCE for x in changes), sum(x > _TOLERANCE for x in changes)
         table.add_row(
             source,
             str(len(pairs)),

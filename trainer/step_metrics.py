@@ -42,7 +42,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         **summary("response_length_non_aborted", response_length),
         **summary("prompt_length", prompt_length),
     }
-    answers = tensors["attention_mask"][~_fillers(batch), -width:]
+    answers = tensors["attention_mask"][~_padding_rows(batch), -width:]
     if len(answers):
         metrics["response/aborted_ratio"] = _mean(answers.sum(-1) == 0)
     if len(scores):
@@ -141,7 +141,7 @@ def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, fl
     }
 
 
-def _fillers(batch: DataProto) -> torch.Tensor:
+def _padding_rows(batch: DataProto) -> torch.Tensor:
     """Returns the padding rows, which only make the batch divisible, as (B,) bool."""
     tensors = batch.batch
     if "is_padding" in tensors.keys():
@@ -161,7 +161,7 @@ def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     if "reward_failed" in batch.non_tensor_batch:
         is_answered = (attention[:, -width:] != 0).any(-1)
         counted = is_answered & ~torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
-    counted = counted & ~_fillers(batch)
+    counted = counted & ~_padding_rows(batch)
     return counted, attention[counted, :-width].sum(-1), attention[counted, -width:].sum(-1)
 
 

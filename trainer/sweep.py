@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainer.sweeps.study import Study
     from trainer.sweeps.study_spec import Options
 
-_SHOWN = 20
+_MOST_ROWS = 20
 
 
 @command
@@ -72,7 +72,7 @@ def summary(study: Study, go_on: str) -> str:
     counts, question, finished = Counter(trial.state for trial in study.trials), study.question, study.finished()
     names = [parameter.name for parameter in question.space]
     table = Table("trial", f"{question.metric} ({question.mode})", *names, box=None)
-    for trial in (*finished, *(trial for trial in study.trials if trial.state == "pruned"))[:_SHOWN]:
+    for trial in (*finished, *(trial for trial in study.trials if trial.state == "pruned"))[:_MOST_ROWS]:
         value = "-" if trial.value is None else f"{trial.value:.4g}"
         if trial.half_width is not None:
             value += f" +- {trial.half_width:.2g} ({len(trial.values)} seeds)"
@@ -85,7 +85,7 @@ def summary(study: Study, go_on: str) -> str:
     lines += [line.rstrip() for line in text.getvalue().splitlines()]
     for best in finished[:1]:
         lines += ["", f"To train trial {best.number} in full:", *(f"  {command}" for command in best.commands)]
-    for trial in [trial for trial in study.trials if trial.state == "failed"][:_SHOWN]:
+    for trial in [trial for trial in study.trials if trial.state == "failed"][:_MOST_ROWS]:
         lines += [f"trial {trial.number} failed: {trial.error}", f"    its output is in {trial.folder}"]
     if counts["running"] or counts["waiting"]:
         lines.append(f"To continue: {go_on}")

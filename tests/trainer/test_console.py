@@ -192,7 +192,7 @@ def test_intervals_stand_beside_the_means() -> None:
 
 
 def test_verbose_shows_what_workers_print_and_from_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.console._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("trainer.console._POLL_S", 0.01)
     logs = tmp_path / "logs"
     (logs / "environments-0").mkdir(parents=True)
     (logs / "actor-0.log").write_text("of an earlier process\n")

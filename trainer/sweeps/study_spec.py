@@ -28,7 +28,7 @@ from verl_lite.errors import UserError
 STOP = "stop"
 """Name of a file that asks runs to end: in the study's folder all runs, in a trial's folder the runs of the trial."""
 
-_GONE = {
+_REMOVED = {
     **dict.fromkeys(("--command", "--options"), "a trial is one run of trainer.main_ppo; give its key=value words"),
     "--take": "the last value of a run always counts",
     "--again": "to repeat failed trials, choose another name for the study: --study NAME",
@@ -38,7 +38,7 @@ _GONE = {
     "--wait": "start when a device is free, or choose others: CUDA_VISIBLE_DEVICES=0,1 before the command",
 }
 """Removed options, and what to use instead."""
-_ASHA = ("grace_period", "reduction_factor", "brackets")
+_ASHA_KEYS = ("grace_period", "reduction_factor", "brackets")
 
 Value = str | int | float
 """Value of a parameter in a trial: the label of a choice, or a number from a range."""
@@ -157,7 +157,7 @@ def read_options(argv: Sequence[str]) -> Options:
     if len(folder.parts) == 1 and not folder.is_dir():
         folder = Path("runs/sweeps") / folder
     kind, trials = line.search or ("grid", None)
-    search = Search(kind, trials, _asha(line.pruner)) if question or line.search else None
+    search = Search(kind, trials, _read_pruner(line.pruner)) if question or line.search else None
     return Options(question, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
 
 
@@ -225,9 +225,9 @@ def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dic
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        gone = next((option for option in _GONE if re.search(rf"{option}(?![\w-])", message)), None)
-        if gone is not None:
-            raise UserError(f"{gone} was removed: {_GONE[gone]}")
+        removed = next((option for option in _REMOVED if re.search(rf"{option}(?![\w-])", message)), None)
+        if removed is not None:
+            raise UserError(f"{removed} was removed: {_REMOVED[removed]}")
         raise UserError(f"{message}; `python -m trainer.sweep --help` lists the options")
 
 
@@ -299,7 +299,7 @@ def _question(line: argparse.Namespace) -> StudySpec:
     words: dict[str, str] = {}
     for word in line.words:  # later words override earlier ones
         name = word.partition("=")[0].lstrip("+~@")
-        words[name] = _picked(words.get(name, ""), word)
+        words[name] = _select_choices(words.get(name, ""), word)
     given = None if line.seeds is None else parse_value(line.seeds)
     seeds = list(range(1, given + 1)) if type(given) is int else given
     if seeds is not None:
@@ -309,7 +309,7 @@ def _question(line: argparse.Namespace) -> StudySpec:
     return StudySpec(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
 
 
-def _picked(before: str, word: str) -> str:
+def _select_choices(before: str, word: str) -> str:
     """Returns the word that replaces an earlier one of the same name. `name=a,b` selects choices of a `@name` word."""
     if not before.startswith("@") or word.startswith("@"):
         return word
@@ -320,13 +320,13 @@ def _picked(before: str, word: str) -> str:
     return f"{before.partition('=')[0]}={json.dumps({label: settings[label] for label in labels})}"
 
 
-def _asha(given: str) -> dict[str, float] | None:
+def _read_pruner(given: str) -> dict[str, float] | None:
     """Parses the parameters of the pruner."""
     name, _, rest = given.partition(":")
     values = {key: parse_value(text) for key, _, text in (word.partition("=") for word in rest.split(",") if word)}
-    is_wrong = [key for key, value in values.items() if key not in _ASHA or not isinstance(value, int | float)]
+    is_wrong = [key for key, value in values.items() if key not in _ASHA_KEYS or not isinstance(value, int | float)]
     if name not in ("none", "asha") or is_wrong or any(value < 1 for value in values.values()):
         raise UserError(
-            f"--pruner {given}: expected none, or asha:KEY=NUMBER,... with numbers >= 1 and keys {', '.join(_ASHA)}"
+            f"--pruner {given}: expected none, or asha:KEY=NUMBER,... with NUMBER >= 1 and KEY {', '.join(_ASHA_KEYS)}"
         )
     return None if name == "none" else values

@@ -17,7 +17,7 @@ from verl_lite.errors import UserError
 OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_mode", "trainer.resume_from_path")
 """Keys that the sweep sets for each run."""
 
-_MOST_LOOKED_AT = 256
+_MOST_CHECKED = 256
 """Combinations that are checked before the start. All others are checked before they run."""
 
 
@@ -64,7 +64,7 @@ def check_sweep(question: StudySpec, search: Search, gpus: int | None) -> None:
     if problems:
         raise UserError("\n".join(problems))
     plan = planned(question, search) or combinations(question.space, corners=True)
-    looked_at = list(itertools.islice(plan, _MOST_LOOKED_AT))
+    looked_at = list(itertools.islice(plan, _MOST_CHECKED))
     prepared: set[str | None] = set()
     for chosen in looked_at:
         with suppress(ConfigError):  # reported below

@@ -28,8 +28,8 @@ _RUN_MARK = "VERL_LITE_SWEEP_RUN"
 _GRACE_S = 120.0  # time for a run to end after SIGINT
 _PATIENCE_S = 5.0  # time for a run's guard to clean up before remaining processes are killed
 _TAIL_BYTES = 64 << 10
-_LOOK_S = 0.1
-_MACHINE = re.compile(
+_POLL_S = 0.1
+_MACHINE_FAULT = re.compile(
     r"WorkerDiedError|ClusterLostError|NoRoomError|its process ended without an exception|No space left on device|"
     r"uncorrectable ECC|GPU is lost|fallen off the bus|\bXid\b|NCCL.*(remote error|unhandled (cuda|system) error)|"
     r"CUDA error: (unspecified launch failure|an illegal memory access|unknown error|hardware)|"
@@ -81,12 +81,12 @@ def train(config: dict[str, Any]) -> None:
             return _report(order, {}, {"state": "stopped"})
         mark, metrics, size, asked = uuid.uuid4().hex, order.folder / METRICS, -1, 0.0
         begun, before = time.monotonic(), log.tell()
-        process = _started(order, mark, log)
+        process = _start_process(order, mark, log)
         _report(order, read_metrics(metrics))
         try:
             is_over = False
             while not is_over:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
                 is_over = process.poll() is not None
                 if metrics.is_file() and metrics.stat().st_size != size:
                     size = metrics.stat().st_size
@@ -101,7 +101,7 @@ def train(config: dict[str, Any]) -> None:
             watcher.end(_RUN_MARK, mark, [], patience_s=_PATIENCE_S)
     steps = read_metrics(metrics)
     ended = {"seconds": time.monotonic() - begun, "steps": max(steps, default=0)}
-    _report(order, steps, ended | _how_it_ended(process.returncode, path, before, was_asked=bool(asked)))
+    _report(order, steps, ended | _end_of_run(process.returncode, path, before, was_asked=bool(asked)))
 
 
 def held_up(order: Order, log: BinaryIO) -> str:
@@ -113,7 +113,7 @@ def held_up(order: Order, log: BinaryIO) -> str:
     return busy_device(order.sweep) if order.gpus else ""
 
 
-def _started(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+def _start_process(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[bytes]:
     environment, parent = clean(os.environ) if order.environment is None else order.environment, os.getpid()
     if order.gpus:
         environment = {**environment, "CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]}
@@ -146,7 +146,7 @@ def _report(
     tune.report({"report": json.dumps(report)})
 
 
-def _how_it_ended(status: int, log: Path, begin: int, was_asked: bool) -> dict[str, Any]:
+def _end_of_run(status: int, log: Path, begin: int, was_asked: bool) -> dict[str, Any]:
     """Returns the end of a run for the study. begin: offset of its output in the log."""
     if status == 0 or was_asked:
         return {"state": "stopped" if status else "done"}
@@ -173,7 +173,7 @@ def diagnose(status: int, output: str) -> tuple[bool, str]:
     status: exit status, negative for a signal. output: the end of the run's output.
     """
     lines = [line.strip()[:300] for line in printable(output).splitlines() if line.strip()]
-    telling = next((line for line in reversed(lines) if _MACHINE.search(line)), None)
+    telling = next((line for line in reversed(lines) if _MACHINE_FAULT.search(line)), None)
     if telling is not None:
         return True, telling
     errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]

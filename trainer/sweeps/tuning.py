@@ -40,7 +40,7 @@ from verl_lite.single_controller.guard import guarded, set_environment
 from verl_lite.single_controller.ray_cluster import current_umask, machines, ray_loss, ray_running
 
 Tell = Callable[[str], None]
-_FIRST_ANSWER_S = 20.0
+_CONNECT_TIMEOUT_S = 20.0
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -76,7 +76,7 @@ def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
             stack.enter_context(guarded())
             slots = options.slots or max(1, len(free) // options.per_trial)
         ray_init: Any = SimpleNamespace(
-            address=address, num_cpus=slots, wait_for_nodes_s=_FIRST_ANSWER_S, object_store_memory_mb=80
+            address=address, num_cpus=slots, wait_for_nodes_s=_CONNECT_TIMEOUT_S, object_store_memory_mb=80
         )
         stack.enter_context(ray_running(ray_init, f"sweep-{os.getpid()}", num_gpus=len(free), tell=tell))
         there = machines()
@@ -127,10 +127,10 @@ class Sweep(Searcher):
             own: Any = {name: x if name == "reduction_factor" else int(x) for name, x in search.asha.items()}
             own |= {"max_t": 10**9, "stop_last_trials": False, "mode": study.question.mode}
             self._asha = AsyncHyperBandScheduler(time_attr="step", metric="value", **own)
-        self._judged: set[int] = set()
+        self._known_to_asha: set[int] = set()
         for trial in study.trials:
             for step, mean in trial.means.items():
-                self._stops(trial, step, mean)
+                self._is_stopped(trial, step, mean)
         self._running: dict[str, tuple[Trial, Run]] = {}
         self._announced: set[str] = set()
         self.problem: UserError | None = None
@@ -179,7 +179,7 @@ class Sweep(Searcher):
             self._announced.add(trial_id)
             self._tell(f"{_name(trial, run)} starts: {', '.join(f'{k}={v}' for k, v in trial.parameters.items())}")
         run.waits = report["waits"]
-        self._look_at_means(trial)
+        self._judge_means(trial)
         if is_over:
             self._end(trial_id, **report["ended"], names=report["names"])
 
@@ -196,25 +196,25 @@ class Sweep(Searcher):
         else:
             self._tell(f"{_name(*self._running[trial_id])}: {error}; restarting from its last checkpoint")
 
-    def _look_at_means(self, trial: Trial) -> None:
+    def _judge_means(self, trial: Trial) -> None:
         """Judges the mean at each step that all started runs of the trial have reached."""
         begun = [run.values for run in trial.runs if run.values]
         for step in sorted(set.intersection(*map(set, begun)) - trial.means.keys() if begun else ()):
             if self._asha is None or trial.is_over:
                 return
             mean = sum(values[step] for values in begun) / len(begun)
-            self._study.judge(trial, step, mean, prune=self._stops(trial, step, mean))
+            self._study.judge(trial, step, mean, prune=self._is_stopped(trial, step, mean))
             if trial.is_pruned:
                 self._tell(f"trial {trial.number} is pruned at step {step}")
 
-    def _stops(self, trial: Trial, step: int, mean: float) -> bool:
+    def _is_stopped(self, trial: Trial, step: int, mean: float) -> bool:
         """Returns True if ASHA stops a trial with this mean at this step."""
         if self._asha is None:
             return False
         tuner: Any = None  # ASHA uses only the trial's name
         known: Any = SimpleNamespace(trial_id=str(trial.number))
-        if trial.number not in self._judged:
-            self._judged.add(trial.number)
+        if trial.number not in self._known_to_asha:
+            self._known_to_asha.add(trial.number)
             self._asha.on_trial_add(tuner, known)
         return bool(self._asha.on_trial_result(tuner, known, {"step": step, "value": mean}) == FIFOScheduler.STOP)
 

@@ -219,7 +219,7 @@ def test_devices_of_foreign_processes_are_passed_over(monkeypatch: pytest.Monkey
 def test_an_address_without_a_cluster_ends_the_sweep_before_it_begins(tmp_path: Path) -> None:
     with socket.create_server((FIRST, 0)) as server:
         port = server.getsockname()[1]
-    code = f"from trainer.sweeps import tuning\ntuning._FIRST_ANSWER_S = 0.3\n{FAKED}"
+    code = f"from trainer.sweeps import tuning\ntuning._CONNECT_TIMEOUT_S = 0.3\n{FAKED}"
     process = started(tmp_path / "s", "x=1,2", "--ray-address", f"{FIRST}:{port}", code=code)
     assert process.wait(300) == 2
     assert "nobody has answered" in (tmp_path / "s.out").read_text() and not (tmp_path / "s").exists()
