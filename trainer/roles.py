@@ -25,6 +25,7 @@ from verl_lite.rewards import RewardResult
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
+from workers.policy.causal_lm import CausalLMPolicy
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults
 
@@ -48,6 +49,8 @@ def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
 class ModelRole:
     """Base of all roles with a model: holds the worker group and plans batches for its ranks."""
 
+    extra_inputs: tuple[str, ...] = ()  # see workers.policy.loading.Policy
+
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
         self.group, self.config = group, config
 
@@ -61,13 +64,12 @@ class ModelRole:
     ) -> Any:
         """Runs a worker group method over all rows without gradients. The batch carries `meta_info` to the ranks."""
         plan = self.plan(batch, stage)
-        columns = [*TRAIN_COLUMNS, *self.replayed] if stage == "log_prob" else TRAIN_COLUMNS
+        columns = self.input_columns(batch)
         return dispatch_planned(call, apply_plan(batch, plan, columns, **meta_info), plan.restore, blocking)
 
-    @property
-    def replayed(self) -> list[str]:
-        """The column with the rollout's experts if rollout.router_replay is set, else no column."""
-        return ["routed_experts"] if self.config.rollout.router_replay else []
+    def input_columns(self, batch: DataProto) -> list[str]:
+        """Returns the columns of the batch that the network reads: the token columns and those of `extra_inputs`."""
+        return [*TRAIN_COLUMNS, *(name for name in self.extra_inputs if name in batch)]
 
     def plan(
         self,
@@ -127,6 +129,8 @@ def step_of(batch: DataProto) -> int:
 class ActorRole(ModelRole, SavedByWorkers):
     """The driver's interface to the policy workers."""
 
+    extra_inputs = CausalLMPolicy.extra_inputs
+
     def generate(self, prompts: DataProto) -> DataProto:
         """Samples one response per row, in row order; meta_info holds the metrics of all ranks."""
         answers = self.group.generate_sequences(prompts)
@@ -166,7 +170,7 @@ class ActorRole(ModelRole, SavedByWorkers):
             epochs=config.actor.ppo_epochs,
             shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
         )
-        columns = [*TRAIN_COLUMNS, "advantages", *self.replayed]
+        columns = [*self.input_columns(batch), "advantages"]
         # strictly on-policy, old_log_probs are not computed: the update compares the trainer with the rollout instead
         if not is_on_policy(config) or correction.bypass_mode:
             columns.append("old_log_probs")
@@ -254,7 +258,7 @@ class CriticRole(ModelRole, SavedByWorkers):
             epochs=critic.ppo_epochs or actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
         )
-        data = apply_plan(batch, plan, [*TRAIN_COLUMNS, "values", "returns"])
+        data = apply_plan(batch, plan, [*self.input_columns(batch), "values", "returns"])
         return dispatch_planned(self.group.update_critic, data, lambda results: joined_metrics(results, {}), blocking)
 
 

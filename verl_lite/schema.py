@@ -12,13 +12,15 @@ from verl_lite.registry import did_you_mean
 
 
 class Column(NamedTuple):
-    """One column. dtype: a torch dtype's name, or "object" for what is not a tensor."""
+    """One column. dtype: a torch dtype's name, or "object" for what is not a tensor. absent: marks tokens without a
+    value; None = they are 0, like padding."""
 
     name: str
     dims: tuple[str, ...]
     dtype: str
     meaning: str
     writer: str
+    absent: int | None = None
 
 
 _PROMPTS = "trainer/data/prompts.py"
@@ -53,7 +55,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("attention_mask", ("B", "P+R"), "int64", "1 on tokens that are not padding", _ROLLOUT),
     Column("position_ids", ("B", "P+R"), "int64", "position of each token in its sequence, from 0", _ROLLOUT),
     Column("rollout_log_probs", ("B", "R"), "float32", "log-probs of sampled tokens, by the rollout engine", _ROLLOUT),
-    Column("routed_experts", ("B", "P+R", "L", "K"), "int16", "experts of the rollout, by token and layer", _ROLLOUT),
+    Column("routed_experts", ("B", "P+R", "L", "K"), "int16", "experts that the rollout selected", _ROLLOUT, -1),
     Column("policy_version", ("B",), "int64", "weight update whose policy sampled the response", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "reason for the end of the response: stop, length or abort", _ROLLOUT),
     Column("token_level_scores", ("B", "R"), "float32", "score, on the last token of the response or turn", _REWARD),

@@ -68,7 +68,7 @@ class AgentRolloutWorker(ActorWorker):
             pad_token_id=self.tokenizer.pad_token_id,
             prompt_length=data.max_prompt_length,
             response_length=data.max_response_length,
-            routes_shape=getattr(self.rollout, "routes_shape", None),
+            extra_outputs=self.rollout.extra_outputs,
         )
         self.groups = GroupRun(runner, rows)
         for role in self.slot.roles.values():  # critic and reference too: they are built before this worker

@@ -20,7 +20,7 @@ from verl_lite.protocol import DataProto
 from workers.engine.fsdp import FSDPEngine
 from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
-from workers.policy.router import Routers, find_routers
+from workers.policy.router import ROUTED_EXPERTS, Routers, find_routers
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.single_turn import generate
 from workers.rollout.trajectories import trajectory_rows
@@ -79,8 +79,8 @@ def test_the_engine_keeps_the_experts_of_each_token(path: str) -> None:
             ],
         )
         for number, ids in enumerate(prompts):
-            found, whole = done[str(number)].routed_experts, (*ids, *done[str(number)].token_ids)
-            assert found is not None and found.dtype == torch.int16
+            found, whole = done[str(number)].extra[ROUTED_EXPERTS], (*ids, *done[str(number)].token_ids)
+            assert found.dtype == torch.int16
             expected = plain_experts(AutoModelForCausalLM.from_pretrained(path), whole[:-1])
             assert torch.equal(found.sort(-1).values.long(), expected)
             prompts[number] = (*whole, 7, 8)
@@ -93,7 +93,7 @@ def test_the_turns_of_an_episode_keep_their_experts(path: str, by: str) -> None:
     found = episodes(engine, max_live=5, latency=(0, 4), by=by)
     failed = replace(found.pop(), stop="failed")
     batch = trajectory_rows(
-        [*found, failed], pad_token_id=0, prompt_length=80, response_length=150, routes_shape=(2, 2)
+        [*found, failed], pad_token_id=0, prompt_length=80, response_length=150, extra_outputs={ROUTED_EXPERTS: (2, 2)}
     ).batch
     assert max(len(one.turns) for one in found) > 2
     for ids, mask, routed in zip(batch["input_ids"], batch["attention_mask"], batch["routed_experts"], strict=True):
@@ -194,5 +194,5 @@ def test_routers_learn_and_the_gradient_does_not_depend_on_the_cut(noisy_path: s
 def test_tokens_without_experts_are_an_error(path: str, sampled: DataProto) -> None:
     lacking = replace(sampled, batch=sampled.batch.clone())
     lacking.batch["routed_experts"][3] = -1
-    with pytest.raises(ValueError, match="rollout.router_replay: .* routed_experts"):
+    with pytest.raises(ValueError, match="column 'routed_experts' has no value for a token"):
         update_engine(path, Case()).policy.prepare_inputs(lacking, torch.device("cpu"))

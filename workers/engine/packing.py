@@ -15,7 +15,7 @@ other layers process it once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from inspect import signature
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
+
+from verl_lite.schema import column
 
 PACKED_ATTENTION = "verl_lite_packed"
 HALF = (torch.float16, torch.bfloat16)
@@ -106,8 +108,7 @@ class ModelInputs:
     response_shape: (b, R).
     num_active: number of entries that count: N, or 0 for a placeholder. A micro-batch with nothing to train still runs
         forward and backward on one predicted token with weight zero, because all ranks must take part in collectives.
-    routed_experts: (T, layers, k) experts of each token of the flattened input, -1 = not recorded; set by
-        `workers.policy.router.with_recorded_routes`.
+    extra: (T, ...) values of further columns for the tokens of the flattened input, by name; see `with_column`.
     """
 
     input_ids: torch.Tensor
@@ -121,11 +122,24 @@ class ModelInputs:
     token_index: torch.Tensor
     response_shape: tuple[int, int]
     num_active: int
-    routed_experts: torch.Tensor | None = None
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> ModelInputs:
         """Returns a copy on `device`."""
-        return _moved(self, device)
+        return replace(_moved(self, device), extra={name: value.to(device) for name, value in self.extra.items()})
+
+    def with_column(self, name: str, values: torch.Tensor) -> ModelInputs:
+        """Returns the inputs with the values (b, P+R, ...) of one more column in `extra`. A shared prompt gets the
+        values of its first row. Raises ValueError if the column marks a token of the inputs as absent."""
+        entry, values, places = column(name), values.flatten(0, 1), self.token_index.flatten()
+        rows = (places >= 0).nonzero().squeeze(1)
+        if entry.absent is not None and (values[rows] == entry.absent).any():
+            raise ValueError(f"column {name!r} has no value for a token of the network's input; see {entry.writer}")
+        first = torch.full((self.input_ids.numel(),), len(places)).scatter_reduce(0, places[rows], rows, "amin")
+        known = first < len(places)
+        arranged = values.new_full((len(first), *values.shape[1:]), entry.absent or 0)
+        arranged[known] = values[first[known]]
+        return replace(self, extra=self.extra | {name: arranged})
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """Puts values (N,) of the predicted tokens into a (b, R) matrix, zero elsewhere. Differentiable; the gradient

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
-from verl_lite.protocol import DataProto
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import add_adapter
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
 from workers.policy.model_errors import user_error_on_failure
-from workers.policy.router import Routers, load_balancing_loss, replay_counts, with_recorded_routes
+from workers.policy.router import ROUTED_EXPERTS, Routers, load_balancing_loss, replay_counts
 
 # Logits up to this size are saved for the backward pass instead of recomputed, which is faster.
 KEPT_LOGITS_BYTES = 32 << 20
@@ -64,6 +63,8 @@ class CausalLMPolicy(Policy):
     Raises UserError if the model's transform of its logits is no `LogitTransform`.
     """
 
+    extra_inputs = (ROUTED_EXPERTS,)
+
     def __init__(self, model: PreTrainedModel, chunk_tokens: int, routers: Routers | None = None) -> None:
         super().__init__()
         self.model = model
@@ -89,7 +90,7 @@ class CausalLMPolicy(Policy):
         if self.routers is None:
             hidden = self.hidden_states(inputs)
         else:
-            with self.routers.watched(inputs.routed_experts) as routes:
+            with self.routers.watched(inputs.extra.get(ROUTED_EXPERTS)) as routes:
                 hidden = self.hidden_states(inputs)
             if calculate_router_aux_loss:
                 outputs["router_aux_loss"] = load_balancing_loss(routes, inputs.token_index)
@@ -110,13 +111,6 @@ class CausalLMPolicy(Policy):
         )
         named = statistics._asdict().items()
         return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
-
-    def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
-        """As in `Policy`, plus the experts that the rollout recorded if the batch has the column routed_experts."""
-        inputs, is_counting = super().prepare_inputs(micro_batch, torch.device("cpu"))
-        if "routed_experts" in micro_batch.batch.keys():
-            inputs = with_recorded_routes(inputs, micro_batch.batch["routed_experts"])
-        return inputs.to(device), is_counting
 
 
 def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:

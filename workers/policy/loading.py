@@ -48,6 +48,7 @@ class Policy(EngineNetwork):
     The parameters of `model` have the prefix `model.`, followed by their Hugging Face names. `forward` takes
     `ModelInputs` and options, and returns outputs (b, R) by name.
 
+    extra_inputs: columns (b, P+R, ...) that `forward` reads besides the token columns if the batch has them.
     adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
     spec, arrangement: the network's specification, and the function that converts micro-batches to inputs
         (`workers.policy.token_mixing`); set by `token_network`.
@@ -57,6 +58,7 @@ class Policy(EngineNetwork):
     spec: NetworkSpec
     arrangement: Arrangement
     prefix = "model."
+    extra_inputs: tuple[str, ...] = ()
 
     def blocks(self) -> list[nn.Module]:
         """The decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
@@ -65,6 +67,8 @@ class Policy(EngineNetwork):
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
         """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
         inputs = self.arrangement(micro_batch.batch)
+        for name in filter(micro_batch.__contains__, self.extra_inputs):
+            inputs = inputs.with_column(name, micro_batch.batch[name])
         return inputs.to(device), inputs.num_active > 0
 
     def save_assets(self, path: str) -> None:

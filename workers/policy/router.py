@@ -10,7 +10,7 @@ Each token is then trained with the experts that sampled it, and gradients reach
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packing import ModelInputs
 from workers.policy.loading import empty_network
 
+ROUTED_EXPERTS = "routed_experts"  # the column of the experts that the rollout selected
 ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "HunYuanMoEV1Gate")  # suffixes of supported class names
 OTHERWISE = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter")  # select without a single torch.topk
 
@@ -43,18 +43,18 @@ class Routes:
 
 
 class Routers:
-    """The routers of a network in layer order, patched to record and replay. Raises UserError as `find_routers`."""
+    """The routers of a network in layer order, patched to record and replay. Raises UserError as `find_routers`.
+    extra_outputs: the column that a rollout engine fills with their routes (`RolloutEngine.extra_outputs`)."""
 
     def __init__(self, network: nn.Module) -> None:
         self._seen: list[Routes] | None = None
         self._given: torch.Tensor | None = None
-        self.count = 0
         self.layers = router_layers(network)
         for layer, router in enumerate(find_routers(network)):
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
             top_k: Any = router.top_k
             vars(router)["forward"] = partial(self._route, router.forward, layer, top_k, matrix.shape[0])
-            self.count, self.top_k = layer + 1, top_k
+            self.top_k, self.extra_outputs = top_k, {ROUTED_EXPERTS: (layer + 1, top_k)}
 
     @contextmanager
     def watched(self, given: torch.Tensor | None = None) -> Iterator[list[Routes]]:
@@ -62,7 +62,7 @@ class Routers:
         experts to replay where they are not -1. A backward pass after the context, which may recompute parts of the
         forward, also replays them, and is not recorded."""
         seen: list[Routes] = []
-        self._seen, self._given = seen, given
+        self._seen, self._given = seen, None if given is None else given.long()
         try:
             yield seen
         finally:
@@ -155,20 +155,6 @@ def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:
             find_routers(empty_network(model))
         except UserError as error:
             raise UserError(f"{option} with model.path={model.path!r}: {error}; remove the option") from error
-
-
-def with_recorded_routes(inputs: ModelInputs, routed_experts: torch.Tensor) -> ModelInputs:
-    """Adds the experts of each token, from routed_experts (b, P+R, layers, k), to the inputs. A shared prompt gets the
-    experts of its first row. Raises ValueError if a token of the inputs has no experts."""
-    places = inputs.token_index.flatten()
-    rows = (places >= 0).nonzero().squeeze(1)
-    if (routed_experts.flatten(0, 1)[rows] < 0).any():
-        raise ValueError("rollout.router_replay: the batch has tokens without experts; its column is routed_experts")
-    first = torch.full((inputs.input_ids.numel(),), len(places)).scatter_reduce(0, places[rows], rows, "amin")
-    known = first < len(places)
-    routes = torch.full((len(first), *routed_experts.shape[2:]), -1)
-    routes[known] = routed_experts.flatten(0, 1)[first[known]].long()
-    return replace(inputs, routed_experts=routes)
 
 
 def replay_counts(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.Tensor:

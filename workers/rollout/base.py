@@ -17,8 +17,8 @@ Guarantees of every engine (tests/workers/rollout/test_engines.py checks them fo
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from verl_lite.config import NetworkConfig, RolloutConfig
 from verl_lite.registry import Registry
 
 FinishReason = Literal["stop", "length"]
+ExtraOutputs = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Completion:
     token_ids, log_probs: tokens of the response including the stop token, and one log-prob per token.
     finish_reason: "stop" (a stop token) or "length" (max_tokens or the end of the context).
     policy_version: version of the weights at the time of submission, the oldest that sampled any of the tokens.
-    routed_experts: with rollout.router_replay (n, layers, k) int16: expert indices of all tokens of prompt and response
-        except the last one, which no forward has read.
+    extra: values (n, ...) of the engine's extra outputs for all tokens of prompt and response, possibly without the
+        last token, which no forward has read.
     """
 
     request_id: str
@@ -76,7 +77,7 @@ class Completion:
     log_probs: list[float]
     finish_reason: FinishReason
     policy_version: int
-    routed_experts: torch.Tensor | None = None
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class RolloutEngine(Protocol):
@@ -91,6 +92,10 @@ class RolloutEngine(Protocol):
 
     def step(self) -> list[Completion]:
         """Advances the running requests by about one token and returns those that finished since the last step."""
+
+    @property
+    def extra_outputs(self) -> ExtraOutputs:
+        """The columns (B, P+R, *size) that the engine fills besides the token columns: their sizes by name."""
 
     @property
     def unfinished(self) -> int:

@@ -223,7 +223,7 @@ class Turn:
     reward: reward of the step, including a format penalty.
     is_valid: False if the environment reported an invalid action.
     info: the `info` dict that the environment's step returned.
-    routed_experts: of the whole context, see `Completion`; in a trajectory those of the last turn alone are kept.
+    extra: see `Completion`. The values cover the whole context, so only the last turn of a trajectory keeps them.
     """
 
     messages: list[Message]
@@ -238,7 +238,7 @@ class Turn:
     reward: float = 0.0
     is_valid: bool = True
     info: dict[str, Any] = field(default_factory=dict)
-    routed_experts: torch.Tensor | None = None
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def turn_messages(

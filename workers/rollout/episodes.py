@@ -339,7 +339,7 @@ class EpisodeRunner:
         if state_hash is None:
             state_hash = hashlib.sha256(episode.observation.encode()).hexdigest()
         if trajectory.turns and not trajectory.by_step:
-            trajectory.turns[-1].routed_experts = None  # this turn's context has them
+            trajectory.turns[-1].extra = {}  # the new turn has the values of the whole context
         trajectory.turns.append(
             Turn(
                 messages=episode.messages,
@@ -351,7 +351,7 @@ class EpisodeRunner:
                 action=action,
                 observation=episode.observation,
                 state_hash=str(state_hash),
-                routed_experts=completion.routed_experts,
+                extra=completion.extra,
             )
         )
         episode.context.extend(response_ids)

@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 
 from verl_lite.config import RolloutConfig
 from workers.policy.causal_lm import output_logits
-from workers.policy.router import Routers
+from workers.policy.router import ROUTED_EXPERTS, Routers
 from workers.rollout.base import (
     Completion,
     FinishReason,
@@ -98,7 +98,7 @@ class HFEngine:
         self._model.requires_grad_(False).eval()
         self._names = parameter_names(self._model)
         self._routers = Routers(self._model) if config.router_replay else None
-        self.routes_shape = None if self._routers is None else (self._routers.count, self._routers.top_k)
+        self.extra_outputs = {} if self._routers is None else self._routers.extra_outputs
         self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
         self._version: int | None = None
         self._waiting: deque[_Sequence] = deque()
@@ -177,8 +177,8 @@ class HFEngine:
             if token in row.stops or len(row.token_ids) >= row.limit:
                 reason: FinishReason = "stop" if token in row.stops else "length"
                 ended[slot] = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.version)
-                if self._cache is not None and self._cache.routes is not None:
-                    ended[slot].routed_experts = self._cache.routes[slot, : row.length - 1].to("cpu", copy=True)
+                if self._cache is not None and (routes := self._cache.routes) is not None:
+                    ended[slot].extra[ROUTED_EXPERTS] = routes[slot, : row.length - 1].to("cpu", copy=True)
         self._remove(list(ended))
         return list(ended.values())
 

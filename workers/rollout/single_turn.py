@@ -5,7 +5,7 @@ Finished samples are handed out while others still decode, so that their rewards
 ids are never decoded and re-encoded on their way to training.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from verl_lite.protocol import DataProto
-from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
+from verl_lite.schema import column
+from workers.rollout.base import Completion, ExtraOutputs, Request, RolloutEngine, SamplingParams, derive_seed
 
 FinishedCallback = Callable[[list[tuple[int, Completion]]], None]
 
@@ -35,8 +36,8 @@ def generate(
         `seed` and `step`: the same row gives the same answer on any rank, in any company. Rows marked `is_padding` are
         not run; those marked `is_greedy` are decoded greedily instead of as `sampling` says.
     on_finished: gets (row, completion) of those that ended in one engine step.
-    Returns the token columns of `lay_out`, policy_version and finish_reason of each row, and routed_experts (B, P+R,
-    layers, k) int16, -1 on padding and on each row's last token, where the engine keeps them (`routes_shape`).
+    Returns the token columns of `lay_out`, policy_version and finish_reason of each row, and the engine's
+    extra outputs.
     """
     ids, mask = prompts.batch["prompts"], prompts.batch["prompt_mask"].bool()
     is_run = torch.ones(len(ids), dtype=torch.bool)
@@ -58,22 +59,22 @@ def generate(
         if finished:
             on_finished(finished)
     result = lay_out(ids, mask, completions, response_length=response_length, pad_token_id=pad_token_id)
-    if (shape := getattr(engine, "routes_shape", None)) is not None:
-        routes = [None if done is None else done.routed_experts for done in completions]
-        result.batch["routed_experts"] = expert_column(mask, routes, response_length, shape)
+    extra = [{} if done is None else done.extra for done in completions]
+    result.batch.update(extra_columns(engine.extra_outputs, mask, extra, response_length))
     return result
 
 
-def expert_column(
-    prompt_mask: torch.Tensor, routes: Sequence[torch.Tensor | None], response_length: int, shape: tuple[int, int]
-) -> torch.Tensor:
-    """(B, P+R, layers, k) int16, from each row's `Completion.routed_experts`; -1 on padding and a row's last token."""
-    rows, width = prompt_mask.shape
-    result = torch.full((rows, width + response_length, *shape), -1, dtype=torch.int16)
-    for row, known in enumerate(routes):
-        if known is not None:
-            start = width - int(prompt_mask[row].sum())
-            result[row, start : start + len(known)] = known
+def extra_columns(
+    outputs: ExtraOutputs, prompt_mask: torch.Tensor, rows: Sequence[Mapping[str, torch.Tensor]], response_length: int
+) -> dict[str, torch.Tensor]:
+    """Lays out the columns (B, P+R, ...) of an engine's extra outputs. rows: the `Completion.extra` of each row."""
+    starts, result = prompt_mask.shape[1] - prompt_mask.sum(1), {}
+    for entry in map(column, outputs):
+        shape = (len(rows), prompt_mask.shape[1] + response_length, *outputs[entry.name])
+        result[entry.name] = torch.full(shape, entry.absent or 0, dtype=getattr(torch, entry.dtype))
+        for row, start, extra in zip(result[entry.name], starts.tolist(), rows, strict=True):
+            if entry.name in extra:
+                row[start : start + len(extra[entry.name])] = extra[entry.name]
     return result
 
 

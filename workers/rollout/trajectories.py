@@ -5,7 +5,7 @@ joins with the environment's words (mask 0). Each turn's reward stands on the tu
 of the mask are the turns, and estimators that know of turns need nothing else. trainer/AGENTIC.md draws it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from verl_lite.protocol import DataProto, as_column
+from workers.rollout.base import ExtraOutputs
 from workers.rollout.conversation import Message, Turn
 from workers.rollout.episodes import Trajectory, messages_of
-from workers.rollout.single_turn import Response, expert_column, right_padded, token_columns
+from workers.rollout.single_turn import Response, extra_columns, right_padded, token_columns
 
 
 @dataclass
@@ -31,7 +32,7 @@ class _Row:
     step_scores: Any
     finish_reason: str
     policy_version: int
-    routed_experts: torch.Tensor | None
+    extra: Mapping[str, torch.Tensor]
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -44,13 +45,13 @@ def trajectory_rows(
     pad_token_id: int,
     prompt_length: int,
     response_length: int,
-    routes_shape: tuple[int, int] | None = None,
+    extra_outputs: ExtraOutputs,
 ) -> DataProto:
     """The rows of the trajectories that are kept, in their order; the columns that verl_lite/schema.py gives to this
     file.
 
     prompt_length, response_length: P and R, the widths of the columns; the runner's limits keep within them.
-    routes_shape: layers and experts of each, where the engine keeps them for routed_experts.
+    extra_outputs: of the engine that sampled the turns.
     A trajectory that failed, or that has no turn, is one row without a sampled token, marked reward_failed.
     policy_version is the oldest that any of the row's tokens came from, -1 without a token.
     """
@@ -62,9 +63,7 @@ def trajectory_rows(
             parts = [[turn] for turn in one.turns] if one.by_step else [one.turns]
             rows += [_row(one, part, step) for step, part in enumerate(parts)]
     tensors = _tensors(rows, pad_token_id, prompt_length, response_length)
-    if routes_shape is not None:
-        routes = [row.routed_experts for row in rows]
-        tensors["routed_experts"] = expert_column(tensors["prompt_mask"], routes, response_length, routes_shape)
+    tensors |= extra_columns(extra_outputs, tensors["prompt_mask"], [row.extra for row in rows], response_length)
     return DataProto.from_dict(tensors=tensors, non_tensors=_names(rows))
 
 
@@ -87,7 +86,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
         finish_reason=finish_reason,
         policy_version=min((turn.policy_version for turn in told), default=-1),
-        routed_experts=turns[-1].routed_experts if turns else None,
+        extra=turns[-1].extra if turns else {},
     )
     for number, turn in enumerate(turns):
         joined = turn.prompt_ids if number else ()

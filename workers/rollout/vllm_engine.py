@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.registry import importing
-from workers.policy.router import Routers
+from workers.policy.router import ROUTED_EXPERTS, Routers
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
     Completion,
@@ -76,7 +76,7 @@ class VLLMEngine:
             self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
         self._names = parameter_names(self._model)
         self._routers = Routers(self._model) if config.router_replay else None
-        self.routes_shape = None if self._routers is None else (self._routers.count, self._routers.top_k)
+        self.extra_outputs = {} if self._routers is None else self._routers.extra_outputs
         self._owns_process_group = not torch.distributed.is_initialized()
         _prepare_process(device)
         with importing():
@@ -146,20 +146,18 @@ class VLLMEngine:
             list(result.logprobs.logprobs),
             result.finish_reason,
             self._running.pop(output.request_id)[1],
-            self._routes_of(output),
+            {} if self._routers is None else {ROUTED_EXPERTS: self._routes_of(output, self._routers)},
         )
 
-    def _routes_of(self, output: Any) -> torch.Tensor | None:
-        """Returns the `routed_experts` of a completion. vLLM returns all layers, zeros for those without experts."""
-        if self._routers is None:
-            return None
+    def _routes_of(self, output: Any, routers: Routers) -> torch.Tensor:
+        """Returns the experts of each token. vLLM returns all layers, zeros for those without experts."""
         result = output.outputs[0]
         layers = self._model.config.get_text_config().num_hidden_layers
-        expected = len(output.prompt_token_ids) + len(result.token_ids) - 1, layers, self._routers.top_k
+        expected = len(output.prompt_token_ids) + len(result.token_ids) - 1, layers, routers.top_k
         routes, found = result.routed_experts, "none"
         if routes is not None and (found := routes.shape) == expected:
-            routes = torch.from_numpy(routes[:, self._routers.layers].astype("int16"))
-            if self._routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
+            routes = torch.from_numpy(routes[:, routers.layers].astype("int16"))
+            if routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
                 return routes
             found = "an expert twice for one token, so it did not record every layer"
         raise UserError(

@@ -79,7 +79,8 @@ class Agent(Parts):
             count = sum(len(one.turns) if one.by_step and one.stop != "failed" else 1 for one in episodes)
             reports.append(GroupReport(plan.slot, 1, False, count))
             kept += episodes
-        rows = trajectory_rows(kept, pad_token_id=0, prompt_length=P, response_length=R) if kept else None
+        widths = {"pad_token_id": 0, "prompt_length": P, "response_length": R}
+        rows = trajectory_rows(kept, **widths, extra_outputs={}) if kept else None
         counts = EpisodeCounts(len(kept), failed, 0, "Traceback: the cliff gave way" if failed else None)
         return [GroupResults(reports, rows, counts)]
 

@@ -170,8 +170,9 @@ def play(
 
 def rows(trajectories: Sequence[Trajectory], limits: TokenLimits = LIMITS) -> DataProto:
     return trajectory_rows(
-        trajectories, pad_token_id=0, prompt_length=limits.max_prompt_length, response_length=limits.max_response_length
-    )
+        trajectories, pad_token_id=0, prompt_length=limits.max_prompt_length,
+        response_length=limits.max_response_length, extra_outputs={},
+    )  # fmt: skip
 
 
 class NoEnv:

@@ -337,7 +337,7 @@ def episodes(engine: RolloutEngine, *, max_live: int, latency: tuple[int, int], 
 def test_what_is_trained_on_is_what_was_sampled_where_it_was_sampled(engine: Any, models: Any, by: str) -> None:
     """By one forward over the padded rows, as a trainer sees them."""
     found = episodes(engine, max_live=5, latency=(0, 4), by=by)
-    batch = trajectory_rows(found, pad_token_id=0, prompt_length=80, response_length=150).batch
+    batch = trajectory_rows(found, pad_token_id=0, prompt_length=80, response_length=150, extra_outputs={}).batch
     assert {turn.finish_reason for one in found for turn in one.turns} == {"stop", "length"}
     mask, given = batch["response_mask"].bool(), batch["rollout_log_probs"]
     assert mask.any(-1).all() and (~mask & (given != 0)).sum() == 0

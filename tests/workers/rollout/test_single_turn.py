@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from verl_lite.protocol import DataProto
-from workers.rollout.base import Completion, Request, SamplingParams, derive_seed
+from workers.rollout.base import Completion, ExtraOutputs, Request, SamplingParams, derive_seed
 from workers.rollout.single_turn import generate
 
 
@@ -16,6 +16,7 @@ class ScriptedEngine:
     """
 
     def __init__(self) -> None:
+        self.extra_outputs: ExtraOutputs = {}
         self.requests: list[Request] = []
         self.seeds: list[int] = []
 
