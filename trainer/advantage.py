@@ -14,7 +14,7 @@ estimators except gae are REINFORCE; outside of a run, a batch without group col
 the reward, ROLL subtracts it after the normalisation, verl before. recipes/COMPARISON.md lists ROLL's recipes.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -203,6 +203,33 @@ def compute_advantage(
         result.meta_info["metrics"] = {**data.meta_info.get("metrics", {}), "critic/advantage_clip_frac": clipped}
     result.batch.update({"raw_advantages": raw_advantages, "advantages": advantages, "returns": returns})
     return result
+
+
+def estimate_advantages(
+    batch: DataProto,
+    algorithm: AlgorithmConfig,
+    estimator: str,
+    kl_ctrl: FixedKLController | None = None,
+    correct: Callable[[DataProto], DataProto] | None = None,
+) -> tuple[DataProto, ScalarMetrics]:
+    """Calls `compute_token_reward`, `correct` and `compute_advantage` with the options of a run.
+
+    Args:
+        estimator: name of the estimator for token-level rewards.
+        correct: returns the batch with the correction of the rollout; None = no correction.
+    """
+    batch, metrics = compute_token_reward(batch, algorithm, kl_ctrl)
+    batch = compute_advantage(
+        batch if correct is None else correct(batch),
+        algorithm.gamma,
+        algorithm.lam,
+        estimator,
+        advantage_clip=algorithm.advantage_clip,
+        whiten_advantages=algorithm.whiten_advantages,
+        whiten_rewards=algorithm.whiten_rewards,
+        pipeline_config=algorithm,
+    )
+    return batch, metrics | batch.meta_info.pop("metrics", {})
 
 
 def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer import step_metrics
-from trainer.advantage import ScalarMetrics, compute_advantage, compute_token_reward, reward_postprocess
+from trainer.advantage import ScalarMetrics, estimate_advantages, reward_postprocess
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import ANSWERS, FilterBudgetExceeded, PromptLoader, collect_groups
@@ -223,22 +223,11 @@ class RayPPOTrainer:
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds token_level_rewards (normalised, clipped scores less the KL penalty), advantages and returns."""
-        algorithm = self.config.algorithm
         batch, score_metrics = self.normalize_rewards(batch)
-        batch, reward_metrics = compute_token_reward(batch, algorithm, self.kl_ctrl)
-        batch = self.correct_rollout(batch)
-        batch = compute_advantage(
-            batch,
-            algorithm.gamma,
-            algorithm.lam,
-            self.token_estimator,
-            advantage_clip=algorithm.advantage_clip,
-            whiten_advantages=algorithm.whiten_advantages,
-            whiten_rewards=algorithm.whiten_rewards,
-            pipeline_config=algorithm,
+        batch, metrics = estimate_advantages(
+            batch, self.config.algorithm, self.token_estimator, self.kl_ctrl, self.correct_rollout
         )
-        metrics = score_metrics | reward_metrics | batch.meta_info.pop("metrics", {})
-        self.metrics |= {name: Metric.last(value) for name, value in metrics.items()}
+        self.metrics |= {name: Metric.last(value) for name, value in (score_metrics | metrics).items()}
         return batch
 
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:

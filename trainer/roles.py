@@ -82,19 +82,32 @@ class ModelRole:
     ) -> BatchPlan:
         """Plans the batch for the ranks. stage: the pass, as named in `micro_batching`. mini_batch_size: prompts per
         optimizer step; -1 = all. shuffle_seed: seed of the row order; None = keep the order."""
-        cut = micro_batching(self.config, stage)
-        rows = None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, self.config.rollout.n)
-        return plan_batch(
-            batch.batch["attention_mask"].sum(1).numpy(),
+        return plan_pass(
+            batch,
+            self.config,
+            stage,
+            lengths=batch.batch["attention_mask"].sum(1).numpy(),
             world_size=self.group.world_size,
-            mini_batch_size=rows,
-            max_token_len=cut.max_token_len,
-            micro_batch_size=cut.micro_batch_size,
+            mini_batch_size=mini_batch_size,
             epochs=epochs,
             shuffle_seed=shuffle_seed,
             balance=self.config.trainer.balance_batch,
-            num_tokens=batch.batch["response_mask"].sum(1).numpy(),
         )
+
+
+def plan_pass(
+    batch: DataProto, config: PPOConfig, stage: str, *, lengths: np.ndarray, mini_batch_size: int = -1, **options: Any
+) -> BatchPlan:
+    """Plans a pass; see `ModelRole.plan`. lengths: (B,) tokens of each row. options: arguments of `plan_batch`."""
+    cut = micro_batching(config, stage)
+    return plan_batch(
+        lengths,
+        mini_batch_size=None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, config.rollout.n),
+        max_token_len=cut.max_token_len,
+        micro_batch_size=cut.micro_batch_size,
+        num_tokens=batch.batch["response_mask"].sum(1).numpy(),
+        **options,
+    )
 
 
 def apply_plan(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_info: Any) -> DataProto:

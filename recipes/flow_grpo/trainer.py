@@ -12,17 +12,16 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
+from trainer.advantage import estimate_advantages, reward_postprocess
 from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
 from trainer.evaluate.validation_metrics import name_metrics, process_validation_metrics
-from trainer.roles import loss_columns
+from trainer.roles import loss_columns, plan_pass
 from trainer.step_metrics import frac_reward_zero_std, summary
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.scoring import is_score
-from verl_lite.seqlen_balance import plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup
 
 SOURCE = "prompts"
@@ -121,18 +120,8 @@ class FlowGRPOTrainer(DiffusionTrainer):
         """Adds token_level_rewards, advantages and returns, as for responses of T tokens."""
         algorithm = self.config.algorithm
         batch, score_metrics = reward_postprocess(batch, algorithm, self.running_moments)
-        batch, reward_metrics = compute_token_reward(batch, algorithm)
-        batch = compute_advantage(
-            batch,
-            algorithm.gamma,
-            algorithm.lam,
-            algorithm.adv_estimator,
-            advantage_clip=algorithm.advantage_clip,
-            whiten_advantages=algorithm.whiten_advantages,
-            whiten_rewards=algorithm.whiten_rewards,
-            pipeline_config=algorithm,
-        )
-        self.metrics |= score_metrics | reward_metrics | batch.meta_info.pop("metrics", {})
+        batch, metrics = estimate_advantages(batch, algorithm, algorithm.adv_estimator)
+        self.metrics |= score_metrics | metrics
         return batch
 
     def validate(self) -> tuple[dict[str, float], DataProto]:
@@ -170,21 +159,22 @@ class FlowActor(DiffusionRole):
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Trains on the batch; `actor.ppo_mini_batch_size` and `actor.ppo_epochs` set the number of optimizer steps."""
         actor, mask = self.config.actor, batch.batch["response_mask"]
-        chosen = loss_columns(batch, cast("Any", self.config), step)  # reads only `actor` and `trainer.seed`
+        config = cast("Any", self.config)  # has the sections that `loss_columns` and `plan_pass` read
+        chosen = loss_columns(batch, config, step)
         columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *chosen]
-        is_whole = actor.ppo_mini_batch_size == -1
-        if actor.ppo_epochs > 1 or not (is_whole or actor.ppo_mini_batch_size >= self.config.data.train_batch_size):
+        is_whole = actor.ppo_mini_batch_size == -1 or actor.ppo_mini_batch_size >= self.config.data.train_batch_size
+        if actor.ppo_epochs > 1 or not is_whole:
             columns.append("old_log_probs")  # not needed for a single optimizer step, where every ratio is 1
         data = (batch | DataProto.from_dict(chosen)) if chosen else batch
-        plan = plan_batch(
-            np.full(len(batch), mask.shape[1]),
+        plan = plan_pass(
+            batch,
+            config,
+            "update_actor",
+            lengths=np.full(len(batch), mask.shape[1]),
             world_size=self.group.world_size,
-            mini_batch_size=None if is_whole else actor.ppo_mini_batch_size * self.config.rollout.n,
-            max_token_len=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-            micro_batch_size=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+            mini_batch_size=actor.ppo_mini_batch_size,
             epochs=actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if actor.shuffle else None,
-            num_tokens=mask.sum(1).numpy(),
         )
         data = plan.apply(data.select(batch_keys=columns, non_tensor_batch_keys=["prompt"], meta_info_keys=[]))
         return combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
