@@ -92,7 +92,7 @@ def test_what_only_agents_can_be_trained_with_is_said() -> None:
 
 
 def test_differences_are_numbered_and_tested() -> None:
-    numbers = [int(row[0]) for row in rows("Where we differ, on purpose")]
+    numbers = [int(row[0]) for row in rows("Intended differences")]
     assert numbers == list(range(1, len(numbers) + 1))
     for section in ("Advantage estimators", "Policy losses", "Aggregation"):
         assert {int(number) for row in rows(section) for number in row[-1].split()} <= set(numbers)
