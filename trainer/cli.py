@@ -135,11 +135,9 @@ def run_command(command: Callable[[], int]) -> int:
 
 @contextmanager
 def file_mask(mask: str, folder: Path) -> Iterator[None]:
-    """Creates `folder` and sets the umask of this process and of the processes it starts to `mask` (octal).
-
-    Parent folders, which may be shared with others, are created with the permissions that both `mask` and the user's
-    umask remove taken away.
-    """
+    """Context manager that creates `folder` and sets the umask of this process, and of processes that it starts, to
+    `mask` (octal). New parent folders, which others may use too, have all permissions that `mask` or the user's umask
+    grants."""
     own, wanted = os.umask(0o077), int(mask, 8)
     try:
         os.umask(own & wanted)

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def asked_study(options: Options) -> Study:
-    """Returns the study that the command line names: a new one, or the existing one with the search of this command."""
+    """Returns the study of the command line: a new study, or the existing study with the search of this command."""
     from trainer.sweeps.study import DESCRIPTION, Study
     from trainer.sweeps.study_spec import Search, read_files
 
