@@ -15,7 +15,7 @@ from pathlib import Path
 
 _ATTRIBUTE = "verl_lite_circumstances"
 _KERNEL = tuple(f"{Path(__file__).parents[1] / name}{os.sep}" for name in ("verl_lite", "workers"))
-_NOT_THE_USERS = (*_KERNEL, sysconfig.get_path("stdlib"), "<frozen")
+_NOT_USER_CODE = (*_KERNEL, sysconfig.get_path("stdlib"), "<frozen")
 
 
 class UserError(ValueError):
@@ -98,7 +98,7 @@ def user_traceback(error: BaseException) -> str:
     """Returns the traceback of an exception that user code raised, without the outer frames of this project and of the
     standard library. A traceback without a frame of user code is returned whole."""
     shown = traceback.TracebackException.from_exception(error)
-    first = next((i for i, frame in enumerate(shown.stack) if not frame.filename.startswith(_NOT_THE_USERS)), 0)
+    first = next((i for i, frame in enumerate(shown.stack) if not frame.filename.startswith(_NOT_USER_CODE)), 0)
     del shown.stack[:first]
     return "".join(shown.format())
 

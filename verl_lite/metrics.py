@@ -25,7 +25,7 @@ _JOIN: dict[Reduction, Any] = {
     "min": np.minimum,
     "last": lambda first, last: last,
 }
-_OF_LISTS: dict[str, Any] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
+_REDUCERS: dict[str, Any] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
             result |= values(join({name: entries}))
         elif len(entries):
             tag = name.partition("@")[2] or next((end for end in ("max", "min") if end in name), "mean")
-            if tag not in _OF_LISTS:
-                raise ValueError(f"metric {name!r}: expected one of the suffixes @{', @'.join(_OF_LISTS)}, or none")
-            result[name] = float(_OF_LISTS[tag](np.asarray(entries, dtype=np.float64)))
+            if tag not in _REDUCERS:
+                raise ValueError(f"metric {name!r}: expected one of the suffixes @{', @'.join(_REDUCERS)}, or none")
+            result[name] = float(_REDUCERS[tag](np.asarray(entries, dtype=np.float64)))
     return result

@@ -135,7 +135,7 @@ def plan_batch(
     rows, mini_batch = _fill_ranks(sizes, owner, steps, world_size, bounds)
     is_padding = rows < 0
     order = np.where(is_padding, int(sizes.argmin()), rows)
-    micro_batch, numbers = _cut(sizes[order], mini_batch, bounds)
+    micro_batch, numbers = _split_into_micro_batches(sizes[order], mini_batch, bounds)
     # the slots of a micro-batch are contiguous in the first epoch, so that a rank reads slices
     keys = zip(micro_batch[..., 0], mini_batch[..., 0], strict=True)
     places = (np.arange(world_size)[:, None], np.stack([np.lexsort(key) for key in keys]))
@@ -225,7 +225,7 @@ def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) ->
     """Returns the rank of each row, (B,). Within a mini-batch the ranks' row counts differ by at most one."""
     owner = np.zeros(len(lengths), dtype=np.int64)
     costs = lengths + lengths.astype(np.float64) ** 2 / ATTENTION_PARITY_LENGTH
-    for rows in _by_value(steps, int(steps.max()) + 1):
+    for rows in _positions_by_value(steps, int(steps.max()) + 1):
         if balance:
             for rank, members in enumerate(balanced_partition(costs[rows], world_size)):
                 owner[rows[members[members < len(rows)]]] = rank
@@ -243,7 +243,7 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
     only where it has fewer rows than forward passes, and its unused padding slots are excluded (-1) from that epoch.
     """
     epochs, num_steps = steps.shape[1], int(steps.max()) + 1
-    by_rank = _by_value(owner, world_size)
+    by_rank = _positions_by_value(owner, world_size)
     counts = np.stack([[np.bincount(steps[own, e], minlength=num_steps) for own in by_rank] for e in range(epochs)])
     if (steps == steps[:, :1]).all():
         wanted = np.broadcast_to(counts.max(axis=1, keepdims=True), counts.shape)
@@ -251,7 +251,7 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
         wanted = counts.copy()  # (epochs, W, steps)
         for epoch in range(epochs):
             for rank, own in enumerate(by_rank):
-                for step, rows in enumerate(_by_value(steps[own, epoch], num_steps)):
+                for step, rows in enumerate(_positions_by_value(steps[own, epoch], num_steps)):
                     wanted[epoch, rank, step] = len(_pack(lengths[own[rows]].tolist(), bounds))
         wanted = np.maximum(counts, wanted.max(axis=1, keepdims=True))
     per_rank = int(wanted.sum(axis=2).max())
@@ -272,14 +272,14 @@ def _schedule(steps: Ints, num_tokens: Ints, num_micro_batches: list[int]) -> li
     return [MiniBatch(*each) for each in zip(num_micro_batches, tokens.tolist(), sequences.tolist(), strict=True)]
 
 
-def _by_value(values: Ints, number: int) -> list[Ints]:
+def _positions_by_value(values: Ints, number: int) -> list[Ints]:
     """Returns the ascending positions of each value 0..number-1; other values (-1) are ignored."""
     ascending = np.argsort(values, kind="stable")
     bounds = np.searchsorted(values[ascending], np.arange(number + 1))
     return [ascending[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def _cut(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
+def _split_into_micro_batches(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
     """Returns the micro-batch of each slot (W, n / W, epochs), and the number of micro-batches by epoch and mini-batch.
 
     The number is the same on all ranks. lengths: (W, n / W); mini_batch: (W, n / W, epochs).
@@ -289,10 +289,10 @@ def _cut(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[l
     numbers: list[list[int]] = []
     for epoch in range(epochs):
         num_steps = int(mini_batch[..., epoch].max()) + 1
-        places = [_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
+        places = [_positions_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
         numbers.append([])
         for step in range(num_steps):
-            bins = _cut_mini_batch([lengths[rank, places[rank][step]].tolist() for rank in range(world_size)], bounds)
+            bins = _split_mini_batch([lengths[rank, places[rank][step]].tolist() for rank in range(world_size)], bounds)
             numbers[-1].append(len(bins[0]))
             for rank, own in enumerate(bins):
                 for position, members in enumerate(own[1:], start=1):
@@ -300,7 +300,7 @@ def _cut(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[l
     return micro_batch, numbers
 
 
-def _cut_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[list[int]]]:
+def _split_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[list[int]]]:
     """Returns, for each rank, the positions of its rows by micro-batch. Every rank gets the largest number required.
 
     The first micro-batch of each rank is its heaviest, so that ranks wait little for each other and a token bound that
@@ -312,7 +312,7 @@ def _cut_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[list
         return packed
     result = []
     for own, bins in zip(lengths, packed, strict=True):
-        spread = _spread(own, number, bounds) or _split(bins, number)
+        spread = _pack_evenly(own, number, bounds) or _split(bins, number)
         loads = [sum(own[i] for i in members) for members in spread]
         result.append([spread[i] for i in sorted(range(number), key=lambda i: -loads[i])])
     return result
@@ -337,7 +337,7 @@ def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
     return bins
 
 
-def _spread(lengths: list[int], number: int, bounds: _Bounds) -> list[list[int]] | None:
+def _pack_evenly(lengths: list[int], number: int, bounds: _Bounds) -> list[list[int]] | None:
     """Packs items into exactly `number` nonempty bins of similar load: each item, longest first, to the emptiest bin.
 
     Returns None if that violates a bound, so that a tighter packing is needed. Requires at least `number` items.

@@ -234,7 +234,7 @@ def loss_of_batch(
         output_tensor: the policy's outputs (b, R) by name, or logits (b, S, V).
     """
     is_planned = "num_tokens" in data.meta_info  # by the driver, which has applied the correction
-    data, correction, actor = _from_roll(data), config.algorithm.rollout_correction, config.actor
+    data, correction, actor = _convert_roll_batch(data), config.algorithm.rollout_correction, config.actor
     batch, outputs = data.batch, output_tensor
     correction_metrics: dict[str, Metric] = {}
     if isinstance(outputs, torch.Tensor):
@@ -285,7 +285,7 @@ def check_loss_is_additive(
     return bool(one.any())
 
 
-def _from_roll(data: DataProto) -> DataProto:
+def _convert_roll_batch(data: DataProto) -> DataProto:
     """Converts ROLL's names and shapes to ours; entries in our layout are unchanged."""
     columns = {ROLL_COLUMNS.get(name, name): data.batch[name] for name in map(str, data.batch.keys())}
     mask, meta_info = columns["response_mask"], dict(data.meta_info)

@@ -176,4 +176,4 @@ def test_borders_are_believed_where_output_and_gradient_say_so() -> None:
     ]
     for told, untold, keeps in cases:
         layer = iter((apart, told, untold))
-        assert token_mixing._try_borders(lambda hidden, borders: next(layer)(hidden), hidden, {})[0] == keeps  # noqa: B023
+        assert token_mixing._test_borders(lambda hidden, borders: next(layer)(hidden), hidden, {})[0] == keeps  # noqa: B023

@@ -156,7 +156,7 @@ def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
     """Constructs the worker of a role in its slot."""
     token = _constructing.set((slot, role))
     try:
-        with _located(slot, role, "its constructor"):
+        with _with_circumstances(slot, role, "its constructor"):
             slot.roles[role] = make()
     finally:
         _constructing.reset(token)
@@ -165,7 +165,7 @@ def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
 def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a worker's method. Batches are packed in arguments and results, with every backend."""
     function = getattr(slot.roles[role], method)
-    with _located(slot, role, method):
+    with _with_circumstances(slot, role, method):
         result = function(*map(unpacked, args), **{name: unpacked(arg) for name, arg in kwargs.items()})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
@@ -175,7 +175,7 @@ def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: di
 
 
 @contextmanager
-def _located(slot: Slot, role: str, method: str) -> Iterator[None]:
+def _with_circumstances(slot: Slot, role: str, method: str) -> Iterator[None]:
     """Adds role, rank and method to an exception, as a note and as `Circumstances`."""
     try:
         yield

@@ -28,8 +28,8 @@ from verl_lite.schema import column
 
 PACKED_ATTENTION = "verl_lite_packed"
 HALF = (torch.float16, torch.bfloat16)
-MOST_PADDING = 1.25  # maximum ratio of padded to real tokens in a group of sequences of a stateful layer
-LEAST_SHARED = 0.05  # minimum share of tokens saved for which sharing prompts pays for the extra gathers in attention
+MAX_PADDING = 1.25  # maximum ratio of padded to real tokens in a group of sequences of a stateful layer
+MIN_SHARED = 0.05  # minimum share of tokens saved for which sharing prompts pays for the extra gathers in attention
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PackedSequences:
         while start < len(lengths):
             end = start + 1
             while (
-                end < len(lengths) and (end + 1 - start) * lengths[end] <= MOST_PADDING * lengths[start : end + 1].sum()
+                end < len(lengths) and (end + 1 - start) * lengths[end] <= MAX_PADDING * lengths[start : end + 1].sum()
             ):
                 end += 1
             length, column = lengths[start:end].unsqueeze(1), torch.arange(int(lengths[end - 1]))
@@ -165,7 +165,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
     if len(active) == 0:
-        return _stand_in(columns, mask, sequences=_packed_sequences(torch.tensor([2])))
+        return _placeholder_inputs(columns, mask, sequences=_packed_sequences(torch.tensor([2])))
     prompt_width = columns["input_ids"].shape[1] - mask.shape[1]
     used = _used_tokens(columns["attention_mask"], mask)
     order = active[torch.argsort(used[active].sum(dim=1), stable=True)]  # sorted by length, which makes runs long
@@ -174,7 +174,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     own = used.clone()
     own[:, :prompt_width] &= (owner == torch.arange(len(owner))).unsqueeze(1)
     sequences = _packed_sequences(used.sum(dim=1))
-    if 1 - own.sum() / used.sum() < LEAST_SHARED:
+    if 1 - own.sum() / used.sum() < MIN_SHARED:
         own, owner = used, torch.arange(len(owner))
     position = (own.flatten().cumsum(0) - 1).view(own.shape)  # position of each token in the packed row
     position[:, :prompt_width] = position[owner, :prompt_width]
@@ -204,7 +204,7 @@ def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     """The padded form of a micro-batch, the reference in the tests of `pack`. Arguments as in `pack`."""
     mask = _response_mask(columns)
     if not mask.any():
-        return _stand_in(columns, mask, attention_mask=torch.ones(1, 2, dtype=torch.long))
+        return _placeholder_inputs(columns, mask, attention_mask=torch.ones(1, 2, dtype=torch.long))
     names = ("input_ids", "position_ids", "attention_mask")
     counts = _used_tokens(columns["attention_mask"], mask) & mask.any(dim=1, keepdim=True)
     index = torch.arange(counts.numel()).view(counts.shape)
@@ -217,7 +217,7 @@ def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
     if len(active) == 0:
-        return _stand_in(columns, mask)
+        return _placeholder_inputs(columns, mask)
     used = _used_tokens(columns["attention_mask"], mask)[active]
     column = used.cumsum(dim=1) - 1  # column of each token in its new row
     longest = int(column.max()) + 1
@@ -271,7 +271,7 @@ def _packed_sequences(lengths: torch.Tensor) -> PackedSequences:
     )
 
 
-def _stand_in(columns: Mapping[str, torch.Tensor], mask: torch.Tensor, **form: Any) -> ModelInputs:
+def _placeholder_inputs(columns: Mapping[str, torch.Tensor], mask: torch.Tensor, **form: Any) -> ModelInputs:
     """A placeholder with two tokens and one prediction of weight zero. Arguments as in `_inputs`."""
     empty = torch.zeros(0, dtype=torch.long)
     return ModelInputs(
@@ -394,7 +394,7 @@ def _sdpa_runs(
     for (count, length), *heads in zip(sequences.runs, *pieces, strict=True):
         queries, keys, values = (part.unflatten(0, (count, length)).transpose(1, 2) for part in heads)
         window = length if scores.window is None else scores.window
-        band = _band(length, window, query.device) if window < length else None
+        band = _window_mask(length, window, query.device) if window < length else None
         if scores.softcap is not None:
             output = _capped_attention(queries, keys, values, scores.scale, scores.softcap, window)
         elif scores.sinks is not None:
@@ -414,7 +414,7 @@ def _capped_attention(
     (count, K, length, D)."""
     keys, values = (part.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1) for part in (keys, values))
     weights = torch.tanh(queries @ keys.transpose(2, 3) * (scale / cap)) * cap
-    weights = weights.masked_fill(~_band(queries.shape[2], window, queries.device), -torch.inf)
+    weights = weights.masked_fill(~_window_mask(queries.shape[2], window, queries.device), -torch.inf)
     return torch.softmax(weights, dim=-1, dtype=torch.promote_types(weights.dtype, torch.float32)).to(values) @ values
 
 
@@ -431,13 +431,13 @@ def _sink_attention(
         F.pad(torch.cat([queries, products], dim=3), (0, 7)),
         torch.cat([sink_key, F.pad(keys, (0, 8))], dim=2),
         F.pad(values, (0, 8, 1, 0)),
-        attn_mask=F.pad(_band(length, window, queries.device), (1, 0), value=True),
+        attn_mask=F.pad(_window_mask(length, window, queries.device), (1, 0), value=True),
         scale=scale,
         enable_gqa=heads != keys.shape[1],
     )[..., : values.shape[3]]
 
 
-def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
     """A (length, length) bool mask in which each token sees itself and the window - 1 tokens before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 

@@ -117,7 +117,7 @@ class EnvPool:
         until = time.monotonic() + timeout_s
         while True:
             replies = self.start().poll(max(0.0, until - time.monotonic()))
-            current = [reply for reply in map(self._settle, replies) if reply is not None]
+            current = [reply for reply in map(self._finish_call, replies) if reply is not None]
             if current or time.monotonic() >= until or (self._spec.num_workers == 0 and not replies):
                 return current
 
@@ -180,7 +180,7 @@ class EnvPool:
                 self._running[tag] += 1
                 self.start().submit(number, call)
 
-    def _settle(self, reply: Reply) -> EnvReply | None:
+    def _finish_call(self, reply: Reply) -> EnvReply | None:
         """Returns the reply for the caller, or None if its episode was discarded."""
         episode = self._episodes[reply.session]
         episode.is_busy = False

@@ -55,7 +55,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         # for a transformers model peft would interpret layer names as names of experts, as in older model classes
         place = nn.ModuleDict({"network": network})
         targets = linear_layers(network) if targets == [ALL_LINEAR] else targets
-    if model.target_modules == [ALL_LINEAR] and (unreached := _unreached_layers(network)):
+    if model.target_modules == [ALL_LINEAR] and (unreached := _layers_without_effect(network)):
         targets = [name for name in linear_layers(network) if name not in unreached]
     config = LoraConfig(
         r=model.lora_rank,
@@ -84,7 +84,7 @@ def linear_layers(network: PreTrainedModel) -> list[str]:
     return [name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head]
 
 
-def _unreached_layers(network: PreTrainedModel) -> set[str]:
+def _layers_without_effect(network: PreTrainedModel) -> set[str]:
     """Names of linear layers whose adapter would have no effect: kernels of state-space layers use their weights
     without calling the module, and modules that select tokens receive no gradient."""
     unreached: set[str] = set()

@@ -111,7 +111,7 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
         policy = build_policy(spec)
         policy.spec, policy.arrangement = spec, arrangement_of(policy.model, model)
         if arguments.trains:
-            _freeze_beside_text(policy.model)
+            _freeze_non_text_layers(policy.model)
             refuse_to_train_choosers(policy.model)
         if arguments.trains and model.enable_gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -120,7 +120,7 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
     return build
 
 
-def _freeze_beside_text(network: PreTrainedModel) -> None:
+def _freeze_non_text_layers(network: PreTrainedModel) -> None:
     """Freezes the layers that do not process text, such as image encoders: they get no gradient."""
     of_text = set(network.get_decoder().parameters())
     for parameter in network.base_model.parameters():

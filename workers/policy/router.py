@@ -24,7 +24,7 @@ from workers.policy.loading import empty_network
 
 ROUTED_EXPERTS = "routed_experts"  # the column of the experts that the rollout selected
 ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "HunYuanMoEV1Gate")  # suffixes of supported class names
-OTHERWISE = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter")  # select without a single torch.topk
+UNSUPPORTED = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter")  # no single torch.topk
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ class _Watch(TorchFunctionMode):
     def routes(self) -> Routes:
         """The recorded scores and experts."""
         scores = self.logits if self.scores is None else self.scores
-        assert scores is not None and self.experts is not None, "the router called no topk: add its class to OTHERWISE"
+        assert scores is not None and self.experts is not None, (
+            "the router called no topk: add its class to UNSUPPORTED"
+        )
         experts = self.experts.view(-1, self.top_k)
         return Routes(scores.view(-1, self.num_experts), self.scores is None, experts, self.changed)
 
@@ -125,7 +127,7 @@ def find_routers(network: nn.Module) -> list[nn.Module]:
     """The routers of a network, one per mixture of experts. Raises UserError without experts or supported routers."""
     names = [(type(module).__name__, module) for module in network.modules()]
     mixtures = sum(name.endswith("Experts") for name, _ in names)
-    routers = [module for name, module in names if name.endswith(ROUTERS) and not name.endswith(OTHERWISE)]
+    routers = [module for name, module in names if name.endswith(ROUTERS) and not name.endswith(UNSUPPORTED)]
     family = type(network).__name__
     if not mixtures:
         raise UserError(f"{family} has no experts and therefore no routers")

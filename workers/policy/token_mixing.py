@@ -77,7 +77,7 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
         if _is_attention(module):
             known = causal[name] and gets_boundaries and passes_keywords and (_takes_window(module) or not has_window)
         else:
-            known = _looks_at_one_token(type(module))
+            known = _is_token_wise(type(module))
         if not known:
             unknown[name] = None
         else:
@@ -109,7 +109,7 @@ def _is_attention(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "is_causal")
 
 
-def _looks_at_one_token(kind: type[nn.Module]) -> bool:
+def _is_token_wise(kind: type[nn.Module]) -> bool:
     if ONE_TOKEN_PACKAGES.fullmatch(kind.__module__):
         return kind is not nn.MultiheadAttention
     # class names are reliable only in transformers: code that comes with a model may use the same names differently
@@ -158,7 +158,7 @@ def _pack_layer(owner: nn.Module, layer: nn.Module, printed: set[str]) -> None:
             return call(hidden, None)
         borders = {each: sequences.borders[each] for each in names}
         if layer.training not in respects:  # decided once, so that activation checkpointing repeats the same call
-            respects[layer.training], result = _try_borders(call, hidden, borders)
+            respects[layer.training], result = _test_borders(call, hidden, borders)
             note = f"{name} is called {'once for a packed row' if respects[layer.training] else 'by sequence'}"
             if note not in printed and (not dist.is_initialized() or dist.get_rank() == 0):
                 print(f"{note}: with the sequence boundaries, it {result}", flush=True)
@@ -178,7 +178,7 @@ def _border_names(layer: nn.Module) -> list[str]:
     return ["seq_idx", "cu_seq_lens_q" if "cu_seq_lens_q" in forward.__code__.co_consts else "cu_seqlens"]
 
 
-def _try_borders(call: Callable[..., Any], hidden: torch.Tensor, borders: dict[str, torch.Tensor]) -> tuple[bool, str]:
+def _test_borders(call: Callable[..., Any], hidden: torch.Tensor, borders: dict[str, torch.Tensor]) -> tuple[bool, str]:
     """Tests if a layer respects the sequence boundaries. Returns the answer and a description for the user.
 
     Compares the output and the gradient of each token with those of separate calls per sequence. Both must agree to

@@ -147,7 +147,7 @@ class RewardPool:
         if self._inline is not None:
             size = self._config.batch_size if self._inline.style == "batch" else 1
             for start in range(0, len(items), size):
-                self._put(items[start : start + size], self._inline.score_all(items[start : start + size]))
+                self._store_results(items[start : start + size], self._inline.score_all(items[start : start + size]))
             return
         self._queue.extend(items)
         if self._pool is not None:
@@ -219,7 +219,7 @@ class RewardPool:
         if self._thread is not None:
             self._thread.join()
 
-    def _put(self, items: Sequence[RewardItem], results: Sequence[RewardResult]) -> None:
+    def _store_results(self, items: Sequence[RewardItem], results: Sequence[RewardResult]) -> None:
         """Stores results and notifies the waiting threads."""
         with self._changed:
             self._results.update((item.key, result) for item, result in zip(items, results, strict=True))
@@ -237,8 +237,8 @@ class RewardPool:
         try:
             pool = self._pool = ProcessPool(self._spec)
             while not self._is_closing:
-                for reply in pool.poll(max(0.0, self._feed(pool) - time.monotonic())):
-                    self._take(reply)
+                for reply in pool.poll(max(0.0, self._send_queued(pool) - time.monotonic())):
+                    self._handle_reply(reply)
             reason = "The reward pool is closed."
         except RewardError as error:
             reason = printable(str(error))
@@ -249,7 +249,7 @@ class RewardPool:
                 self._failure = reason
                 self._changed.notify_all()
 
-    def _feed(self, pool: ProcessPool) -> float:
+    def _send_queued(self, pool: ProcessPool) -> float:
         """Sends samples to processes with free capacity.
 
         Returns the time (`time.monotonic`) at which the rate limit allows the next call; infinity if the limit does not
@@ -277,15 +277,15 @@ class RewardPool:
                 pool.submit(number, self._sent[number], process)
         return math.inf
 
-    def _take(self, reply: Reply) -> None:
+    def _handle_reply(self, reply: Reply) -> None:
         items = self._sent.pop(reply.session)
         self._seconds_per_call += (max(1e-6, reply.seconds) - self._seconds_per_call) / 8
         if reply.error is None:
-            self._put(items, reply.value)
+            self._store_results(items, reply.value)
         elif len(items) > 1:
             self._alone.extend(items)
         else:
-            self._put(items, [RewardResult.failure(reply.error, timed_out=reply.is_timeout)])
+            self._store_results(items, [RewardResult.failure(reply.error, timed_out=reply.is_timeout)])
 
 
 class RateLimit:
