@@ -50,20 +50,20 @@ class EnvManagerConfig(Options):
             yield unknown_value(f"{key}.tags", tag, list(known)) + "; they are the entries of agentic.custom_envs"
         shares, groups, each = self.num_groups_partition, self.num_env_groups, self.max_traj_per_env
         if len(set(self.tags)) < len(self.tags):
-            yield f"{key}.tags={self.tags}: one is named twice; give its share in {key}.num_groups_partition"
+            yield f"{key}.tags={self.tags}: a tag is listed twice; set its share in {key}.num_groups_partition instead"
         elif groups < len(self.tags) or (
             shares and (len(shares) != len(self.tags) or sum(shares) != groups or min(shares) < 1)
         ):
             yield (
-                f"{key}.num_groups_partition={shares}: at least one of {key}.num_env_groups={groups} for each of "
-                f"{key}.tags={self.tags}, in sum all, is expected; or leave it out for equal shares"
+                f"{key}.num_groups_partition={shares}: expected at least one group for each of {key}.tags={self.tags}, "
+                f"{key}.num_env_groups={groups} groups in total; or [] for equal shares"
             )
         if size < 1 or self.group_size < 1 or groups < 1:
             return
         if size % self.group_size:
-            yield f"{key}.group_size={self.group_size} does not divide {size_key}={size}: whole groups are expected"
+            yield f"{key}.group_size={self.group_size} does not divide {size_key}={size}: a batch has whole groups"
         if 0 <= each < (needed := math.ceil(size / (groups * self.group_size))):
-            yield f"{key}.max_traj_per_env={each}: {size_key}={size} needs {needed}, or -1, or more num_env_groups"
+            yield f"{key}.max_traj_per_env={each}: {size_key}={size} needs {needed}; set it, -1, or more num_env_groups"
 
 
 @dataclass
@@ -113,4 +113,4 @@ class AgenticConfig(Options):
             at = "agentic.val_env_manager"
             yield from val.check_groups(at, known, self.val_batch_size, "agentic.val_batch_size")
             if val.group_size_redundancy or val.group_filter_cls is not None:
-                yield f"{at}: leave group_size_redundancy and group_filter_cls out: a validation measures all episodes"
+                yield f"{at}: remove group_size_redundancy and group_filter_cls: a validation measures all episodes"

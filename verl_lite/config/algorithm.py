@@ -61,6 +61,6 @@ class AlgorithmConfig(Options):
         if chosen == "gdpo" and not keys:
             yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, such as [correct,format]"
         if weights and len(weights) != len(keys):
-            yield f"algorithm.gdpo_reward_weights={weights}: one weight for each of gdpo_reward_keys={keys} is expected"
+            yield f"algorithm.gdpo_reward_weights={weights}: expected one weight for each of gdpo_reward_keys={keys}"
         if self.use_pf_ppo and chosen != "gae" and ":" not in chosen:
             yield f"algorithm.use_pf_ppo=true with {chosen}: PF-PPO needs a critic: set algorithm.adv_estimator=gae"

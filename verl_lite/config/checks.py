@@ -1,8 +1,8 @@
 """Checks a configuration before a run starts, and reports all problems in one `ConfigError`.
 
 The checks cover ranges, the `check` methods of the sections, and everything that depends on the machine, the files or
-a registry. They refuse options that cannot work or would give other results than requested. An option without effect
-is no error.
+a registry. They reject options that cannot work or would give other results than requested. An option without effect
+is not an error.
 """
 
 import re
@@ -91,12 +91,12 @@ def machine_problems(config: RunOptions, count: int | None, available: int | Non
     """
     trainer, address = config.trainer, config.ray_kwargs.ray_init.address
     if trainer.nnodes > 1 and address is None:
-        yield f"trainer.nnodes={trainer.nnodes} needs a cluster of Ray: give ray_kwargs.ray_init.address=HOST:PORT"
+        yield f"trainer.nnodes={trainer.nnodes} needs a Ray cluster: set ray_kwargs.ray_init.address=HOST:PORT"
     if count is None or trainer.nnodes < 1 or count < 1:
         return
     here = count // trainer.nnodes
     if trainer.backend == "inline" and count > 1:
-        yield f"trainer.backend=inline is one process, and {count} devices are asked for: set trainer.backend=ray"
+        yield f"trainer.backend=inline runs in one process and cannot use {count} devices: set trainer.backend=ray"
     if available is not None and address is None and here > available:
         noun = "cores" if _on_cpu(trainer.device) else "GPUs"
         yield f"trainer.n_gpus_per_node={here} is more than this machine has: set at most its {available} {noun}"
@@ -113,7 +113,7 @@ def loss_problems(actor: ActorConfig) -> Problems:
     yield from _registered("actor.policy_loss.loss_mode", mode, POLICY_LOSS_REGISTRY, "function")
     for name in facts.get("needs", ()):
         if getattr(actor.policy_loss, name) is None:
-            yield f"actor.policy_loss.loss_mode={mode} needs actor.policy_loss.{name}, which is null: give a number"
+            yield f"actor.policy_loss.loss_mode={mode} needs actor.policy_loss.{name}, which is null: set a number"
     expected = facts.get("loss_agg_mode") or actor.loss_agg_mode
     if actor.loss_agg_mode != expected:
         yield f"actor.loss_agg_mode={actor.loss_agg_mode} with actor.policy_loss.loss_mode={mode}: set {expected}"
@@ -128,15 +128,15 @@ def estimator_problems(config: PPOConfig) -> Problems:
     if facts.get("rows") == "step" and not acts:
         yield f"{key} needs the steps of episodes: name environments in agentic.train_env_manager.tags"
     if acts and function is not None and (takes(function, "reward_baselines") or chosen == "gdpo"):
-        yield f"{key} needs greedy answers or a reward function's dict: use grpo or agentic_reinforce for episodes"
+        yield f"{key} needs greedy answers or a reward function's dict: for episodes set grpo or agentic_reinforce"
     if function is not None and takes(function, "sum_pi_squared") and algorithm.rollout_correction.bypass_mode:
-        yield f"{key} needs the pass that algorithm.rollout_correction.bypass_mode=true spares: set it to false"
+        yield f"{key} needs the pass that algorithm.rollout_correction.bypass_mode=true omits: set it to false"
     if config.trainer.critic_warmup > 0 and function is not None and not takes(function, "values"):
-        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: {chosen} has no critic, so nothing learns: set 0"
+        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: {chosen} has no critic to train: set 0"
     if facts.get("raw_scores"):
         for name in ("norm_mean_type", "norm_std_type", "reward_clip", "whiten_rewards"):
             if getattr(algorithm, name):
-                yield f"algorithm.{name}={getattr(algorithm, name)} with {key}, which reads raw scores: leave it out"
+                yield f"algorithm.{name}={getattr(algorithm, name)} with {key}, which reads raw scores: remove it"
     if not config.trainer.val_only:
         yield from _groups(config, chosen if facts.get("groups") else None)
 
@@ -145,15 +145,15 @@ def _groups(config: PPOConfig, estimator: str | None) -> Problems:
     """Checks that groups have at least two members if anything compares the members of a group."""
     algorithm, filters = config.algorithm, config.algorithm.filter_groups.enable
     shaped = [name for name in ("norm_mean_type", "norm_std_type") if getattr(algorithm, name) == "group"]
-    who = estimator or (f"algorithm.{shaped[0]}=group" if shaped else "algorithm.filter_groups" if filters else None)
-    if who is None:
+    user = estimator or (f"algorithm.{shaped[0]}=group" if shaped else "algorithm.filter_groups" if filters else None)
+    if user is None:
         return
     key, size = "rollout.n", config.rollout.n
     if config.is_agentic:
         key, size = "agentic.train_env_manager.group_size", config.agentic.train_env_manager.group_size
-    lonely = [name for name, entry in config.data.sources.items() if isinstance(entry, Mapping) and entry.get("n") == 1]
-    for name in [key] * (size == 1) + [f"data.sources.{name}.n" for name in lonely]:
-        yield f"{name}=1: {who} compares the members of a group: set at least 2, such as 8"
+    single = [name for name, entry in config.data.sources.items() if isinstance(entry, Mapping) and entry.get("n") == 1]
+    for name in [key] * (size == 1) + [f"data.sources.{name}.n" for name in single]:
+        yield f"{name}=1: {user} compares the members of a group: set at least 2, such as 8"
 
 
 def reward_problems(reward: Any, alone: bool = True) -> Problems:
@@ -174,7 +174,7 @@ def reward_problems(reward: Any, alone: bool = True) -> Problems:
         if part.path is None and part.reward in ("judge", "rule/judge"):
             yield from judge.option_problems(part.kwargs, f"{part.option}.kwargs")
     if parts and alone and all(part.weight == 0 for part in parts):
-        yield "reward.functions: every weight is 0, so nothing scores: give one of the parts a weight"
+        yield "reward.functions: every weight is 0, so every score would be 0: set a weight above 0"
 
 
 def _engine(config: PPOConfig, count: int | None, engines: Collection[str]) -> Problems:
@@ -183,11 +183,11 @@ def _engine(config: PPOConfig, count: int | None, engines: Collection[str]) -> P
     yield from _registered("rollout.name", rollout.name, engines, "Class")
     here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
     if parallel > 1 and (rollout.name == "hf" or here % parallel):
-        fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}, devices of a machine"
+        fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}"
         yield f"rollout.tensor_model_parallel_size={parallel}: set {fits}"
     for name, entries in rollout.engine_kwargs.items():
         if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
-            yield f"rollout.engine_kwargs.{name}={entries}: below an engine's name is expected: engine_kwargs.vllm.KEY"
+            yield f"rollout.engine_kwargs.{name}={entries}: expected an engine's name, as in engine_kwargs.vllm.KEY"
 
 
 def _agent(config: PPOConfig) -> Problems:
@@ -202,7 +202,7 @@ def _agent(config: PPOConfig) -> Problems:
             continue
         at, most = f"agentic.custom_envs.{tag}", template.max_tokens_per_step
         if most is not None and most > longest:
-            yield f"{at}.max_tokens_per_step={most} is more than data.max_response_length={longest}: set at most that"
+            yield f"{at}.max_tokens_per_step={most} exceeds data.max_response_length={longest}: set at most {longest}"
         if tag in manager.tags and expected and template.by_step is not (expected == "step"):
             shown = f"{at}.env_manager_cls={template.env_manager_cls}"
             yield f"{shown}: algorithm.adv_estimator={chosen} reads rows of one {expected} each: set {expected}"
@@ -212,8 +212,8 @@ def _agent(config: PPOConfig) -> Problems:
     ratio = options.async_generation_ratio
     if ratio > 0 and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device):
         yield (
-            f"agentic.async_generation_ratio={ratio}: the engine would sleep while episodes go on: set "
-            "rollout.free_cache_engine=false, and a rollout.gpu_memory_utilization with which both fit"
+            f"agentic.async_generation_ratio={ratio} needs the engine's memory in training: set "
+            "rollout.free_cache_engine=false, and a rollout.gpu_memory_utilization that leaves memory for training"
         )
 
 

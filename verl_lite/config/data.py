@@ -67,7 +67,7 @@ class DataConfig(Options):
                 for place in places:
                     yield from _data_file(name, place)
             if trains and not self.train_files:
-                yield "data.train_files is empty: give a parquet file of prompts, data.train_files=train.parquet"
+                yield "data.train_files is empty: set it to a file of prompts, such as data.train_files=train.parquet"
         for ours, theirs in self.columns.items():
             names = theirs if isinstance(theirs, list) else [theirs]
             if ours not in OUR_COLUMNS:
@@ -77,7 +77,7 @@ class DataConfig(Options):
             ):
                 yield f"data.columns.{ours}={theirs}: the name of a column of the data, or a list of names, is expected"
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
-            yield f"data.prompt_template={self.prompt_template!r}: {{prompt}} is expected in it, for the prompt"
+            yield f"data.prompt_template={self.prompt_template!r}: expected a text that contains {{prompt}}"
         try:
             groups = 1 if self.ground_truth_regex is None else re.compile(self.ground_truth_regex).groups
         except re.error:
@@ -88,7 +88,7 @@ class DataConfig(Options):
         problems = list(_source_problems(self.sources))
         yield from problems
         if self.sampler.class_path and not problems and any(entry.get("weight") for entry in self.sources.values()):
-            yield "data.sources.*.weight and data.sampler.class_path both decide which prompts are drawn: leave one out"
+            yield "data.sources.*.weight and data.sampler.class_path both select the prompts: remove one of them"
 
 
 def python_file(name: str, place: str | None) -> Problems:
@@ -114,15 +114,15 @@ def _source_problems(sources: Mapping[str, Any]) -> Problems:
     for name, entry in sources.items():
         if not isinstance(entry, Mapping) or not entry or not all(_is_source_option(*item) for item in entry.items()):
             yield (
-                f"data.sources.{name}={entry}: weight (a number of at least 0), n (a whole number of at least 1), or "
-                "both are expected, such as {weight: 0.5, n: 8}"
+                f"data.sources.{name}={entry}: expected weight (a number of at least 0), n (a whole number of at least "
+                "1), or both, such as {weight: 0.5, n: 8}"
             )
     weights = {name: entry.get("weight") for name, entry in sources.items() if isinstance(entry, Mapping)}
     if any(weight is not None for weight in weights.values()):
         for name in (name for name, weight in weights.items() if weight is None):
-            yield f"data.sources.{name} has no weight, and others have one: give every source a weight"
+            yield f"data.sources.{name} has no weight, but another source does: set a weight for each source"
         if not any(weights.values()):
-            yield "data.sources: every weight is 0, so no prompt would be drawn: give a source a weight above 0"
+            yield "data.sources: every weight is 0, so no prompt would be drawn: set a weight above 0"
 
 
 def _is_source_option(name: Any, value: Any) -> bool:

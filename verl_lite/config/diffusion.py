@@ -47,12 +47,12 @@ class DiffusionModelConfig(Options):
 
     def check(self) -> Problems:
         if not self.target_modules:
-            yield "model.target_modules is empty: name linear layers, such as [to_q,to_v]"
+            yield "model.target_modules is empty: set it to linear layers, such as [to_q,to_v]"
         for expert, file in self.fused_loras.items():
             if expert not in EXPERTS or not Path(str(file)).expanduser().exists():
                 yield f"model.fused_loras.{expert}={file}: expected {' or '.join(EXPERTS)}, and an existing file"
         if self.path is None:
-            yield "model.path is null: give the folder of an image-to-video pipeline, or recipe=reward_flow"
+            yield "model.path is null: set it to the folder of an image-to-video pipeline, or set recipe=reward_flow"
 
 
 @dataclass
@@ -113,7 +113,7 @@ class VideoDataConfig(Options):
 
     def check(self) -> Problems:
         if not self.train_files:
-            yield "data.train_files is empty: give a csv file with the columns video and prompt"
+            yield "data.train_files is empty: set it to a csv file with the columns video and prompt"
         if self.video_key == self.prompt_key:
             yield f"data.video_key and data.prompt_key are both {self.video_key}: expected two columns"
         if self.num_frames < 1 or self.num_frames % FRAMES_PER_LATENT != 1:

@@ -56,8 +56,8 @@ def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
     name, index = f"model.path={folder}", _read_json(folder / INDEX)
     if not (folder / INDEX).is_file() or not all((folder / part).is_dir() for part in ("transformer", "vae")):
         yield (
-            f"{name}: {folder.absolute()} is no image-to-video pipeline in diffusers format ({INDEX}, transformer/, "
-            "vae/): download one, such as a repository of Wan2.2 whose name ends with -Diffusers, with `hf download`"
+            f"{name}: {folder.absolute()} is not an image-to-video pipeline in diffusers format ({INDEX}, "
+            "transformer/, vae/): download one with `hf download`, such as a Wan2.2 repository ending in -Diffusers"
         )
         return
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")

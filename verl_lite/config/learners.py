@@ -24,7 +24,7 @@ _KL = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 """KL estimators by name. NAME+ has the value of NAME and the gradient of k2."""
 _MOMENTS = Range(
-    "two numbers from 0 up to but not 1 are expected, such as [0.9,0.999]",
+    "two numbers of at least 0 and less than 1 are expected, such as [0.9,0.999]",
     lambda values: len(values) == 2 and all(0 <= value < 1 for value in values),
 )
 _ABOVE_ONE = Range("a bound above 1 of the ratio for negative advantages is expected", lambda c: c > 1)
@@ -54,7 +54,7 @@ class ModelConfig(NetworkConfig):
     def check(self) -> Problems:
         targets = self.target_modules
         if self.lora_rank > 0 and (not targets or ("all-linear" in targets and len(targets) > 1)):
-            yield f"model.target_modules={self.target_modules}: all-linear alone, or names of layers, are expected"
+            yield f"model.target_modules={self.target_modules}: expected all-linear alone, or names of layers"
 
 
 @dataclass
@@ -125,7 +125,7 @@ class PolicyLossConfig(Options):
         for low, high in (("clip_cov_lb", "clip_cov_ub"), ("tis_lower_bound", "tis_upper_bound")):
             if not getattr(self, low) < getattr(self, high):
                 shown = f"actor.policy_loss.{low}={getattr(self, low)}"
-                yield f"{shown} is not below {high}={getattr(self, high)}: a smaller number is expected"
+                yield f"{shown} is not less than {high}={getattr(self, high)}: set a smaller number"
 
 
 @dataclass

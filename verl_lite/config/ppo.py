@@ -51,18 +51,18 @@ class PPOConfig(RunOptions):
         """Yields the problems that involve several sections."""
         trainer, buffer, filters = self.trainer, self.reward.overlong_buffer, self.algorithm.filter_groups
         if self.model.path is None:
-            yield "model.path is null: give a Hugging Face folder or a cached hub name, or recipe=quickstart for both"
+            yield "model.path is null: set it to a Hugging Face folder or a cached hub name, or set recipe=quickstart"
         if not self.reward_model.enable and self.reward.function_weight == 0:
-            yield "reward.function_weight=0 without a reward model leaves nothing that scores: set 1, or enable one"
+            yield "reward.function_weight=0 without reward_model.enable=true makes every score 0: set one of them"
         if not self.reward_model.enable and filters.enable and filters.metric in ("model", "function"):
-            yield f"algorithm.filter_groups.metric={filters.metric} needs reward_model.enable=true: name another entry"
+            yield f"algorithm.filter_groups.metric={filters.metric} needs reward_model.enable=true: set another metric"
         if buffer.enable and not 1 <= buffer.len <= (longest := self.data.max_response_length):
-            yield f"reward.overlong_buffer.len={buffer.len}: 1 to {longest} (data.max_response_length) are expected"
+            yield f"reward.overlong_buffer.len={buffer.len}: expected 1 to {longest} (data.max_response_length)"
         correction = self.algorithm.rollout_correction
         for name in ("rollout_is", "rollout_rs", "bypass_mode"):
             if (value := getattr(correction, name)) and not self.rollout.calculate_log_probs:
-                asked = f"algorithm.rollout_correction.{name}={value}"
-                yield f"rollout.calculate_log_probs=false with {asked}, which reads them: set true"
+                shown = f"algorithm.rollout_correction.{name}={value}"
+                yield f"rollout.calculate_log_probs=false with {shown}, which needs these log-probs: set true"
         files = "agentic.val_env_manager.tags" if self.is_agentic else "data.val_files"
         for name in ("val_only", "test_freq"):
             if (value := getattr(trainer, name)) > 0 and not self.validates:
@@ -111,15 +111,17 @@ class PPOConfig(RunOptions):
         """Checks for agentic runs that involve several sections."""
         trainer, frequency = self.trainer, self.agentic.model_update_frequency
         if trainer.total_training_steps is None and not trainer.val_only:
-            yield "trainer.total_training_steps=null: environments have no end: give a number of steps, such as 200"
-        for name in ("n", "tensor_model_parallel_size"):
+            yield "trainer.total_training_steps=null: environments have no epochs: set a number of steps, such as 200"
+        for name, reason in (
+            ("n", "agentic.train_env_manager.group_size is the number of episodes per task"),
+            ("tensor_model_parallel_size", "each device has its own engine"),
+        ):
             if (value := getattr(self.rollout, name)) != 1:
-                why = "each device has its engine, and agentic.train_env_manager.group_size episodes are compared"
-                yield f"rollout.{name}={value}: 1 is expected where agents act: {why}"
+                yield f"rollout.{name}={value}: expected 1 in agentic runs, in which {reason}"
         for name in ("test_freq", "save_freq"):
             every = getattr(trainer, name)
             if frequency > 1 and every > 0 and every % frequency:
                 yield (
                     f"trainer.{name}={every} would update the engine's weights between two updates of "
-                    f"agentic.model_update_frequency={frequency}: a multiple of {frequency} is expected, or -1"
+                    f"agentic.model_update_frequency={frequency}: set a multiple of {frequency}, or -1"
                 )

@@ -48,7 +48,7 @@ def help_text(loaded: LoadedConfig[Any]) -> str:
         return help_config(root, loaded.help_prefix)
     keys, module = schema_of(root).keys, getattr(sys.modules["__main__"].__spec__, "name", "trainer.main_ppo")
     lines = [f"usage: python -m {module} key=value ...   (switches: {SWITCHES})", ""]
-    lines += ["Each key is explained by --help-config PREFIX, such as --help-config actor.optim. There are", ""]
+    lines += ["--help-config PREFIX explains keys, such as --help-config actor.optim. The sections are:", ""]
     for start in dict.fromkeys(key.path[0] for key in keys.values()):
         lines.append(f"  {start:<14} {root.__dataclass_fields__[start].metadata['doc']}")
     used = [keys[name] for name in _MOST_USED.split() if name in keys]
@@ -58,12 +58,12 @@ def help_text(loaded: LoadedConfig[Any]) -> str:
 
 def help_config(root: type = PPOConfig, prefix: str = "") -> str:
     """Returns type, default and help of all keys that begin with `prefix`. Raises UserError if there are none."""
-    lines = ["Options are key=value; verl's prefix actor_rollout_ref. may be given or left out."]
+    lines = ["Options are key=value; verl's prefix actor_rollout_ref. is optional."]
     schema = schema_of(root)
     keys = [key for key in schema.keys.values() if f"{key.name}.".startswith(prefix)]
     if not keys:
         near = schema.nearest(prefix) or sorted({key.path[0] for key in schema.keys.values()})
-        raise UserError(f"--help-config {prefix}: no key begins so; there are {', '.join(near)}")
+        raise UserError(f"--help-config {prefix}: no key begins with this prefix; there are {', '.join(near)}")
     for key in keys:
         kind = " | ".join(key.expects) if isinstance(key.expects, tuple) else key.kind
         kind = (f"list of {key.item}" if kind == "list" else kind) + (" or null" if key.optional else "")

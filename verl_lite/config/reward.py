@@ -31,7 +31,7 @@ class RemoteRewardConfig(Options):
 
     def check(self) -> Problems:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
-            yield f"reward.remote.url={self.url}: a URL that starts with http:// or https:// is expected"
+            yield f"reward.remote.url={self.url}: expected a URL that starts with http:// or https://"
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             yield f"reward.remote.api_key_env={self.api_key_env}: this environment variable is not set"
 
@@ -72,7 +72,7 @@ class RewardConfig(Options):
         ways = {"reward.custom_reward_function.path": own, "reward.remote.url": url, "reward.functions": self.functions}
         given = [f"{name}={value}" for name, value in ways.items() if value]
         if len(given) > 1:
-            yield f"{' and '.join(given)}: only one of them can be the reward; leave the others out"
+            yield f"{' and '.join(given)}: only one of them can be the reward; remove the others"
         if url is not None and self.num_workers == 0:
             yield f"reward.remote.url={url} needs a reward process: set reward.num_workers=1 or more"
 

@@ -28,11 +28,11 @@ class ValKwargs(Options):
     greedy_too: bool = opt(False, "add a greedy sample, logged as val-aux/{source}/greedy/*")
 
     def check(self) -> Problems:
-        asked = f"rollout.val_kwargs.n={self.n}, greedy_too={self.greedy_too}, temperature={self.temperature}"
+        shown = f"rollout.val_kwargs.n={self.n}, greedy_too={self.greedy_too}, temperature={self.temperature}"
         if self.do_sample and not self.temperature > 0:
-            yield f"{asked} with do_sample=true: a temperature above 0 is expected, such as 1.0; or do_sample=false"
+            yield f"{shown} with do_sample=true: set a temperature above 0, such as 1.0, or do_sample=false"
         if not self.do_sample and (self.n > 1 or self.greedy_too):
-            yield f"{asked} with do_sample=false would repeat the greedy answer: set {SAMPLED.format(self.n)}"
+            yield f"{shown} with do_sample=false would repeat the greedy answer: set {SAMPLED.format(self.n)}"
 
 
 @dataclass

@@ -47,7 +47,7 @@ class RolloutCorrectionConfig(Options):
         if self.bypass_mode and self.rollout_is is not None and self.rollout_is_batch_normalize:
             yield (
                 f"{_KEY}.rollout_is_batch_normalize=true with bypass_mode=true: weights change with each optimizer "
-                "step, so there is no mean of the batch: leave one out"
+                "step, so their mean over the batch does not exist: remove one of them"
             )
 
 
@@ -106,7 +106,7 @@ def correction_of(options: Any) -> Correction:
         low, upper = _bounds(text)
         if not upper > 0 or not (low is None or 0 <= low <= 1 <= upper):
             raise ValueError(
-                f"{_KEY}.rollout_is_threshold={text}: the largest weight, such as 2.0, is expected, or low_high with "
+                f"{_KEY}.rollout_is_threshold={text}: expected the largest weight, such as 2.0, or low_high with "
                 "low <= 1 <= high, such as 0.5_5.0"
             )
         weighting = Weighting(WEIGHT_LEVELS[options.rollout_is], upper, low, options.rollout_is_batch_normalize)
@@ -124,22 +124,22 @@ def _rejections(options: Any) -> Iterator[Rejection]:
     texts = [text.strip() for text in str(options.rollout_rs_threshold).split(",") if text.strip()]
     if not names or len(set(names)) < len(names) or len(texts) not in (1, len(names)):
         raise ValueError(
-            f"{_KEY}.rollout_rs={options.rollout_rs} with rollout_rs_threshold={options.rollout_rs_threshold}: options "
-            "such as token_k1, each once, and one threshold for all or one for each are expected"
+            f"{_KEY}.rollout_rs={options.rollout_rs} with rollout_rs_threshold={options.rollout_rs_threshold}: "
+            "expected different options, such as token_k1, and one threshold for all or one per option"
         )
     for name, text in zip(names, texts * (len(names) // len(texts)), strict=True):
         level, _, measure = name.rpartition("_")
         low, upper = _bounds(text)
         if measure in DIVERGENCES:
-            is_right, expected = low is None and upper > 0, "one number above 0 is expected, such as 0.01"
+            is_right, expected = low is None and upper > 0, "expected one number above 0, such as 0.01"
             low = -math.inf
         elif measure == "diff":
             low = -upper if low is None else low
-            expected = "low_high with low <= 0 <= high is expected, such as -0.2_0.2 or 0.2"
+            expected = "expected low_high with low <= 0 <= high, such as -0.2_0.2, or 0.2"
             is_right = -1 <= low <= 0 <= upper
         else:
             low = 1 / (upper or math.nan) if low is None else low
-            expected = "low_high with low <= 1 <= high is expected, such as 0.5_2.0 or 2.0"
+            expected = "expected low_high with low <= 1 <= high, such as 0.5_2.0, or 2.0"
             if is_right := 0 <= low <= 1 <= upper:
                 low, upper = math.log(low) if low > 0 else -math.inf, math.log(upper)
         if not is_right:

@@ -49,7 +49,7 @@ class RunConfig(Options):
         source, mode = self.resume_from_path, self.resume_mode
         shown = f"trainer.resume_from_path={source} with trainer.resume_mode={mode}"
         if (mode == "resume_path") != (source is not None):
-            yield f"{shown}: resume_mode=resume_path needs resume_from_path, a global_step_N folder, and the other way"
+            yield f"{shown}: resume_mode=resume_path and resume_from_path, a global_step_N folder, need each other"
         elif source is not None and not Path(source).is_dir():
             yield f"{shown}: there is no folder {Path(source).absolute()}"
 
@@ -70,7 +70,7 @@ class TrainerConfig(RunConfig):
         yield from super().check()
         steps, warmup = self.total_training_steps, self.critic_warmup
         if steps is not None and steps <= warmup:
-            yield f"trainer.critic_warmup={warmup}: fewer than trainer.total_training_steps={steps} are expected"
+            yield f"trainer.critic_warmup={warmup}: expected fewer than trainer.total_training_steps={steps}"
 
 
 @dataclass

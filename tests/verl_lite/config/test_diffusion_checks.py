@@ -64,8 +64,8 @@ def test_the_defaults_are_fine(folder: str) -> None:
         ("model.fused_loras.high=x", "model.fused_loras.high=x: expected transformer or transformer_2"),
         ("model.fused_loras.transformer=/no/x", "model.fused_loras.transformer=/no/x: "),
         ("reward.name=cosine_identiti", "did you mean cosine_identity"),
-        ("trainer.resume_mode=resume_path", "resume_mode=resume_path needs resume_from_path"),
-        ("trainer.nnodes=2", "trainer.nnodes=2 needs a cluster"),
+        ("trainer.resume_mode=resume_path", "resume_mode=resume_path and resume_from_path"),
+        ("trainer.nnodes=2", "trainer.nnodes=2 needs a Ray cluster"),
     ],
 )
 def test_what_cannot_work_is_told(folder: str, option: str, told: str) -> None:
@@ -95,7 +95,7 @@ def test_a_folder_that_is_no_pipeline_is_told(tmp_path: Path) -> None:
     (tmp_path / "half" / "model_index.json").write_text("{}")
     for name in ("none", "half"):
         [found] = problems(str(tmp_path / name))
-        assert "is no image-to-video pipeline" in found and "hf download" in found and "-Diffusers" in found
+        assert "is not an image-to-video pipeline" in found and "hf download" in found and "-Diffusers" in found
 
 
 def test_a_pipeline_without_flow_matching_is_refused(tmp_path: Path) -> None:
