@@ -183,7 +183,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**AGENT, "agentic.val_env_manager.group_size_redundancy": 1}, "a validation measures all"),
     ({**AGENT, "agentic.custom_envs": {"world": {"env_tpe": "x"}, "maze": {"env_type": ENV}}}, "did you mean env_type"),
     ({**AGENT, "agentic.custom_envs": {**STEPS, "maze": {"env_type": ENV, "max_tokens_per_step": 999}}},
-     "max_tokens_per_step=999 exceeds dataa.max_response_length=512"),
+     "max_tokens_per_step=999 exceeds data.max_response_length=512"),
     ({**AGENT, **GAE, "agentic.custom_envs": STEPS}, "world.env_manager_cls=step: .*gae reads rows .*trajectory"),
     ({**AGENT, "algorithm.adv_estimator": "remax"}, "remax needs greedy answers"),
     ({**AGENT, "agentic.async_generation_ratio": 1, "trainer.device": "cuda"}, "needs the engine's memory in"),
