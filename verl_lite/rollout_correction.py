@@ -47,8 +47,7 @@ def correct_rollout(
           valid tokens, or over rows with a valid token. Standard deviations and metrics derived from them are
           `Metric.last`, which is correct only for a whole batch.
 
-    Raises:
-        ValueError: shapes differ, or an option is malformed.
+    Raises ValueError if shapes differ or an option is malformed.
     """
     columns = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
     check_shapes("correct_rollout", **columns)

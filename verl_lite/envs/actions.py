@@ -35,14 +35,9 @@ class ParsedAction:
 class ActionParser:
     """Finds the action in a text.
 
-    Args:
-        pattern: regular expression in which `.` matches line ends. Its last group is the action; the first of two
-            groups contains the agent's thoughts.
-        lookup: names of the actions, compared without regard to case; None = any text is an action.
-        special_tokens: tokens that are removed from the text first.
-
-    Raises:
-        UserError: the pattern does not have one or two groups.
+    pattern: regular expression in which `.` matches line ends. Its last group is the action; the first of two groups
+    contains the agent's thoughts. UserError if it does not have one or two groups. lookup: names of the actions,
+    compared without regard to case; None = any text is an action. special_tokens: removed from the text first.
     """
 
     def __init__(

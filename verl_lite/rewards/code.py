@@ -32,8 +32,8 @@ _CLOCK_FACTOR = 3.0
 _SPARE_S = 1.0
 _TOLERANCE = 1e-6
 _REPLY_BYTES, _REPLY_FACTOR = 1 << 16, 16
-"""Limits of a reply to a call: a fixed number of bytes, plus a multiple of the size of the arguments and the expected
-value. A longer reply is wrong, because reading it would take memory and time outside the sandbox."""
+"""Limits of the replies to calls: a number of bytes per call, plus a multiple of the size of the arguments and expected
+values. Longer replies are wrong, because reading them would take memory and time outside the sandbox."""
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -62,13 +62,9 @@ def compute_score(
         max_tests: number of tests that are run, from the first one; None = all.
         allow_unsafe: True to run programs on a machine where the sandbox cannot confine them.
 
-    Returns:
-        score; acc (1.0 if all tests passed); passed (share of passed tests); compiled; timeouts (number of tests);
-        error (the first error).
-
-    Raises:
-        ValueError: the ground truth has no tests.
-        UserError: the machine cannot confine programs and `allow_unsafe` is false.
+    Returns score; acc (1.0 if all tests passed); passed (share of passed tests); compiled; timeouts (number of tests);
+    error (the first error). Raises ValueError if the ground truth has no tests, and UserError if the machine cannot
+    confine programs and `allow_unsafe` is false.
     """
     tests = read_tests(ground_truth, max_tests)
     code = extract_code(solution_str)

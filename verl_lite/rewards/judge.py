@@ -80,9 +80,7 @@ async def compute_score(
     """Scores a response by the rating of a judge model.
 
     Args:
-        base_url: URL of the endpoint up to /v1.
-        model: name of the model on the server.
-        api_key_env: environment variable with the key.
+        base_url, model, api_key_env: URL of the endpoint up to /v1, name of the model there, variable with the key.
         template: message to the judge, with {question} (the last user message), {conversation} (all messages),
             {answer}, {ground_truth}, {rubric} and {form} (the required end of the reply, which depends on `verdict`).
         rubric: criteria of the judgement.
@@ -92,13 +90,8 @@ async def compute_score(
         request: further entries of the request, such as {top_p: 0.9}.
         max_retries: as in `Endpoint`.
 
-    Returns:
-        score (0 to 1); judgement (the reply); rating (the judge's number); with yes_no also acc, equal to the score.
-
-    Raises:
-        UserError: an option is wrong.
-        RemoteRewardError: the server returned no reply.
-        ValueError: the reply contains no valid rating.
+    Returns score (0 to 1); judgement (the reply); rating (the judge's number); with yes_no also acc, the same as score.
+    Raises UserError for a wrong option, RemoteRewardError without a reply, ValueError without a valid rating.
     """
     given = {"base_url": base_url, "model": model, "verdict": verdict, "lowest": lowest, "highest": highest}
     for problem in option_problems(given | {"template": template, "api_key_env": api_key_env}, "judge"):
@@ -179,9 +172,8 @@ class Endpoint:
     Failed connections and the statuses 408, 409, 429 and 5xx are retried up to `max_retries` times, after 0.5, 1,
     2 ... 8 seconds or the time in Retry-After.
 
-    Args:
-        api_key_env: environment variable with a key, sent as `Authorization: Bearer KEY`.
-        option: key of `api_key_env` in the configuration, named in the UserError if the variable is not set.
+    api_key_env: environment variable with a key, sent as `Authorization: Bearer KEY`. option: key of `api_key_env` in
+    the configuration, named in the UserError if the variable is not set.
     """
 
     def __init__(self, url: str, *, max_retries: int, api_key_env: str | None, option: str) -> None:

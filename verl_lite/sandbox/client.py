@@ -158,16 +158,9 @@ class Sandbox:
     ) -> tuple[list[Outcome], int]:
         """Runs tests against the names that `code` defines. Each test is Python code that raises if the test fails.
 
-        Args:
-            setup: code that runs before each test.
-            call: name of the function that is passed to the tests' own `check`.
-            stop_early: True to stop after the first failure.
-
-        Returns:
-            One outcome per finished test, and the number of tests as far as it is known.
-
-        Raises:
-            ValueError: the tests are not valid Python.
+        setup: code that runs before each test. call: name of the function that is passed to the tests' own `check`.
+        stop_early: True to stop after the first failure. Returns one outcome per finished test, and the number of tests
+        as far as it is known. Raises ValueError if the tests are not valid Python.
         """
         task = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
         held = ("hold_functions", [{"code": code, "has_requests": False}])
