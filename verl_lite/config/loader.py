@@ -234,8 +234,8 @@ class _Merge:
         return []
 
     def follow(self, value: Any, content: Mapping[Any, Any]) -> Any:
-        """Replaces references in a file's value to names that are no keys here: variables of the file, keys of verl and
-        ROLL. References to keys remain, because a later source may set these keys."""
+        """Replaces references in a file's value to names that are not keys here: variables of the file, keys of verl
+        and ROLL. References to keys remain, because a later source may set these keys."""
         if isinstance(value, dict):
             return {name: self.follow(entry, content) for name, entry in value.items()}
         if isinstance(value, list):
@@ -377,7 +377,7 @@ class _Merge:
             if self.value("trainer.resume_mode") == "auto" and self.source("trainer.default_local_dir") == "default":
                 self.problems.append(
                     "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, which is "
-                    "new in every run without a name: give trainer.experiment_name"
+                    "new in every run without a name: set trainer.experiment_name"
                 )
             recipe = self.value("recipe") or "run"
             title = re.split(r"[/.]", recipe.removesuffix(".py").removesuffix("/recipe"))[-1]
