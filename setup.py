@@ -35,6 +35,7 @@ setup(
         for name in (top, *(f"{top}.{sub}" for sub in find_packages(top)))
     ],
     package_data={
+        "verl_lite": ["config/*.yaml"],
         "recipes": ["*.md", "*/*.md", "*/*.sh", "*/*.yaml"],
         "trainer": ["METRICS.md", "**/*.css", "**/*.js", "recipe_template/*.txt"],
     },

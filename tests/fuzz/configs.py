@@ -13,11 +13,11 @@ from tests.fuzz.cases import Case
 from trainer.tracking import TRACKERS
 from verl_lite.config import Key, PPOConfig, schema_of
 from verl_lite.config.loader import PREFIX
-from verl_lite.config.spellings import NO_EFFECT, REFUSED, RENAMED
+from verl_lite.config.spellings import ppo_keys
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
 KEYS = list(schema_of(PPOConfig).keys.values())
-VERL_KEYS = sorted({*RENAMED, *REFUSED, *" ".join(NO_EFFECT.values()).split()})
+VERL_KEYS = sorted(ppo_keys().entries)
 PREFIXED = ("actor", "ref", "rollout", "model")
 """Sections that stand below `actor_rollout_ref` in verl."""
 

@@ -23,7 +23,7 @@ from trainer.roles import ActorRole, AgentRole, Metrics
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.steps import EpisodeSteps
 from verl_lite.config import PPOConfig
-from verl_lite.config.spellings import RENAMED, VALUES
+from verl_lite.config.spellings import ppo_keys
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
@@ -215,9 +215,10 @@ class RollConfig:
 
     def __getattr__(self, name: str) -> Any:
         key = f"{self._section}{name}"
-        if any(known.startswith(f"{key}.") for known in RENAMED):
+        renamed = {known: of.renamed for known, of in ppo_keys().entries.items() if of.renamed and not of.values}
+        if any(known.startswith(f"{key}.") for known in renamed):
             return RollConfig(self._config, f"{key}.")
-        return attrgetter(RENAMED[key] if key in RENAMED and key not in VALUES else key)(self._config)
+        return attrgetter(renamed.get(key, key))(self._config)
 
 
 # --------------------------------------------------------------------------------------------------- making a run of it

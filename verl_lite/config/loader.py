@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite.config import sft_spellings, spellings
+from verl_lite.config import spellings
 from verl_lite.config.option_table import ConfigError, Path, Schema, convert, is_interpolation, schema_of, split
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.supervised import SFTConfig
@@ -109,7 +109,7 @@ def load_schema(
         sources = [merge.read_file(name) for name in options.config]
         sources.append([one for word in words for one in merge.parse_word(word)])
         said = {".".join(one.path): one.value for one in sum(sources, [])}
-        merge.together = spellings.together(said)
+        merge.named = said
         translated = [merge.translate(source) for source in sources]
         for one in [*merge.recipe(sum(translated, []), recipe_loader, default_recipe), *sum(translated, [])]:
             merge.assign(one)
@@ -163,8 +163,8 @@ def is_recipe_path(name: str) -> bool:
 class _Merge:
     """The merged assignments of the sources read so far.
 
-    given: last assignment of each leaf. refused: keys and values by the sentence that refuses them. together: verdicts
-    on ROLL keys that depend on other keys. variables: names that files define for their own references.
+    given: last assignment of each leaf. refused: keys and values by the sentence that refuses them. named: keys
+    of files and command line, as they are written there. variables: names that files define for their own references.
     """
 
     schema: Schema
@@ -172,12 +172,13 @@ class _Merge:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
-    together: dict[str, spellings.Verdict] = field(default_factory=dict)
+    named: dict[str, Any] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.speaks_verl = self.schema.root is PPOConfig
-        self.translator = {PPOConfig: spellings.translate, SFTConfig: sft_spellings.translate}.get(self.schema.root)
+        tables = {PPOConfig: spellings.ppo_keys, SFTConfig: spellings.sft_keys}
+        self.keys = tables[self.schema.root]() if self.schema.root in tables else None
 
     def value(self, name: str) -> Any:
         """Returns the current value of a leaf; None if the key does not exist."""
@@ -302,8 +303,11 @@ class _Merge:
         for one in source:
             one, name = replace(one, value=_strip_prefix(one.value)), ".".join(one.path)
             verdict = None
-            if self.translator is not None and not self._exists(name):
-                verdict = self.together.get(name) or self.translator(name, one.value)
+            if not one.path:
+                self.problems.append(f"{PREFIX}={one.value} ({one.source}): the sections below {PREFIX} are expected")
+                continue
+            if self.keys is not None and not self._exists(name):
+                verdict = self.keys.translate(name, one.value, self.named)
             if one.value == "???":  # verl's placeholder for a required value
                 continue
             if verdict is None and one.path[0] in self.variables:
@@ -339,11 +343,12 @@ class _Merge:
                     del self.given[other]
             if path == key.path:
                 return
-        elif self.translator is not None:
-            value, note = spellings.same_meaning(name, value)
+        elif self.keys is not None:
+            value, note = self.keys.same_meaning(name, value)
             self.notes += [note] if note else []
             start, _, renamed = self.source(name).partition(", as ")
-            if renamed in spellings.EQUAL and start == one.source and self.value(name) != value:
+            theirs = self.keys.entries.get(renamed)
+            if theirs is not None and theirs.must_equal and start == one.source and self.value(name) != value:
                 here = f"here it is {name}, which is {value}: give both one value"
                 self.problems.append(f"{renamed}={self.value(name)}: {here}")
         self.given[path] = replace(one, value=_expand(name, value))

@@ -244,17 +244,18 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "loop.yaml").write_text("base: other.yaml\n")
     (tmp_path / "hydra.yaml").write_text("defaults: [ppo_trainer]\n")
-    (tmp_path / "unknown.yaml").write_text("trainer: {sed: 1, project_name: true}\nactor: null\n")
+    (tmp_path / "unknown.yaml").write_text("trainer: {sed: 1, project_name: true}\nactor: null\nactor_rollout_ref: 5\n")
     names = ["missing.yaml", "broken.yaml", "list.yaml", "loop.yaml", "hydra.yaml", "unknown.yaml"]
     text = "\n".join(problems(*(f"--config={tmp_path / name}" for name in names)))
     assert f"there is no file {tmp_path / 'missing.yaml'}" in text
     assert f"{tmp_path / 'broken.yaml'} cannot be read" in text
     assert f"{tmp_path / 'list.yaml'} cannot be read: it is a list" in text
-    assert "say --config several times" in text
+    assert "give --config once for each file" in text
     assert "defaults=['ppo_trainer']" in text
     assert f"trainer.sed=1 (file:{tmp_path / 'unknown.yaml'}): there is no such key; did you mean" in text
     assert "trainer.project_name=True" in text
     assert "actor is a group of options" in text
+    assert "actor_rollout_ref=5" in text
 
 
 def test_switches_are_reported_as_action() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_lite.config import KEYS, ConfigError, PPOConfig, RolloutCorrectionConfig, load_config, schema_of, value_of
-from verl_lite.config.spellings import NO_EFFECT, REFUSED, RENAMED, translate
+from verl_lite.config import KEYS, ConfigError, RolloutCorrectionConfig, load_config, schema_of, spellings, value_of
+from verl_lite.config.spellings import Entry, ppo_keys, sft_keys
+
+FOLDER = Path(spellings.__file__).parent
 
 # A GRPO run on gsm8k in the manner of verl's examples. Only model, data and engine differ from what one would paste.
 GSM8K = shlex.split(
@@ -131,15 +133,15 @@ def test_what_a_pasted_line_implies_is_said() -> None:
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "Megatron"),
         ("critic.model.fsdp_config.model_dtype=bf16", "mixed_precision.param_dtype"),
         ("actor_rollout_ref.model.lora.rank=32", "model.lora_rank"),
-        ("actor_rollout_ref.rollout.mode=batch", "sync and async"),
+        ("actor_rollout_ref.rollout.mode=batch", "sync or async or null"),
         ("actor_rollout_ref.rollout.do_sample=False", "val_kwargs"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "under agentic.*; see trainer/AGENTIC.md"),
         ("actor_rollout_ref.rollout.prompt_length=7", "data.max_prompt_length"),
-        ("actor_rollout_ref.hybrid_engine=False", "separate"),
+        ("actor_rollout_ref.hybrid_engine=False", "separate devices"),
         ("algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", "seq_max_k2"),
-        ("algorithm.rollout_is_mode=mask", "rollout_is_threshold=low_high"),
+        ("algorithm.rollout_is_mode=mask", "rollout_is_threshold=LOW_HIGH"),
         ("reward.reward_manager=batch", "reward.custom_reward_function.style=batch"),
-        ("data.tool_config_path=tools.yaml", "list of schemas in data.tools_path"),
+        ("data.tool_config_path=tools.yaml", "data.tools_path to a json list of schemas"),
         ("reward_model.sandbox_fusion.memory_limit_mb=512", "memory_mb among the kwargs"),
         ("trainer.v1.trainer_mode=separate_async", "asynchronous"),
         ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
@@ -161,7 +163,7 @@ def test_what_is_said_of_several_keys_is_said_once_and_of_verls_files_too() -> N
     with pytest.raises(ConfigError) as caught:
         load_config(["model.path=m", "--config-name=ppo_megatron_trainer", *keys])
     megatron, file = caught.value.problems
-    assert all(key in megatron for key in keys) and megatron.count("Megatron is not here") == 1
+    assert all(key in megatron for key in keys) and megatron.count("Megatron and VeOmni are not supported") == 1
     assert "--config-name=ppo_megatron_trainer is not known" in file and "its keys are: paste them" in file
 
 
@@ -227,6 +229,7 @@ def test_the_name_here_wins_over_the_name_in_verl_within_one_source() -> None:
         ("actor_rollout_ref.actor.router_replay.mode=disabled", "rollout.router_replay", False),
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "rollout.router_replay", True),
         ("custom_reward_function.reward_kwargs.a.b=4", "reward.reward_kwargs", {"a": {"b": 4}}),
+        ("actor_train.model_args.disable_gradient_checkpointing='true'", "model.enable_gradient_checkpointing", False),
         ("data.reward_fn_key=source", "data.columns", {"data_source": "source"}),
         ("data.reward_fn_key=data_source", "data.columns", {}),
         (
@@ -243,29 +246,54 @@ def test_values_that_verl_spells_differently(argument: str, key: str, value: obj
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
-def test_no_line_hides_a_key_that_exists_and_renamed_keys_exist() -> None:
-    """When an option of verl's name is added, its line (or a line above it) has to go."""
-    existing = {*KEYS, *schema_of(PPOConfig).sections}
-    for name in [*RENAMED, *REFUSED, *" ".join(NO_EFFECT.values()).split()]:
-        for one in {name.replace("*", role, 1) for role in ("actor", "ref", "critic", "reward_model")}:
-            assert one not in existing and not [key for key in KEYS if key.startswith(f"{one}.")], one
-    for name in RENAMED.values():
-        assert name in existing | set(RENAMED) or name.rpartition(".")[0] in KEYS, name
+def test_no_entry_hides_a_key_that_exists_and_renamed_keys_exist() -> None:
+    """When an option of verl's name is added, its entry (or an entry above it) has to go."""
+    for table in (ppo_keys(), sft_keys()):
+        keys = schema_of(table.root).keys
+        for name, entry in table.entries.items():
+            assert not [key for key in keys if f"{key}.".startswith(f"{name}.")], name
+            if table is ppo_keys() or name not in ppo_keys().entries:
+                known = {*keys, *schema_of(table.root).sections, *table.entries}
+                for target in filter(None, (entry.renamed, entry.on_prompts, *entry.also)):
+                    assert target in known or target.rpartition(".")[0] in keys, target
 
 
-@pytest.mark.parametrize("name", REFUSED)
+def strict(file: Path) -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.load(file))  # type: ignore[return-value]  # refuses a key given twice
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*_keys.yaml")), ids=lambda file: file.stem)
+def test_an_entry_has_one_verdict_and_a_sentence(file: Path) -> None:
+    content = strict(file)
+    for name, fields in content["keys"].items():
+        entry = Entry(**fields)
+        assert {"renamed", "computed", "no_effect", "refused"} & {*fields}, name
+        assert not (entry.no_effect and {*fields} - {"no_effect"}), f"{name}: a key without effect has only a reason"
+        assert not entry.harmless or entry.refused, f"{name}: harmless values belong to a refusal"
+    sentences = {fields.get(kind) for fields in content["keys"].values() for kind in ("no_effect", "refused")}
+    assert {*content["reasons"]} <= sentences, "each reason is used"
+    assert '"verl_lite": ["config/*.yaml"]' in (FOLDER.parents[1] / "setup.py").read_text(), "the file is packaged"
+
+
+def refusals() -> list[str]:
+    return [name for name, entry in ppo_keys().entries.items() if entry.refused and not entry.computed]
+
+
+@pytest.mark.parametrize("name", refusals())
 def test_what_is_refused_passes_at_its_harmless_values(name: str) -> None:
-    full = name.replace("*", "actor")
-    refused = translate(full, "SOMETHING ELSE")
+    table = ppo_keys()
+    refused = table.translate(name, "SOMETHING ELSE", {})
     assert refused is not None and refused.refusal is not None
-    assert all(translate(full, value).refusal is None for value in (*REFUSED[name][1], None))  # type: ignore[union-attr]
+    for value in (*table.entries[name].harmless, None, "${actor.optim.lr}"):
+        assert table.translate(name, value, {}).refusal is None  # type: ignore[union-attr]
 
 
 def test_a_misspelt_key_of_verl_is_not_swallowed() -> None:
     misspelt = "actor.policy_loss.los_mode actor.strateggy trainer.defualt_hdfs_dir rollout.multi_turns.x"
     misplaced = "trainer.world_size actor.lora model.reference.path trainer.checkpoint.save_freq actor.micro_batch_size"
-    for name in f"{misspelt} {misplaced} trainer.engine data.checkpoint actor.optimizer.lr".split():
-        assert translate(name, 1) is None, name
+    roll = "infer_is_mod train_infer_correction.is_weight.enable pg_clip_low.x"
+    for name in f"{misspelt} {misplaced} {roll} trainer.engine data.checkpoint actor.optimizer.lr".split():
+        assert ppo_keys().translate(name, 1, {}) is None, name
     own = ["reward.reward_kwargs.checkpoint=1", "custom_envs.lake.env_config.strategy=greedy"]
     config = load_config(["model.path=m", *own]).config
     assert config.reward.reward_kwargs == {"checkpoint": 1}, "below a free dictionary names are the user's"
@@ -432,5 +460,5 @@ def test_a_pasted_dapo_loads(section: str, length: str) -> None:
     assert (filtering.enable, filtering.metric, filtering.max_num_gen_batches) == (True, "acc", 10)
     assert (overlong.enable, overlong.len, overlong.penalty_factor, overlong.log) == (True, 512, 0.5, False)
     assert loaded.config.reward.reward_kwargs == {}
-    assert any("max_num_gen_batches=0" in note and "budget" in note for note in loaded.notes)
+    assert any("max_num_gen_batches=0" in note and "limit of 10 batches" in note for note in loaded.notes)
     assert any(note.startswith("data.gen_batch_size=1536 has no effect here") for note in loaded.notes)
