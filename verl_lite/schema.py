@@ -12,8 +12,9 @@ from verl_lite.registry import did_you_mean
 
 
 class Column(NamedTuple):
-    """One column. dtype: a torch dtype's name, or "object" for what is not a tensor. absent: marks tokens without a
-    value; None = they are 0, like padding."""
+    """One column. dtype: name of a torch dtype, or "object" for no tensor. writer: the file that adds the column
+    to a batch. absent: marks tokens without a value; None = they are 0, like padding. others: files that add the
+    column instead in another trainer or mode; a recipe's own trainer may do so too."""
 
     name: str
     dims: tuple[str, ...]
@@ -21,6 +22,7 @@ class Column(NamedTuple):
     meaning: str
     writer: str
     absent: int | None = None
+    others: tuple[str, ...] = ()
 
 
 _PROMPTS = "trainer/data/prompts.py"
@@ -35,6 +37,8 @@ _PLANNER = "verl_lite/seqlen_balance.py"
 _CLIPS = "trainer/clips/dataset.py"
 _PATHS = "recipes/flow_grpo/trainer.py"
 _SDE = "workers/diffusion/sde_policy.py"
+_FLOW = "workers/diffusion/reward_flow_worker.py"
+_AGENTIC = "trainer/agentic/agentic_advantage.py"
 
 COLUMNS: tuple[Column, ...] = (
     Column("uid", ("B",), "object", "identifier of the prompt, shared by the rows of one group", _PROMPTS),
@@ -63,7 +67,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("rm_scores", ("B",), "float32", "score of the reward model, before its weight", "workers/frozen_models.py"),
     Column("reward_failed", ("B",), "object", "True where the reward function returned no number", _REWARD),
     Column("reward_timed_out", ("B",), "object", "True where the reward function exceeded its time limit", _REWARD),
-    Column("old_log_probs", ("B", "R"), "float32", "log-probs by the trainer before the update", _ACTOR),
+    Column("old_log_probs", ("B", "R"), "float32", "log-probs before the update", _ACTOR, others=(_DRIVER, _SDE)),
     Column("entropys", ("B", "R"), "float32", "entropy of the policy at each response token", _ACTOR),
     Column("sum_pi_squared", ("B", "R"), "float32", "sum of squared probabilities over the vocabulary", _ACTOR),
     Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", "workers/frozen_models.py"),
@@ -84,7 +88,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("stop", ("B",), "object", "reason for the end of the episode, see Trajectory.stop", _EPISODES),
     Column("env_error", ("B",), "object", "error text of a failed episode; None for others", _EPISODES),
     Column("env_timeout", ("B",), "object", "True where the environment exceeded its time limit", _EPISODES),
-    Column("response_level_rewards", ("B",), "float32", "score of the response, normalized and clipped", _ADVANTAGE),
+    Column("response_level_rewards", ("B",), "float32", "normalized and clipped score", _ADVANTAGE, others=(_AGENTIC,)),
     Column("token_level_rewards", ("B", "R"), "float32", "response rewards on tokens, less the KL penalty", _ADVANTAGE),
     Column("raw_advantages", ("B", "R"), "float32", "advantages before whitening and clipping", _ADVANTAGE),
     Column("advantages", ("B", "R"), "float32", "advantages that the policy loss reads", _ADVANTAGE),
@@ -97,11 +101,14 @@ COLUMNS: tuple[Column, ...] = (
     Column("micro_batch", ("B", "E"), "int64", "number of the row's forward pass in its mini-batch", _PLANNER),
     Column("video", ("B", "F", "3", "H", "W"), "float32", "frames of the row's clip, in [0, 1]", _CLIPS),
     Column("prompt", ("B",), "object", "text condition of the clip, in addition to its first frame", _CLIPS),
-    Column("noise_seed", ("B",), "int64", "seed of the noise that the clip is generated from", _CLIPS),
-    Column("row", ("B",), "int64", "row number of the clip in the dataset", _CLIPS),
+    Column("noise_seed", ("B",), "int64", "seed of the noise that the clip is generated from", _CLIPS, others=(_FLOW,)),
+    Column("row", ("B",), "int64", "row number of the clip in the dataset", _CLIPS, others=(_FLOW,)),
     Column("first_seed", ("B",), "int64", "seed of the noise at the start of a denoising path", _PATHS),
     Column("path_seed", ("B",), "int64", "seed of the noise added during denoising", _PATHS),
     Column("latents", ("B", "R+1", "..."), "float32", "denoising path of R steps from noise to data", _SDE),
+    Column("frames", ("B", "..."), "float32", "generated image or frames, in [0, 1]", _FLOW, others=(_SDE,)),
+    Column("face_score", ("B",), "float32", "score of the generated frames; 0 or NaN without a face", _FLOW),
+    Column("counted", ("B",), "float32", "1 if the frames have a score, else 0", _FLOW),
 )
 
 _BY_NAME = {entry.name: entry for entry in COLUMNS}
