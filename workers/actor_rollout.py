@@ -54,7 +54,8 @@ class ActorWorker(TrainingWorker):
         config, model = self.config, self.config.model
         assert model.path is not None
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
-        policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers=self._needs_routers)
+        with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
+        policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers)
         network = token_network(model, policy)
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         self.max_model_len = (
@@ -157,24 +158,17 @@ class ActorWorker(TrainingWorker):
         """Trains on a planned batch, one optimizer step per mini-batch. Returns metrics in meta_info."""
         self.phases.enter(self.engine)
         actor = self.config.actor
-        options: dict[str, bool] = {}
-        if self._needs_routers:
-            options["calculate_router_aux_loss"] = actor.router_aux_loss_coef > 0
-            options["count_router_replay"] = self.config.rollout.router_replay
         metrics = self.engine.train(
             data,
             self._loss,
             temperature=data.meta_info["temperature"],
             calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
-            **options,
+            calculate_router_aux_loss=actor.router_aux_loss_coef > 0,
+            count_router_replay=self.config.rollout.router_replay,
         )
         result = _with_prefix(metrics)
         result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
         return DataProto(meta_info={"metrics": result})
-
-    @property
-    def _needs_routers(self) -> bool:
-        return self.config.actor.router_aux_loss_coef > 0 or self.config.rollout.router_replay
 
     def loss_func(
         self, data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor
