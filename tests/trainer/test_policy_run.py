@@ -164,7 +164,7 @@ def test_replay_is_refused_where_no_experts_are_kept(tmp_path: Path) -> None:
     replay, model = RolloutConfig(name="hf", router_replay=True), ModelConfig(path=experts)
     check_experts(PPOConfig(model=model, rollout=replay))
     cases = {
-        "rollout.name=vllm: trainer.device=cpu: .* say rollout.name=hf": PPOConfig(
+        "rollout.name=vllm: trainer.device=cpu: .* set rollout.name=hf": PPOConfig(
             model=model, rollout=RolloutConfig(name="vllm", router_replay=True), trainer=TrainerConfig(device="cpu")
         ),
         "rollout.name=my.engine:Engine: the engines hf and vllm": PPOConfig(
