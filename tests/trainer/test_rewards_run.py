@@ -125,7 +125,7 @@ def test_a_run_that_diverged_says_so_at_its_end(folder: Path, capsys: pytest.Cap
     options = [f"reward.custom_reward_function.path={own}", "trainer.total_training_steps=2"]
     tiny_run.run(folder, "diverged", *options, "actor.optim.lr=1e10", "actor.ppo_mini_batch_size=2")
     last = " ".join(capsys.readouterr().out.partition("Where things are")[2].split())
-    assert "note: the run diverged: from step 2 on no gradient is a finite number; lower the learning rate" in last
+    assert "note: the run diverged: from step 2 on, no gradient is finite; lower the learning rate" in last
     assert "actor.optim.lr=10000000000.0" in last
 
 

@@ -1,1 +1,1 @@
-"""A run read for people: findings, samples, pages."""
+"""Reports on a run: findings, samples and the report page."""

@@ -1,9 +1,8 @@
-"""A run folder read for people: its numbers by step, its configuration with the source of each value, and its state.
+"""Reads a run folder: metrics by step, the configuration with the source of each value, the run's state and samples.
 
-Takes the folder of a run that is alive, was killed or has ended (any command that leaves metrics.jsonl); gives a `Run`.
-Reads files only: nothing is locked, no model is loaded, and the run does not notice. Of what the policy wrote
-(`trainer.evaluate.sample_files`) scores come first, and only the rows that are asked for; a run whose samples are no
-text (reward flow) has none.
+The run may be active, killed or finished, of any command that writes metrics.jsonl. This module only reads files: it
+takes no lock, loads no model, and does not disturb the run. Samples (`trainer.evaluate.sample_files`) are read lazily:
+first their scores, then only the requested rows. A run without text samples (reward flow) has none.
 """
 
 import math
@@ -26,16 +25,16 @@ Points = list[tuple[int, float]]
 Steps = Mapping[int, Mapping[str, float]]
 
 STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
-"""Of a training step, in their order."""
+"""The stages of a training step, in order."""
 OUTSIDE = ("testing", "save_checkpoint")
-"""Stages that timing_s/step leaves out."""
+"""Stages that timing_s/step does not include."""
 
 _OPTION = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<value>.*?)(?: +# (?P<source>[^#]*))?)?")
 
 
 @dataclass(frozen=True)
 class ConfigValue:
-    """One option as the run used it. value: as in the file. source: `default`, `command line`, a recipe or file."""
+    """The value of one option in a run. value: text in the file. source: `default`, `command line`, recipe or file."""
 
     value: str
     source: str
@@ -43,8 +42,8 @@ class ConfigValue:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds. modified: when its numbers were last written, in seconds since the epoch; total_steps:
-    how many there are to be, None where the configuration does not say; notes: those of the configuration."""
+    """The contents of a run folder. modified: time of the last metrics, in seconds since the epoch. total_steps: number
+    of training steps, or None if it is not configured. notes: notes in the saved configuration."""
 
     folder: Path
     steps: Steps
@@ -60,8 +59,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, or `stopped`: ended before its last step, by its user or by a failure; `not running`
-        where its last step is not known."""
+        """`running`, `finished`, `stopped` (ended early, by the user or a failure), or `not running` if total_steps is
+        unknown."""
         if self.is_running:
             return "running"
         if self.total_steps is None:
@@ -69,7 +68,7 @@ class Run:
         return "finished" if self.last_step >= self.total_steps else "stopped"
 
     def series(self) -> dict[str, Points]:
-        """(step, value) of all metrics, in the order in which they first appear."""
+        """Returns the (step, value) points of all metrics, in order of first appearance."""
         found: dict[str, Points] = {}
         for step, metrics in self.steps.items():
             for name, value in metrics.items():
@@ -77,18 +76,18 @@ class Run:
         return found
 
     def seconds(self) -> float:
-        """Time of all steps, validation and saving included, as the steps logged it."""
+        """Returns the logged time of all steps in seconds, including validation and saving."""
         names = [f"timing_s/{name}" for name in ("step", *OUTSIDE)]
         return sum(metrics.get(name, 0.0) for metrics in self.steps.values() for name in names)
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a run folder. Raises UserError where there are no metrics, naming the runs below the folder if any."""
+    """Reads a run folder. Raises UserError if it has no metrics; the message names runs below the folder."""
     folder = Path(folder).expanduser().resolve()
     source = folder / METRICS
     if not source.is_file():
         below = "".join(f"\n  {path.parent}" for path in sorted(folder.glob(f"*/**/{METRICS}"))[:5])
-        raise UserError(f"{folder}: no {METRICS} in it" + (f"; these folders below hold one:{below}" if below else ""))
+        raise UserError(f"{folder}: no {METRICS} in it" + (f"; these subfolders have one:{below}" if below else ""))
     metrics = read_metrics(source)
     config, notes = read_config(folder / "config.yaml")
     total = config.get("trainer.total_training_steps", ConfigValue("", "")).value
@@ -104,8 +103,8 @@ def read_run(folder: Path) -> Run:
 
 
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
-    """The options of a saved configuration (`config.save_config`) by dotted key, and its notes; nothing of both where
-    the file is missing."""
+    """Returns the options of a saved configuration (`config.save_config`) by dotted key, and its notes. Both are empty
+    if the file is missing."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     found: dict[str, ConfigValue] = {}
     above: list[str] = []
@@ -117,9 +116,9 @@ def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
 
 
 def run_titles(runs: Sequence[Run]) -> list[str]:
-    """A title for each run: the name of its folder, with as many folders above it as tell the runs apart.
+    """Returns a title for each run: its folder name, with as many parent folders as needed to distinguish the runs.
 
-    The folders of a sweep's runs are named after their seed, so that their titles begin with the number of the trial.
+    Folders of a sweep's runs are named after their seeds, so their titles always include the number of the trial.
     """
     is_of_sweep = any((run.folder.parent.parent.parent / "study.json").is_file() for run in runs)
     for depth in range(1 + is_of_sweep, 99):
@@ -130,8 +129,11 @@ def run_titles(runs: Sequence[Run]) -> list[str]:
 
 
 def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[float]]]:
-    """Where the time of the steps went: places of at most `most` bars, each the mean over near steps, and for each
-    stage (and `other`) seconds at each place. Stages that took hardly any time are left out."""
+    """Returns the time of the steps by stage, for a bar chart.
+
+    The result is the positions of at most `most` bars, which are means over adjacent steps, and the seconds at each
+    position for each stage and for `other`. Stages with a negligible time are left out.
+    """
     timed = {step: metrics for step, metrics in steps.items() if "timing_s/step" in metrics}
     if not timed:
         return [], {}
@@ -146,8 +148,11 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
 
 
 def _is_held(path: Path) -> bool:
-    """Whether the process that wrote its name into the folder still is on this machine; a later one may have its
-    number. The lock is not asked: that would take it for a moment."""
+    """Returns True if the process recorded in the lock file still exists on this machine.
+
+    A process that started after the file was written only reuses the id. The lock itself is not tested, because that
+    would take it for a moment.
+    """
     try:
         process = psutil.Process(int(path.read_text(encoding="utf-8").split()[1]))
         return process.create_time() <= path.stat().st_mtime + 1.0
@@ -157,8 +162,8 @@ def _is_held(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer as a person reads it. kind: `train`, `val` or `val greedy`. prompt: (role, content) of its messages.
-    score: None where the reward failed. parts: what the reward gave beside its score."""
+    """One answer for display. kind: `train`, `val` or `val greedy`. prompt: (role, content) of each message.
+    score: None if the reward failed. parts: additional entries of the reward's result."""
 
     kind: str
     step: int
@@ -177,7 +182,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one step and kind. uids, scores: of its rows, None where the reward failed."""
+    """The samples of one step and kind. uids, scores: values of each row; a score is None if the reward failed."""
 
     file: Path
     kind: str
@@ -186,7 +191,7 @@ class Group:
     scores: list[float | None]
 
     def read(self, rows: Sequence[int]) -> list[Answer]:
-        """The answers in these rows; none where the run has deleted the file meanwhile."""
+        """Reads the answers in these rows; returns none if the run has deleted the file in the meantime."""
         if (table := _table(self.file)) is None:
             return []
         shown = table.select([name for name in table.column_names if not name.endswith(JSON)]).take(list(rows))
@@ -194,7 +199,7 @@ class Group:
 
 
 def groups(run_dir: Path) -> Iterator[Group]:
-    """All samples of a run in the order of steps, training first."""
+    """Yields all groups of samples of a run in the order of steps, training before validation."""
     files = [(step_of(x), kind, x) for kind in (TRAIN, VAL) for x in (run_dir / FOLDER / kind).glob("*.parquet")]
     for number, kind, file in sorted(files):
         if (table := _table(file, ["uid", "score"])) is not None:
@@ -203,15 +208,19 @@ def groups(run_dir: Path) -> Iterator[Group]:
 
 
 def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Answer], int]:
-    """`count` answers, and how many fit. order: `best`, `worst` with failed rewards first, else the latest first.
-    text: in prompt, answer, ground truth or uid, in any case of letters."""
+    """Returns up to `count` answers, and the number of all answers that match.
+
+    Args:
+        order: `best`, `worst` (failed rewards first), or any other text for the latest first.
+        text: Required part of the prompt, answer, ground truth or uid; upper and lower case are equal.
+    """
     sign, word = {"best": -1, "worst": 1}.get(order, 0), text.lower()
     found: list[tuple[float, int, int, Group]] = []
     for group in groups(folder):
         rows: Sequence[int] = range(len(group.uids))
         if word:
-            told = [[x.output, x.gts, x.uid, *(said for _, said in x.prompt)] for x in group.read(rows)]
-            rows = [row for row, texts in enumerate(told) if word in "\n".join(texts).lower()]
+            searched = [[x.output, x.gts, x.uid, *(content for _, content in x.prompt)] for x in group.read(rows)]
+            rows = [row for row, texts in enumerate(searched) if word in "\n".join(texts).lower()]
         for row in rows:
             score = group.scores[row]
             rank = sign * (-math.inf if score is None else score) if sign else 0.0
@@ -224,7 +233,7 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
     try:
         return pyarrow.parquet.read_table(file, columns=columns)
     except (FileNotFoundError, pyarrow.ArrowInvalid):
-        return None  # the run has deleted it meanwhile, or it is damaged
+        return None  # the run has deleted the file in the meantime, or the file is damaged
 
 
 def _answer(row: dict[str, Any], kind: str, step: int) -> Answer:

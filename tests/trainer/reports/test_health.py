@@ -84,7 +84,7 @@ def test_how_long_and_how_late_make_the_grade(values: list[float], grade: str) -
 
 def test_metrics_of_one_rule_are_one_finding_and_the_worst_comes_first() -> None:
     (found,) = found_in({f"val-aux/{name}/reward/error_rate": steps(0.0, 0.2) for name in "abcdef"})
-    assert "so with val-aux/b/reward/error_rate" in found.text and "and more" in found.text
+    assert "likewise val-aux/b/reward/error_rate" in found.text and "and more" in found.text
     both = found_in({"actor/pg_clipfrac": steps(*[0.4] * 9), "reward/timeout_rate": steps(*[0.2] * 9)})
     assert [finding.grade for finding in both] == [BAD, LOOK]
 
@@ -98,7 +98,7 @@ MAZE = "agentic.custom_envs.Maze.max_tokens_per_step"
     [
         # main_sft calls actor.optim.lr so, and has no clip_grad here
         ({"train/grad_norm": steps(*[1.0] * 30, 12.0)}, {"optim.lr": "0.01", "data.seed": "1"}, "(now optim.lr=0.01)"),
-        ({"train/grad_norm": steps(*[1.0] * 30, 12.0)}, {}, "or lower the learning rate"),
+        ({"train/grad_norm": steps(*[1.0] * 30, 12.0)}, {}, "threshold or the learning rate"),
         (CUT_OFF, {MAZE: "16", "data.max_response_length": "64"}, f"(now {MAZE}=16)"),
         (CUT_OFF, {MAZE: "null", "data.max_response_length": "64"}, "(now data.max_response_length=64)"),
     ],
@@ -124,7 +124,7 @@ def loss(points: list[tuple[int, float]]) -> Series:
     [
         ({"critic/score/mean": FALLS}, [BAD, LOOK], "was best around step"),
         (loss(FALLS), [BAD, LOOK], "was best around step"),
-        ({"critic/score/mean": FLAT}, [LOOK], "less than chance explains"),
+        ({"critic/score/mean": FLAT}, [LOOK], "within random variation"),
         ({"critic/score/mean": RISES}, [], ""),
         (loss(RISES), [], ""),
         ({"critic/score/mean": FALLS[:10]}, [], ""),

@@ -74,7 +74,7 @@ def test_the_pages_are_drawn_sorted_searched_and_read_and_what_a_model_wrote_sta
     assert two["charts"] == 2 * 3 and two["heads"][1:] == ["one", "another-run-with-a-long-name"]
     assert run["byStep"] == [str(step) for step in (4, 4, 4, 3, 3, 3, 2, 2, 2, 1, 1, 1, 0)]
     assert run["best"] == ["1"] * 6 + ["0"] * 3 and run["worst"] == ["0"] * 3 + ["1"] * 6
-    assert run["failed"] == ["late"] * 4 and run["changed"] == ["1"]
+    assert run["failed"] == ["timed out"] * 4 and run["changed"] == ["1"]
     hostile = run["hostile"]
     assert hostile["rows"] == 1 and HOSTILE in hostile["texts"] and hostile["marks"] == ["document.title"]
     assert hostile["title"] == "one" and run["foreign"] == sweep["foreign"] == 0 and EVIL in sweep["failure"]

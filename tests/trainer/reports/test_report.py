@@ -166,7 +166,7 @@ def test_long_curves_are_thinned_and_the_last_step_stays(tmp_path: Path) -> None
     assert len(run["steps"]) <= MAX_POINTS and run["steps"][-1] == 4001 and run["steps"][:2] == [1, 4]
     assert run["series"]["critic/score/mean"][0][1] == 4.0
     assert run["series"]["val-core/sums/acc/mean@1"] == [[4001], [0.5]]
-    assert run["notes"] == ["the curves show one step in 3, and the last"]
+    assert run["notes"] == ["the curves show one in 3 steps, and the last step"]
 
 
 # -------------------------------------------------------------------------------------------------------- folders

@@ -1,12 +1,12 @@
 "use strict";
-// The page of trainer.report: tabs over charts, tables and samples. Text is always set as text, never read as HTML.
+// The page of trainer.report: tabs with charts, tables and samples. Text is always inserted as text, never as HTML.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const { runs } = data;
 const single = runs.length === 1;
 const COLORS = data.colors;
 
-// el("td.mono", { title: "x", click: act }, "text", [nodes]): an element; attributes and listeners may be left out.
+// Creates an element: el("td.mono", { title: "x", click: act }, "text", [nodes]). The object is optional.
 function el(kind, ...inside) {
   const [name, ...classes] = kind.split(".");
   const node = document.createElement(name);
@@ -19,7 +19,7 @@ function el(kind, ...inside) {
   return node;
 }
 
-// A number for people: 0.0131, 12.5, 1,250, 3.2e-7; words as they are.
+// Formats a number for reading: 0.0131, 12.5, 1,250, 3.2e-7. Text is returned unchanged.
 function format(value) {
   if (typeof value !== "number") return value ?? "-";
   const size = Math.abs(value);
@@ -29,14 +29,14 @@ function format(value) {
 
 // -------------------------------------------------------------------------------------------------------- charts
 
-// What all charts over steps show: smooth is 0 to 0.99; range is null for all steps.
+// View of all charts over steps: smooth is the smoothing factor, 0 to 0.99; range is the shown steps, null for all.
 const view = { smooth: 0, range: null };
 const charts = new Set();
 const seen = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) if (isIntersecting) target.draw();
 });
 
-// The library is packed inside the page; charts are drawn when it is there.
+// Loads plotly, which the page contains compressed, and then draws the charts.
 async function unpackPlotly() {
   const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (x) => x.charCodeAt(0));
   const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -48,7 +48,7 @@ function redraw() {
   for (const card of charts) if (card.isConnected && card.getBoundingClientRect().top < 2 * innerHeight) card.draw();
 }
 
-// [steps, values] of a metric in a run; null where it did not log it.
+// Returns [steps, values] of a metric in a run, or null if the run did not log it.
 function series(run, metric) {
   const found = runs[run].series[metric];
   if (!found) return null;
@@ -57,14 +57,15 @@ function series(run, metric) {
   return [places.map((place) => steps[place]), places.map((place) => values[place])];
 }
 
-// Exponential moving average without the pull of its first value.
+// Returns the exponential moving average, corrected for its start.
 function smoothed(values) {
   let [sum, whole] = [0, 0];
   const add = (old, value) => view.smooth * old + (1 - view.smooth) * value;
   return values.map((value) => (sum = add(sum, value)) / (whole = add(whole, 1)));
 }
 
-// A trace with `run` and `metric` gets the numbers from there; where it is smooth, the raw ones stand behind it.
+// Returns plotly's traces. A trace with `run` and `metric` gets its numbers from there; with smoothing, a pale trace
+// shows the raw values.
 function tracesOf({ run, metric, ...trace }) {
   if (metric === undefined) return [trace];
   const [x, y] = series(run, metric);
@@ -74,9 +75,9 @@ function tracesOf({ run, metric, ...trace }) {
   return [{ ...line, opacity: 0.25, showlegend: false, hoverinfo: "skip", hovertemplate: null }, { ...line, y: smoothed(y) }];
 }
 
-// A card with a chart as Python gives it: {title, unit, wide, traces, layout}; drawn when it is seen.
+// Creates a card with a chart of page_data.py, {title, unit, wide, traces, layout}, which is drawn when visible.
 function chartCard({ title, unit, wide, traces, layout = {} }) {
-  const isOverSteps = layout.xaxis === undefined; // other charts say what their axis shows
+  const isOverSteps = layout.xaxis === undefined; // charts over other quantities define their axis
   const plot = el("div.plot");
   const head = el("div.line", el("h3.wrap", title), el("span.soft.small", unit));
   const card = el(`figure.card.chart.${wide ? "wide" : ""}`, { "aria-label": title }, head, plot);
@@ -103,13 +104,14 @@ function chartCard({ title, unit, wide, traces, layout = {} }) {
   return card;
 }
 
-// Ticks at whole steps only, where plotly would put some between them.
+// Returns axis options with ticks only at whole steps; for few steps, plotly would add ticks between them.
 function wholeSteps(traces) {
   const [low, high] = view.range ?? extent(traces.flatMap(({ x }) => x));
   return high - low < 8 ? { dtick: 1, tick0: 0 } : {};
 }
 
-// Of a metric that never changes, plotly would show one unit around the value, in which a learning rate looks like 0.
+// Returns axis options that start at 0 if all values are equal. Plotly would show one unit around the value, in which a
+// small constant such as a learning rate looks like 0.
 function fromZero(traces) {
   const [low, high] = extent(traces.flatMap(({ y, error_y }) => (error_y ? [] : y)));
   return low === high && low !== 0 ? { rangemode: "tozero" } : {};
@@ -134,7 +136,7 @@ function chartTools() {
   return el("div.tools", el("label", "smoothing", slider), all, el("span.soft.small", "drag in a chart to zoom all"));
 }
 
-// A small line without axes.
+// Creates a small line chart without axes.
 function spark([steps, values], stroke) {
   const [low, high, first] = [Math.min(...values), Math.max(...values), steps[0]];
   const place = (step, at) =>
@@ -153,7 +155,7 @@ function spark([steps, values], stroke) {
 const AT_ONCE = 100;
 const collator = new Intl.Collator(undefined, { numeric: true });
 
-// Numbers before words, what is empty always last.
+// Compares two values for sorting: numbers before words, and empty values always last.
 function inOrder(a, b, down) {
   const empty = (value) => value === null || value === undefined || value === "";
   if (empty(a) || empty(b)) return empty(a) - empty(b);
@@ -162,9 +164,10 @@ function inOrder(a, b, down) {
   return down ? -order : order;
 }
 
-// A table whose headings sort. columns: {name, style, value: by which it is sorted, cell: what is shown}. words: of an
-// item, to search in. filters: {name: value of an item}. ways: {button: {keep, by, down}}, of which the first is
-// taken. open: what a click on the row unfolds.
+// Creates a table that is sorted by a click on a heading. columns: {name, style, value: sort key, cell: shown content}.
+// words: function that returns the searched text of an item. filters: {name: function that returns an item's value}.
+// ways: {button: {keep, by, down}}; the first is active initially. open: function that returns the details of an item,
+// which a click on its row shows.
 function listing({ items, columns, kind = "cards", words = null, filters = {}, ways = { "": {} }, open = null }) {
   const state = { way: Object.keys(ways)[0], by: 0, down: false, shown: AT_ONCE };
   const update = (change) => show(Object.assign(state, { shown: AT_ONCE }, change));
@@ -232,8 +235,8 @@ function findingCard(one) {
 function findings(run) {
   const [fine, rest] = [true, false].map((isFine) => run.findings.filter(({ grade }) => (grade === "ok") === isFine));
   const more = el("details", el("summary", `${fine.length} checks are fine`), fine.map(findingCard));
-  const told = [rest.length ? rest.map(findingCard) : el("p.soft", "Nothing to complain about."), more];
-  return single ? [el("h2", "Findings"), told] : el("details", el("summary", `Findings on ${run.title}`), told);
+  const shown = [rest.length ? rest.map(findingCard) : el("p.soft", "No problems found."), more];
+  return single ? [el("h2", "Findings"), shown] : el("details", el("summary", `Findings on ${run.title}`), shown);
 }
 
 function compared() {
@@ -265,11 +268,11 @@ function overview() {
 function metricsTab() {
   const doc = (name) => data.docs[name] ?? {};
   const at = (name) => runs.findIndex((run) => run.series[name]);
-  const course = (name) => {
+  const curve = (name) => {
     const found = series(at(name), name);
     const [low, high] = [Math.min(...found[1]), Math.max(...found[1])].map(format);
-    const told = [el("b", format(found[1].at(-1))), el("br"), el("span.soft.small", `${low} to ${high}`)];
-    return el("div.line", spark(found, COLORS[0]), el("span.right", told));
+    const numbers = [el("b", format(found[1].at(-1))), el("br"), el("span.soft.small", `${low} to ${high}`)];
+    return el("div.line", spark(found, COLORS[0]), el("span.right", numbers));
   };
   const open = (name) => {
     const of = (_, run) => (runs[run].series[name] ? [{ run, metric: name, name: runs[run].title }] : []);
@@ -277,7 +280,7 @@ function metricsTab() {
   };
   const columns = [
     { name: "metric", style: "mono.wrap", value: (name) => name },
-    { name: "course", value: (name) => series(at(name), name)[1].at(-1), cell: course },
+    { name: "curve", value: (name) => series(at(name), name)[1].at(-1), cell: curve },
     { name: "formula", style: "wrap", value: (name) => doc(name).formula },
     { name: "unit", style: "small", value: (name) => doc(name).unit },
     { name: "healthy", style: "small", value: (name) => doc(name).healthy },
@@ -303,12 +306,12 @@ function studyTab() {
   const { best, columns, facts, trials } = data.study;
   const shown = best.map(([title, commands], place) =>
     el("details", { open: place === 0 }, el("summary", title), commands.map((text) => el("pre.command", text))));
-  const luck = "The best of many is best partly by luck: run it with new seeds before you believe the number.";
+  const luck = "The best of many trials is partly lucky: repeat it with new seeds before you trust its value.";
   const cell = (value) => el(`span.${value === "failed" ? "bad" : ""}`, format(value));
   const column = (name, at) => ({ name, style: "wrap", value: (row) => row[at], cell: (row) => cell(row[at]) });
   return [
     factsOf(facts),
-    [el("h2", "Best trials"), el("p.soft", luck), shown, el("h2", "Curves and what they depend on")],
+    [el("h2", "Best trials"), el("p.soft", luck), shown, el("h2", "Curves, and values by parameter")],
     el("div.charts", data.study.charts.map(chartCard)),
     [el("h2", "All trials"), listing({ items: trials, columns: columns.map(column) })],
   ];
@@ -316,10 +319,10 @@ function studyTab() {
 
 // ------------------------------------------------------------------------------------------------------- samples
 
-// Text with the searched words marked.
+// Returns the parts of a text, with occurrences of the searched word marked.
 function marked(text, word) {
   const lower = text.toLowerCase();
-  const isSame = word && lower.length === text.length; // else places of the one are not those of the other
+  const isSame = word && lower.length === text.length; // otherwise positions in `lower` and `text` differ
   const parts = [];
   let from = 0;
   for (let at = isSame ? lower.indexOf(word) : -1; at >= 0; at = lower.indexOf(word, from)) {
@@ -333,16 +336,16 @@ function box(title, text, word = "") {
   return text ? el("div.box", { tabindex: 0 }, el("h3", title), el("pre", marked(text, word))) : null;
 }
 
-// The beginning of a text, or what stands around the word.
+// Returns the beginning of a text, or the part around the searched word.
 function peek(text, word) {
   const from = Math.max(0, word ? text.toLowerCase().indexOf(word) - 30 : 0);
   return marked(text.slice(from, from + 160), word);
 }
 
-const scoreOf = ({ score, timed_out }) => (score === null ? el("span.bad", timed_out ? "late" : "failed") : format(score));
+const scoreOf = ({ score, timed_out }) => (score === null ? el("span.bad", timed_out ? "timed out" : "failed") : format(score));
 
-// The samples as objects; the last one of a prompt whose mean score changed over the steps knows the first, and by how
-// much.
+// Returns the samples as objects. If the mean score of a prompt changed over the steps, the prompt's last sample also
+// has `first`, its first sample, and `change`, the difference of the means.
 function allSamples() {
   const samples = data.samples.map((row) => Object.fromEntries(data.fields.map((name, at) => [name, row[at]])));
   const byPrompt = new Map();
@@ -371,23 +374,23 @@ function answerOf(sample, word) {
   const { alike, first, kind, step, uid, policy_version, response_length, finish_reason } = sample;
   const facts = [kind, `step ${step}`, uid, `weights of step ${policy_version}`, `${response_length} tokens`, finish_reason];
   const parts = Object.entries(sample.parts).map(([name, value]) => `${name}: ${format(value)}`);
-  const told = (one) => `step ${one.step}, score ${one.score === null ? "failed" : format(one.score)}`;
+  const heading = (one) => `step ${one.step}, score ${one.score === null ? "failed" : format(one.score)}`;
   const others = alike.filter((other) => other !== sample).slice(0, 60);
-  const shown = others.map((other) => el("details", el("summary", told(other)), box("response", other.output)));
+  const shown = others.map((other) => el("details", el("summary", heading(other)), box("response", other.output)));
   return el(
     "div.answer",
     el("div.soft.small.wrap", [single ? "" : runs[sample.run].title, ...facts].filter(Boolean).join(" · ")),
     sample.messages.map(([role, text]) => box(role, text, word)),
     box("ground truth", sample.gts, word),
-    el(`div.answer.${first ? "two" : ""}`, (first ? [first, sample] : [sample]).map((one) => box(told(one), one.output, word))),
-    box("reward, its parts", parts.join("\n")),
+    el(`div.answer.${first ? "two" : ""}`, (first ? [first, sample] : [sample]).map((one) => box(heading(one), one.output, word))),
+    box("entries of the reward's result", parts.join("\n")),
     others.length ? el("details", el("summary", `${others.length} more answers to this prompt`), shown) : null,
   );
 }
 
 function samplesTab() {
-  const why = "this kind of run writes none as text, or trainer.samples_max_mb is 0";
-  if (!data.samples.length) return el("p.soft", `No samples were kept: ${why}.`);
+  const why = "this kind of run writes no text samples, or trainer.samples_max_mb is 0";
+  if (!data.samples.length) return el("p.soft", `There are no samples: ${why}.`);
   const columns = [
     { name: "step", style: "right", value: ({ step }) => step },
     { name: "kind", value: ({ kind }) => kind },
@@ -396,7 +399,7 @@ function samplesTab() {
     { name: "score", style: "right", value: ({ score }) => score, cell: scoreOf },
     { name: "change", style: "right", value: ({ change }) => change, cell: ({ change }) => (change ? format(change) : "") },
     { name: "tokens", style: "right", value: ({ response_length }) => response_length },
-    { name: "ended by", value: ({ finish_reason }) => finish_reason },
+    { name: "finish reason", value: ({ finish_reason }) => finish_reason },
   ];
   const ways = {
     all: { by: "step", down: true },
