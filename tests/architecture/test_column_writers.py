@@ -70,12 +70,8 @@ class Recorder:
             self.found |= {(name, str(Path(file).relative_to(ROOT))) for name in names}
 
 
-GUESS = {
-    "env_type": "guess_number", "max_steps": 3, "max_tokens_per_step": 4, "agent_template": "{observation}",
-    "env_config": {"low": 1, "high": 4, "answer_pattern": r"(\d)", "env_instruction": "1-4? "},
-}  # fmt: skip
 AGENTIC = [
-    "data.max_response_length=96", "agentic.train_env_manager.tags=[guess]", "agentic.rollout_batch_size=4",
+    "data.max_prompt_length=200", "agentic.train_env_manager.tags=[guess]", "agentic.rollout_batch_size=4",
     "agentic.train_env_manager.num_env_groups=2", "agentic.train_env_manager.group_size=2",
     "agentic.env_pool.num_workers=0", "rollout.n=1",
 ]  # fmt: skip
@@ -83,11 +79,9 @@ RUNS = {
     "critic": ["algorithm.adv_estimator=gae", "actor.use_kl_loss=true", "reward.overlong_buffer.enable=true",
                "reward.overlong_buffer.len=2", "data.sources={talk: {n: 3}}"],
     "experts": ["model.path=FOLDER/experts", "rollout.router_replay=true"],
-    "remax": ["algorithm.adv_estimator=remax"],
-    "bypass": ["algorithm.rollout_correction.bypass_mode=true"],
+    "bypass": ["algorithm.adv_estimator=remax", "algorithm.rollout_correction.bypass_mode=true"],
     "correction": ["algorithm.rollout_correction.rollout_is=token", "actor.policy_loss.loss_mode=clip_cov",
-                   "actor.ppo_epochs=2"],
-    "baseline": ["algorithm.adv_estimator=optimal_token_baseline"],
+                   "actor.ppo_epochs=2", "algorithm.adv_estimator=optimal_token_baseline"],
     "agentic": ["--config", "FOLDER/envs.yaml", *AGENTIC, "model.path=FOLDER/experts", "rollout.router_replay=true"],
 }  # fmt: skip
 # Open: the rows of episodes have their own writer, and single-turn rollouts write the prompts again.
@@ -107,7 +101,8 @@ def test_each_column_has_the_writers_that_the_schema_declares(tmp_path: Path, mo
     pytest.importorskip("diffusers")
     tiny_run.write_files(tmp_path, [f"{number}+{number}" for number in range(8)])
     tiny_experts(tmp_path / "experts")
-    (tmp_path / "envs.yaml").write_text(json.dumps({"agentic": {"custom_envs": {"guess": GUESS}}}))
+    guess = {"env_type": "guess_number", "max_tokens_per_step": 4, "max_steps": 2}
+    (tmp_path / "envs.yaml").write_text(json.dumps({"agentic": {"custom_envs": {"guess": guess}}}))
     recorder = Recorder(monkeypatch)
     for name, options in RUNS.items():
         given = [option.replace("FOLDER", str(tmp_path)) for option in options]
@@ -116,8 +111,7 @@ def test_each_column_has_the_writers_that_the_schema_declares(tmp_path: Path, mo
     tiny = ["trainer.backend=inline", "trainer.device=cpu", "trainer.total_training_steps=1", "trainer.video_freq=0"]
     assert reward_flow([*tiny, f"trainer.default_local_dir={tmp_path / 'clips'}"]) == 0
 
-    found = recorder.found
     declared = {(entry.name, file) for entry in COLUMNS for file in (entry.writer, *entry.others)}
-    assert {name for name, _ in declared - found} == NOT_RUN
-    declared |= {(name, column(name).writer) for name, _ in found}  # also reward/<name>; others raise
-    assert {(name, file) for name, file in found - declared if not file.startswith("recipes/")} == OPEN
+    assert {name for name, _ in declared - recorder.found} == NOT_RUN
+    declared |= {(name, column(name).writer) for name, _ in recorder.found}  # also reward/<name>; others raise
+    assert {(name, file) for name, file in recorder.found - declared if not file.startswith("recipes/")} == OPEN
