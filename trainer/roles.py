@@ -64,12 +64,15 @@ class ModelRole:
     ) -> Any:
         """Runs a worker group method over all rows without gradients. The batch carries `meta_info` to the ranks."""
         plan = self.plan(batch, stage)
-        columns = self.input_columns(batch)
-        return dispatch_planned(call, apply_plan(batch, plan, columns, **meta_info), plan.restore, blocking)
+        return dispatch_planned(call, self.apply_plan(batch, plan, **meta_info), plan.restore, blocking)
 
-    def input_columns(self, batch: DataProto) -> list[str]:
-        """Returns the columns of the batch that the network reads: the token columns and those of `extra_inputs`."""
-        return [*TRAIN_COLUMNS, *(name for name in self.extra_inputs if name in batch)]
+    def apply_plan(self, batch: DataProto, plan: BatchPlan, more: Iterable[str] = (), **meta_info: Any) -> DataProto:
+        """Returns the columns that the network reads, and `more`, with their rows in the order of the plan, as the
+        ranks receive them."""
+        columns = [*TRAIN_COLUMNS, *filter(batch.__contains__, self.extra_inputs), *more]
+        data = plan.apply(batch.select(batch_keys=columns, non_tensor_batch_keys=[], meta_info_keys=[]))
+        data.meta_info |= meta_info
+        return data
 
     def plan(
         self,
@@ -108,13 +111,6 @@ def plan_pass(
         num_tokens=batch.batch["response_mask"].sum(1).numpy(),
         **options,
     )
-
-
-def apply_plan(batch: DataProto, plan: BatchPlan, columns: Iterable[str], **meta_info: Any) -> DataProto:
-    """Returns the given columns with their rows in the order of the plan, as the ranks receive them."""
-    data = plan.apply(batch.select(batch_keys=list(columns), non_tensor_batch_keys=[], meta_info_keys=[]))
-    data.meta_info |= meta_info
-    return data
 
 
 def dispatch_planned(
@@ -183,7 +179,7 @@ class ActorRole(ModelRole, SavedByWorkers):
             epochs=config.actor.ppo_epochs,
             shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
         )
-        columns = [*self.input_columns(batch), "advantages"]
+        columns = ["advantages"]
         # strictly on-policy, old_log_probs are not computed: the update compares the trainer with the rollout instead
         if not is_on_policy(config) or correction.bypass_mode:
             columns.append("old_log_probs")
@@ -193,7 +189,7 @@ class ActorRole(ModelRole, SavedByWorkers):
         columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
         columns += ["rollout_is_weights"] if correction.rollout_is and not correction.bypass_mode else []
         batch = batch | DataProto.from_dict(chosen)
-        data = apply_plan(batch, plan, [*columns, *chosen], temperature=config.rollout.temperature)
+        data = self.apply_plan(batch, plan, [*columns, *chosen], temperature=config.rollout.temperature)
         lengths = batch.batch["attention_mask"].sum(1).numpy()
         shape = {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
         return dispatch_planned(self.group.update_actor, data, lambda results: joined_metrics(results, shape), blocking)
@@ -271,7 +267,7 @@ class CriticRole(ModelRole, SavedByWorkers):
             epochs=critic.ppo_epochs or actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
         )
-        data = apply_plan(batch, plan, [*self.input_columns(batch), "values", "returns"])
+        data = self.apply_plan(batch, plan, ["values", "returns"])
         return dispatch_planned(self.group.update_critic, data, lambda results: joined_metrics(results, {}), blocking)
 
 

@@ -55,8 +55,7 @@ class ActorWorker(TrainingWorker):
         assert model.path is not None
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
         with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
-        policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers)
-        network = token_network(model, policy)
+        network = token_network(model, causal_lm(config.actor.log_prob_chunk_tokens, with_routers))
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         self.max_model_len = (
             config.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length

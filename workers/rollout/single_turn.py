@@ -36,8 +36,7 @@ def generate(
         `seed` and `step`: the same row gives the same answer on any rank, in any company. Rows marked `is_padding` are
         not run; those marked `is_greedy` are decoded greedily instead of as `sampling` says.
     on_finished: gets (row, completion) of those that ended in one engine step.
-    Returns the token columns of `lay_out`, policy_version and finish_reason of each row, and the engine's
-    extra outputs.
+    Returns the columns of `lay_out` and the engine's extra outputs.
     """
     ids, mask = prompts.batch["prompts"], prompts.batch["prompt_mask"].bool()
     is_run = torch.ones(len(ids), dtype=torch.bool)
