@@ -24,6 +24,7 @@ from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.rewards.reward_pool import RewardItem
 from workers.rollout.base import Completion, RolloutEngine, SamplingParams, build_rollout_engine
+from workers.rollout.runner import Runner, group_of_engine
 from workers.rollout.single_turn import generate
 from workers.training_worker import TrainingWorker
 
@@ -79,6 +80,7 @@ class ActorWorker(TrainingWorker):
             dp_size=self.world_size // tensor_parallel,
             is_collect=self.rank % tensor_parallel == 0,
         )
+        self.runner: Runner[Any] = Runner(self.rollout, group_of_engine(tensor_parallel))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -106,16 +108,19 @@ class ActorWorker(TrainingWorker):
             ]
             self.rewards.send("submit", items)
 
-        result = generate(
-            self.rollout,
-            prompts,
-            sampling=replace(sampling, stop_token_ids=stop_token_ids(self.config.model, self.tokenizer)),
-            seed=meta["seed"],
-            step=meta["step"],
-            response_length=self.config.data.max_response_length,
-            pad_token_id=self.tokenizer.pad_token_id,
-            on_finished=send_rewards if self.rewards and self.is_collecting("rollout") else lambda finished: None,
-        )
+        with self.runner.lead() as leads:
+            if not leads:
+                return DataProto()  # only the first rank of an engine returns its rows
+            result = generate(
+                self.runner,
+                prompts,
+                sampling=replace(sampling, stop_token_ids=stop_token_ids(self.config.model, self.tokenizer)),
+                seed=meta["seed"],
+                step=meta["step"],
+                response_length=self.config.data.max_response_length,
+                pad_token_id=self.tokenizer.pad_token_id,
+                on_finished=send_rewards if self.rewards else lambda finished: None,
+            )
         seconds = time.perf_counter() - started
         tokens = int(result.batch["response_mask"].sum())
         result.meta_info["metrics"] = {

@@ -1,7 +1,7 @@
-"""The policy's worker where agents act in environments: `ActorWorker` that also runs episodes.
+"""The policy's worker of agentic runs: an `ActorWorker` that also runs episodes in environments.
 
-Its environments live in child processes of its own, which end with it. Episodes go on between the passes of training
-where some are under way; the weights that they are sampled with do not change meanwhile.
+The environments run in child processes of the first rank of each rollout engine. Running episodes continue between
+training micro-batches; the rollout engine's weights do not change meanwhile.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,12 @@ from workers.rollout.trajectories import trajectory_rows
 
 
 class AgentRolloutWorker(ActorWorker):
-    """Acts with the policy and trains it.
+    """Runs episodes with the policy and trains it.
 
-    modules: imported where environments run, for those that they register (`verl_lite.envs.env_modules()`). log_dir:
-    folder for what environments print; None drops it. Other arguments: as of `ActorWorker`.
+    Args:
+        modules: modules that the environments' processes import because they register environments
+            (`verl_lite.envs.env_modules()`).
+        log_dir: folder for the logs of the environments; None discards them.
     """
 
     def __init__(
@@ -38,17 +40,18 @@ class AgentRolloutWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the engines, and starts the processes of the environments."""
+        """Builds the engines and starts the processes of the environments."""
         super().init_model()
         agentic, data = self.config.agentic, self.config.data
         templates = env_templates(agentic.custom_envs)
         log_dir = None if self.log_dir is None else str(Path(self.log_dir) / f"environments-{self.rank}")
         self.pool = EnvPool(agentic.env_pool, templates, modules=self.modules, log_dir=log_dir)
-        self.pool.start()
+        if self.runner.leads:
+            self.pool.start()
         managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
         parts = self.world_size // self.config.rollout.tensor_model_parallel_size
         runner = EpisodeRunner(
-            self.rollout,
+            self.runner,
             self.pool,
             self.tokenizer,
             templates,
@@ -73,35 +76,45 @@ class AgentRolloutWorker(ActorWorker):
         self.groups = GroupRun(runner, rows)
         for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
             if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
-                trained.interleave = self.groups.pump
+                trained.interleave = self._run_slice
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def begin_episodes(
         self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams, group_filter: GroupFilter | None
     ) -> None:
-        """Starts groups of episodes and returns; they go on in `run_episodes`, and between the passes of training."""
+        """Starts groups of episodes without waiting for them. They run in `run_episodes` and between micro-batches."""
         self.enter_rollout()
-        self.groups.begin(key, plans, sampling, group_filter)
+        with self.runner.lead() as leads:
+            if leads:
+                self.groups.begin(key, plans, sampling, group_filter)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def run_episodes(self, key: str) -> GroupResults:
-        """What became of the groups begun under `key`, when all of them have ended: any number of rows."""
+    def run_episodes(self, key: str) -> GroupResults | None:
+        """Runs the groups that were started under `key` until all have ended. Returns their rows on the first rank of
+        each engine, None on the others."""
         self.enter_rollout()
-        return self.groups.finish(key)
+        with self.runner.lead() as leads:
+            return self.groups.finish(key) if leads else None
+
+    def _run_slice(self) -> None:
+        """Runs episodes for a slice of time between micro-batches."""
+        with self.runner.lead() as leads:
+            if leads:
+                self.groups.pump()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:
-        """As in `ActorWorker`. Raises RuntimeError while episodes are under way, which would be of two
-        policies."""
+        """Copies the weights as `ActorWorker` does. Raises RuntimeError while episodes are running, because their
+        tokens would come from two policies."""
         if not self.groups.is_idle:
             raise RuntimeError(
-                "the weights of the rollout engine would change under episodes that are under way: wait for them with "
+                "episodes are running, and new weights would change the policy within them: wait for them with "
                 "RolloutScheduler.finish() first"
             )
         return super().update_weights(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Ends environments and rollout engine; nothing of them stays behind."""
+        """Closes the environments and the rollout engine."""
         self.pool.close()
         super().close()

@@ -124,6 +124,7 @@ class Bench:
         from workers.envs.env_pool import EnvPool
         from workers.rollout.base import SamplingParams
         from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
+        from workers.rollout.runner import Runner
 
         options = {"env_config": {"latency_s": latency_ms / 1000, "turns": 4}, "max_tokens_per_step": TURN_TOKENS}
         template = EnvTemplate("slow", "tests.workers.counting_env:Counting", **options)
@@ -131,7 +132,7 @@ class Bench:
         pool.dry_run(["slow"])
         recorder = Recorder(self.engine)
         runner = EpisodeRunner(
-            recorder,  # type: ignore[arg-type]
+            Runner(recorder),  # type: ignore[arg-type]
             LockStep(pool, recorder) if lock_step else pool,
             self.tokenizer,
             {"slow": template},

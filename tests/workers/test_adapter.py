@@ -39,6 +39,7 @@ from workers.engine.checkpoint import export, export_adapter
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import SamplingParams, build_rollout_engine
+from workers.rollout.runner import Runner
 from workers.rollout.single_turn import generate
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.05)  # the gradient is clipped in every step
@@ -191,7 +192,7 @@ def test_the_rollout_engine_really_uses_the_adapter(name: str, tied: bool, tmp_p
     try:
         sync_weights(engine, rollout, version=1, bucket_mb=1)
         rows = generate(
-            rollout,
+            Runner(rollout),
             DataProto.from_dict(
                 {"prompts": prompts["prompts"], "prompt_mask": prompts["attention_mask"][:, :PROMPT]}, names
             ),

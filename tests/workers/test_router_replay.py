@@ -22,6 +22,7 @@ from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.router import ROUTED_EXPERTS, Routers, find_routers
 from workers.rollout.base import RolloutEngine, SamplingParams
+from workers.rollout.runner import Runner
 from workers.rollout.single_turn import generate
 from workers.rollout.trajectories import trajectory_rows
 
@@ -134,7 +135,7 @@ def sampled(path: str) -> DataProto:
         prompts[row, 8 - len(tokens) :], mask[row, 8 - len(tokens) :] = tokens, 1
     names = {"uid": np.repeat(np.array(["a", "b", "c"], dtype=object), 3), "sample": np.tile(np.arange(3), 3)}
     data = generate(
-        engine_of(path), DataProto.from_dict({"prompts": prompts, "prompt_mask": mask}, names),
+        Runner(engine_of(path)), DataProto.from_dict({"prompts": prompts, "prompt_mask": mask}, names),
         sampling=SamplingParams(temperature=2.0, max_tokens=10, stop_token_ids=tuple(range(30, 40))), seed=0, step=0,
         response_length=10, pad_token_id=0, on_finished=lambda finished: None,
     )  # fmt: skip

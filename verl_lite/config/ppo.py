@@ -112,12 +112,11 @@ class PPOConfig(RunOptions):
         trainer, frequency = self.trainer, self.agentic.model_update_frequency
         if trainer.total_training_steps is None and not trainer.val_only:
             yield "trainer.total_training_steps=null: environments have no epochs: set a number of steps, such as 200"
-        for name, reason in (
-            ("n", "agentic.train_env_manager.group_size is the number of episodes per task"),
-            ("tensor_model_parallel_size", "each device has its own engine"),
-        ):
-            if (value := getattr(self.rollout, name)) != 1:
-                yield f"rollout.{name}={value}: expected 1 in agentic runs, in which {reason}"
+        if self.rollout.n != 1:
+            yield (
+                f"rollout.n={self.rollout.n}: expected 1 in agentic runs, in which "
+                "agentic.train_env_manager.group_size is the number of episodes per task"
+            )
         for name in ("test_freq", "save_freq"):
             every = getattr(trainer, name)
             if frequency > 1 and every > 0 and every % frequency:

@@ -80,10 +80,6 @@ class Worker:
             raise ValueError(f"mesh {mesh_name!r}: registered already, or dp_rank {dp_rank} is not in [0, {dp_size})")
         self._meshes[mesh_name] = (dp_rank, dp_size, is_collect)
 
-    def is_collecting(self, mesh_name: str) -> bool:
-        """Returns True if this rank's results are used in calls dispatched over the mesh."""
-        return self._meshes[mesh_name][2]
-
     def mesh_info(self) -> dict[str, tuple[int, int, bool]]:
         """Returns (dp_rank, dp_size, is_collect) of this rank by mesh."""
         return dict(self._meshes)

@@ -13,7 +13,6 @@ redundancy are kept is a race by nature.)
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +25,9 @@ from verl_lite.metrics import Metric
 from verl_lite.rewards.scoring import SCORE, is_score
 from workers.envs.env_host import EnvReply
 from workers.envs.env_pool import EnvPool
-from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, derive_seed
+from workers.rollout.base import Completion, Request, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message, Turn, turn_messages
+from workers.rollout.runner import Runner
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]
 
@@ -147,7 +147,7 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        runner: Runner[Any],
         pool: EnvPool,
         tokenizer: PreTrainedTokenizerBase,
         templates: Mapping[str, EnvTemplate],
@@ -159,7 +159,7 @@ class EpisodeRunner:
         format_penalty: Mapping[str, float] | None = None,
         max_live: int,
     ) -> None:
-        self._engine, self._pool, self._tokenizer = engine, pool, tokenizer
+        self._runner, self._pool, self._tokenizer = runner, pool, tokenizer
         self._templates, self._limits, self._seed = templates, limits, seed
         has_system = any(template.agent_system_template for template in templates.values())
         self._joins = ChatJoins(tokenizer, chat_template_kwargs, system=has_system, most_tokens=limits.max_model_len)
@@ -169,9 +169,7 @@ class EpisodeRunner:
         self._number = 0
         self._queue: deque[_Episode] = deque()
         self._live: dict[Hashable, _Episode] = {}
-        self._requests: dict[str, _Episode] = {}
         self._batches: dict[int, list[_Episode]] = {}
-        self._busy_s, self._engine_steps, self._sequences, self._tokens = 0.0, 0, 0, 0
         self._env_seconds: list[float] = []
 
     def begin(self, episodes: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
@@ -205,7 +203,7 @@ class EpisodeRunner:
         self._admit()
         if not self._live:
             return
-        for reply in self._pool.poll(0.0 if self._engine.unfinished else wait_s):
+        for reply in self._pool.poll(0.0 if self.is_decoding else wait_s):
             self._env_seconds.append(reply.seconds)
             episode = self._live.get(reply.key)
             if episode is not None:  # else it was discarded while it was busy
@@ -213,35 +211,23 @@ class EpisodeRunner:
         self._admit()
         if not self.is_decoding:
             return
-        started, running = time.perf_counter(), self._engine.unfinished
-        completions = self._engine.step()
-        self._busy_s += time.perf_counter() - started
-        self._engine_steps += 1
-        self._sequences += running
-        self._tokens += sum(len(completion.token_ids) for completion in completions)
-        for completion in completions:
-            turn_of = self._requests.pop(completion.request_id, None)
-            if turn_of is not None:
-                self._act(turn_of, completion)
+        for turn_of, completion in self._runner.step():
+            self._act(turn_of, completion)
 
     @property
     def is_decoding(self) -> bool:
         """Whether the engine has turns to sample."""
-        return bool(self._engine.unfinished)
+        return self._runner.is_decoding
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
         """What a dashboard wants to know since the last call. seconds: that episodes were driven meanwhile;
         env/processes_replaced counts from the start of the run."""
-        metrics = {
-            "rollout/engine_busy_frac": Metric.mean(self._busy_s, seconds),
-            "rollout/engine_sequences": Metric.mean(self._sequences, self._engine_steps),
-            "rollout/tokens_per_second_per_gpu": Metric.mean(self._tokens, seconds),
-            "env/processes_replaced": Metric.sum(self._pool.processes_replaced),
+        metrics = self._runner.take_metrics(seconds) | {
+            "env/processes_replaced": Metric.sum(self._pool.processes_replaced)
         }
         if self._env_seconds:
             metrics["env/step_seconds/mean"] = Metric.mean(sum(self._env_seconds), len(self._env_seconds))
             metrics["env/step_seconds/max"] = Metric.max(max(self._env_seconds))
-        self._busy_s, self._engine_steps, self._sequences, self._tokens = 0.0, 0, 0, 0
         self._env_seconds = []
         return metrics
 
@@ -323,8 +309,7 @@ class EpisodeRunner:
             stop_token_ids=self._stop_token_ids,
         )
         episode.request_id = f"{episode.key}/{turn}"
-        self._requests[episode.request_id] = episode
-        self._engine.submit(Request(episode.request_id, tuple(episode.context), sampling))
+        self._runner.submit(Request(episode.request_id, tuple(episode.context), sampling), episode)
 
     def _act(self, episode: _Episode, completion: Completion) -> None:
         """A turn is sampled: the environment steps."""
@@ -364,8 +349,7 @@ class EpisodeRunner:
         trajectory.metrics = aggregate_metrics(trajectory.turns)
         episode.context = []
         if episode.request_id is not None:
-            self._requests.pop(episode.request_id, None)
-            self._engine.abort([episode.request_id])
+            self._runner.abort(episode.request_id)
         if self._live.pop(episode.key, None) is not None:
             self._pool.discard(episode.key)
         group.open.remove(episode)

@@ -14,13 +14,14 @@ import torch
 
 from verl_lite.protocol import DataProto
 from verl_lite.schema import column
-from workers.rollout.base import Completion, ExtraOutputs, Request, RolloutEngine, SamplingParams, derive_seed
+from workers.rollout.base import Completion, ExtraOutputs, Request, SamplingParams, derive_seed
+from workers.rollout.runner import Runner
 
 FinishedCallback = Callable[[list[tuple[int, Completion]]], None]
 
 
 def generate(
-    engine: RolloutEngine,
+    runner: Runner[int],
     prompts: DataProto,
     *,
     sampling: SamplingParams,
@@ -50,16 +51,16 @@ def generate(
         one = replace(
             greedy_sampling if greedy[row] else sampling, seed=derive_seed(seed, step, uid[row], int(sample[row]))
         )
-        engine.submit(Request(str(row), tuple(ids[row][mask[row]].tolist()), one))
-    while engine.unfinished:
-        finished = [(int(done.request_id), done) for done in engine.step()]
+        runner.submit(Request(str(row), tuple(ids[row][mask[row]].tolist()), one), row)
+    while runner.is_decoding:
+        finished = runner.step(until_completion=True)
         for row, completion in finished:
             completions[row] = completion
         if finished:
             on_finished(finished)
     result = lay_out(ids, mask, completions, response_length=response_length, pad_token_id=pad_token_id)
     extra = [{} if done is None else done.extra for done in completions]
-    result.batch.update(extra_columns(engine.extra_outputs, mask, extra, response_length))
+    result.batch.update(extra_columns(runner.engine.extra_outputs, mask, extra, response_length))
     return result
 
 

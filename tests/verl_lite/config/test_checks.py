@@ -170,7 +170,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # agents
     ({**AGENT, "trainer.total_training_steps": None}, "trainer.total_training_steps=null: environments have no epochs"),
     ({**AGENT, "rollout.n": 8}, "rollout.n=8: .*group_size"),
-    ({**AGENT, "rollout.tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2: .*has its own engine"),
     ({**AGENT, "agentic.model_update_frequency": 2, "trainer.save_freq": 5}, "save_freq=5 would .*multiple of 2"),
     ({**AGENT, "agentic.train_env_manager.tags": ["wurld"]}, "tags=wurld is not known.*did you mean world"),
     ({**AGENT, "agentic.val_env_manager.tags": ["maze", "maze"]}, "a tag is listed twice"),

@@ -12,6 +12,7 @@ from verl_lite.protocol import DataProto
 from workers.envs.env_host import EnvReply
 from workers.rollout.base import Completion, Request, SamplingParams
 from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits, Trajectory
+from workers.rollout.runner import Runner
 from workers.rollout.trajectories import trajectory_rows
 
 START, END = 1, 2  # <|im_start|> and <|im_end|> of the tiny tokenizer; "0" is 3, "a" is 28, one character a token
@@ -141,7 +142,8 @@ def spec(traj_id: str = "g_0", **options: Any) -> EpisodeSpec:
 def make_runner(engine: Any, pool: Any, templates: Sequence[EnvTemplate] = (), **options: Any) -> EpisodeRunner:
     """A runner of these entries, by default of one."""
     given = {"limits": LIMITS, "seed": 5, "stop_token_ids": (0, END), "max_live": 100, **options}
-    return EpisodeRunner(engine, pool, TOKENIZER, {entry.tag: entry for entry in templates or [template()]}, **given)
+    entries = {entry.tag: entry for entry in templates or [template()]}
+    return EpisodeRunner(Runner(engine), pool, TOKENIZER, entries, **given)
 
 
 def play(

@@ -22,6 +22,7 @@ from verl_lite.config import RolloutConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, build_rollout_engine, derive_seed
 from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
+from workers.rollout.runner import Runner
 from workers.rollout.single_turn import generate
 from workers.rollout.trajectories import trajectory_rows
 
@@ -271,7 +272,7 @@ def test_a_batch_of_sampled_and_greedy_rows(engine: RolloutEngine, models: Any) 
     def answer(data: DataProto) -> DataProto:
         sampling = SamplingParams(temperature=1.3, max_tokens=16)
         return generate(
-            engine, data, sampling=sampling, seed=1, step=4, response_length=16, pad_token_id=0,
+            Runner(engine), data, sampling=sampling, seed=1, step=4, response_length=16, pad_token_id=0,
             on_finished=lambda finished: None,
         )  # fmt: skip
 
@@ -319,24 +320,24 @@ def reacting(seed: int, actions: list[str]) -> dict[str, Any]:
     return {"observation": "abcdef"[: rng.randrange(1, 6)], "reward": rng.random(), "terminated": rng.random() < 0.1}
 
 
-def episodes(engine: RolloutEngine, *, max_live: int, latency: tuple[int, int], by: str) -> list[Trajectory]:
+def episodes(runner: Runner[Any], *, max_live: int, latency: tuple[int, int], by: str) -> list[Trajectory]:
     entry = template(max_steps=4, max_tokens_per_step=12, env_manager_cls=by, agent_template="{observation} go")
-    runner = EpisodeRunner(
-        engine, ScriptedPool(reacting, latency=latency), tiny_tokenizer(), {"t": entry}, LIMITS, seed=5,  # type: ignore[arg-type]
+    driver = EpisodeRunner(
+        runner, ScriptedPool(reacting, latency=latency), tiny_tokenizer(), {"t": entry}, LIMITS, seed=5,  # type: ignore[arg-type]
         stop_token_ids=(0, END), max_live=max_live,
     )  # fmt: skip
     specs = [spec(f"g{group}_{member}", seed=group, group_size=2) for group in range(4) for member in range(2)]
-    runner.begin(specs, SamplingParams(temperature=TEMPERATURE, max_tokens=150))
-    while runner.unfinished(0):
-        runner.advance(wait_s=1.0)
-    return runner.take(0)
+    driver.begin(specs, SamplingParams(temperature=TEMPERATURE, max_tokens=150))
+    while driver.unfinished(0):
+        driver.advance(wait_s=1.0)
+    return driver.take(0)
 
 
 @pytest.mark.parametrize("by", ["trajectory", "step"])
 @torch.no_grad()
 def test_what_is_trained_on_is_what_was_sampled_where_it_was_sampled(engine: Any, models: Any, by: str) -> None:
     """By one forward over the padded rows, as a trainer sees them."""
-    found = episodes(engine, max_live=5, latency=(0, 4), by=by)
+    found = episodes(Runner(engine), max_live=5, latency=(0, 4), by=by)
     batch = trajectory_rows(found, pad_token_id=0, prompt_length=80, response_length=150, extra_outputs={}).batch
     assert {turn.finish_reason for one in found for turn in one.turns} == {"stop", "length"}
     mask, given = batch["response_mask"].bool(), batch["rollout_log_probs"]

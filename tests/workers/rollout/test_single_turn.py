@@ -7,6 +7,7 @@ import torch
 
 from verl_lite.protocol import DataProto
 from workers.rollout.base import Completion, ExtraOutputs, Request, SamplingParams, derive_seed
+from workers.rollout.runner import Runner
 from workers.rollout.single_turn import generate
 
 
@@ -48,7 +49,7 @@ def prompts() -> DataProto:
 def run(rows: DataProto) -> tuple[DataProto, list[list[int]], ScriptedEngine]:
     engine, finished = ScriptedEngine(), []
     result = generate(
-        engine,  # type: ignore[arg-type]
+        Runner(engine),  # type: ignore[arg-type]
         rows,
         sampling=SamplingParams(max_tokens=4),
         seed=3,

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
-from tests.workers.rollout.test_engines import mixed_requests, plain_log_probs
+from tests.workers.rollout.test_engines import TEMPERATURE, mixed_requests, plain_log_probs
 
 # torch's C++ warning about NUMA binding can be silenced by the environment only
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -33,7 +33,8 @@ def test_two_ranks_of_a_trainer_share_an_engine(tmp_path: Path) -> None:
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [report["sum_of_ranks"] for report in reports] == [3, 3]
     assert [report["left"] for report in reports] == [[], []]
-    assert reports[0]["results"] == reports[1]["results"]
+    assert [report["unfinished"] for report in reports] == [0, 0]
+    assert reports[1]["results"] == [] and len(reports[0]["results"]) == 24, "only the first rank takes completions"
     for report in reports:
         # buffers of the group, if any, have no name while it runs: killed ranks leave none; Python's own
         # segment (psm_) has one, which its resource tracker removes if its owner is killed
@@ -45,6 +46,10 @@ def test_two_ranks_of_a_trainer_share_an_engine(tmp_path: Path) -> None:
         assert result["policy_version"] == 2
         expected = plain_log_probs(model, request.prompt_ids, result["token_ids"], 1.0)
         torch.testing.assert_close(torch.tensor(result["log_probs"]), expected, atol=1e-4, rtol=0)
+    assert len(reports[0]["turns"]) > 8
+    for prompt_ids, response_ids, log_probs in reports[0]["turns"]:
+        expected = plain_log_probs(model, prompt_ids, response_ids, TEMPERATURE)
+        torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.long

@@ -25,6 +25,7 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.rollout import vllm_engine
 from workers.rollout.base import RolloutEngine, SamplingParams, build_rollout_engine
+from workers.rollout.runner import Runner
 from workers.rollout.single_turn import generate
 from workers.rollout.vllm_engine import _disable_expert_recording, check_replay
 
@@ -108,8 +109,8 @@ def test_experts_come_from_the_layers_that_have_some(
     prompts, mask = torch.tensor([[0, 5, 6, 7], [8, 9, 10, 11]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     names = {"uid": np.array(["a", "b"], dtype=object), "sample": np.zeros(2, dtype=int)}
     data = generate(
-        engine, DataProto.from_dict({"prompts": prompts, "prompt_mask": mask}, names), seed=0, step=0, pad_token_id=0,
-        sampling=SamplingParams(max_tokens=4), response_length=6, on_finished=lambda finished: None,
+        Runner(engine), DataProto.from_dict({"prompts": prompts, "prompt_mask": mask}, names), seed=0, step=0,
+        pad_token_id=0, sampling=SamplingParams(max_tokens=4), response_length=6, on_finished=lambda finished: None,
     )  # fmt: skip
     routed = data.batch["routed_experts"]
     assert routed.dtype == torch.int16 and routed.shape == (2, 10, len(layers), 2)

@@ -1,0 +1,136 @@
+"""The loop over one rollout engine that answers and episodes share: submit requests, step the engine, take completions.
+
+An engine with tensor parallelism runs in several processes, which must receive the same requests before the same steps.
+Its first rank is the leader. It alone decides what runs, because only the leader reads the clock and the replies of
+environments. It broadcasts its calls, and the other ranks repeat them in `Runner.lead`.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from verl_lite.metrics import Metric
+from workers.rollout.base import Completion, Request, RolloutEngine
+
+Owner = TypeVar("Owner")
+
+
+class _Calls(NamedTuple):
+    """Calls that all ranks of an engine make in the same order. steps: number of engine steps that follow them; None =
+    step until a request finishes."""
+
+    requests: list[Request]
+    aborted: list[str]
+    steps: int | None
+
+
+class Runner(Generic[Owner]):
+    """Runs requests on one engine. Each request has an owner, which `step` returns together with its completion.
+
+    Args:
+        engine: the engine; nothing else may submit requests to it.
+        group: process group of the engine's ranks; None if the engine runs in this process alone.
+    """
+
+    def __init__(self, engine: RolloutEngine, group: dist.ProcessGroup | None = None) -> None:
+        self.engine, self._group = engine, group
+        self.leads = group is None or dist.get_rank(group) == 0
+        self._owners: dict[str, Owner] = {}
+        self._requests: list[Request] = []  # submitted and aborted here, and not yet sent to the other ranks
+        self._aborted: list[str] = []
+        self._busy_s, self._steps, self._sequences, self._tokens = 0.0, 0, 0, 0
+
+    @contextmanager
+    def lead(self) -> Iterator[bool]:
+        """Yields True on the leader. Yields False on the other ranks, after they have repeated all calls that the
+        leader makes inside the block. All ranks of the engine enter the block together."""
+        if self.leads:
+            try:
+                yield True
+            finally:
+                self._send(steps=0)
+                self._broadcast(None)
+        else:
+            while (calls := self._broadcast(None)) is not None:
+                self._repeat(calls)
+            yield False
+
+    def submit(self, request: Request, owner: Owner) -> None:
+        """Submits a request. Raises ValueError as `RolloutEngine.submit`."""
+        self.engine.submit(request)
+        self._owners[request.request_id] = owner
+        self._requests.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request without a completion."""
+        self.engine.abort([request_id])
+        del self._owners[request_id]
+        self._aborted.append(request_id)
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if the engine has unfinished requests."""
+        return bool(self.engine.unfinished)
+
+    def step(self, until_completion: bool = False) -> list[tuple[Owner, Completion]]:
+        """Makes one engine step, or steps until a request finishes. Returns the finished requests with their owners."""
+        started, running = time.perf_counter(), self.engine.unfinished
+        limit = None if until_completion else 1
+        self._send(limit)
+        completions, steps = self._run(limit)
+        self._busy_s += time.perf_counter() - started
+        self._steps += steps
+        self._sequences += running * steps
+        self._tokens += sum(len(completion.token_ids) for completion in completions)
+        return [(self._owners.pop(completion.request_id), completion) for completion in completions]
+
+    def take_metrics(self, seconds: float) -> dict[str, Metric]:
+        """Returns the engine's metrics since the last call. seconds: duration of that period."""
+        metrics = {
+            "rollout/engine_busy_frac": Metric.mean(self._busy_s, seconds),
+            "rollout/engine_sequences": Metric.mean(self._sequences, self._steps),
+            "rollout/tokens_per_second_per_gpu": Metric.mean(self._tokens, seconds),
+        }
+        self._busy_s, self._steps, self._sequences, self._tokens = 0.0, 0, 0, 0
+        return metrics
+
+    def _run(self, steps: int | None) -> tuple[list[Completion], int]:
+        """Makes this number of engine steps; None = until a request finishes. Returns the finished requests and the
+        number of steps."""
+        completions: list[Completion] = []
+        made = 0
+        while made != steps and not (steps is None and (completions or not self.is_decoding)):
+            completions += self.engine.step()
+            made += 1
+        return completions, made
+
+    def _repeat(self, calls: _Calls) -> None:
+        for request in calls.requests:
+            self.engine.submit(request)
+        self.engine.abort(calls.aborted)
+        self._run(calls.steps)
+
+    def _send(self, steps: int | None) -> None:
+        """Sends the calls since the last step to the other ranks."""
+        self._broadcast(_Calls(self._requests, self._aborted, steps))
+        self._requests, self._aborted = [], []
+
+    def _broadcast(self, calls: _Calls | None) -> _Calls | None:
+        """Returns the leader's argument on all ranks. None ends the leader's block."""
+        if self._group is None:
+            return calls
+        sent = [calls]
+        dist.broadcast_object_list(sent, group=self._group, group_src=0)
+        return sent[0]
+
+
+def group_of_engine(tensor_parallel: int) -> dist.ProcessGroup | None:
+    """Returns the process group of the ranks that share this rank's engine, `tensor_parallel` consecutive ones; None if
+    each rank has an engine of its own. Collective: all ranks of the default group call this function."""
+    if tensor_parallel == 1:
+        return None
+    group, _ = dist.new_subgroups(tensor_parallel, backend="gloo")
+    return group
