@@ -141,6 +141,7 @@ def run_python(code: str) -> str:
     return result.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_everything_imports_where_ray_vllm_flash_attn_and_wandb_are_missing() -> None:
     own_place = [place.replace("/", ".").removesuffix(".py") for places in ONLY_IN.values() for place in places]
     modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in sources()]

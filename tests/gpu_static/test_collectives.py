@@ -28,6 +28,7 @@ def found() -> dict[str, Any]:
     return dict(zip(CASES, lines, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_communicates_what_it_must(case: str, found: dict[str, Any]) -> None:
     # parameters before each forward and each backward pass; gradients once an optimizer step, whatever it was cut into

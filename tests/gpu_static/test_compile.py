@@ -24,6 +24,7 @@ def inputs(length: int, shared: bool) -> ModelInputs:
     return pack(token_columns(ids, attention, PROMPT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompt"])
 @torch._dynamo.config.patch(disable=False)  # vLLM's engine on a CPU switches it off
 def test_a_layer_is_one_graph_for_any_lengths(shared: bool) -> None:

@@ -75,6 +75,7 @@ def not_there(value: Any, mode: FakeTensorMode) -> Any:
     return replace(value, **made)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_costs_no_more_than_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_sdpa_runs", packing._varlen_attention)  # what CUDA takes
     monkeypatch.setattr(packing, "_flash_attn_varlen", lambda: None)

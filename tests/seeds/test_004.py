@@ -100,7 +100,14 @@ GAE = [
 AHEAD = ["agentic.async_generation_ratio=1"]
 
 
-@pytest.mark.parametrize("options", [[], GAE, AHEAD], ids=["grpo", "gae", "ahead"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="grpo"),
+        pytest.param(GAE, id="gae", marks=pytest.mark.slow),
+        pytest.param(AHEAD, id="ahead", marks=pytest.mark.slow),
+    ],
+)
 def test_the_loop_of_the_seeds_calls_has_the_built_in_loops_numbers(
     options: list[str], model: str, tmp_path: Path
 ) -> None:
@@ -114,6 +121,7 @@ def test_the_loop_of_the_seeds_calls_has_the_built_in_loops_numbers(
     assert weights.keys() == same_weights.keys() and all(torch.equal(weights[n], same_weights[n]) for n in weights)
 
 
+@pytest.mark.slow
 def test_both_loops_go_on_from_the_others_checkpoint(model: str, tmp_path: Path) -> None:
     """do_checkpoint writes what `fit` writes: the step after it is that of the run that was not broken off."""
     saving = [*GAE, "trainer.save_freq=2", "trainer.resume_mode=auto"]

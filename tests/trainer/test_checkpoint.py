@@ -83,6 +83,7 @@ def is_whole(folder: Path) -> bool:
     return folder.name == f"global_step_{state['step']}" and all(path.read_bytes() == expected for path in shards)
 
 
+@pytest.mark.slow
 def test_killed_at_any_instant_a_whole_checkpoint_is_there(tmp_path: Path) -> None:
     """A process writes one checkpoint after the other and is killed with SIGKILL, 60 times, at random instants."""
     rng = random.Random(0)

@@ -65,6 +65,7 @@ class Watched(RayPPOTrainer):
         self.batches.append((batch, self.critic.compute_values(batch)))
 
 
+@pytest.mark.slow
 def test_the_critic_of_any_checkpoint_is_exported_with_its_values(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

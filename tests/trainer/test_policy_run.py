@@ -41,6 +41,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(TOKENS).logits
 
 
+@pytest.mark.slow
 def test_a_run_with_an_adapter_is_its_own_reference_and_exports_both_ways(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

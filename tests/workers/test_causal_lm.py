@@ -218,6 +218,7 @@ print(peak_mb(600), peak_mb(3000))
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_does_not_grow_with_tokens() -> None:
     """Peak resident memory, in a process of its own: 20 MB of logits a chunk, up to 300 MB in all."""
     command = [sys.executable, "-c", MEMORY_SCRIPT]

@@ -111,6 +111,7 @@ def exported(engine: FSDPEngine, folder: Path) -> Path:
     return folder / "hf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapter"])
 @families(QUICK)
 def test_what_was_trained_and_exported_is_what_is_loaded(family: str, lora_rank: int, tmp_path: Path) -> None:

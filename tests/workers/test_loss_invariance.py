@@ -71,6 +71,7 @@ def test_references_have_gradients_and_active_clips(path: str) -> None:
     assert metrics["pg_clipfrac"].value > 0.1 and metrics["pg_clipfrac_lower"].value > 0
 
 
+@pytest.mark.slow
 def test_fp64_in_process(path: str) -> None:
     assert_within(fp64_table(path, one_mode_each(), worlds=(3,)), FP64)
 

@@ -44,11 +44,19 @@ def gradients(network: PreTrainedModel, statistics: tuple[torch.Tensor, torch.Te
     }
 
 
+def marks_of(family: str) -> list[pytest.MarkDecorator]:
+    """Marks most families as slow: `make fast` runs one of each kind of layer."""
+    return [] if family in ("llama", "qwen2", "qwen3_moe", "gemma3_text", "mamba2", "lfm2") else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     ("family", "kernels", "late", "keeps"),
     [
-        *[pytest.param(family, {}, 0, False, id=family) for family in FAMILIES],
-        *[pytest.param(family, kernels, 0, True, id=f"{family}, kernels") for family, kernels in KERNELS.items()],
+        *[pytest.param(family, {}, 0, False, id=family, marks=marks_of(family)) for family in FAMILIES],
+        *[
+            pytest.param(family, kernels, 0, True, id=f"{family}, kernels", marks=marks_of(family))
+            for family, kernels in KERNELS.items()
+        ],
         pytest.param("qwen3_next", DELTA_RULE, 1, False, id="qwen3_next, borders too late"),
         pytest.param("lfm2", CONVOLUTION, -1, False, id="lfm2, borders too early"),
         pytest.param("qwen3_next", CONVOLUTION, 0, False, id="qwen3_next, one of two kernels"),

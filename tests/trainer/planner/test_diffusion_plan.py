@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_pipeline(tmp_path_factory.mktemp("wan"), vae="wan")
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_sharded_and_recomputed(folder: str) -> None:
     shape = read_shape(folder)
     one, eight = plan(config(), shape, 1), plan(config(offload_frozen=True), shape, 8)
@@ -75,6 +76,7 @@ def test_planned_is_what_a_step_takes(tmp_path: Path) -> None:
     assert found.planned == pytest.approx(found.live, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_command_and_wrong_input(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"model.path={folder}", "data.num_frames=5", "data.height=64", "data.width=64"]
     arguments += [f"sampler.{name}" for name in ("num_inference_steps=2", "mid_timestep=1", "final_timestep=1")]

@@ -58,6 +58,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
     return seen, console
 
 
+@pytest.mark.slow
 def test_the_pages_are_drawn_sorted_searched_and_read_and_what_a_model_wrote_stays_text(
     browser: tuple[dict[str, Any], list[str]],
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_run_learns_and_leaves_a_hugging_face_folder(model: str, tmp_path: Pat
     assert log[-1]["data"]["val/loss"] == result.val["loss"]
 
 
+@pytest.mark.slow
 def test_a_stopped_command_goes_on_to_the_same_weights(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

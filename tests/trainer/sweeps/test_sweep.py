@@ -216,6 +216,7 @@ def test_devices_of_foreign_processes_are_passed_over(monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------------------------------------------- a cluster
 
 
+@pytest.mark.slow
 def test_an_address_without_a_cluster_ends_the_sweep_before_it_begins(tmp_path: Path) -> None:
     with socket.create_server((FIRST, 0)) as server:
         port = server.getsockname()[1]

@@ -153,6 +153,7 @@ def test_wrong_options_are_told(options: dict[str, Any], reason: str) -> None:
         asyncio.run(compute_score("s", "a", "t", **{"base_url": "http://127.0.0.1:9/v1", "model": "m", **options}))
 
 
+@pytest.mark.slow
 def test_as_one_of_several_rewards_many_are_under_way() -> None:
     """How the pool ends those that hang is in tests/workers/rewards."""
     items = [RewardItem(key, "s", f"{key}", "4", None, PROMPT) for key in range(12)]

@@ -223,6 +223,7 @@ def test_wrong_registrations_are_refused() -> None:
         register_dispatch_mode("ONE_TO_ALL", lambda group: [], lambda group, answers: answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

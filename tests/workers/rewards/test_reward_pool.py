@@ -176,6 +176,7 @@ def test_a_wrong_number_of_results_costs_nobody_his_score_who_is_scored_alone(ma
 # ------------------------------------------------------------------------------------------------------------ remote
 
 
+@pytest.mark.slow
 def test_a_server_scores_from_several_processes_within_limit_and_rate(make_pool: MakePool) -> None:
     with reward_server(lambda number, sample: Answer(len(sample["solution_str"]), after_s=0.1)) as server:
         remote = RemoteRewardConfig(url=server.url)
