@@ -150,7 +150,7 @@ def test_weights_do_not_change_under_episodes(model: str, tmp_path: Path) -> Non
     with agent(settings(model, ratio=1), tmp_path) as subject:
         subject.role.update_weights(0)
         subject.scheduler.begin_ahead(DataProto(meta_info={"global_step": 0}), 6)
-        with pytest.raises(RuntimeError, match=r"under episodes that are under way.*RolloutScheduler\.finish"):
+        with pytest.raises(RuntimeError, match=r"episodes are running.*RolloutScheduler\.finish"):
             subject.role.update_weights(1)
         subject.scheduler.finish()
         subject.role.update_weights(1)
