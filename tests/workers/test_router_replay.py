@@ -91,7 +91,7 @@ def test_the_engine_keeps_the_experts_of_each_token(path: str) -> None:
 def test_the_turns_of_an_episode_keep_their_experts(path: str, by: str) -> None:
     """Also of what the environment said between them; not of a trajectory that failed."""
     engine, model = engine_of(path, 230), AutoModelForCausalLM.from_pretrained(path)
-    found = episodes(engine, max_live=5, latency=(0, 4), by=by)
+    found = episodes(Runner(engine), max_live=5, latency=(0, 4), by=by)
     failed = replace(found.pop(), stop="failed")
     batch = trajectory_rows(
         [*found, failed], pad_token_id=0, prompt_length=80, response_length=150, extra_outputs={ROUTED_EXPERTS: (2, 2)}
