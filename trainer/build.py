@@ -34,7 +34,7 @@ from trainer.rewards.groups import ACCURACY, SCORE
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
 from trainer.rewards.scores import OVERLONG, Rewards
 from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
-from trainer.run import Job, Report, ResourceRequest, Trainer, run
+from trainer.run import Job, Report, ResourceRequest, run
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import TrainingSteps, count_steps
 from trainer.tracking import Tracking
@@ -204,7 +204,7 @@ class PPOJob(Job[PPOConfig]):
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)
 
-    def report(self, trainer: Trainer, result: Any) -> Report:
+    def report(self, trainer: Any, result: Any) -> Report:
         config, run_dir = self.config, self.run_dir
         measured = measured_line(config, self.slots, run_dir) if self.kind.trains else ""
         more = "rollout.val_kwargs.n=8" if config.rollout.val_kwargs.do_sample else SAMPLED.format(8)

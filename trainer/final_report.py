@@ -89,6 +89,13 @@ def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     return [mean for mean in found if mean.variable == ("acc" if mean.source in with_acc else "reward")]
 
 
+def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
+    """Returns `validation_means`; for training without a rollout, the metrics val/<name> as data sources <name>."""
+    names = [name for name in metrics if name.startswith("val/") and name.count("/") == 1]
+    rows = [ValidationMean(x[4:], False, x[4:], "mean", metrics[x], x, "") for x in names]
+    return validation_means(metrics) or rows
+
+
 def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     """The means of every measure of each data source, sampled and greedy."""
     found = []
@@ -103,7 +110,7 @@ def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
 
 def validation_line(metrics: Mapping[str, float]) -> str:
     """The same numbers in one line, `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`; empty if there are none."""
-    means = validation_means(metrics)
+    means = shown_means(metrics)
     shown = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
     for mean in means:
         if mean.greedy:
@@ -113,14 +120,16 @@ def validation_line(metrics: Mapping[str, float]) -> str:
 
 def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
     """Validation by data source. evaluations: a column each, such as before and after training, with its numbers."""
-    columns = {name: validation_means(metrics) for name, metrics in evaluations.items()}
+    columns = {name: shown_means(metrics) for name, metrics in evaluations.items()}
     means = [mean for found in columns.values() for mean in found]
     table = titled_table(f"Validation: {', '.join(sorted({x.name + ' (greedy)' * x.greedy for x in means}))}")
-    for name in ("data source", *columns):
-        table.add_column(name, no_wrap=True, justify="left" if name == "data source" else "right")
+    has_sources = any(mean.metric.startswith("val-") for mean in means)
+    table.add_column("data source" if has_sources else "metric", no_wrap=True)
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="right")
     for greedy in sorted({mean.greedy for mean in means}):
         sources = sorted({mean.source for mean in means if mean.greedy == greedy})
-        for source in [*sources, *(["mean of sources"] if len(sources) > 1 else [])]:
+        for source in [*sources, *(["mean of sources"] if has_sources and len(sources) > 1 else [])]:
             names = sources if source == "mean of sources" else [source]
             own = [[x for x in found if x.greedy == greedy and x.source in names] for found in columns.values()]
             style = "bold" if source == "mean of sources" else None

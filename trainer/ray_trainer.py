@@ -4,7 +4,7 @@ Each stage reads columns of the batch and adds new ones (`verl_lite/schema.py` l
 models; the driver plans, dispatches and computes advantages. A recipe replaces a stage by overriding its method.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.saving import Saver
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
+from trainer.training_loop import TrainingLoop
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metrics import Metric, combine, values
@@ -38,7 +39,7 @@ from verl_lite.rollout_correction import correct_rollout, keep_rewards, rollout_
 from workers.rollout.base import SamplingParams
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     """The trainer: holds the components of a run, which `trainer.build` creates from the configuration.
 
     ref is None if no KL term is configured; critic is None if the estimator needs no values. trains: True if the class
@@ -46,6 +47,7 @@ class RayPPOTrainer:
     """
 
     trains = scores = True
+    metrics: Metrics
 
     @classmethod
     def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
@@ -68,37 +70,25 @@ class RayPPOTrainer:
         saver: Saver,
         run_dir: Path,
     ) -> None:
-        self.config = config
+        super().__init__(config.trainer, steps, tracking, saver, FitResult())
+        self.config, self.val_only = config, config.trainer.val_only
         self.actor, self.ref, self.critic, self.rewards = actor, ref, critic, rewards
-        self.steps, self.val_data, self.tokenizer = steps, val_data, tokenizer
-        self.tracking, self.samples, self.saver, self.run_dir = tracking, samples, saver, run_dir
+        self.val_data, self.tokenizer, self.samples, self.run_dir = val_data, tokenizer, samples, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # data_source -> moments of its scores
         self.needs_old_log_prob = needs_old_log_prob(config)
         self.policy_work: tuple[ModelShape, float] | None = None  # shape, peak FLOP/s per device; None if unknown
-        self.timing: dict[str, float] = {}
-        self.metrics: Metrics = {}
-        self.result = FitResult()
 
     # ---------------------------------------------------------------------------------------------- the algorithm
 
     def fit(self) -> FitResult:
         """Runs all remaining training steps. Returns the results for the final report."""
-        result = self.result = FitResult()
-        self.resume()
-        self.model_update()
-        if self.validates and (self.config.trainer.val_before_train or self.config.trainer.val_only):
-            result.before = result.after = self.validate(result)
-            self.tracking.log(result.before, step=self.steps.global_step)
-        if self.config.trainer.val_only:
-            return result
-        for prompts in self.steps:
-            self.metrics, self.timing = {}, {}
+        for prompts in self.training_steps():
             with self.timed("step"):
                 with self.timed("gen"):
                     batch = self.collect(prompts)
                 with self.timed("reward"):
-                    batch = self.score(batch)
+                    batch = self.scored_batch = self.score(batch)
                 if self.needs_old_log_prob:
                     with self.timed("old_log_prob"):
                         batch = self.compute_old_log_prob(batch)
@@ -119,14 +109,14 @@ class RayPPOTrainer:
                         self.metrics |= self.actor.update(train_batch, self.steps.global_step)
                     with self.timed("update_weights"):
                         self.metrics |= self.model_update()
-            if self.validates and self.steps.due(self.config.trainer.test_freq):
-                with self.timed("testing"):
-                    result.after = self.validate(result)
-            self.log_step(batch, result.after if "testing" in self.timing else {})
-            if self.saver.is_due(self.steps):
-                self.save()  # after logging, so that a resumed run finds the metrics of all earlier steps
-        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
-        return result
+            self.end_step(batch)  # validates, logs and saves
+        return self.result
+
+    def begin(self) -> None:
+        """Restores the checkpoint, copies the weights to the rollout engines, and validates."""
+        self.resume()
+        self.model_update()
+        self.validate_first()
 
     # ------------------------------------------------------------------------------------------------- the stages
 
@@ -140,7 +130,7 @@ class RayPPOTrainer:
             self.saver.finish()
             if self.steps.back_to_last_step() and self.config.trainer.save_freq != 0:
                 if self.steps.global_step not in saved_steps(self.run_dir):
-                    self.saver.save(self.steps, self.state())
+                    self.saver.save(self.steps, self.state_dict())
             raise
         self.metrics |= metrics
         return batch
@@ -313,32 +303,20 @@ class RayPPOTrainer:
         scored = answers | self.rewards.score(answers).select(meta_info_keys=[])
         return samples_of(scored, self.tokenizer, self.steps.global_step)
 
-    # ------------------------------------------------------------------------------------- saving, resuming, logging
+    # ---------------------------------------------------------------------------------------------- state, logging
 
-    def save(self) -> None:
-        """Writes a checkpoint of this step and logs the seconds that training waited for it."""
-        with self.timed("save_checkpoint"):
-            self.saver.save(self.steps, self.state())
-        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
-
-    def state(self) -> dict[str, Any]:
-        """Returns the trainer's own state for a checkpoint: the KL coefficient and the running moments."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the KL coefficient and the running moments."""
         moments = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
         return {"kl_coef": self.kl_ctrl.value, "running_moments": moments}
 
-    def resume(self) -> None:
-        """Restores the checkpoint that `trainer.resume_mode` selects, if there is one."""
-        state = self.saver.restore(self.steps)
-        if state is not None:
-            self.kl_ctrl.value = state["kl_coef"]
-            for domain, moments in state["running_moments"].items():
-                self.running_moments[domain] = RunningMoments()
-                self.running_moments[domain].load_state_dict(moments)
-            self.samples.rewind(self.steps.global_step)
-
-    def timed(self, name: str, within: str | None = None) -> AbstractContextManager[None]:
-        """Adds the block's seconds to timing_s/<name>; see `step_metrics.timed`."""
-        return step_metrics.timed(self.timing, name, self.steps.global_step, within)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state_dict`, and removes the sample files of later steps."""
+        self.kl_ctrl.value = state["kl_coef"]
+        for domain, moments in state["running_moments"].items():
+            self.running_moments[domain] = RunningMoments()
+            self.running_moments[domain].load_state_dict(moments)
+        self.samples.rewind(self.steps.global_step)
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers and its samples to files."""

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import IO, Any, ClassVar, Generic, TypeVar
 
 import psutil
 from rich.console import RenderableType
@@ -31,6 +31,7 @@ from trainer.resources import reserved_devices, resolve_slots
 from trainer.resume import refuse_another_run
 from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.tracking import Tracking, check_trackers
+from trainer.training_loop import TrainingLoop
 from verl_lite.config import (
     LoadedConfig,
     RunConfig,
@@ -48,15 +49,6 @@ from verl_lite.single_controller.guard import guarded
 LOCK = "in_use"
 
 Options = TypeVar("Options", bound=RunOptions)
-
-
-class Trainer(Protocol):
-    """The trainer that a job builds. `fit` returns a `final_report.FitResult`."""
-
-    saver: Saver
-    steps: Any
-
-    def fit(self) -> Any: ...
 
 
 @dataclass
@@ -114,11 +106,11 @@ class Job(Generic[Options]):
         """Returns the plan that trainer.dry_run prints, and True if the run fits this machine."""
         return self.plan(), True
 
-    def build(self, tracking: Tracking) -> AbstractContextManager[Trainer]:
+    def build(self, tracking: Tracking) -> AbstractContextManager[TrainingLoop[Any, Any]]:
         """Returns a context that starts the trainer with its workers and stops them on exit."""
         raise NotImplementedError
 
-    def report(self, trainer: Trainer, result: Any) -> Report:
+    def report(self, trainer: TrainingLoop[Any, Any], result: Any) -> Report:
         """Returns the job's additions to the final report. Called after the workers have ended."""
         return Report()
 

@@ -29,7 +29,8 @@ class SavedByWorkers:
     """What learns, as the driver sees it: the workers of `group` write its files, each its shards
     (`workers.training_worker`). A save in the background lasts until `finish_save`."""
 
-    group: WorkerGroup
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
 
     def save(self, folder: str, background: bool = False) -> None:
         self.group.save_checkpoint(folder, background)

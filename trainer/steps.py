@@ -23,6 +23,10 @@ class StepCounter:
     stop_asked = False
     stopping = False  # True if the run ends after the current step although steps remain
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the data of each remaining step, and counts the steps."""
+        raise NotImplementedError
+
     def stop(self) -> None:
         """Requests that the run ends after the current step. Safe to call at any time, also in a signal handler."""
         self.stop_asked = True

@@ -56,19 +56,18 @@ class FlowGRPOTrainer(DiffusionTrainer):
         self.prompts, self.val_prompts = prompts, val_prompts
         self.running_moments = RunningMoments()
 
-    def train_step(self) -> None:
+    def train_step(self, data: int) -> DataProto:
         """Samples, scores, estimates advantages within the samples of a prompt, and updates the policy."""
-        step = self.steps.global_step
         with self.timed("gen"):
-            batch = self.sample([(row, self.prompts[row]) for row in self.steps.rows_of(step)])
-        self.samples = len(batch)
+            batch = self.sample([(row, self.prompts[row]) for row in self.steps.rows_of(data)])
         with self.timed("reward"):
             batch = self.score(batch)
         with self.timed("adv"):
             batch = self.estimate_advantages(batch)
         with self.timed("update_actor"):
-            self.metrics |= values(self.actor.update(batch, step))
+            self.metrics |= values(self.actor.update(batch, data))
         self.metrics |= data_metrics(batch)
+        return batch
 
     def sample(self, prompts: Sequence[tuple[int, str]]) -> DataProto:
         """Samples rollout.n paths for each prompt with the noisy sampler and sampler.num_train_steps steps."""
@@ -124,7 +123,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
         self.metrics |= score_metrics | metrics
         return batch
 
-    def validate(self) -> tuple[dict[str, float], DataProto]:
+    def evaluate(self) -> tuple[dict[str, float], DataProto]:
         """Samples with the ODE from the same noise in each call. face_score is NaN if a sample cannot be scored."""
         rows = self.rows_of(list(enumerate(self.val_prompts)), self.config.rollout.val_kwargs.n, EVALUATION)
         batch = rows | self.actor.generate(rows, self.config.sampler.num_inference_steps, 0.0)

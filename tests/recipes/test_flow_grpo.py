@@ -211,11 +211,11 @@ def test_old_log_probs_go_to_the_workers_where_there_is_a_second_step(mini: int,
 
 def test_the_evaluation_is_reported_under_the_names_of_language_models() -> None:
     trainer = trainer_of(config_of(rollout__val_kwargs__n=2), ["a", "b"])
-    metrics, samples = trainer.validate()
+    metrics, samples = trainer.evaluate()
     assert len(samples.batch["frames"]) == 4
     scores = samples.batch["face_score"]
     assert metrics["val-core/prompts/reward/mean@2"] == pytest.approx(float(scores.mean()), abs=1e-6)
-    assert metrics == trainer.validate()[0]
+    assert metrics == trainer.evaluate()[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

@@ -1,12 +1,12 @@
 """The job and the training loop shared by all runs of diffusion models (reward flow and recipes/flow_grpo).
 
-A job reads the data and builds the trainer. A trainer implements `train_step`, which is its algorithm, and `validate`.
+A job reads the data and builds the trainer. A trainer implements `train_step`, which is its algorithm, and `evaluate`.
 The rows of a step depend only on the seed and the step, so a resumed run needs no state of the data but its step.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -19,9 +19,9 @@ from trainer.resources import join_ray, start_workers
 from trainer.resume import refuse_other_data
 from trainer.run import Job
 from trainer.saving import SavedByWorkers, Saver
-from trainer.step_metrics import timed
 from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
+from trainer.training_loop import TrainingLoop
 from verl_lite.config import RunConfig, RunOptions
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_samples
@@ -70,65 +70,39 @@ class DiffusionJob(Job[Options]):
             yield start_workers(self.config, roles, list(dict.fromkeys(modules)), self.run_dir / "logs", stack)["actor"]
 
 
-class DiffusionTrainer:
-    """Base class of the trainers: runs the training loop, validation, logging and saving.
-
-    options: section `trainer` of the configuration.
-    """
+class DiffusionTrainer(TrainingLoop[EpochSteps, DiffusionResult]):
+    """Base class of the trainers. A subclass implements `train_step` and `evaluate`."""
 
     def __init__(self, options: RunConfig, *, steps: EpochSteps, tracking: Tracking, saver: Saver) -> None:
-        self.options = options
-        self.steps, self.tracking, self.saver = steps, tracking, saver
-        self.metrics: dict[str, float] = {}
-        self.samples = 0
-        self.timing: dict[str, float] = {}
+        super().__init__(options, steps, tracking, saver, DiffusionResult())
 
-    def train_step(self) -> None:
-        """Runs one step of the algorithm; stores its metrics in `metrics` and its number of samples in `samples`."""
-        raise NotImplementedError
-
-    def validate(self) -> tuple[dict[str, float], DataProto]:
+    def evaluate(self) -> tuple[dict[str, float], DataProto]:
         """Samples with the same noise in each call; returns metrics and frames (B, F, 3, H, W), face_score (B,)."""
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state that the algorithm keeps between steps, without the models."""
-        return {}
+    @property
+    def validates(self) -> bool:
+        """True unless `trainer.test_freq` is 0."""
+        return self.options.test_freq != 0
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
+    def validate(self, result: DiffusionResult) -> dict[str, float]:
+        """Evaluates the model and stores the samples in `result.first` before the first step, else in `result.last`."""
+        metrics, samples = self.evaluate()
+        if self.steps.global_step == 0:
+            result.first = samples
+        else:
+            result.last = samples
+        return metrics
 
-    def fit(self) -> DiffusionResult:
-        """Trains for the configured number of steps."""
-        result, frequency = DiffusionResult(), self.options.test_freq
-        if frequency != 0 and self.options.val_before_train:
-            result.before, result.first = self.validate()  # of the untrained model, therefore before `restore`
-        if (state := self.saver.restore(self.steps)) is not None:
-            self.load_state_dict(state)
-        if result.before and self.steps.global_step == 0:
-            self.tracking.log(result.before, step=0)
-        for step in self.steps:
-            self.metrics, self.timing = {}, {}
-            with self.timed("step"):
-                self.train_step()
-            validation: dict[str, float] = {}
-            if self.steps.due(frequency):
-                with self.timed("testing"):
-                    result.after, result.last = self.validate()
-                validation = result.after
-            self.log_step(validation)
-            if self.saver.is_due(self.steps):  # after logging, so that a resumed run finds the complete history
-                with self.timed("save_checkpoint"):
-                    self.saver.save(self.steps, self.state_dict())
-                self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=step)
-        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
-        return result
+    def begin(self) -> None:
+        """Validates the untrained model, also in a run that then continues from a checkpoint, and restores."""
+        if self.validates and self.options.val_before_train:
+            self.result.before = self.validate(self.result)
+        self.resume()
+        if self.result.before and self.steps.global_step == 0:
+            self.tracking.log(self.result.before, step=0)
 
-    def timed(self, name: str) -> AbstractContextManager[None]:
-        """Adds the duration of the block in seconds to timing_s/<name>."""
-        return timed(self.timing, name, self.steps.global_step)
-
-    def log_step(self, validation: Mapping[str, float]) -> None:
+    def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers."""
         logged = {
             "training/global_step": float(self.steps.global_step),
@@ -136,7 +110,7 @@ class DiffusionTrainer:
             **self.metrics,
             **{f"timing_s/{name}": seconds for name, seconds in self.timing.items()},
             "perf/time_per_step": self.timing["step"],
-            "perf/samples_per_second": self.samples / self.timing["step"],
+            "perf/samples_per_second": len(batch) / self.timing["step"],
             **validation,
         }
         self.tracking.log(logged, step=self.steps.global_step)

@@ -67,20 +67,19 @@ class RewardFlowTrainer(DiffusionTrainer):
         self.config, self.actor, self.read_batch = config, actor, read_batch
         self.validation, self.save_clips = validation, save_clips
 
-    def train_step(self) -> None:
+    def train_step(self, data: int) -> DataProto:
         """Reads the step's clips and trains on them; saves the sampled clips every `trainer.video_freq` steps."""
-        step = self.steps.global_step
         with self.timed("data"):
-            batch = self.read_batch(step)
-        self.samples = len(batch)
+            batch = self.read_batch(data)
         with self.timed("train"):
             self.metrics |= values(self.actor.train_step(batch))
         if self.steps.due(self.config.trainer.video_freq):
             with self.timed("videos"):
                 samples = self.actor.last_frames()
-                self.save_clips(step, samples.batch["row"].tolist(), samples.batch["frames"])
+                self.save_clips(data, samples.batch["row"].tolist(), samples.batch["frames"])
+        return batch
 
-    def validate(self) -> tuple[dict[str, float], DataProto]:
+    def evaluate(self) -> tuple[dict[str, float], DataProto]:
         """Samples the validation clips; metrics: mean score of the counted samples, and the share of the others."""
         samples = self.actor.sample(self.validation)
         counted = samples.batch["counted"].bool()

@@ -10,7 +10,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,16 +18,16 @@ import numpy as np
 import torch
 
 from trainer.console import Console
-from trainer.final_report import FitResult
+from trainer.final_report import FitResult, validation_line
 from trainer.picture import Panel, draw_curve
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, resolve_slots, start_workers
 from trainer.resume import refuse_other_data
 from trainer.run import Job, Report
 from trainer.saving import SavedByWorkers, Saver
-from trainer.step_metrics import timed
 from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
+from trainer.training_loop import TrainingLoop
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import section_problems
 from verl_lite.errors import UserError
@@ -116,17 +116,16 @@ class SupervisedWorker(TrainingWorker):
 class Trained(FitResult):
     """The result of a run.
 
-    steps: training steps done. loss: training loss of the last logged line. val: metrics of the last validation, by
-    name; empty without validation rows. shards: folder with the final model as the workers saved it.
+    steps: training steps done. loss: training loss of the last logged line. shards: folder with the final model as the
+    workers saved it.
     """
 
     steps: int = 0
     loss: float = float("nan")
-    val: dict[str, float] = field(default_factory=dict)
     shards: Path | None = None
 
 
-class SupervisedTrainer(SavedByWorkers, Generic[Row]):
+class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
     """The training loop on the driver. Each call to the workers plans a batch and dispatches it."""
 
     def __init__(
@@ -138,42 +137,54 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
         tracking: Tracking,
         run_dir: Path,
     ) -> None:
-        self.config, self.task, self.steps, self.group = config, task, steps, group
-        self.tracking, self.run_dir = tracking, run_dir
-        self.saver = Saver(run_dir, config, {"model": self}, 0, tracking.note)
+        self.config, self.task, self.group, self.run_dir = config, task, group, run_dir
+        self.model = SavedByWorkers(group)
+        saver = Saver(run_dir, config, {"model": self.model}, 0, tracking.note)
+        super().__init__(config.trainer, steps, tracking, saver, Trained())
+        self.unlogged: list[dict[str, float]] = []  # metrics of each step since the last logged line
 
     def fit(self) -> Trained:
-        """Trains for the configured number of steps. Each logged value is the mean since the last logged line."""
-        result, trainer = Trained(), self.config.trainer
-        since: list[dict[str, float]] = []
-        timing: dict[str, float] = {}
-        self.saver.restore(self.steps)
-        if self.task.val and trainer.val_before_train:
-            self._validate(result)
-        for step in self.steps:
-            with timed(timing, "step", step):
-                rows = [self.task.train[row] for row in self.steps.rows_of(step)]
-                since.append(self._dispatch(self.group.train, rows))
-            if step % trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked:
-                means = {f"train/{name}": float(np.mean([each[name] for each in since])) for name in since[0]}
-                place = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
-                self.tracking.log(place | means | {"timing_s/step": timing["step"] / len(since)}, step=step)
-                result.steps, result.loss = step, means["train/loss"]
-                since, timing = [], {}
-            if self.task.val and self.steps.due(trainer.test_freq):
-                self._validate(result)
-            if self.saver.is_due(self.steps):
-                self.saver.save(self.steps)
-        result.checkpoint, result.stopped = self.saver.newest, self.steps.stopping
+        """Trains for the configured number of steps, and saves the model unless the last checkpoint contains it."""
+        result = super().fit()
         if not result.stopped and result.checkpoint is not None:
             result.shards = result.checkpoint / "model"
         elif not result.stopped:
             result.shards = self.run_dir / ".shards"
-            self.save(str(result.shards))
+            self.model.save(str(result.shards))
         return result
 
-    def _dispatch(self, call: Callable[[DataProto], list[DataProto]], rows: Sequence[Row]) -> dict[str, float]:
+    def train_step(self, data: int) -> DataProto:
+        """Takes one optimizer step on the rows of a step number."""
+        rows = [self.task.train[row] for row in self.steps.rows_of(data)]
         batch = self.task.collate(rows)
+        self.metrics = self._dispatch(self.group.train, rows, batch)
+        return batch
+
+    @property
+    def validates(self) -> bool:
+        """True if there are validation rows."""
+        return bool(self.task.val)
+
+    def validate(self, result: Trained) -> dict[str, float]:
+        """Returns the loss metrics of the validation rows, named val/<metric>."""
+        measured = self._dispatch(self.group.measure, self.task.val, self.task.collate(self.task.val))
+        return {f"val/{name}": value for name, value in measured.items()}
+
+    def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
+        """Logs the validation, and every `trainer.log_freq` steps the means since the last logged line."""
+        step, logged = self.steps.global_step, dict[str, float]()
+        metrics = {f"train/{name}": value for name, value in self.metrics.items()}
+        self.unlogged.append(metrics | {"timing_s/step": self.timing["step"]})
+        if step % self.config.trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked:
+            logged = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
+            logged |= {name: float(np.mean([each[name] for each in self.unlogged])) for name in self.unlogged[0]}
+            self.result.steps, self.result.loss, self.unlogged = step, logged["train/loss"], []
+        if logged or validation:
+            self.tracking.log(logged | validation, step=step)
+
+    def _dispatch(
+        self, call: Callable[[DataProto], list[DataProto]], rows: Sequence[Row], batch: DataProto
+    ) -> dict[str, float]:
         plan = plan_batch(
             np.array([len(row) for row in rows]),
             world_size=self.group.world_size,
@@ -182,12 +193,6 @@ class SupervisedTrainer(SavedByWorkers, Generic[Row]):
             num_tokens=self.task.count(batch).numpy(),
         )
         return values(combine([answer.meta_info["metrics"] for answer in call(plan.apply(batch))]))
-
-    def _validate(self, result: Trained) -> None:
-        result.val, step = self._dispatch(self.group.measure, self.task.val), self.steps.global_step
-        self.tracking.log({f"val/{name}": value for name, value in result.val.items()}, step=step)
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in result.val.items())
-        self.tracking.show(f"validation after step {step}: {shown}")
 
 
 class SupervisedJob(Job[Options]):
@@ -249,7 +254,7 @@ class SupervisedJob(Job[Options]):
     def report(self, trainer: Any, result: Trained) -> Report:
         if result.shards is None:
             return Report()
-        shown = "".join(f", validation {name} {value:.3f}" for name, value in result.val.items())
+        shown = f", validation {line}" if (line := validation_line(result.after)) else ""
         folder = self.export(result)
         commands = {"look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}"}
         commands["train on"] = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"

@@ -170,7 +170,7 @@ def test_a_run_learns_and_leaves_what_transformers_reads_as_it_was_measured(mode
     folder, result = train_within(RewardTrainingJob, config, lambda line: None)
     log = [json.loads(line)["data"] for line in (tmp_path / "rm" / "metrics.jsonl").read_text().splitlines()]
     assert log[0]["train/loss"] == pytest.approx(math.log(2)), "a head of zeros prefers nothing"
-    assert result.val["accuracy"] > 0.8 and log[-1]["val/margin"] == result.val["margin"] > 0.5
+    assert result.after["val/accuracy"] > 0.8 and log[-2]["val/margin"] == result.after["val/margin"] > 0.5
 
     network = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -186,9 +186,9 @@ def test_a_run_learns_and_leaves_what_transformers_reads_as_it_was_measured(mode
                 scores.append(network(**tokenizer(text, return_tensors="pt")).logits.item())
         margins.append(scores[0] - scores[1])
         losses.append(math.log(1 + math.exp(-margins[-1])) + 0.01 * sum(scores) ** 2)
-    assert result.val["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    assert result.val["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
-    assert result.val["accuracy"] == np.mean(np.array(margins) > 0)
+    assert result.after["val/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert result.after["val/margin"] == pytest.approx(np.mean(margins), rel=1e-4)
+    assert result.after["val/accuracy"] == np.mean(np.array(margins) > 0)
     again = config_of(str(folder), tmp_path)
     again.trainer.total_training_steps, again.trainer.default_local_dir = 1, str(tmp_path / "again")
     _, more = train_within(RewardTrainingJob, again, lambda line: None)

@@ -206,8 +206,8 @@ def test_a_run_learns_and_leaves_a_hugging_face_folder(model: str, tmp_path: Pat
         for place, (token, mask) in enumerate(zip(example.response, example.mask, strict=True)):
             total -= mask * logits[len(example.prompt) + place - 1, token].item()
             count += mask
-    assert result.val["loss"] == pytest.approx(total / count, rel=1e-4)
-    assert log[-1]["data"]["val/loss"] == result.val["loss"]
+    assert result.after["val/loss"] == pytest.approx(total / count, rel=1e-4)
+    assert log[-1]["data"]["val/loss"] == result.after["val/loss"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,117 @@
+"""The frame of every training loop: restore, validate, run the steps, log, validate, save and finish.
+
+`RayPPOTrainer` and the trainers in `trainer.supervised.loop` and `trainer.diffusion.loop` add the steps.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+from trainer import step_metrics
+from trainer.final_report import FitResult
+from trainer.saving import Saver
+from trainer.steps import StepCounter
+from trainer.tracking import Tracking
+from verl_lite.config import RunConfig
+from verl_lite.protocol import DataProto
+
+Steps = TypeVar("Steps", bound=StepCounter)
+Result = TypeVar("Result", bound=FitResult)
+
+
+class TrainingLoop(Generic[Steps, Result]):
+    """Base class of the trainers. A subclass defines `train_step` or its own `fit`, and the other methods as needed.
+
+    options: section `trainer` of the configuration. result: results so far. metrics, timing: metrics, and seconds by
+    phase, of the current step. step_data: the item of `steps` for the current step; None before the first step.
+    scored_batch: the sampled and scored batch of the current step; None before that, or if the step samples nothing.
+    """
+
+    val_only = False  # True: validate once, and run no step
+
+    def __init__(self, options: RunConfig, steps: Steps, tracking: Tracking, saver: Saver, result: Result) -> None:
+        self.options, self.steps, self.tracking, self.saver = options, steps, tracking, saver
+        self.result = result
+        self.metrics: dict[str, Any] = {}
+        self.timing: dict[str, float] = {}
+        self.step_data: Any = None
+        self.scored_batch: DataProto | None = None
+
+    def fit(self) -> Result:
+        """Runs all remaining training steps. Returns the results for the final report."""
+        for data in self.training_steps():
+            with self.timed("step"):
+                batch = self.train_step(data)
+            self.end_step(batch)
+        return self.result
+
+    def training_steps(self) -> Iterator[Any]:
+        """Yields the data of each remaining step. Calls `begin` before the first step; completes `result` at the end.
+        Call `end_step` after each step."""
+        self.begin()
+        for data in () if self.val_only else self.steps:
+            self.metrics, self.timing = {}, {}
+            self.step_data, self.scored_batch = data, None
+            yield data
+        self.result.checkpoint, self.result.stopped = self.saver.newest, self.steps.stopping
+
+    def begin(self) -> None:
+        """Restores the checkpoint, if there is one, and validates."""
+        self.resume()
+        self.validate_first()
+
+    def validate_first(self) -> None:
+        """Validates before the first step, if the options require it, and logs the metrics."""
+        if self.validates and (self.options.val_before_train or self.val_only):
+            self.result.before = self.result.after = self.validate(self.result)
+            self.tracking.log(self.result.before, step=self.steps.global_step)
+
+    def end_step(self, batch: DataProto) -> None:
+        """Validates if due, logs the step, and saves a checkpoint if due."""
+        validation: dict[str, float] = {}
+        if self.validates and self.steps.due(self.options.test_freq):
+            with self.timed("testing"):
+                validation = self.result.after = self.validate(self.result)
+        self.log_step(batch, validation)
+        if self.saver.is_due(self.steps):
+            self.save()  # after logging, so that a resumed run finds the metrics of all earlier steps
+
+    def train_step(self, data: Any) -> DataProto:
+        """Runs one step and stores its metrics in `metrics`. Returns the batch that the step trained on."""
+        raise NotImplementedError
+
+    @property
+    def validates(self) -> bool:
+        """True if the run validates."""
+        raise NotImplementedError
+
+    def validate(self, result: Result) -> dict[str, float]:
+        """Returns the metrics of a validation. May store samples in `result`."""
+        raise NotImplementedError
+
+    def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
+        """Sends the metrics of the step to the trackers. validation: metrics of its validation, empty if not due."""
+        raise NotImplementedError
+
+    def timed(self, name: str, within: str | None = None) -> AbstractContextManager[None]:
+        """Adds the block's seconds to timing_s/<name>; see `step_metrics.timed`."""
+        return step_metrics.timed(self.timing, name, self.steps.global_step, within)
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step and logs the seconds that training waited for it."""
+        with self.timed("save_checkpoint"):
+            self.saver.save(self.steps, self.state_dict())
+        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
+
+    def resume(self) -> None:
+        """Restores the checkpoint that `trainer.resume_mode` selects, if there is one."""
+        state = self.saver.restore(self.steps)
+        if state is not None:
+            self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the trainer's own state for a checkpoint, without models and steps."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state_dict`."""
