@@ -51,7 +51,7 @@ def test_splits_and_bounds_are_those_of_the_page() -> None:
     assert sentence is not None
     named = re.findall(r"`(\w+)`", sentence[0])
     assert named == [*SPLITS["train"], *SPLITS["val"][:6]]
-    assert f"The tokens of {CACHED_FROM:,} prompts and more" in PAGE
+    assert f"The tokens of {CACHED_FROM:,} or more prompts" in PAGE
 
 
 def test_the_class_of_rows_runs(tmp_path: Path) -> None:
