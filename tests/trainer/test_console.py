@@ -125,6 +125,14 @@ def shown(content: RenderableType, width: int = 140) -> str:
     return file.getvalue()
 
 
+def test_the_report_of_training_without_a_rollout_compares_each_metric_of_the_validation(tmp_path: Path) -> None:
+    result = Result({"val/loss": 0.7, "val/margin": 0.0}, {"val/loss": 0.5, "val/margin": 0.2})
+    text = shown(final_report(result, tmp_path, {}, {}))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["loss", "0.700", "0.500"] in rows and ["margin", "0.000", "0.200"] in rows
+    assert ["metric", "before", "after"] in rows and "mean of sources" not in text
+
+
 def test_the_report_has_before_and_after_samples_places_and_commands(tmp_path: Path) -> None:
     assert validation_line(BEFORE) == "verl_lite/sort 0.300 (greedy 0.500), verl_lite/add 0.200"
     (checkpoint := tmp_path / "global_step_3").mkdir()
