@@ -1,8 +1,8 @@
-"""What a run leaves that ends with an error, so that the failed step can be run again, here or on another machine.
+"""The crash dump of a run that ended with an error, from which the failed step can be repeated.
 
 RUN/crash/step_N has config.yaml, the error as it was printed, the stacks of the driver's threads, versions, and the
-ends of all logs (where a stall has left the stacks of the workers). Where the loop keeps prompts and a batch, step.pkl
-has them, and `python -m trainer.replay RUN/crash/step_N` runs that step once more, inline.
+ends of all logs (after a stall also the stacks of the workers). In runs of `main_ppo`, `main_sft` and `main_rm`,
+step.pkl describes the failed step, and `python -m trainer.replay RUN/crash/step_N` repeats it in one process.
 """
 
 import faulthandler
@@ -25,29 +25,36 @@ from verl_lite.protocol import DataProto
 from verl_lite.schema import column
 
 PACKAGES = ("torch", "vllm", "ray", "transformers", "peft", "tensordict", "omegaconf", "numpy")
-BEFORE_THE_BATCH = ("gen", "reward")  # phases that make the batch: they run again in a replay, as do these writers
+BEFORE_THE_BATCH = ("gen", "reward")  # phases that produce the batch, which a replay repeats, as it does these writers
 COMPUTED_BY = ("workers/actor_rollout.py", "workers/frozen_models.py", "workers/critic.py", "trainer/advantage.py")
 STEP = "step.pkl"
-END_OF_LOG = 64 << 10  # bytes kept of each
+END_OF_LOG = 64 << 10  # bytes of each log in a dump
 
 
 @dataclass(frozen=True)
 class FailedStep:
-    """What step.pkl holds. phase: of `fit`, such as update_actor. prompts: of the step. batch: its answers and their
-    scores; None if it failed before they were there. checkpoint: the newest at that time, if any."""
+    """Content of step.pkl.
 
+    job: class of the job. options: class of its configuration. phase: phase of the step, such as update_actor. prompts:
+    prompts of the step; None in supervised training, where the step determines its rows. batch: responses and their
+    scores; None if the step failed before they were complete. checkpoint: newest checkpoint at that time, or None.
+    """
+
+    job: type[Any]
+    options: type[Any]
     step: int
     epoch: int
     phase: str | None
-    prompts: DataProto
+    prompts: DataProto | None
     batch: DataProto | None
     checkpoint: str | None
 
 
 @contextmanager
-def dump_on_failure(trainer: Any, run_dir: Path) -> Iterator[None]:
-    """What goes wrong inside leaves a dump in the run folder and goes on; a dump that fails changes nothing of it. A
-    replay, whose run folder is inside a dump, leaves none."""
+def dump_on_failure(job: Any, trainer: Any) -> Iterator[None]:
+    """Writes a dump into the run folder if the block raises an exception other than UserError, which passes through. A
+    replay, whose run folder is inside a dump, writes none. A dump that cannot be written adds a note to the error."""
+    run_dir: Path = job.run_dir
     try:
         yield
     except UserError:
@@ -57,15 +64,16 @@ def dump_on_failure(trainer: Any, run_dir: Path) -> Iterator[None]:
             raise
         folder = run_dir / "crash" / f"step_{trainer.steps.global_step}"
         try:
-            error.add_note(write_dump(trainer, run_dir, folder, error))
+            error.add_note(write_dump(job, trainer, folder, error))
         except OSError as why:
-            error.add_note(f"No crash dump was kept: {why_not_written(folder, why)}")
+            error.add_note(f"No crash dump was written: {why_not_written(folder, why)}")
         raise
 
 
-def write_dump(trainer: Any, run_dir: Path, folder: Path, error: BaseException) -> str:
-    """Writes everything; returns the sentence that says what to do with it."""
-    failed = _failed_step(trainer, run_dir, error)
+def write_dump(job: Any, trainer: Any, folder: Path, error: BaseException) -> str:
+    """Writes a dump. Returns a sentence that tells the user how to use it."""
+    run_dir: Path = job.run_dir
+    failed = _failed_step(job, trainer, error)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "error.txt").write_text("".join(traceback.format_exception(error)) + failure_text(error))
     with (folder / "stacks.txt").open("w") as file:
@@ -86,25 +94,25 @@ def write_dump(trainer: Any, run_dir: Path, folder: Path, error: BaseException) 
 
 
 def read_dump(folder: Path) -> FailedStep:
-    """The step that `write_dump` kept. It is a pickle: open only dumps that you trust. UserError if there is none."""
+    """Returns the step that `write_dump` stored. It is a pickle: open only dumps that you trust. Raises UserError if
+    the folder has none."""
     if not (folder / STEP).exists() or not (folder / "config.yaml").exists():
         raise UserError(f"{folder}: no crash dump there; expected RUN/crash/step_N with step.pkl and config.yaml")
     return DataProto.load_from_disk(folder / STEP).meta_info["failed"]
 
 
-def _failed_step(trainer: Any, run_dir: Path, error: BaseException) -> FailedStep | None:
-    """None where the loop keeps no prompts, or failed before its first step: there the command is the replay."""
-    loops = {kind.__dict__["fit"].__code__ for kind in type(trainer).__mro__ if "fit" in kind.__dict__}
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in loops]
-    found = frames[-1].f_locals if frames else {}  # what the innermost `fit` knew
-    prompts, phase = found.get("prompts"), circumstances(error).phase
-    if not isinstance(prompts, DataProto):
+def _failed_step(job: Any, trainer: Any, error: BaseException) -> FailedStep | None:
+    """Returns the failed step; None if the run failed before its first step or cannot replay one."""
+    data, phase = trainer.step_data, circumstances(error).phase
+    prompts = data if isinstance(data, DataProto) else None
+    if data is None or (prompts is None and not job.replays_steps):
         return None
     trainer.saver.wait()
-    batch, saved = None, saved_steps(run_dir)
-    if phase not in BEFORE_THE_BATCH:
-        batch = found["batch"]
+    batch, saved = None, saved_steps(job.run_dir)
+    if phase not in BEFORE_THE_BATCH and trainer.scored_batch is not None:
+        batch = trainer.scored_batch
         kept = [name for name in map(str, batch.batch.keys()) if column(name).writer not in COMPUTED_BY]
         batch = batch.select(batch_keys=kept, meta_info_keys=[])
     checkpoint = str(saved[max(saved)]) if saved else None
-    return FailedStep(trainer.steps.global_step, trainer.steps.epoch, phase, prompts, batch, checkpoint)
+    steps, kinds = trainer.steps, (type(job), type(job.config))
+    return FailedStep(*kinds, steps.global_step, steps.epoch, phase, prompts, batch, checkpoint)

@@ -1,41 +1,73 @@
-"""`python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]`: runs the step of a crash dump once more.
+"""`python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]`: repeats the step of a crash dump.
 
-Everything runs in this process (trainer.backend=inline), so that breakpoints hold in workers too; --pdb stops where the
-error is raised. The weights are those of the newest checkpoint that the run had, else the model's own: if it failed
-later than that, they are older than they were. A batch that was complete (answers and scores) is taken from the
-dump; else answers are sampled again with the same seeds.
+Everything runs in this process (trainer.backend=inline), so breakpoints also work in workers; --pdb opens the debugger
+where the error is raised. The run starts from its newest checkpoint, or from the model if there is none.
+
+A step of PPO is run alone, possibly with older weights than those it failed with. Its batch is taken from the dump if
+it was complete (responses and scores); otherwise responses are sampled again with the same seeds. Supervised training
+also repeats the steps between the checkpoint and the failed step, so the weights are the same.
 """
 
 import pdb
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer.cli import command
 from verl_lite.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from trainer.crash_dump import FailedStep
 
 IN_THIS_PROCESS = """
     trainer.backend=inline trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.logger=[console]
     trainer.val_before_train=false trainer.test_freq=0 trainer.save_freq=0 trainer.resume_mode=disable
     trainer.max_actor_ckpt_to_keep=null trainer.async_save=false ~trainer.resume_from_path ~trainer.resume_allow
-    rollout.tensor_model_parallel_size=1
 """.split()
+ONE_DEVICE = ["rollout.tensor_model_parallel_size=1"]
 EPISODES = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s"]
 
 
 def replay(folder: Path, overrides: list[str]) -> int:
-    """Runs the step; returns the exit status of the run."""
-    from trainer.build import run_ppo
+    """Repeats the step. Returns the exit status of the run."""
     from trainer.crash_dump import read_dump
+
+    failed = read_dump(folder)
+    arguments = ["--config", str(folder / "config.yaml"), *IN_THIS_PROCESS]
+    arguments.append(f"trainer.default_local_dir={folder / 'replay'}")
+    if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
+        arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
+    source = "sampled again" if failed.batch is None else "from the dump"
+    shown = "" if failed.prompts is None else f"answers {source}, "
+    print(f"Step {failed.step}, which failed in {failed.phase}: {shown}weights of {failed.checkpoint or 'the model'}")
+    return (_replay_supervised if failed.prompts is None else _replay_ppo)(failed, [*arguments, *overrides])
+
+
+def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
+    """Repeats the steps from the checkpoint to the failed one."""
+    from trainer.run import run
+    from verl_lite.config import load_schema
+
+    class ReplayJob(failed.job):  # type: ignore[name-defined]
+        @contextmanager
+        def build(self, tracking: Any) -> Iterator[Any]:
+            with super().build(tracking) as trainer:
+                trainer.steps.total = failed.step  # the workers have the schedule of the whole run
+                yield trainer
+
+    return run(ReplayJob, load_schema(arguments, failed.options), arguments)
+
+
+def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
+    """Repeats the failed step alone."""
+    from trainer.build import run_ppo
     from trainer.recipe import recipe_overrides, trainer_of
     from verl_lite.config import load_config
     from verl_lite.protocol import DataProto
 
-    failed = read_dump(folder)
-    made_with = ["--config", str(folder / "config.yaml")]
-    config = load_config(made_with, recipe_loader=recipe_overrides).config
+    config = load_config(arguments[:2], recipe_loader=recipe_overrides).config
     alone = EPISODES if config.is_agentic else ["reward.num_workers=0"]
-    arguments = [*made_with, *IN_THIS_PROCESS, *alone, f"trainer.default_local_dir={folder / 'replay'}"]
-    if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
-        arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
     trainer = trainer_of(config)
 
     class Replay(trainer):  # type: ignore[misc, valid-type]
@@ -49,10 +81,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
         def score(self, batch: DataProto) -> DataProto:
             return super().score(batch) if failed.batch is None else batch
 
-    kept = "sampled again" if failed.batch is None else "from the dump"
-    weights = failed.checkpoint or "the model"
-    print(f"Step {failed.step}, which failed in {failed.phase}: answers {kept}, weights of {weights}")
-    return run_ppo([*arguments, *overrides], trainer_class=Replay)
+    return run_ppo([*arguments[:2], *ONE_DEVICE, *alone, *arguments[2:]], trainer_class=Replay)
 
 
 @command
@@ -62,7 +91,7 @@ def main(argv: list[str]) -> int:
         raise UserError("usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]")
     try:
         return replay(Path(argv[0]).expanduser().absolute(), [word for word in argv[1:] if word != "--pdb"])
-    except UserError:  # a wrong folder or option: nothing to look at
+    except UserError:  # a wrong folder or option: there is nothing to debug
         raise
     except Exception as error:
         if "--pdb" in argv:

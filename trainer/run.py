@@ -64,12 +64,14 @@ class Job(Generic[Options]):
     """One attempt of a training command. `run` creates a job per attempt and calls its methods in the order below.
 
     module: module of the command `python -m module`. to_look: command that inspects a finished run; may contain
-    {run_dir}. continues: True if the job starts from the checkpoints in its run folder.
+    {run_dir}. continues: True if the job starts from the checkpoints in its run folder. replays_steps: True if
+    `trainer.replay` can repeat a step from its number alone.
     """
 
     module: ClassVar[str]
     to_look: ClassVar[str] = "python -m trainer.report {run_dir}"
     continues: bool = True
+    replays_steps: ClassVar[bool] = False
 
     def __init__(self, config: Options, slots: int, console: Console) -> None:
         self.config, self.slots, self.console = config, slots, console
@@ -196,7 +198,7 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         job.build(tracking) as trainer,
         saying_how_to_continue(command, run_dir),
         stopping_on_signal(trainer.steps.stop, console.note),
-        dump_on_failure(trainer, run_dir),
+        dump_on_failure(job, trainer),
     ):
         tracking.before_log = partial(folder.restore, trainer.saver)
         result = trainer.fit()

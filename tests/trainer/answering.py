@@ -33,6 +33,7 @@ from workers.phase import PhaseManager
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
 from workers.rollout.base import build_rollout_engine
+from workers.rollout.runner import Runner
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -61,6 +62,7 @@ class AnsweringWorker(ActorWorker):
         model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         self.rollout.load_weights(iter(model.named_parameters()), 0)
         self.rollout.reset_cache()
+        self.runner = Runner(self.rollout)
         self.register_mesh("rollout", dp_rank=self.rank, dp_size=self.world_size)
 
 

@@ -202,6 +202,7 @@ class SupervisedJob(Job[Options]):
     """
 
     next_options: ClassVar[str]
+    replays_steps = True
 
     def read_task(self) -> Task[Any]:
         """Returns the tokenized and checked rows. Raises UserError for invalid input."""
