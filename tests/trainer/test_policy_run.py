@@ -125,6 +125,7 @@ def test_a_run_at_temperature_0_7(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- experts
 
 
+@pytest.mark.slow
 def test_a_run_balances_its_experts_and_replays_those_of_the_rollout(options: list[str], tmp_path: Path) -> None:
     options += [
         f"model.path={tiny_experts(tmp_path / 'experts')}", "rollout.router_replay=true", "actor.ppo_epochs=2",

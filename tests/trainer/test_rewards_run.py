@@ -129,6 +129,7 @@ def test_a_run_that_diverged_says_so_at_its_end(folder: Path, capsys: pytest.Cap
     assert "actor.optim.lr=10000000000.0" in last
 
 
+@pytest.mark.slow
 def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [metrics] = run(folder, "broken")
     [batch] = Watched.batches

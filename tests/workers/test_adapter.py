@@ -128,6 +128,7 @@ def test_gradients_and_steps_equal_those_of_plain_peft(path: str, targets: tuple
         )
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_and_the_base_never_changes(path: str, tied_path: str, two_ranks: OnRanks) -> None:
     cut = (Case(max_token_len=30, checkpointing=True), Case(fsdp_size=1, min_num_params=10**9))
     for model, cases in ((path, cut), (tied_path, (Case(),))):

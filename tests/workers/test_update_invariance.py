@@ -52,6 +52,7 @@ BATCHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.long) for world in (3, 4))])
 def test_any_number_of_ranks_equals_plain_transformers(path: str, ranks: Ranks, world: int) -> None:
     """Every parameter within 1e-5 of the largest entry of its gradient."""

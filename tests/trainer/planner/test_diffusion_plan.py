@@ -36,6 +36,7 @@ def config(num_frames: int = 5, **options: Any) -> RewardFlowConfig:
     return made
 
 
+@pytest.mark.slow
 def test_counts_are_the_published_ones() -> None:
     """Wan2.2's names say 14 B and 5 B; Wan-VAE has 127 M, Wan2.2-VAE 705 M, umt5-xxl's encoder 5.68 B. bf16: 2 bytes
     each; of the adapter 12 (weight and two moments). Blocks recomputed, steps not: of the step are kept 40

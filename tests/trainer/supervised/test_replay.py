@@ -26,7 +26,13 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["data"]["train/loss"] for row in rows if "train/loss" in row["data"]}
 
 
-@pytest.mark.parametrize(("main", "rows"), [(main_sft.main, SFT_ROWS), (main_rm.main, PAIRS)], ids=["sft", "rm"])
+@pytest.mark.parametrize(
+    ("main", "rows"),
+    [
+        pytest.param(main_sft.main, SFT_ROWS, id="sft"),
+        pytest.param(main_rm.main, PAIRS, id="rm", marks=pytest.mark.slow),
+    ],
+)
 def test_a_failed_step_is_dumped_and_repeated_with_the_same_loss(
     main: Any,
     rows: list[dict[str, Any]],

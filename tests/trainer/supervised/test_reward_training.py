@@ -221,6 +221,7 @@ def learnt(model: str, budget: int, packed: bool, world: int) -> tuple[list[dict
     return logged, {name: tensor.clone().numpy() for name, tensor in worker.engine.full_params()}
 
 
+@pytest.mark.slow
 def test_neither_micro_batches_nor_packing_nor_ranks_change_what_is_learnt(model: str, two_ranks: OnRanks) -> None:
     metrics, reference = learnt(model, 10_000, True, 1)
     start = {name: tensor.numpy() for name, tensor in AutoModelForSequenceClassification.from_pretrained(

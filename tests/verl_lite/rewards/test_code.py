@@ -183,6 +183,7 @@ def test_a_reply_that_is_far_too_long_is_not_read(monkeypatch: pytest.MonkeyPatc
     assert max(read) < 500_000
 
 
+@pytest.mark.slow
 def test_it_runs_in_reward_processes_and_leaves_nothing_behind() -> None:
     before = set(psutil.Process().children(recursive=True))  # fork servers of the tests above
     answers = {0: SUM, 1: "print(3)", 2: "import os; os.kill(os.getppid(), 9)", 3: "while True: pass"}

@@ -126,6 +126,7 @@ def test_a_hanging_call_is_cancelled_and_nobody_is_killed(make_pool: MakePool) -
     assert score(pool, "fine")[0].extra["pid"] == results[0].extra["pid"] and pool.processes_replaced() == 0
 
 
+@pytest.mark.slow
 def test_a_call_that_blocks_the_loop_is_killed_and_the_others_are_scored(make_pool: MakePool) -> None:
     results = score(make_pool(ASYNC, timeout_s=2.0), *["fine"] * 3, "task", *["sleep|0.3"] * 10)
     assert failed(results) == [3] and results[3].timed_out
