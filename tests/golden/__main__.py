@@ -23,8 +23,8 @@ VOLATILE = ("timing", "perf/", "_per_second", "seconds", "_gb", "weight_sync", "
             "engine_busy_frac", "engine_sequences", "overlap")  # fmt: skip
 """Parts of the names of metrics that depend on time or memory."""
 MISMATCH = ("rollout_corr/", "training/rollout_probs_diff")
-"""Parts of the names of metrics that compare the log-probs of rollout and trainer. In agentic runs their last bits depend
-on time, which decides the turns that the engine decodes together."""
+"""Parts of the names of metrics that compare the log-probs of rollout and trainer. In agentic runs their last bits
+depend on time, which decides the turns that the engine decodes together."""
 
 
 class Case(NamedTuple):
@@ -121,16 +121,16 @@ def compare(name: str, case: Case, old: Path, new: Path) -> list[str]:
     found = []
     for part in ("whole", "resumed"):
         one, two = old / name / part, new / name / part
-        found += [f"{part} metrics of step {text[1:]}" for text in differences(*(metrics(each, case.volatile) for each in (one, two)))]
+        before, after = (metrics(folder, case.volatile) for folder in (one, two))
+        found += [f"{part} metrics of step {text[1:]}" for text in differences(before, after)]
         for kind in ("rollouts", "validation"):
-            before, after = samples(one, kind), samples(two, kind)
-            if not after and part == "whole":
+            stored, expected = samples(two, kind), samples(one, kind)
+            if not stored and part == "whole":
                 found.append(f"{part}: no {kind} were stored, so nothing was compared")
-            found += [f"{part} {kind}{text}" for text in differences(before, after)]
+            found += [f"{part} {kind}{text}" for text in differences(expected, stored)]
     whole, resumed = (metrics(new / name / part, case.volatile) for part in ("whole", "resumed"))
-    after = {step: row for step, row in resumed.items() if step > case.half}
-    expected = {step: row for step, row in whole.items() if step > case.half}
-    return found + [f"resumed against uninterrupted, step {text[1:]}" for text in differences(expected, after)]
+    parts = ({step: row for step, row in rows.items() if step > case.half} for rows in (whole, resumed))
+    return found + [f"resumed against uninterrupted, step {text[1:]}" for text in differences(*parts)]
 
 
 def main(argv: list[str] | None = None) -> int:
