@@ -19,7 +19,7 @@ from trainer.cli import worker_environment
 from trainer.console import Console
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import PromptLoader
+from trainer.dynamic_sampling import DynamicSamplingSteps
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.picture import draw_curve
 from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
@@ -356,7 +356,7 @@ def build_trainer(
             text: Any = partial(data.tokenizer.decode, skip_special_tokens=True)
             failures = FailureLog(config.reward.max_error_rate, run_dir, text, tracking.note)
             rewards = Rewards(pool, config.reward, run_dir, model, failures)
-            steps = PromptLoader if config.algorithm.filter_groups.enable else TrainingSteps
+            steps = DynamicSamplingSteps if config.algorithm.filter_groups.enable else TrainingSteps
             parts = {"rewards": rewards, "val_data": data.val, "steps": steps(config, data.train)}
         critic = CriticRole(groups["critic"], config) if "critic" in groups else None
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})

@@ -30,7 +30,7 @@ class FilterBudgetExceeded(UserError):
     """The budget of a step is used up, or all prompts were asked, and too few groups were kept."""
 
 
-class PromptLoader(TrainingSteps):
+class DynamicSamplingSteps(TrainingSteps):
     """Training steps of which each may ask for more prompts than it began with.
 
     A step begins with data.train_batch_size prompts, also where an epoch ends within them, and asks for none twice.
@@ -54,7 +54,7 @@ class PromptLoader(TrainingSteps):
                 self._ask(self._again, len(self._again))
                 yield self._again
             else:
-                prompts = self.more(self.config.data.train_batch_size)
+                prompts = self.draw_prompts(self.config.data.train_batch_size)
                 assert prompts is not None  # a dataset has rows
                 prompts.meta_info["position"] = self.state_dict()  # where the data stands after them, for a replay
                 yield prompts
@@ -62,7 +62,7 @@ class PromptLoader(TrainingSteps):
                 return
             self._before = self.state_dict()
 
-    def more(self, number: int) -> DataProto | None:
+    def draw_prompts(self, number: int) -> DataProto | None:
         """So many prompts that this step has not asked; fewer where the data has no more, None where it has none."""
         taken, idle = [], 0
         while number and len(set(self._asked.values())) < self._prompts and idle <= len(self.loader):
@@ -82,7 +82,7 @@ class PromptLoader(TrainingSteps):
             self.stopping = True
         return self._before is not None
 
-    def only(self, step: int, epoch: int, prompts: DataProto) -> None:
+    def restrict_to_step(self, step: int, epoch: int, prompts: DataProto) -> None:
         """Leaves one step to do, which begins with these prompts and goes on with those that followed them."""
         if "position" in prompts.meta_info:
             self.load_state_dict(prompts.meta_info["position"])
@@ -148,7 +148,7 @@ class FilterStats:
             "training/filter_groups/discarded_surplus_samples": Metric.last(self.surplus_samples),
         }
 
-    def failure(self, end: str, steps: PromptLoader) -> FilterBudgetExceeded:
+    def failure(self, end: str, steps: DynamicSamplingSteps) -> FilterBudgetExceeded:
         """The error of a step that cannot fill its batch. end: what is used up."""
         config, options = steps.config, steps.config.algorithm.filter_groups
         harder = "harder" if self.number("all_right") > self.number("all_wrong") else "easier"
@@ -168,7 +168,7 @@ class FilterStats:
 
 
 def collect_groups(
-    prompts: DataProto, steps: PromptLoader, answer: Callable[[DataProto], DataProto]
+    prompts: DataProto, steps: DynamicSamplingSteps, answer: Callable[[DataProto], DataProto]
 ) -> tuple[DataProto, dict[str, Metric]]:
     """A batch of data.train_batch_size groups whose outcomes differ, and groups/* metrics.
 
@@ -198,7 +198,7 @@ def collect_groups(
             return joined(parts, steps.config), stats.metrics()
         if stats.batches == options.max_num_gen_batches:
             raise stats.failure("its budget of generation batches is used up", steps)
-        more = steps.more(refill_size(missing, found, stats.number(*KINDS), wanted))
+        more = steps.draw_prompts(refill_size(missing, found, stats.number(*KINDS), wanted))
     raise stats.failure("all training prompts were asked", steps)
 
 

@@ -15,7 +15,7 @@ from trainer import step_metrics
 from trainer.advantage import ScalarMetrics, estimate_advantages, reward_postprocess
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import ANSWERS, FilterBudgetExceeded, PromptLoader, collect_groups
+from trainer.dynamic_sampling import ANSWERS, DynamicSamplingSteps, FilterBudgetExceeded, collect_groups
 from trainer.evaluate import chunks
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
@@ -122,7 +122,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def collect(self, prompts: DataProto) -> DataProto:
         """Returns the sampled responses of the step; with dynamic sampling, scored groups that passed the filter."""
-        if not isinstance(self.steps, PromptLoader):
+        if not isinstance(self.steps, DynamicSamplingSteps):
             return self.generate(prompts)
         try:
             batch, metrics = collect_groups(prompts, self.steps, self.generate_and_score)
@@ -188,7 +188,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def score(self, batch: DataProto) -> DataProto:
         """Adds the rewards, most of which were computed during generation. With dynamic sampling the batch already has
         them."""
-        return batch if isinstance(self.steps, PromptLoader) else self.compute_reward(batch)
+        return batch if isinstance(self.steps, DynamicSamplingSteps) else self.compute_reward(batch)
 
     def compute_reward(self, batch: DataProto) -> DataProto:
         """Waits for the rewards of the batch, masks failed rows and subtracts the length penalty."""

@@ -73,7 +73,7 @@ def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
     class Replay(trainer):  # type: ignore[misc, valid-type]
         def resume(self) -> None:
             super().resume()
-            self.steps.only(failed.step, failed.epoch, failed.prompts)
+            self.steps.restrict_to_step(failed.step, failed.epoch, failed.prompts)
 
         def collect(self, prompts: DataProto) -> DataProto:
             return super().collect(prompts) if failed.batch is None else failed.batch

@@ -54,7 +54,7 @@ class EnvGroup:
 
 
 @dataclass
-class _Place:
+class _Slot:
     """One place in a batch: the group that stands there, by number; how many groups were run for it under that number;
     what became of the last; and where its rows are among those of all parts together."""
 
@@ -71,7 +71,7 @@ class _Batch:
     step: int
     start_step: int
     budget: int = 0
-    places: list[_Place] = field(default_factory=list)
+    places: list[_Slot] = field(default_factory=list)
     keys: deque[str] = field(default_factory=deque)
     parts: list[GroupResults] = field(default_factory=list)
     num_dropped: int = 0
@@ -135,7 +135,7 @@ class RolloutScheduler:
         for batch in batches or tuple(self.flying.values()):
             self._finish_round(batch)
             while dropped := [place for place in batch.places if place.report is not None and place.report.is_dropped]:
-                granted = zip(dropped, self._grants(batch, dropped), strict=True)
+                granted = zip(dropped, self._attempts_per_slot(batch, dropped), strict=True)
                 if not (places := [place for place, count in granted if count]):
                     break  # the budget is used up, and what the filter dropped stays
                 self._begin_round(batch, places)
@@ -158,7 +158,7 @@ class RolloutScheduler:
         size, rest = divmod(batch_size, self.manager.group_size)
         if rest:
             raise ValueError(f"a batch of {batch_size} episodes cannot be cut into groups of {self.manager.group_size}")
-        places = [_Place(number) for number in range(self.next_group, self.next_group + size)]
+        places = [_Slot(number) for number in range(self.next_group, self.next_group + size)]
         self.next_group += size
         most, manager = self.manager.max_replaced_groups, self.manager
         budget = 4 * manager.num_env_groups if most < 0 else most  # groups that it may replace
@@ -167,12 +167,12 @@ class RolloutScheduler:
         self.flying[step] = batch
         return batch
 
-    def _begin_round(self, batch: _Batch, places: Sequence[_Place]) -> None:
+    def _begin_round(self, batch: _Batch, places: Sequence[_Slot]) -> None:
         """Begins a group for each of these places, and says what replaces it: ranks go on without asking as long as the
         budget suffices whatever happens in the other places."""
         slots = {id(place): slot for slot, place in enumerate(batch.places)}
         plans = []
-        for place, count in zip(places, self._grants(batch, places), strict=True):
+        for place, count in zip(places, self._attempts_per_slot(batch, places), strict=True):
             attempts = range(place.attempts, place.attempts + count)
             specs = tuple(self._members(place.number, attempt, batch.start_step) for attempt in attempts)
             plans.append(GroupPlan(slots[id(place)], specs))
@@ -181,7 +181,7 @@ class RolloutScheduler:
         self.runner.begin_groups(key, plans, self.sampling)
         batch.keys.append(key)
 
-    def _grants(self, batch: _Batch, places: Sequence[_Place]) -> list[int]:
+    def _attempts_per_slot(self, batch: _Batch, places: Sequence[_Slot]) -> list[int]:
         """Groups that may run for each place in this round. One for a place where none ran yet; beyond, equal shares of
         the budget, as far as max_traj_per_env allows."""
         share, rest = divmod(batch.budget, len(places))

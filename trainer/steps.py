@@ -124,7 +124,7 @@ class TrainingSteps(StepCounter):
         sampler's metrics."""
         return self.order.update(batch)
 
-    def only(self, step: int, epoch: int, prompts: DataProto) -> None:
+    def restrict_to_step(self, step: int, epoch: int, prompts: DataProto) -> None:
         """Restricts the iteration to one step with the given prompts."""
         self.loader, self.global_step, self.epoch, self.total = [prompts], step - 1, epoch, step
 
@@ -159,7 +159,7 @@ class EpisodeSteps(TrainingSteps):
         """Returns no metrics: the scheduler already recorded the finished episodes."""
         return {}
 
-    def only(self, step: int, epoch: int, prompts: DataProto) -> None:
+    def restrict_to_step(self, step: int, epoch: int, prompts: DataProto) -> None:
         """Restricts the iteration to one step with its groups, unless these were started in an earlier step."""
         self.scheduler.next_group = prompts.meta_info["next_group"]
         self.global_step, self.total = step - 1, step

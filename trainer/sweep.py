@@ -31,11 +31,11 @@ def main(argv: list[str]) -> int:
 
     options = read_options(argv)
     study = asked_study(options)
-    trainer = load(study.question, next(combinations(study.question.space, corners=True))).trainer
+    trainer = load(study.spec, next(combinations(study.spec.space, corners=True))).trainer
     from trainer.sweeps.tuning import places, run_study  # imported here, because importing Ray and Tune takes seconds
 
     with places(options, trainer.device, tell) as place:
-        check_sweep(study.question, study.search, place.gpus)
+        check_sweep(study.spec, study.search, place.gpus)
         with locked(study.folder, trainer.umask):
             study = asked_study(options)  # another sweep may have changed the study before the lock was taken
             study.save()
@@ -53,11 +53,11 @@ def asked_study(options: Options) -> Study:
     from trainer.sweeps.study import DESCRIPTION, Study
     from trainer.sweeps.study_spec import Search, read_files
 
-    question = options.question
-    if question is not None and not (options.folder / DESCRIPTION).exists():
-        return Study(options.folder, question, options.search or Search())
+    spec = options.spec
+    if spec is not None and not (options.folder / DESCRIPTION).exists():
+        return Study(options.folder, spec, options.search or Search())
     study = Study.load(options.folder)
-    study.refuse_another(question or dataclasses.replace(study.question, files=read_files(study.question.files)))
+    study.refuse_another(spec or dataclasses.replace(study.spec, files=read_files(study.spec.files)))
     study.search = options.search or study.search
     return study
 
@@ -69,9 +69,9 @@ def summary(study: Study, go_on: str) -> str:
 
     from trainer.console import Terminal
 
-    counts, question, finished = Counter(trial.state for trial in study.trials), study.question, study.finished()
-    names = [parameter.name for parameter in question.space]
-    table = Table("trial", f"{question.metric} ({question.mode})", *names, box=None)
+    counts, spec, finished = Counter(trial.state for trial in study.trials), study.spec, study.finished()
+    names = [parameter.name for parameter in spec.space]
+    table = Table("trial", f"{spec.metric} ({spec.mode})", *names, box=None)
     for trial in (*finished, *(trial for trial in study.trials if trial.state == "pruned"))[:_MOST_ROWS]:
         value = "-" if trial.value is None else f"{trial.value:.4g}"
         if trial.half_width is not None:

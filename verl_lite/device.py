@@ -54,7 +54,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "
 
 @contextmanager
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """Context manager in which torch runs only operations that repeat their numbers; all operations if not `wanted`.
+    """Restricts torch to deterministic operations within the block if `wanted` is set, and allows all if it is not.
 
     An operation without a deterministic kernel on its device raises RuntimeError with its name.
     """

@@ -100,7 +100,7 @@ class AgentRolloutWorker(ActorWorker):
         """Runs episodes for a slice of time between micro-batches."""
         with self.runner.lead() as leads:
             if leads:
-                self.groups.pump()
+                self.groups.run_slice()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:

@@ -22,7 +22,7 @@ def main() -> None:
     from verl_lite.protocol import DataProto
 
     class OnCommand(RayPPOTrainer):
-        """The same trainer; the stage `collect` waits for a line, `log_step` reports."""
+        """The same trainer, whose `log_step` reports and waits for a line."""
 
         def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
             tokens = int(batch.batch["response_mask"].sum())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import RESPONSE, FakePrompts, Parts, make
-from trainer.dynamic_sampling import FilterBudgetExceeded, PromptLoader, collect_groups, joined, refill_size
+from trainer.dynamic_sampling import DynamicSamplingSteps, FilterBudgetExceeded, collect_groups, joined, refill_size
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.groups import group_shares, groups_of
 from trainer.roles import rows_of_prompts
@@ -36,19 +36,19 @@ def configured(batch: int, budget: int = 10, steps: int = 100) -> PPOConfig:
     return config
 
 
-def stream(rows: int, batch: int, **settings: int) -> PromptLoader:
-    return PromptLoader(configured(batch, **settings), data_of(rows))
+def stream(rows: int, batch: int, **settings: int) -> DynamicSamplingSteps:
+    return DynamicSamplingSteps(configured(batch, **settings), data_of(rows))
 
 
 def uids(prompts: DataProto | None) -> list[str]:
     return [] if prompts is None else prompts.non_tensor_batch["uid"].tolist()
 
 
-def ask(steps: PromptLoader, refills: Sequence[int]) -> list[list[str]]:
+def ask(steps: DynamicSamplingSteps, refills: Sequence[int]) -> list[list[str]]:
     """The prompts of each step that is left, of which each asks for further ones twice: as many as its number says."""
     asked = []
     for prompts in steps:
-        further = [uids(steps.more(refills[steps.global_step - 1])) for _ in range(2)]
+        further = [uids(steps.draw_prompts(refills[steps.global_step - 1])) for _ in range(2)]
         asked.append(uids(prompts) + sum(further, []))
         if steps.global_step == len(refills):
             break
@@ -82,13 +82,13 @@ def test_the_replay_of_a_step_asks_the_same_prompts() -> None:
     steps = iter(before)
     for _ in range(2):
         next(steps)
-        before.more(3)
+        before.draw_prompts(3)
     prompts = next(steps)
-    expected = [uids(prompts), uids(before.more(2)), uids(before.more(3))]
+    expected = [uids(prompts), uids(before.draw_prompts(2)), uids(before.draw_prompts(3))]
     replayed = stream(11, 4)
-    replayed.only(3, before.epoch, prompts)
+    replayed.restrict_to_step(3, before.epoch, prompts)
     again = next(iter(replayed))
-    assert [uids(again), uids(replayed.more(2)), uids(replayed.more(3))] == expected
+    assert [uids(again), uids(replayed.draw_prompts(2)), uids(replayed.draw_prompts(3))] == expected
     assert replayed.global_step == 3 and replayed.is_last
 
 
@@ -111,7 +111,7 @@ RIGHT, WRONG = (1.0, 1.0), (0.0, 0.0)
 
 
 def collect(
-    steps: PromptLoader, outcome: Mapping[str, Sequence[float | None]]
+    steps: DynamicSamplingSteps, outcome: Mapping[str, Sequence[float | None]]
 ) -> tuple[DataProto, dict[str, float], list[int]]:
     """A filled batch, its metrics, and the sizes of its generation batches."""
     sizes = []
@@ -229,7 +229,7 @@ class Slow(Parts):
 def trainer_of(tmp_path: Path, parts: Parts, **settings: Any) -> RayPPOTrainer:
     trainer = make(tmp_path, parts, data__train_batch_size=6, algorithm__filter_groups__enable=True, **settings)
     trainer.config.trainer.total_training_steps = 2
-    trainer.steps = PromptLoader(trainer.config, data_of(40))
+    trainer.steps = DynamicSamplingSteps(trainer.config, data_of(40))
     trainer.val_data = None
     return trainer
 
@@ -286,7 +286,7 @@ def test_prompts_with_their_own_number_of_answers(tmp_path: Path, filtered: bool
     parts = Slow()
     trainer = trainer_of(tmp_path, parts, algorithm__adv_estimator="rloo", rollout__n=5)
     data: Any = Data(40)
-    trainer.steps = (PromptLoader if filtered else TrainingSteps)(trainer.config, data)
+    trainer.steps = (DynamicSamplingSteps if filtered else TrainingSteps)(trainer.config, data)
     trainer.fit()
     update = parts.batches["update"]
     rows: dict[str, list[float]] = {}

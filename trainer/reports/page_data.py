@@ -116,8 +116,8 @@ def read_study(folder: Path) -> Json:
     from trainer.sweeps.study_spec import metric_by_step
 
     study = Study.load(folder)
-    metric, mode, best = study.question.metric, study.question.mode, study.finished()
-    parameters = [parameter.name for parameter in study.question.space]
+    metric, mode, best = study.spec.metric, study.spec.mode, study.finished()
+    parameters = [parameter.name for parameter in study.spec.space]
     columns = ["trial", "state", "value", "half width", *parameters, "steps", "seconds", "error"]
     rows, curves, shares = [], [], []
     for trial in study.trials:

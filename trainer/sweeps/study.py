@@ -119,7 +119,7 @@ class Study:
     """A study with all its trials, as recorded in its log."""
 
     folder: Path
-    question: StudySpec
+    spec: StudySpec
     search: Search
     trials: list[Trial] = field(default_factory=list)
 
@@ -131,7 +131,7 @@ class Study:
             raise UserError(f"--study {folder}: no study exists there; to start one, add KEY=A,B and --metric")
         try:
             kept = json.loads(path.read_text())
-            study = cls(folder, search=Search(**kept.pop("search")), question=StudySpec(**kept))
+            study = cls(folder, search=Search(**kept.pop("search")), spec=StudySpec(**kept))
             path = folder / _LOG
             lines = path.read_text().split("\n") if path.exists() else []
             for line in lines[:-1]:  # a crash can leave an incomplete line after the last newline
@@ -142,13 +142,13 @@ class Study:
 
     def save(self) -> None:
         """Writes the specification into the study's folder, which must be locked."""
-        kept = dataclasses.asdict(self.question) | {"search": dataclasses.asdict(self.search)}
+        kept = dataclasses.asdict(self.spec) | {"search": dataclasses.asdict(self.search)}
         write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
 
-    def refuse_another(self, question: StudySpec) -> None:
+    def refuse_another(self, spec: StudySpec) -> None:
         """Raises UserError if the study was started with another specification. The message lists the differences and
         the commands that continue either."""
-        before, now = dataclasses.asdict(self.question), dataclasses.asdict(question)
+        before, now = dataclasses.asdict(self.spec), dataclasses.asdict(spec)
         changes = [f"  {name} was {before[name]}, and is {now[name]}\n" for name in now if now[name] != before[name]]
         if changes:
             raise UserError(
@@ -191,9 +191,9 @@ class Study:
         number = event["trial"]
         if "parameters" in event:
             folder, parameters = self.folder / "trials" / f"{number:04}", event["parameters"]
-            seeds: list[int | None] = [*self.question.seeds] if self.question.seeds else [None]
+            seeds: list[int | None] = [*self.spec.seeds] if self.spec.seeds else [None]
             names = ["run" if seed is None else f"seed-{seed}" for seed in seeds]
-            words = [[*COMMAND, *self.question.command(parameters, seed)] for seed in seeds]
+            words = [[*COMMAND, *self.spec.command(parameters, seed)] for seed in seeds]
             runs = [Run(seed, folder / name, own) for seed, name, own in zip(seeds, names, words, strict=True)]
             self.trials.append(Trial(number, parameters, folder, runs))
         elif "mean" in event:
@@ -208,11 +208,11 @@ class Study:
     def finished(self) -> list[Trial]:
         """Returns the complete trials, the best first."""
         done = [trial for trial in self.trials if trial.state == "complete"]
-        return sorted(done, key=lambda trial: trial.value or 0.0, reverse=self.question.mode == "max")
+        return sorted(done, key=lambda trial: trial.value or 0.0, reverse=self.spec.mode == "max")
 
     def write_csv(self) -> None:
         """Writes trials.csv, with one line for each trial."""
-        names = [parameter.name for parameter in self.question.space]
+        names = [parameter.name for parameter in self.spec.space]
         text = io.StringIO(newline="")
         write = csv.writer(text).writerow
         write(["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"])

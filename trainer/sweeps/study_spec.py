@@ -123,7 +123,7 @@ class Options:
     """The options of a sweep's command.
 
     Args:
-        question, search: None = those of the existing study.
+        spec, search: None = those of the existing study.
         folder: folder of the study.
         slots: runs at the same time.
         per_trial: GPUs of each run.
@@ -131,7 +131,7 @@ class Options:
         retries: how often a run is repeated after failures of its machine.
     """
 
-    question: StudySpec | None
+    spec: StudySpec | None
     search: Search | None
     folder: Path
     slots: int | None = None
@@ -146,19 +146,19 @@ def read_options(argv: Sequence[str]) -> Options:
     line = parser.parse_intermixed_args(list(argv))
     if line.file is not None:  # the command line comes second and overrides the file
         line = parser.parse_intermixed_args([*_file_words(line.file), *argv])
-    question = _question(line) if line.words or line.config or line.metric else None
-    if question is None and line.study is None:
+    spec = _study_spec(line) if line.words or line.config or line.metric else None
+    if spec is None and line.study is None:
         raise UserError(
             "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to continue a study"
         )
-    asked = json.dumps([os.getcwd(), question and asdict(question)], sort_keys=True)
+    asked = json.dumps([os.getcwd(), spec and asdict(spec)], sort_keys=True)
     usual_name = f"main_ppo-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"  # one name per specification
     folder = Path(usual_name if line.study is None else line.study).expanduser()
     if len(folder.parts) == 1 and not folder.is_dir():
         folder = Path("runs/sweeps") / folder
     kind, trials = line.search or ("grid", None)
-    search = Search(kind, trials, _read_pruner(line.pruner)) if question or line.search else None
-    return Options(question, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
+    search = Search(kind, trials, _read_pruner(line.pruner)) if spec or line.search else None
+    return Options(spec, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
 
 
 def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterator[dict[str, Value]]:
@@ -292,7 +292,7 @@ def _file_words(name: str) -> Iterator[str]:
             yield from (f"--{str(entry).replace('_', '-')}={as_text(one)}" for one in given)
 
 
-def _question(line: argparse.Namespace) -> StudySpec:
+def _study_spec(line: argparse.Namespace) -> StudySpec:
     for word in line.words:
         if word.startswith("--") or ("=" not in word and not word.startswith("~")):
             raise UserError(f"{word!r} is not key=value; write it without spaces around the equals sign")

@@ -21,18 +21,18 @@ _MOST_CHECKED = 256
 """Combinations that are checked before the start. All others are checked before they run."""
 
 
-def load(question: StudySpec, values: dict[str, Value]) -> PPOConfig:
+def load(spec: StudySpec, values: dict[str, Value]) -> PPOConfig:
     """Loads the configuration of a trial. Raises ConfigError."""
-    return load_config(question.command(values), recipe_loader=recipe_overrides).config
+    return load_config(spec.command(values), recipe_loader=recipe_overrides).config
 
 
-def problem(question: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
+def problem(spec: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
     """Returns the error that the command would report for a combination; empty if it would start. gpus: GPUs of each
     run; None = CPU."""
     from workers.rollout.base import engine_names  # imports transformers, which takes seconds
 
     try:
-        config = load(question, values)
+        config = load(spec, values)
         config.trainer.n_gpus_per_node = config.trainer.n_gpus_per_node or gpus
         check_trackers(config.trainer.logger)
         validate(config, engines=engine_names(), slots=resolve_slots(config), available=gpus)
@@ -41,41 +41,41 @@ def problem(question: StudySpec, values: dict[str, Value], gpus: int | None) -> 
     return ""
 
 
-def planned(question: StudySpec, search: Search) -> list[dict[str, Value]] | None:
+def planned(spec: StudySpec, search: Search) -> list[dict[str, Value]] | None:
     """Returns all combinations of the space, or None if trials are drawn because the space is infinite or very
     large."""
-    size = math.prod(MOST_LISTED + 1 if (v := p.values()) is None else len(v) for p in question.space)
+    size = math.prod(MOST_LISTED + 1 if (v := p.values()) is None else len(v) for p in spec.space)
     is_drawn = search.kind == "optuna" or (search.kind == "random" and size > MOST_LISTED)
-    return None if is_drawn else list(combinations(question.space))
+    return None if is_drawn else list(combinations(spec.space))
 
 
-def check_sweep(question: StudySpec, search: Search, gpus: int | None) -> None:
+def check_sweep(spec: StudySpec, search: Search, gpus: int | None) -> None:
     """Checks everything that can be checked before a sweep starts, and prepares the recipes. Raises UserError."""
-    values = [(parameter, value) for parameter in question.space for value in parameter.values(ends=True) or ()]
+    values = [(parameter, value) for parameter in spec.space for value in parameter.values(ends=True) or ()]
     ends = [word for parameter, value in values for word in parameter.words(value)]
-    keys = dict.fromkeys(word.partition("=")[0].lstrip("+~") for word in (*question.words, *ends))
+    keys = dict.fromkeys(word.partition("=")[0].lstrip("+~") for word in (*spec.words, *ends))
     problems = [f"{key}: the sweep sets this key for each run; remove it" for key in keys if key in OWN_KEYS]
-    if question.seeds is not None and "trainer.seed" in keys:
+    if spec.seeds is not None and "trainer.seed" in keys:
         problems.append("trainer.seed is given, but --seeds sets it for each run: remove one of them")
-    if not question.space and (question.seeds is None or search.kind != "grid"):
+    if not spec.space and (spec.seeds is None or search.kind != "grid"):
         problems.append("there is nothing to vary: give a key several values (KEY=A,B), a range, or --seeds 3")
-    if not question.metric:
+    if not spec.metric:
         problems.append("--metric is not given: name the metric to compare, such as val-core/gsm8k/acc/mean@1")
     if problems:
         raise UserError("\n".join(problems))
-    plan = planned(question, search) or combinations(question.space, corners=True)
+    plan = planned(spec, search) or combinations(spec.space, corners=True)
     looked_at = list(itertools.islice(plan, _MOST_CHECKED))
     prepared: set[str | None] = set()
     for chosen in looked_at:
         with suppress(ConfigError):  # reported below
-            if (config := load(question, chosen)).recipe not in prepared:
+            if (config := load(spec, chosen)).recipe not in prepared:
                 prepared.add(config.recipe)
                 prepare_recipe(config)  # model and data are created once, not by all runs at the same time
-    refused = {str(values): text for values in looked_at if (text := problem(question, values, gpus))}
+    refused = {str(values): text for values in looked_at if (text := problem(spec, values, gpus))}
     if refused:
         shown = [f"{values}:\n  {text}" for values, text in list(refused.items())[:3]]
         raise UserError("\n".join([f"{len(refused)} of {len(looked_at)} combinations would be refused:", *shown]))
-    config, metric = load(question, looked_at[0]), question.metric
+    config, metric = load(spec, looked_at[0]), spec.metric
     check_metric_name(metric, config)
     is_validated = config.trainer.test_freq != 0 and bool(config.data.val_files or config.agentic.val_batch_size)
     if metric.startswith("val-") and not is_validated:

@@ -115,7 +115,7 @@ class Sweep(Searcher):
     def __init__(self, study: Study, place: Place, tell: Tell) -> None:
         super().__init__()
         self._study, self._place, self._tell, self._mark = study, place, tell, uuid.uuid4().hex
-        search, plan = study.search, planned(study.question, study.search)
+        search, plan = study.search, planned(study.spec, study.search)
         if plan is not None and search.kind == "random":
             random.Random(0).shuffle(plan)
             plan = plan[: search.trials]
@@ -125,7 +125,7 @@ class Sweep(Searcher):
         self._asha: AsyncHyperBandScheduler | None = None
         if search.asha is not None:
             own: Any = {name: x if name == "reduction_factor" else int(x) for name, x in search.asha.items()}
-            own |= {"max_t": 10**9, "stop_last_trials": False, "mode": study.question.mode}
+            own |= {"max_t": 10**9, "stop_last_trials": False, "mode": study.spec.mode}
             self._asha = AsyncHyperBandScheduler(time_attr="step", metric="value", **own)
         self._known_to_asha: set[int] = set()
         for trial in study.trials:
@@ -148,7 +148,7 @@ class Sweep(Searcher):
         own = {"default_local_dir": run.folder, "resume_mode": "auto", "n_gpus_per_node": self._place.gpus}
         own["experiment_name"] = f"{self._study.folder.name}-{trial.number:04}-{run.folder.name}"
         words = [f"trainer.{key}={value}" for key, value in own.items() if value is not None]
-        command, metric = [sys.executable, *run.words, *words], self._study.question.metric
+        command, metric = [sys.executable, *run.words, *words], self._study.spec.metric
         has_gpus, umask = self._place.gpus is not None, current_umask()
         order = Order(command, run.folder, os.getcwd(), metric, self._place.environment, self._mark, has_gpus, umask)
         return {"order": order}
@@ -158,7 +158,7 @@ class Sweep(Searcher):
             self._draws -= not self._queue
             parameters = self._queue.pop(0) if self._queue else draw(self._study)
             trial = self._study.begin(parameters)
-            refusal = problem(self._study.question, parameters, self._place.gpus)
+            refusal = problem(self._study.spec, parameters, self._place.gpus)
             if not refusal:
                 return trial, trial.runs[0]
             self._study.end(trial, trial.runs[0], "failed", error=refusal)
@@ -220,7 +220,7 @@ class Sweep(Searcher):
 
     def _end(self, trial_id: str, state: str, names: list[str] | None = None, **known: Any) -> None:
         trial, run = self._running.pop(trial_id)
-        metric, name = self._study.question.metric, _name(trial, run)
+        metric, name = self._study.spec.metric, _name(trial, run)
         if state == "done":
             value = run.values[max(run.values)] if run.values else float("nan")
             if value == value:
@@ -251,8 +251,8 @@ def draw(study: Study) -> dict[str, Value]:
     seed, states = len(study.trials), optuna.trial.TrialState
     tpe = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
     sampler = tpe if study.search.kind == "optuna" else optuna.samplers.RandomSampler(seed)
-    known = optuna.create_study(sampler=sampler, direction="maximize" if study.question.mode == "max" else "minimize")
-    space: dict[str, Any] = {parameter.name: parameter.distribution for parameter in study.question.space}
+    known = optuna.create_study(sampler=sampler, direction="maximize" if study.spec.mode == "max" else "minimize")
+    space: dict[str, Any] = {parameter.name: parameter.distribution for parameter in study.spec.space}
     for trial in study.trials:
         value = trial.value if trial.state == "complete" else None
         state = states.RUNNING if not trial.is_over else states.PRUNED if value is None else states.COMPLETE

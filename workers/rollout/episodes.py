@@ -207,12 +207,12 @@ class EpisodeRunner:
             self._env_seconds.append(reply.seconds)
             episode = self._live.get(reply.key)
             if episode is not None:  # else it was discarded while it was busy
-                self._hear(episode, reply)
+                self._on_env_reply(episode, reply)
         self._admit()
         if not self.is_decoding:
             return
         for turn_of, completion in self._runner.step():
-            self._act(turn_of, completion)
+            self._on_completion(turn_of, completion)
 
     @property
     def is_decoding(self) -> bool:
@@ -240,7 +240,7 @@ class EpisodeRunner:
             self._live[episode.key] = episode
             self._pool.reset(episode.key, spec.tag, spec.seed)
 
-    def _hear(self, episode: _Episode, reply: EnvReply) -> None:
+    def _on_env_reply(self, episode: _Episode, reply: EnvReply) -> None:
         """An environment answered a reset or a step: what the episode does next."""
         trajectory = episode.trajectory
         if reply.error is not None or reply.observation is None:
@@ -249,7 +249,7 @@ class EpisodeRunner:
         episode.observation, episode.info = reply.observation, reply.info
         if not trajectory.turns:
             episode.instruction = reply.info.get("env_instruction") or ""
-            return self._ask(episode)
+            return self._submit_turn(episode)
         turn = trajectory.turns[-1]
         turn.is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
         penalty = 0.0 if turn.is_valid else self._format_penalty.get(trajectory.spec.purpose, 0.0)
@@ -261,9 +261,9 @@ class EpisodeRunner:
             return self._end(episode, "terminated" if reply.terminated else "truncated")
         if len(trajectory.turns) >= episode.template.max_steps:
             return self._end(episode, "max_steps")
-        return self._ask(episode)
+        return self._submit_turn(episode)
 
-    def _ask(self, episode: _Episode) -> None:
+    def _submit_turn(self, episode: _Episode) -> None:
         """Hands the next turn to the engine, or ends the episode where it does not fit."""
         trajectory, template, limits = episode.trajectory, episode.template, self._limits
         spec, turn, most = trajectory.spec, len(trajectory.turns), limits.max_response_length
@@ -311,7 +311,7 @@ class EpisodeRunner:
         episode.request_id = f"{episode.key}/{turn}"
         self._runner.submit(Request(episode.request_id, tuple(episode.context), sampling), episode)
 
-    def _act(self, episode: _Episode, completion: Completion) -> None:
+    def _on_completion(self, episode: _Episode, completion: Completion) -> None:
         """A turn is sampled: the environment steps."""
         episode.request_id = None
         trajectory = episode.trajectory

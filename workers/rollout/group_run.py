@@ -1,8 +1,8 @@
-"""A rank's part of the batches on their way: runs groups of episodes, and replaces those that the filter drops.
+"""The groups of episodes of one rank. Groups that the filter drops are replaced.
 
-The driver (`trainer.rollout_scheduler`) makes a `GroupPlan` for each place in a batch. `GroupRun` takes them under
-a key (`begin`), goes on in slices of time (`advance`, `pump`), and gives `GroupResults` when all of a key have ended
-(`finish`).
+The driver (`trainer.rollout_scheduler`) makes a `GroupPlan` for each slot of a batch. `GroupRun` starts the plans under
+a key (`begin`), runs them in slices of time (`advance`, `run_slice`), and returns `GroupResults` when all groups of the
+key have ended (`finish`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GroupResults:
 
 
 @dataclass
-class _Place:
+class _Slot:
     """A place of a plan. batch: the runner's number of the group that runs now. kept: the trajectories of the last."""
 
     plan: GroupPlan
@@ -105,8 +105,8 @@ class GroupRun:
     def __init__(self, runner: EpisodeRunner, rows: Callable[[list[Trajectory]], DataProto]) -> None:
         self._runner, self._to_rows = runner, rows
         self._numbers = itertools.count(1)
-        self._keys: dict[str, list[_Place]] = {}
-        self._open: list[_Place] = []
+        self._keys: dict[str, list[_Slot]] = {}
+        self._open: list[_Slot] = []
         self._pumped_at = time.perf_counter()
         self._active_s = self._pumped_s = 0.0
 
@@ -119,7 +119,7 @@ class GroupRun:
         self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams, group_filter: GroupFilter | None
     ) -> None:
         """Starts these groups: their environments are reset. key: one that nothing under way has."""
-        places, started = [_Place(plan, sampling, group_filter) for plan in plans], time.perf_counter()
+        places, started = [_Slot(plan, sampling, group_filter) for plan in plans], time.perf_counter()
         self._keys[key] = places
         for place in places:
             self._begin_group(place)
@@ -149,7 +149,7 @@ class GroupRun:
         }
         return GroupResults(reports, DataProto.concat(rows) if rows else None, counts, metrics)
 
-    def pump(self) -> None:
+    def run_slice(self) -> None:
         """Goes on for a slice of time, beside something else that the process does: no longer than that other work took
         since the last slice, and only while there is something to decode."""
         if self.is_idle:
@@ -177,7 +177,7 @@ class GroupRun:
             if place.is_dropped and place.attempts < len(place.plan.attempts):
                 self._begin_group(place)
 
-    def _begin_group(self, place: _Place) -> None:
+    def _begin_group(self, place: _Slot) -> None:
         place.batch = next(self._numbers)
         members = place.plan.attempts[place.attempts]
         self._runner.begin([replace(spec, batch=place.batch) for spec in members], place.sampling)

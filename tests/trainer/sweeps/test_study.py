@@ -34,7 +34,7 @@ def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "problem", lambda *_: "")
 
 
-def question(words: list[str], seeds: int | None = None) -> StudySpec:
+def spec_of(words: list[str], seeds: int | None = None) -> StudySpec:
     return StudySpec(words, {}, None if seeds is None else list(range(1, seeds + 1)), "m", "max")
 
 
@@ -70,7 +70,7 @@ class Driver:
 
 
 def test_a_grid_is_run_in_order_each_trial_with_its_seeds_and_goes_on_from_the_log(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, question(["x=1,2", "y=5"], seeds=2))
+    driver = Driver(tmp_path, spec_of(["x=1,2", "y=5"], seeds=2))
     assert [driver.next() for _ in range(5)] == [(0, 1), (0, 2), (1, 1), (1, 2), None]
     assert driver.told == [], "what Tune takes ahead has not started"
     driver.say((0, 1), {})
@@ -97,7 +97,7 @@ def test_a_grid_is_run_in_order_each_trial_with_its_seeds_and_goes_on_from_the_l
 
 
 def test_asha_judges_means_over_seeds_and_its_decision_is_on_disk_before_runs_are_asked_to_end(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, question(["x=1,2,3"], seeds=2), Search(asha={"reduction_factor": 2}))
+    driver = Driver(tmp_path, spec_of(["x=1,2,3"], seeds=2), Search(asha={"reduction_factor": 2}))
     study = driver.study
     runs = [driver.next() for _ in range(6)]
     for run in runs[:2]:
@@ -127,7 +127,7 @@ def test_asha_judges_means_over_seeds_and_its_decision_is_on_disk_before_runs_ar
 
 
 def test_a_trial_fails_with_its_run(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, question(["x=1,2"], seeds=2))
+    driver = Driver(tmp_path, spec_of(["x=1,2"], seeds=2))
     assert [driver.next(), driver.next()] == [(0, 1), (0, 2)]
     driver.end((0, 1), {1: 0.5}, "failed", "ValueError: the reward is wrong")
     assert (driver.study.trials[0].folder / STOP).exists(), "its other runs are in vain"
@@ -142,7 +142,7 @@ def test_a_trial_fails_with_its_run(tmp_path: Path) -> None:
 
 
 def test_a_run_without_the_metric_ends_the_sweep(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, question(["x=1,2"]))
+    driver = Driver(tmp_path, spec_of(["x=1,2"]))
     driver.end(driver.next(), {})
     assert "--metric m: trial 0 does not log it" in str(driver.sweep.problem) and "other" in str(driver.sweep.problem)
     assert driver.next() is None and (tmp_path / STOP).exists()
@@ -150,7 +150,7 @@ def test_a_run_without_the_metric_ends_the_sweep(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["optuna", "random"])
 def test_drawn_trials_differ_and_go_on(tmp_path: Path, kind: str) -> None:
-    driver = Driver(tmp_path, question(["x=uniform(0,1)", "n=int(1,4)", "y=a,b"]), Search(kind, 4))
+    driver = Driver(tmp_path, spec_of(["x=uniform(0,1)", "n=int(1,4)", "y=a,b"]), Search(kind, 4))
     assert [driver.next() for _ in range(3)] == [(0, None), (1, None), (2, None)]
     driver.end((0, None), {1: 0.5})
     driver.end((1, None), {}, "failed", "it broke")
@@ -166,7 +166,7 @@ def test_drawn_trials_differ_and_go_on(tmp_path: Path, kind: str) -> None:
 
 def test_a_draw_that_the_command_would_refuse_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "problem", lambda _, values, gpus: "x is in the way" if values["x"] < 5 else "")
-    driver = Driver(tmp_path, question(["x=int(1,9)"]), Search("optuna", 8))
+    driver = Driver(tmp_path, spec_of(["x=int(1,9)"]), Search("optuna", 8))
     while (run := driver.next()) is not None:
         driver.end(run, {1: 0.5})
     refused = [trial for trial in driver.study.trials if int(trial.parameters["x"]) < 5]
@@ -175,9 +175,9 @@ def test_a_draw_that_the_command_would_refuse_is_not_run(tmp_path: Path, monkeyp
 
 
 def test_another_question_a_damaged_study_and_a_second_sweep_are_refused(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, question(["x=1,2"]))
+    driver = Driver(tmp_path, spec_of(["x=1,2"]))
     with pytest.raises(UserError, match=r"words was \['x=1,2'\], and is \['x=1,3'\]"):
-        driver.study.refuse_another(question(["x=1,3"]))
+        driver.study.refuse_another(spec_of(["x=1,3"]))
     for _ in range(2):
         who = f"pid {os.getpid()} of user [^ ]* is working on it"
         with locked(tmp_path), pytest.raises(UserError, match=who), locked(tmp_path):
@@ -193,7 +193,7 @@ def test_another_question_a_damaged_study_and_a_second_sweep_are_refused(tmp_pat
 def test_a_second_sweep_changes_nothing_and_sees_what_the_first_has_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, seen = Driver(tmp_path, question(["x=1,2"])), list[list[str]]()
+    first, seen = Driver(tmp_path, spec_of(["x=1,2"])), list[list[str]]()
 
     @contextmanager
     def places(*_: object) -> Iterator[Place]:  # in which Ray starts

@@ -38,8 +38,8 @@ per_trial: 2
 """
 
 
-def question(argv: list[str]) -> StudySpec:
-    found = read_options(argv).question
+def spec_of(argv: list[str]) -> StudySpec:
+    found = read_options(argv).spec
     assert found is not None
     return found
 
@@ -48,7 +48,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file, base = tmp_path / "sweep.yaml", tmp_path / "base.yaml"
     base.write_text("a: 1")
     file.write_text(FILE + f"config: {base}")
-    options, asked = read_options(["--file", str(file)]), question(["--file", str(file)])
+    options, asked = read_options(["--file", str(file)]), spec_of(["--file", str(file)])
     assert asked.seeds == [1, 2, 3] and asked.files == {str(base): "a: 1"} and asked.metric.endswith("mean@1")
     values = {"rollout.n": "8", "actor.optim.lr": 2e-6, "files": "[a,b]", "variant": "dapo"}
     settings = ["trainer.total_training_steps=100", "data.train_files=[a,b]"]
@@ -58,7 +58,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 
     more = ["rollout.n=2", "trainer.total_training_steps=5", "--random", "7", "--pruner", "asha:grace_period=2"]
     options = read_options(["--file", str(file), *more, "--seeds", "[7]", "--per-trial", "3"])
-    asked = question(["--file", str(file), *more, "--seeds", "[7]"])
+    asked = spec_of(["--file", str(file), *more, "--seeds", "[7]"])
     assert [parameter.name for parameter in asked.space] == ["actor.optim.lr", "files", "variant"]
     assert asked.seeds == [7] and "rollout.n=2" in asked.words and "trainer.total_training_steps=5" in asked.words
     assert options.search == Search("random", 7, {"grace_period": 2}) and options.per_trial == 3
@@ -67,7 +67,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 def test_the_command_line_picks_of_the_files_groups_of_settings(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(FILE)
     given = ["--file", str(tmp_path / "sweep.yaml")]
-    (*_, picked) = question([*given, "variant=dapo"]).space
+    (*_, picked) = spec_of([*given, "variant=dapo"]).space
     assert picked.values() == ["dapo"] and picked.words("dapo") == ["recipe=dapo", "rollout.n=16", "flag=true"]
     with pytest.raises(UserError, match="variant=dapo,rloo: there is no rloo; --file has grpo, dapo"):
         read_options([*given, "variant=dapo,rloo"])
@@ -153,7 +153,7 @@ def test_an_empty_or_impossible_range_is_refused_by_name(word: str) -> None:
 
 
 def test_grid_and_corners() -> None:
-    space = question(["a=1,2", "n=int(1,3)", "--metric", "m"]).space
+    space = spec_of(["a=1,2", "n=int(1,3)", "--metric", "m"]).space
     assert list(combinations(space))[2:4] == [{"a": "1", "n": 3}, {"a": "2", "n": 1}]
     assert list(combinations(())) == [{}], "seeds alone: one trial"
     assert [corner["n"] for corner in combinations(space, corners=True)] == [1, 3] * 2
@@ -182,7 +182,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
     ],
 )
 def test_wrong_input_is_refused_before_the_first_trial(task: TinyTask, words: list[str], said: str) -> None:
-    asked = question([*task.options, "trainer.test_freq=0", "--metric", "critic/score/mean", *words])
+    asked = spec_of([*task.options, "trainer.test_freq=0", "--metric", "critic/score/mean", *words])
     with pytest.raises(UserError, match=f"(?s){said}"):
         check_sweep(asked, Search(), None)
 
@@ -195,7 +195,7 @@ def test_the_sweeps_of_the_recipes_are_checked_whole(
     prepared: list[str | None] = []
     monkeypatch.setattr(sweep_checks, "prepare_recipe", lambda config: prepared.append(config.recipe))
     monkeypatch.setattr(sweep_checks, "validate", lambda *_, **__: None)
-    asked = question(["--file", str(ROOT / "recipes" / file)])
+    asked = spec_of(["--file", str(ROOT / "recipes" / file)])
     assert asked.seeds and len(list(combinations(asked.space))) == trials
     check_sweep(asked, Search(), None)
     assert len(prepared) == len(set(prepared)) == recipes

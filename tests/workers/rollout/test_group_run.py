@@ -76,7 +76,7 @@ def batches(count: int, latency: tuple[int, int], *, filtered: bool, max_live: i
         result.append(scheduler.get_batch(data, 12))
         scheduler.begin_ahead(data, 12)
         for groups in ranks.ranks:
-            groups.pump()
+            groups.run_slice()
     return result
 
 
@@ -173,10 +173,10 @@ def test_a_slice_beside_training_ends_in_time_and_the_episodes_go_on() -> None:
     groups = group_run(ScriptedPool(world), engine)
     plans = [GroupPlan(0, (members(1),))]
     groups.begin("k", plans, SamplingParams(max_tokens=100_000), None)
-    groups.pump()
+    groups.run_slice()
     time.sleep(0.05)
     started, before = time.perf_counter(), dict(engine.progress)
-    groups.pump()
+    groups.run_slice()
     assert 0.03 < time.perf_counter() - started < 2
     assert all(engine.progress[name] > steps for name, steps in before.items()) and not groups.is_idle
 
@@ -185,5 +185,5 @@ def test_a_slice_beside_training_ends_in_time_and_the_episodes_go_on() -> None:
     polls = itertools.count()
     waiting._runner.advance = lambda wait_s=0.0: next(polls)  # type: ignore[method-assign,assignment]
     time.sleep(0.05)
-    waiting.pump()
+    waiting.run_slice()
     assert next(polls) == 1
