@@ -128,7 +128,7 @@ def test_it_differs_from_the_common_task_in_its_algorithm_alone(name: str) -> No
 
 
 def test_all_that_are_compared_have_the_same_budget() -> None:
-    asked = read_options(["--file", str(ROOT / "recipes" / "comparison.yaml")]).question
+    asked = read_options(["--file", str(ROOT / "recipes" / "comparison.yaml")]).spec
     assert asked is not None and asked.seeds == [1, 2, 3]
     for values in combinations(asked.space):
         config = load(asked, values)
