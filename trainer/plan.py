@@ -19,12 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.cli import command
+from trainer.planner.accelerators import ACCELERATORS, Accelerator
 from trainer.planner.batch import PlanRow, launch_table
 from trainer.planner.memory import (
-    ACCELERATORS,
     FP32,
     GIB,
-    Accelerator,
     Networks,
     compute_size,
     memory_plan,

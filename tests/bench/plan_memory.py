@@ -96,7 +96,8 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
 
     prepare_driver()
     from trainer.build import run_ppo
-    from trainer.planner.memory import ACCELERATORS, memory_plan, read_networks
+    from trainer.planner.accelerators import ACCELERATORS
+    from trainer.planner.memory import memory_plan, read_networks
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
     from trainer.resources import WORKER_BYTES

@@ -21,7 +21,8 @@ from tests.workers.engine_cases import TEMPERATURE, Batch, Case, build_engine, p
 from trainer import cli, plan
 from trainer.cli import ALLOCATOR, worker_environment
 from trainer.plan import decide_sharding, main, policy_work
-from trainer.planner.memory import ACCELERATORS, Networks
+from trainer.planner.accelerators import ACCELERATORS
+from trainer.planner.memory import Networks
 from trainer.planner.model_shape import config_like, shape_of
 from trainer.step_metrics import compute_mfu
 from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.planner import memory
-from trainer.planner.memory import Accelerator, Networks
+from trainer.planner.accelerators import Accelerator
+from trainer.planner.memory import Networks
 from trainer.planner.model_shape import ModelShape
 from trainer.requirements import needs_old_log_prob, needs_reference
 from verl_lite.config import PPOConfig

@@ -12,7 +12,8 @@ import pytest
 from tests.workers.model_families import tiny_config
 from trainer.console import Console
 from trainer.plan import device_memory_gib, expected_rows, main, measured_line
-from trainer.planner.memory import ACCELERATORS, GIB, Networks, distinct_prompts, memory_plan, read_networks
+from trainer.planner.accelerators import ACCELERATORS
+from trainer.planner.memory import GIB, Networks, distinct_prompts, memory_plan, read_networks
 from trainer.planner.model_shape import ModelShape, config_like, read_shape, shape_of
 from trainer.planner.step_time import Lengths, step_stages
 from trainer.tracking import Record
