@@ -27,11 +27,12 @@ class Column(NamedTuple):
 
 _PROMPTS = "trainer/data/prompts.py"
 _DRIVER = "trainer/ray_trainer.py"
-_ROLLOUT = "workers/rollout/single_turn.py"
+_ROLLOUT = "workers/rollout/rows.py"
 _REWARD = "trainer/rewards/scores.py"
 _ACTOR = "workers/actor_rollout.py"
 _ADVANTAGE = "trainer/advantage.py"
 _EPISODES = "workers/rollout/trajectories.py"
+_AGENTS = (_EPISODES,)
 _LOSS = "trainer/roles.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
 _CLIPS = "trainer/clips/dataset.py"
@@ -41,17 +42,17 @@ _FLOW = "workers/diffusion/reward_flow_worker.py"
 _AGENTIC = "trainer/agentic/agentic_advantage.py"
 
 COLUMNS: tuple[Column, ...] = (
-    Column("uid", ("B",), "object", "identifier of the prompt, shared by the rows of one group", _PROMPTS),
-    Column("data_source", ("B",), "object", "name of the dataset, which selects the reward function", _PROMPTS),
-    Column("raw_prompt", ("B",), "object", "the prompt as a list of chat messages", _PROMPTS),
-    Column("reward_model", ("B",), "object", "dict with the ground_truth for the reward function", _PROMPTS),
-    Column("extra_info", ("B",), "object", "dict of further dataset fields of the row", _PROMPTS),
+    Column("uid", ("B",), "object", "identifier of the prompt; a group's rows share it", _PROMPTS, others=_AGENTS),
+    Column("data_source", ("B",), "object", "name of the dataset, which selects the reward", _PROMPTS, others=_AGENTS),
+    Column("raw_prompt", ("B",), "object", "the prompt as a list of chat messages", _PROMPTS, others=_AGENTS),
+    Column("reward_model", ("B",), "object", "dict with the ground_truth for the reward", _PROMPTS, others=_AGENTS),
+    Column("extra_info", ("B",), "object", "dict of further dataset fields of the row", _PROMPTS, others=_AGENTS),
     Column("index", ("B",), "int64", "row number of the prompt in the dataset", _PROMPTS),
-    Column("prompts", ("B", "P"), "int64", "token ids of the prompt, left-padded", _PROMPTS),
-    Column("prompt_mask", ("B", "P"), "int64", "1 on tokens of the prompt, 0 on padding", _PROMPTS),
+    Column("prompts", ("B", "P"), "int64", "token ids of the prompt, left-padded", _PROMPTS, others=(_ROLLOUT,)),
+    Column("prompt_mask", ("B", "P"), "int64", "1 on tokens of the prompt, 0 on padding", _PROMPTS, others=_AGENTS),
     Column("answers_per_prompt", ("B",), "int64", "number of responses to the prompt; absent = rollout.n", _PROMPTS),
     Column("sample", ("B",), "int64", "number of the response within its group, from 0", _DRIVER),
-    Column("sample_id", ("B",), "object", "identifier of the row, unique within the run", _DRIVER),
+    Column("sample_id", ("B",), "object", "identifier of the row, unique within the run", _DRIVER, others=_AGENTS),
     Column("is_greedy", ("B",), "bool", "True for greedy responses that serve as baselines; absent = none", _DRIVER),
     Column("responses", ("B", "R"), "int64", "token ids of the response, right-padded", _ROLLOUT),
     Column("response_mask", ("B", "R"), "int64", "1 on tokens that the policy generated and learns from", _ROLLOUT),
@@ -62,10 +63,10 @@ COLUMNS: tuple[Column, ...] = (
     Column("routed_experts", ("B", "P+R", "L", "K"), "int16", "experts that the rollout selected", _ROLLOUT, -1),
     Column("policy_version", ("B",), "int64", "weight update whose policy sampled the response", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "reason for the end of the response: stop, length or abort", _ROLLOUT),
-    Column("token_level_scores", ("B", "R"), "float32", "score, on the last token of the response or turn", _REWARD),
+    Column("token_level_scores", ("B", "R"), "float32", "score, on the last token of each turn", _REWARD, others=_AGENTS),
     Column("outcomes", ("B",), "float32", "score before the overlong penalty; absent = no penalty", _REWARD),
     Column("rm_scores", ("B",), "float32", "score of the reward model, before its weight", "workers/frozen_models.py"),
-    Column("reward_failed", ("B",), "object", "True where the reward function returned no number", _REWARD),
+    Column("reward_failed", ("B",), "object", "True where the reward returned no number", _REWARD, others=_AGENTS),
     Column("reward_timed_out", ("B",), "object", "True where the reward function exceeded its time limit", _REWARD),
     Column("old_log_probs", ("B", "R"), "float32", "log-probs before the update", _ACTOR, others=(_DRIVER, _SDE)),
     Column("entropys", ("B", "R"), "float32", "entropy of the policy at each response token", _ACTOR),

@@ -1,20 +1,18 @@
-"""One prompt, one answer: turns a batch of prompts into requests, drives the engine, and lays the answers out as
-columns.
+"""Samples one answer per prompt: submits the prompts as requests, runs them, and writes the rows.
 
-Finished samples are handed out while others still decode, so that their rewards are computed meanwhile. Sampled token
-ids are never decoded and re-encoded on their way to training.
+Finished answers are reported while others still decode, so that their rewards are computed meanwhile. The sampled token
+ids are trained on as they are; they are never decoded and encoded again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from verl_lite.protocol import DataProto
-from verl_lite.schema import column
 from workers.rollout.base import Completion, ExtraOutputs, Request, SamplingParams, derive_seed
+from workers.rollout.rows import Response, write_rows
 from workers.rollout.runner import Runner
 
 FinishedCallback = Callable[[list[tuple[int, Completion]]], None]
@@ -37,7 +35,7 @@ def generate(
         `seed` and `step`: the same row gives the same answer on any rank, in any company. Rows marked `is_padding` are
         not run; those marked `is_greedy` are decoded greedily instead of as `sampling` says.
     on_finished: gets (row, completion) of those that ended in one engine step.
-    Returns the columns of `lay_out` and the engine's extra outputs.
+    Returns the columns of `rows.write_rows`.
     """
     ids, mask = prompts.batch["prompts"], prompts.batch["prompt_mask"].bool()
     is_run = torch.ones(len(ids), dtype=torch.bool)
@@ -58,83 +56,34 @@ def generate(
             completions[row] = completion
         if finished:
             on_finished(finished)
-    result = lay_out(ids, mask, completions, response_length=response_length, pad_token_id=pad_token_id)
-    extra = [{} if done is None else done.extra for done in completions]
-    result.batch.update(extra_columns(runner.engine.extra_outputs, mask, extra, response_length))
-    return result
-
-
-def extra_columns(
-    outputs: ExtraOutputs, prompt_mask: torch.Tensor, rows: Sequence[Mapping[str, torch.Tensor]], response_length: int
-) -> dict[str, torch.Tensor]:
-    """Lays out the columns (B, P+R, ...) of an engine's extra outputs. rows: the `Completion.extra` of each row."""
-    starts, result = prompt_mask.shape[1] - prompt_mask.sum(1), {}
-    for entry in map(column, outputs):
-        shape = (len(rows), prompt_mask.shape[1] + response_length, *outputs[entry.name])
-        result[entry.name] = torch.full(shape, entry.absent or 0, dtype=getattr(torch, entry.dtype))
-        for row, start, extra in zip(result[entry.name], starts.tolist(), rows, strict=True):
-            if entry.name in extra:
-                row[start : start + len(extra[entry.name])] = extra[entry.name]
-    return result
+    outputs = runner.engine.extra_outputs
+    return lay_out(
+        ids, mask, completions, response_length=response_length, pad_token_id=pad_token_id, extra_outputs=outputs
+    )
 
 
 def lay_out(
     prompts: torch.Tensor,
     prompt_mask: torch.Tensor,
-    completions: list[Completion | None],
+    completions: Sequence[Completion | None],
     *,
     response_length: int,
     pad_token_id: int,
+    extra_outputs: ExtraOutputs | None = None,
 ) -> DataProto:
-    """Columns of a generated batch: prompts left-padded (B, P), responses right-padded (B, R), and both together (B,
-    P+R).
-
-    response_mask is 1 on every token that the policy sampled, the end-of-text token included. A row without a
-    completion has an empty response.
-    """
-    given = [done or Completion("", [], [], "", -1) for done in completions]  # type: ignore[arg-type]
-    answers = [Response(done.token_ids, [1] * len(done.token_ids), done.log_probs) for done in given]
-    tensors = token_columns(prompts, prompt_mask, answers, response_length, pad_token_id)
-    tensors["policy_version"] = torch.tensor([done.policy_version for done in given])
-    reasons = np.array([done.finish_reason for done in given], dtype=object)
-    return DataProto.from_dict(tensors, {"finish_reason": reasons})
-
-
-class Response(NamedTuple):
-    """What follows a prompt, all equally long. mask: 1 on what the policy sampled."""
-
-    token_ids: Sequence[int]
-    mask: Sequence[int]
-    log_probs: Sequence[float]
-
-
-def token_columns(
-    prompts: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    responses: Sequence[Response],
-    response_length: int,
-    pad_token_id: int,
-) -> dict[str, torch.Tensor]:
-    """The token columns of a batch, from prompts (B, P), padded on the left, and their responses."""
-    attended = [[1] * len(response.token_ids) for response in responses]
-    padded = right_padded([response.token_ids for response in responses], response_length, pad_token_id)
-    attention_mask = torch.cat([prompt_mask.long(), right_padded(attended, response_length)], dim=1)
-    return {
-        "prompts": prompts,
-        "responses": padded,
-        "response_mask": right_padded([response.mask for response in responses], response_length),
-        "input_ids": torch.cat([prompts, padded], dim=1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        "rollout_log_probs": right_padded([r.log_probs for r in responses], response_length, dtype=torch.float32),
-    }
-
-
-def right_padded(
-    rows: Sequence[Sequence[float]], width: int, fill: int = 0, dtype: torch.dtype = torch.long
-) -> torch.Tensor:
-    """(B, width) from rows of any length up to that."""
-    result = torch.full((len(rows), width), fill, dtype=dtype)
-    for row, values in enumerate(rows):
-        result[row, : len(values)] = torch.tensor(values, dtype=dtype)
-    return result
+    """Returns the rows of the completions; see `rows.write_rows`. Rows without a completion have an empty response."""
+    empty = Response([], [], [], "", -1, {})
+    responses = [
+        empty
+        if done is None
+        else Response(
+            done.token_ids,
+            [1] * len(done.token_ids),
+            done.log_probs,
+            done.finish_reason,
+            done.policy_version,
+            done.extra,
+        )
+        for done in completions
+    ]
+    return write_rows(prompts, prompt_mask, responses, response_length, pad_token_id, extra_outputs or {})

@@ -1,8 +1,8 @@
-"""Episodes as training samples: one row for a whole trajectory, or one for each of its steps.
+"""Turns episodes into training samples: one row per trajectory, or one row per turn.
 
-A trajectory's row has the first prompt as its prompt, and as its response everything after it: sampled turns (mask 1),
-joins with the environment's words (mask 0). Each turn's reward stands on the turn's last sampled token. So the segments
-of the mask are the turns, and estimators that know of turns need nothing else. trainer/AGENTIC.md draws it.
+The row of a trajectory has the first prompt as its prompt and everything after it as its response: sampled turns (mask
+1) and the text between them (mask 0). The reward of a turn is on its last sampled token. Each segment of the mask is
+therefore one turn, which is all that estimators for turns need. trainer/AGENTIC.md has a drawing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from verl_lite.protocol import DataProto, as_column
 from workers.rollout.base import ExtraOutputs
 from workers.rollout.conversation import Message, Turn
 from workers.rollout.episodes import Trajectory, messages_of
-from workers.rollout.single_turn import Response, extra_columns, right_padded, token_columns
+from workers.rollout.rows import Response, right_padded, write_rows
 
 
 @dataclass
@@ -62,9 +62,14 @@ def trajectory_rows(
         elif one.is_kept:
             parts = [[turn] for turn in one.turns] if one.by_step else [one.turns]
             rows += [_row(one, part, step) for step, part in enumerate(parts)]
-    tensors = _tensors(rows, pad_token_id, prompt_length, response_length)
-    tensors |= extra_columns(extra_outputs, tensors["prompt_mask"], [row.extra for row in rows], response_length)
-    return DataProto.from_dict(tensors=tensors, non_tensors=_names(rows))
+    prompts, prompt_mask = _prompts(rows, pad_token_id, prompt_length)
+    responses = [
+        Response(row.response_ids, row.response_mask, row.log_probs, row.finish_reason, row.policy_version, row.extra)
+        for row in rows
+    ]
+    batch = write_rows(prompts, prompt_mask, responses, response_length, pad_token_id, extra_outputs)
+    tensors = {"prompt_mask": prompt_mask} | _numbers(rows, response_length)
+    return batch | DataProto.from_dict(tensors=tensors, non_tensors=_names(rows))
 
 
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
@@ -97,27 +102,27 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
     return row
 
 
-def _tensors(rows: list[_Row], pad_token_id: int, prompt_length: int, response_length: int) -> dict[str, torch.Tensor]:
-    """Prompts left-padded to P, responses right-padded to R."""
+def _prompts(rows: list[_Row], pad_token_id: int, prompt_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token ids and mask of the prompts (B, P), padded on the left."""
     prompts = torch.full((len(rows), prompt_length), pad_token_id)
     prompt_mask = torch.zeros_like(prompts)
     for number, row in enumerate(rows):
-        # an environment that failed before its first word leaves no prompt; a sequence has a token at least
+        # an environment that failed before its first observation leaves no prompt; a sequence needs a token
         prompt = list(row.prompt_ids[-prompt_length:]) or [pad_token_id]
         prompts[number, prompt_length - len(prompt) :] = torch.tensor(prompt)
         prompt_mask[number, prompt_length - len(prompt) :] = 1
-    responses = [Response(row.response_ids, row.response_mask, row.log_probs) for row in rows]
-    scores = right_padded([row.scores for row in rows], response_length, dtype=torch.float32)
+    return prompts, prompt_mask
+
+
+def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
+    """Returns the columns of scores and counts."""
     numbers = {
-        "policy_version": [row.policy_version for row in rows],
         "step": [row.step for row in rows],
         "start_step": [row.trajectory.spec.start_step for row in rows],
         "num_turns": [len(row.trajectory.turns) for row in rows],
     }
     return {
-        **token_columns(prompts, prompt_mask, responses, response_length, pad_token_id),
-        "prompt_mask": prompt_mask,
-        "token_level_scores": scores,
+        "token_level_scores": right_padded([row.scores for row in rows], response_length, dtype=torch.float32),
         **{name: torch.tensor(values) for name, values in numbers.items()},
         "episode_scores": torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32),
     }
@@ -145,7 +150,6 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
         "messages": [row.messages for row in rows],
         "reward_model": [{"ground_truth": ""} for _ in rows],
         "extra_info": [{} for _ in rows],
-        "finish_reason": [row.finish_reason for row in rows],
         "step_scores": [row.step_scores for row in rows],
         "env_metrics": [one.metrics for one in trajectories],
         "reward_failed": [not row.response_ids for row in rows],

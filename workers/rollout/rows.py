@@ -1,0 +1,84 @@
+"""The token columns of sampled rows. Answers and episodes write them with the same function."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from verl_lite.protocol import DataProto
+from verl_lite.schema import column
+from workers.rollout.base import ExtraOutputs
+
+
+class Response(NamedTuple):
+    """Everything that follows the prompt of a row.
+
+    token_ids, mask, log_probs: of equal length; mask is 1 on tokens that the policy sampled. policy_version: oldest
+    version that sampled any of these tokens; -1 without a token. extra: see `Completion.extra`.
+    """
+
+    token_ids: Sequence[int]
+    mask: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: str
+    policy_version: int
+    extra: Mapping[str, torch.Tensor]
+
+
+def write_rows(
+    prompts: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    responses: Sequence[Response],
+    response_length: int,
+    pad_token_id: int,
+    extra_outputs: ExtraOutputs,
+) -> DataProto:
+    """Returns the columns that `verl_lite.schema` assigns to this file, and prompts.
+
+    Args:
+        prompts, prompt_mask: (B, P), padded on the left.
+        responses: one per row, padded on the right to `response_length`.
+        extra_outputs: extra outputs of the engine that sampled the rows.
+    """
+    attended = [[1] * len(response.token_ids) for response in responses]
+    padded = right_padded([response.token_ids for response in responses], response_length, pad_token_id)
+    attention_mask = torch.cat([prompt_mask.long(), right_padded(attended, response_length)], dim=1)
+    log_probs = [response.log_probs for response in responses]
+    tensors = {
+        "prompts": prompts,
+        "responses": padded,
+        "response_mask": right_padded([response.mask for response in responses], response_length),
+        "input_ids": torch.cat([prompts, padded], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "rollout_log_probs": right_padded(log_probs, response_length, dtype=torch.float32),
+        "policy_version": torch.tensor([response.policy_version for response in responses]),
+        **_extra_columns(extra_outputs, prompt_mask, [response.extra for response in responses], response_length),
+    }
+    reasons = np.array([response.finish_reason for response in responses], dtype=object)
+    return DataProto.from_dict(tensors, {"finish_reason": reasons})
+
+
+def _extra_columns(
+    outputs: ExtraOutputs, prompt_mask: torch.Tensor, rows: Sequence[Mapping[str, torch.Tensor]], response_length: int
+) -> dict[str, torch.Tensor]:
+    """Returns the columns (B, P+R, ...) of an engine's extra outputs. rows: the `Completion.extra` of each row."""
+    starts, result = prompt_mask.shape[1] - prompt_mask.sum(1), {}
+    for entry in map(column, outputs):
+        shape = (len(rows), prompt_mask.shape[1] + response_length, *outputs[entry.name])
+        result[entry.name] = torch.full(shape, entry.absent or 0, dtype=getattr(torch, entry.dtype))
+        for row, start, extra in zip(result[entry.name], starts.tolist(), rows, strict=True):
+            if entry.name in extra:
+                row[start : start + len(extra[entry.name])] = extra[entry.name]
+    return result
+
+
+def right_padded(
+    rows: Sequence[Sequence[float]], width: int, fill: int = 0, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """Returns a tensor (B, width) of rows with at most `width` entries each."""
+    result = torch.full((len(rows), width), fill, dtype=dtype)
+    for row, values in enumerate(rows):
+        result[row, : len(values)] = torch.tensor(values, dtype=dtype)
+    return result
