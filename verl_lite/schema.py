@@ -63,7 +63,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("routed_experts", ("B", "P+R", "L", "K"), "int16", "experts that the rollout selected", _ROLLOUT, -1),
     Column("policy_version", ("B",), "int64", "weight update whose policy sampled the response", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "reason for the end of the response: stop, length or abort", _ROLLOUT),
-    Column("token_level_scores", ("B", "R"), "float32", "score, on the last token of each turn", _REWARD, others=_AGENTS),
+    Column("token_level_scores", ("B", "R"), "float32", "score, on each turn's last token", _REWARD, others=_AGENTS),
     Column("outcomes", ("B",), "float32", "score before the overlong penalty; absent = no penalty", _REWARD),
     Column("rm_scores", ("B",), "float32", "score of the reward model, before its weight", "workers/frozen_models.py"),
     Column("reward_failed", ("B",), "object", "True where the reward returned no number", _REWARD, others=_AGENTS),
