@@ -242,7 +242,8 @@ def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: st
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
     given |= {"batch": data.batch, "non_tensor_batch": {**extras, **data.non_tensor_batch}}
     result = function(**{key: value for key, value in given.items() if accepts(function, key)})
-    valid, found = given["response_mask"] != 0, result if isinstance(result, tuple) else ()
+    valid = given["response_mask"] != 0
+    found = result if isinstance(result, tuple) else ()
     is_sound = len(found) == 2 and all(x.shape == valid.shape and bool(x[valid].isfinite().all()) for x in found)
     if not is_sound:
         raise UserError(

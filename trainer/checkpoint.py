@@ -52,7 +52,8 @@ def removed_on_failure(draft: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        needed, free = expected_size(draft.parent, folder_bytes(draft)), free_bytes(draft.parent)
+        needed = expected_size(draft.parent, folder_bytes(draft))
+        free = free_bytes(draft.parent)
         _remove(draft)
         if isinstance(error, Exception) and free < LEAST_FREE_BYTES:  # a worker's error has no errno
             raise DiskFull(_no_room(draft.parent, needed, free)) from error

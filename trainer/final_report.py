@@ -101,7 +101,9 @@ def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     found = []
     for match, value in [(_MEAN.fullmatch(name), value) for name, value in metrics.items()]:
         if match is not None:
-            source, variable, metric = match["source"], match["variable"], match.string
+            source = match["source"]
+            variable = match["variable"]
+            metric = match.string
             interval = metric.replace("val-core/", "val-aux/", 1) + INTERVAL
             name, half = f"{variable} mean@{match['n']}", metrics.get(interval)
             found.append(ValidationMean(source, bool(match["greedy"]), variable, name, value, metric, interval, half))

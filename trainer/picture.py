@@ -85,7 +85,8 @@ def _draw_time(panel: Axes, steps: Steps) -> None:
     places, stages = stage_seconds(steps, most=120)
     if not places:
         return
-    bottom, width = np.zeros(len(places)), (places[-1] - places[0]) / max(1, len(places) - 1) or 1.0
+    bottom = np.zeros(len(places))
+    width = (places[-1] - places[0]) / max(1, len(places) - 1) or 1.0
     for name, seconds in stages.items():
         if name not in OUTSIDE:
             panel.bar(places, seconds, width, bottom=bottom, label=name, linewidth=0)

@@ -205,7 +205,8 @@ def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> lis
     except UserError as error:
         return [PlanRow("memory per device, expected", "?", str(error))]
     plan = memory_plan(config, networks, slots, launch_device(config))
-    one, count = checkpoint_bytes(config) / GIB, most_checkpoints(config.trainer, total_steps or 1)
+    one = checkpoint_bytes(config) / GIB
+    count = most_checkpoints(config.trainer, total_steps or 1)
     samples = config.trainer.samples_max_mb / 1024
     kept = f"{count} checkpoint{'s' * (count != 1)} of {one:.2f}" if count else "no checkpoints"
     phase = f"in {plan.worst}{', not measured on a GPU' * (plan.base is None)}; python -m trainer.plan shows all phases"
@@ -226,7 +227,8 @@ def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
         networks, device = read_networks(config), launch_device(config)
     except UserError:
         return ""
-    steps, on_cpu = list(read_metrics(run_dir / METRICS).values()), device.name == "cpu"
+    steps = list(read_metrics(run_dir / METRICS).values())
+    on_cpu = device.name == "cpu"
     measured = _maximum(steps, f"actor/perf/{'host_peak_gb' if on_cpu else 'max_memory_reserved_gb'}")
     if measured is None:
         return ""

@@ -155,7 +155,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def sample(self, prompts: DataProto) -> DataProto:
         """Samples rollout.n responses per prompt, or the number in the column answers_per_prompt, plus one greedy
         response if its score is the baseline (ReMax)."""
-        greedy, sampling = needs_greedy_baseline(self.config), training_sampling(self.config)
+        greedy = needs_greedy_baseline(self.config)
+        sampling = training_sampling(self.config)
         n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
         return self.rollout(prompts, sampling, n, "train", self.steps.global_step, greedy_too=greedy)
 

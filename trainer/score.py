@@ -248,7 +248,8 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
         pairs = [(old.score, None if new.failed else new.score) for old, new in own]
         before, now = ([score for score in scores if score is not None] for scores in zip(*pairs, strict=True))
         changes = [new - old for old, new in pairs if old is not None and new is not None]
-        same, higher = sum(abs(x) <= _TOLERANCE for x in changes), sum(x > _TOLERANCE for x in changes)
+        same = sum(abs(x) <= _TOLERANCE for x in changes)
+        higher = sum(x > _TOLERANCE for x in changes)
         table.add_row(
             source,
             str(len(pairs)),

@@ -69,7 +69,9 @@ def summary(study: Study, go_on: str) -> str:
 
     from trainer.console import Terminal
 
-    counts, spec, finished = Counter(trial.state for trial in study.trials), study.spec, study.finished()
+    counts = Counter(trial.state for trial in study.trials)
+    spec = study.spec
+    finished = study.finished()
     names = [parameter.name for parameter in spec.space]
     table = Table("trial", f"{spec.metric} ({spec.mode})", *names, box=None)
     for trial in (*finished, *(trial for trial in study.trials if trial.state == "pruned"))[:_MOST_ROWS]:

@@ -107,7 +107,8 @@ def check_policy_loss(function: Callable[..., Any], config: Any = None, **column
         whole, gradient = loss(mode, counts, **batch)
         for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):  # one part has only an empty row
             parts = [loss(mode, counts, **take_rows(batch, rows)) for rows in order.split(cut)]
-            total, summed = torch.stack([part[0] for part in parts]).sum(), torch.cat([part[1] for part in parts])
+            total = torch.stack([part[0] for part in parts]).sum()
+            summed = torch.cat([part[1] for part in parts])
             promise = (
                 f"the parts of a mini-batch sum to the whole ({mode}, {len(cut)} parts): do not divide by counts of "
                 "the micro-batch, but by batch_num_tokens and global_batch_size, as agg_loss does"

@@ -30,7 +30,8 @@ def pf_ppo_weights(scores: Tensor, valid: Tensor, reweight_method: str = "pow", 
     values = torch.where(valid, scores.double(), 0)
     if not bool(valid.any()):
         return torch.zeros_like(values)
-    is_largest, is_smallest = values == values[valid].max(), values == values[valid].min()
+    is_largest = values == values[valid].max()
+    is_smallest = values == values[valid].min()
     match reweight_method:
         case "pow":
             weights = values.abs() ** weight_pow

@@ -122,7 +122,8 @@ def plan_batch(
         order. With a shuffle, rows keep their ranks of the first epoch; later epochs are not balanced.
     Raises ValueError for an empty batch, a bound below 1, a row longer than max_token_len, or a wrong sum of steps.
     """
-    sizes, tokens = np.asarray(lengths, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    tokens = np.asarray(num_tokens, dtype=np.int64)
     num_rows = len(sizes)
     _check(sizes, tokens, max_token_len, mini_batch_size)
     at_least_one = {"world_size": world_size, "micro_batch_size": micro_batch_size, "epochs": epochs}

@@ -57,9 +57,12 @@ def actor_loss(
         The loss, and metrics: those of `loss_metrics` and of the policy loss; entropy, entropy_loss and
         router_aux_loss if computed; kl_loss if there is a reference, even if it is not part of the loss.
     """
-    batch, log_probs, mask = data.batch, outputs["log_probs"], data.batch["response_mask"]
+    batch = data.batch
+    log_probs = outputs["log_probs"]
+    mask = data.batch["response_mask"]
     old_log_probs = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_probs.detach()
-    tokens, sequences = data.meta_info.get("num_tokens"), data.meta_info.get("num_sequences")
+    tokens = data.meta_info.get("num_tokens")
+    sequences = data.meta_info.get("num_sequences")
     counts: dict[str, Any] = {"batch_num_tokens": tokens, "global_batch_size": sequences}
 
     def aggregate(values: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ def build(folder: Path) -> None:
     from recipes.agentic_frozen_lake.data import lake_player, make_player
     from verl_lite.envs.base import env_templates
 
-    templates, length = env_templates(CUSTOM_ENVS), PROMPT_TOKENS + CONVERSATION_TOKENS
+    templates = env_templates(CUSTOM_ENVS)
+    length = PROMPT_TOKENS + CONVERSATION_TOKENS
     played = {"fixed": templates["lake_4x4"]} | {f"random {place}": templates["lake_random"] for place in range(3)}
     make_player(folder, NAME, played, lake_player, number=3_000, steps=260, length=length)
 

@@ -46,7 +46,8 @@ def build(folder: Path) -> None:
     from recipes.agentic_frozen_lake.data import make_player
     from verl_lite.envs.base import env_templates
 
-    played, length = {"sokoban": env_templates(CUSTOM_ENVS)["sokoban"]}, PROMPT_TOKENS + CONVERSATION_TOKENS
+    played = {"sokoban": env_templates(CUSTOM_ENVS)["sokoban"]}
+    length = PROMPT_TOKENS + CONVERSATION_TOKENS
     make_player(folder, NAME, played, room_player, number=4_000, steps=180, length=length)
 
 

@@ -105,7 +105,8 @@ def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyF
         total = 0.0
         for step in range(1, steps + 1):
             rows = torch.randint(0, len(data), (BATCH,))
-            noise, sigma = torch.randn(BATCH, *network.latent_shape), torch.rand(BATCH)
+            noise = torch.randn(BATCH, *network.latent_shape)
+            sigma = torch.rand(BATCH)
             mixed = torch.lerp(data[rows], noise, sigma.view(-1, 1, 1, 1))
             loss = (network(mixed, sigma, conditions[rows]) - (noise - data[rows])).square().mean()
             optimizer.zero_grad()

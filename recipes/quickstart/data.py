@@ -66,7 +66,8 @@ def add_questions(rng: random.Random) -> Iterator[Question]:
         for column in range(ADD_DIGITS):
             least = 1 if column == 0 else 0
             first = rng.randint(least, 9 - least)
-            left, right = 10 * left + first, 10 * right + rng.randint(least, 9 - first)
+            left = 10 * left + first
+            right = 10 * right + rng.randint(least, 9 - first)
         if rng.random() < 0.5:
             left, right = right, left
         yield _question("verl_lite/add", "arithmetic", f"{left}+{right}=", str(left + right))

@@ -58,8 +58,11 @@ def _paint_people(cast: Cast) -> torch.Tensor:
     background, shirt = colour(0.1, 0.9), colour(0.1, 0.9)
     skin, hair, iris = colour(0.45, 0.95), colour(0.0, 0.9), colour(0.0, 0.7)
     width, height = 13 + 4 * next(number), 17 + 3 * next(number)
-    hair_width, hair_length, fringe = next(number) * 3 + 2, next(number) * 22, next(number) * 6
-    white, lips = skin.new_ones(1, 1, 3, 1, 1), skin.new_tensor([0.65, 0.1, 0.15]).view(1, 1, 3, 1, 1)
+    hair_width = next(number) * 3 + 2
+    hair_length = next(number) * 22
+    fringe = next(number) * 6
+    white = skin.new_ones(1, 1, 3, 1, 1)
+    lips = skin.new_tensor([0.65, 0.1, 0.15]).view(1, 1, 3, 1, 1)
 
     def ellipse(cx: float, cy: float, rx: torch.Tensor | float, ry: torch.Tensor | float) -> torch.Tensor:
         """Returns the approximate distance to an ellipse's border in pixels, positive inside, (n, F, SIZE, SIZE)."""

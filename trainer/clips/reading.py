@@ -88,7 +88,8 @@ def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
         for frame in islice(frames, number):
             high, wide = frame.shape[:2]
             scale = max(height / high, width / wide)
-            left, top = max(0.0, (wide - width / scale) / 2), max(0.0, (high - height / scale) / 2)
+            left = max(0.0, (wide - width / scale) / 2)
+            top = max(0.0, (high - height / scale) / 2)
             picture, box = Image.fromarray(frame), (left, top, wide - left, high - top)
             taken.append(np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC, box=box)))
     if len(taken) < number:

@@ -113,7 +113,8 @@ def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str,
 
     Raises UserError if the chat template renders the question differently when the answer follows.
     """
-    question, whole = render(chat[:-1], tokenizer, is_question=True), render(chat, tokenizer, is_question=False)
+    question = render(chat[:-1], tokenizer, is_question=True)
+    whole = render(chat, tokenizer, is_question=False)
     if not whole.startswith(question):
         raise UserError(
             f"{where}: the chat template renders the question differently when an answer follows, so the reward model "

@@ -84,7 +84,8 @@ def _encode_with_cache(
     datasets.disable_progress_bars()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file, processes = str(folder / f"{name}.arrow"), workers if workers > 1 else None
+        file = str(folder / f"{name}.arrow")
+        processes = workers if workers > 1 else None
         kept = rows.map(encode, cache_file_name=file, num_proc=processes, new_fingerprint=name, **options)
         return _arrays(kept)
     except (OSError, pyarrow.ArrowInvalid) as error:  # a damaged file, or a folder that cannot be written
@@ -109,7 +110,8 @@ def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> lis
     import tokenizers
     import transformers
 
-    template, backend = str(tokenizer.chat_template), getattr(tokenizer, "backend_tokenizer", None)
+    template = str(tokenizer.chat_template)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     settings = json.dumps([tokenizer.special_tokens_map, kwargs], sort_keys=True, default=str)
     day = time.strftime("%Y-%m-%d") if "strftime_now" in template else ""

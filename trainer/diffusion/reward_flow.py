@@ -196,7 +196,8 @@ def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
     Raises:
         UserError: the reward cannot be built, has no gradient, or cannot use the clip as a reference.
     """
-    reward, frames = build_visual_reward(options), data.batch([0], [0]).batch["video"][0]
+    reward = build_visual_reward(options)
+    frames = data.batch([0], [0]).batch["video"][0]
     try:
         with torch.no_grad():
             reference = reward.prepare(frames)

@@ -161,7 +161,8 @@ def best_of(sample: Floats, n: int) -> tuple[Floats, Floats]:
     `sample` is (..., N). The largest draw is the i-th smallest value with probability (i/N)^n - ((i-1)/N)^n.
     """
     count = sample.shape[-1]
-    ordered, probability = np.sort(sample), np.diff((np.arange(count + 1) / count) ** n)
+    ordered = np.sort(sample)
+    probability = np.diff((np.arange(count + 1) / count) ** n)
     mean = ordered @ probability
     return mean, np.sqrt(((ordered - mean[..., None]) ** 2) @ probability)
 

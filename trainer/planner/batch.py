@@ -114,7 +114,8 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     text = f"{count} of actor.ppo_mini_batch_size={size} prompts, actor.ppo_epochs={actor.ppo_epochs}"
     yield PlanRow("optimizer steps per training step", f"{count * actor.ppo_epochs}", text)
     if requirements.needs_critic(config):
-        of_critic, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs or actor.ppo_epochs
+        of_critic = critic.ppo_mini_batch_size or size
+        epochs = critic.ppo_epochs or actor.ppo_epochs
         warmup = config.trainer.critic_warmup
         text = f"critic.ppo_mini_batch_size={of_critic}, critic.ppo_epochs={epochs}"
         if warmup:

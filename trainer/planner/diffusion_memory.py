@@ -273,7 +273,9 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
     two, three = (bytes_of_steps(policy, video, condition, shape.text_tokens) for policy in policies)
     block = {name: three[name] - value for name, value in two.items()}
     found = {name: value + (int(shape.transformer["num_layers"]) - 2) * block[name] for name, value in two.items()}
-    fsdp, numbers, learn = config.actor.fsdp_config, found["numbers"], found["learn"]
+    fsdp = config.actor.fsdp_config
+    numbers = found["numbers"]
+    learn = found["learn"]
     gathered = two["numbers"] + FP32 / size * two["learn"] if fsdp.reshard_after_forward else numbers
     ranks, offloads = ranks_of_a_copy(fsdp, slots), config.model.offload_frozen
     has_faces = any(".onnx" in str(value) for value in config.reward.kwargs.values())

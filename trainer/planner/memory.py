@@ -277,7 +277,8 @@ def _train_phases(
         together = max(1, min(together, rows))
         distinct = distinct_prompts(config, networks[role].shape, together, prompts)
         shared = data.max_prompt_length * (together - distinct)
-        tokens, predicted = together * longest - shared, together * data.max_response_length
+        tokens = together * longest - shared
+        predicted = together * data.max_response_length
         run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared)
         return networks[role], run, math.ceil(max(1, rows) / together)
 

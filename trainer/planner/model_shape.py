@@ -90,7 +90,8 @@ class ModelShape:
     @property
     def multiplied(self) -> int:
         """Weights that each token is multiplied with: no embedding, and only the experts that the token uses."""
-        attention, mlps = 2 * (self.query + self.kv), 3 * self.active_inner + self.experts
+        attention = 2 * (self.query + self.kv)
+        mlps = 3 * self.active_inner + self.experts
         return self.layers * self.hidden * (attention + mlps) + (self.embedding if self.has_head else self.hidden)
 
     def adapter_parameters(self, rank: int) -> int:

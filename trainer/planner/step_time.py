@@ -128,7 +128,8 @@ def step_stages(
         devices=rollout.tensor_model_parallel_size,
     )
     # rows per micro-batch; answers to the same prompt in a micro-batch share its tokens, see `passes`
-    whole, mini = memory.mini_batch_prompts(config, -1), memory.mini_batch_prompts(config, actor.ppo_mini_batch_size)
+    whole = memory.mini_batch_prompts(config, -1)
+    mini = memory.mini_batch_prompts(config, actor.ppo_mini_batch_size)
     together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
 
     def passes(shape: ModelShape, count: int = 1) -> Stage:
@@ -150,7 +151,8 @@ def step_stages(
         stages["values"] = passes(networks.critic)
         stages["critic update"] = passes(networks.critic, (config.critic.ppo_epochs or actor.ppo_epochs) * (3 + again))
     arithmetic = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + config.model.enable_gradient_checkpointing))
-    ranks, steps = memory.ranks_of_a_copy(fsdp, slots), actor.ppo_epochs * math.ceil(whole / mini)
+    ranks = memory.ranks_of_a_copy(fsdp, slots)
+    steps = actor.ppo_epochs * math.ceil(whole / mini)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
     weights = float(memory.compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
     reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)

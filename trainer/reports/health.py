@@ -268,7 +268,8 @@ def validation_gain(series: Series) -> Finding | None:
     signs: set[float] = set()
     for before, after in [(a, b) for a in validated[0] for b in validated[-1]] if len(validated) > 1 else ():
         if (before.source, before.name) == (after.source, after.name) and before.half_width and after.half_width:
-            gain, width = after.value - before.value, math.hypot(before.half_width, after.half_width)
+            gain = after.value - before.value
+            width = math.hypot(before.half_width, after.half_width)
             signs.add(math.copysign(1.0, gain) if abs(gain) > width else 0.0)
             numbers = f"{number(before.value)} to {number(after.value)} ({gain:+.3f}, interval +-{width:.3f})"
             words.append(f"{before.source} {numbers}" + f", {'better' if gain > 0 else 'worse'}" * (abs(gain) > width))

@@ -122,7 +122,8 @@ def read_study(folder: Path) -> Json:
     rows, curves, shares = [], [], []
     for trial in study.trials:
         values = [_as_number(trial.parameters[name]) for name in parameters]
-        steps, seconds = max(run.steps for run in trial.runs), sum(run.seconds for run in trial.runs)
+        steps = max(run.steps for run in trial.runs)
+        seconds = sum(run.seconds for run in trial.runs)
         rows.append([trial.number, trial.state, trial.value, trial.half_width, *values, steps, seconds, trial.error])
         for place, run in enumerate(trial.runs):
             steps_of_run = read_metrics(run.folder / METRICS)
@@ -217,7 +218,8 @@ def _validation_charts(runs: Sequence[Run]) -> list[Json]:
         last = {name: value for metrics in run.steps.values() for name, value in metrics.items()}
         for mean in all_validation_means(last):
             found.setdefault((mean.source, mean.greedy), {}).setdefault(place, {}).setdefault(mean.variable, mean)
-    sources, titles = list(dict.fromkeys(source for source, _ in found)), run_titles(runs)
+    sources = list(dict.fromkeys(source for source, _ in found))
+    titles = run_titles(runs)
     charts: dict[str, list[Json]] = {}
     for (source, greedy), of_runs in found.items():
         common = set.intersection(*(set(means) for means in of_runs.values()))

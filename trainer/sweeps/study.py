@@ -190,7 +190,8 @@ class Study:
     def _replay(self, event: dict[str, Any]) -> None:
         number = event["trial"]
         if "parameters" in event:
-            folder, parameters = self.folder / "trials" / f"{number:04}", event["parameters"]
+            folder = self.folder / "trials" / f"{number:04}"
+            parameters = event["parameters"]
             seeds: list[int | None] = [*self.spec.seeds] if self.spec.seeds else [None]
             names = ["run" if seed is None else f"seed-{seed}" for seed in seeds]
             words = [[*COMMAND, *self.spec.command(parameters, seed)] for seed in seeds]
@@ -218,7 +219,8 @@ class Study:
         write(["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"])
         for trial in self.trials:
             numbers = ["" if number is None else f"{number:.6g}" for number in (trial.value, trial.half_width)]
-            steps, seconds = max(run.steps for run in trial.runs), sum(run.seconds for run in trial.runs)
+            steps = max(run.steps for run in trial.runs)
+            seconds = sum(run.seconds for run in trial.runs)
             folders = ";".join(str(run.folder.relative_to(self.folder)) for run in trial.runs)
             rest = [steps, f"{seconds:.1f}", trial.error.partition("\n")[0], folders, "\n".join(trial.commands)]
             write([trial.number, trial.state, *numbers, *(trial.parameters[name] for name in names), *rest])

@@ -79,7 +79,10 @@ def train(config: dict[str, Any]) -> None:
             time.sleep(1.0)
         if order.is_unwanted():
             return _report(order, {}, {"state": "stopped"})
-        mark, metrics, size, asked = uuid.uuid4().hex, order.folder / METRICS, -1, 0.0
+        mark = uuid.uuid4().hex
+        metrics = order.folder / METRICS
+        size = -1
+        asked = 0.0
         begun, before = time.monotonic(), log.tell()
         process = _start_process(order, mark, log)
         _report(order, read_metrics(metrics))
@@ -114,7 +117,8 @@ def held_up(order: Order, log: BinaryIO) -> str:
 
 
 def _start_process(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[bytes]:
-    environment, parent = clean(os.environ) if order.environment is None else order.environment, os.getpid()
+    environment = clean(os.environ) if order.environment is None else order.environment
+    parent = os.getpid()
     if order.gpus:
         environment = {**environment, "CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]}
 

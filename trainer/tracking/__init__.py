@@ -167,7 +167,8 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     for line in filter(None, path.read_bytes().split(b"\n")[:-1] if path.is_file() else []):
         try:
             row = json.loads(line)
-            step, found = int(row["step"]), {name: float(x) for name, x in row["data"].items() if x is not None}
+            step = int(row["step"])
+            found = {name: float(x) for name, x in row["data"].items() if x is not None}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
             continue  # a damaged line, for example because the machine failed while it wrote the line
         while steps and (last := next(reversed(steps))) >= step and (TRAINED in found or last > step):

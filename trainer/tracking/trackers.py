@@ -152,7 +152,8 @@ def _mlflow(run: TrackedRun) -> Tracker:
     client.log_dict(known_as, dict(run.options), "config.json")
 
     def log(metrics: Mapping[str, float], step: int) -> None:
-        now, names = int(time.time() * 1000), {x: re.sub(r"[^\w\-. :/]", "_", x.replace("@", "_at_")) for x in metrics}
+        now = int(time.time() * 1000)
+        names = {x: re.sub(r"[^\w\-. :/]", "_", x.replace("@", "_at_")) for x in metrics}
         rows = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
         for start in range(0, len(rows), 1000):  # the maximum of one call
             client.log_batch(known_as, metrics=rows[start : start + 1000])

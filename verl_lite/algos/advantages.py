@@ -214,7 +214,8 @@ def compute_gdpo_outcome_advantage(
     shape and dtype. Raises ValueError if keys are missing, the number of weights differs from the number of keys, or a
     valid row has a reward that is not finite.
     """
-    keys, weights = getattr(config, "gdpo_reward_keys", None), getattr(config, "gdpo_reward_weights", None)
+    keys = getattr(config, "gdpo_reward_keys", None)
+    weights = getattr(config, "gdpo_reward_weights", None)
     columns = non_tensor_batch or {}
     if not keys or any(key not in columns for key in keys):
         raise ValueError(f"gdpo: gdpo_reward_keys={keys}: columns of rewards are expected, of {sorted(columns)}.")

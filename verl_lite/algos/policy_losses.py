@@ -213,7 +213,8 @@ def clip_range(config: Any) -> tuple[float, float]:
     Raises ValueError if a range is negative, because [1 - low, 1 + high] would not contain the ratio 1.
     """
     low, high = config.clip_ratio_low, config.clip_ratio_high
-    low, high = config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+    low = config.clip_ratio if low is None else low
+    high = config.clip_ratio if high is None else high
     _check_range("clip_ratio", low, high)
     return low, high
 
@@ -240,7 +241,8 @@ def clipped_surrogate(
         raise ValueError(f"clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
     advantages = at_least_fp32(advantages)
     ratio, cost = log_ratio.exp(), -advantages
-    plain, clipped = cost * ratio, cost * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    plain = cost * ratio
+    clipped = cost * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     pessimistic = torch.maximum(plain, clipped)
     if clip_ratio_c is None:
         return pessimistic, clipped > plain, torch.zeros_like(pessimistic, dtype=torch.bool)
@@ -323,7 +325,8 @@ def compute_policy_loss_gspo(
     log_ratio = bounded_log_ratio(log_prob.detach(), old_log_prob)
     by_row = masked_mean(log_ratio, response_mask, axis=-1).unsqueeze(-1)
     ratio = (log_prob - log_prob.detach() + by_row).clamp(max=10.0).exp()
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain}
 
 

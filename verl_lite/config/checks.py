@@ -123,7 +123,8 @@ def estimator_problems(config: PPOConfig) -> Problems:
     """Checks the advantage estimator and the requirements of its registration and its parameters."""
     algorithm, chosen = config.algorithm, config.algorithm.adv_estimator
     key, acts = f"algorithm.adv_estimator={chosen}", config.is_agentic
-    function, facts = ADV_ESTIMATOR_REGISTRY.get(chosen), ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {})
+    function = ADV_ESTIMATOR_REGISTRY.get(chosen)
+    facts = ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {})
     yield from _registered("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY, "function")
     if facts.get("rows") == "step" and not acts:
         yield f"{key} needs the steps of episodes: name environments in agentic.train_env_manager.tags"

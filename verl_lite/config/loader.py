@@ -182,7 +182,8 @@ class _Merge:
 
     def value(self, name: str) -> Any:
         """Returns the current value of a leaf; None if the key does not exist."""
-        assignment, key = self.given.get(tuple(name.split("."))), self.schema.keys.get(name)
+        assignment = self.given.get(tuple(name.split(".")))
+        key = self.schema.keys.get(name)
         return assignment.value if assignment else key.default if key else None
 
     def source(self, name: str) -> str:

@@ -82,7 +82,8 @@ class Schema:
 
     def nearest(self, name: str) -> list[str]:
         """Returns up to three keys with a similar last part, the most similar key first."""
-        leaf, leaves = name.rpartition(".")[2], {known: known.rpartition(".")[2] for known in self.keys}
+        leaf = name.rpartition(".")[2]
+        leaves = {known: known.rpartition(".")[2] for known in self.keys}
         close = [leaf] if leaf in leaves.values() else difflib.get_close_matches(leaf, {*leaves.values()}, 2, 0.75)
         found = [known for known, last in leaves.items() if last in close]
         found.sort(key=lambda known: -difflib.SequenceMatcher(None, name, known).ratio())

@@ -76,7 +76,8 @@ def _render(node: Any, path: tuple[str, ...], sources: dict[str, str], schema: S
     """Returns the YAML lines of a mapping, with the source of each value as a comment."""
     lines: list[str] = []
     for name, value in node.items():
-        start, dotted = f"{'  ' * len(path)}{_flow(str(name))}:", ".".join((*path, str(name)))
+        start = f"{'  ' * len(path)}{_flow(str(name))}:"
+        dotted = ".".join((*path, str(name)))
         if isinstance(value, dict) and value and (dotted in schema.sections or dotted not in sources):
             lines += [start, *_render(value, (*path, str(name)), sources, schema)]
         else:

@@ -38,7 +38,8 @@ def infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns algorithm.rollout_correction for ROLL's older keys infer_* and enable_*_reject."""
     if not given.get("infer_correction"):
         return {}
-    by_token, level = "token" if given.get("enable_token_reject") else None, given.get("infer_is_mode", "token")
+    by_token = "token" if given.get("enable_token_reject") else None
+    level = given.get("infer_is_mode", "token")
     filters = [
         {
             "enabled": aggregation not in (None, False, "None"),

@@ -141,7 +141,8 @@ def _rejections(options: Any) -> Iterator[Rejection]:
             low = 1 / (upper or math.nan) if low is None else low
             expected = "expected low_high with low <= 1 <= high, such as 0.5_2.0, or 2.0"
             if is_right := 0 <= low <= 1 <= upper:
-                low, upper = math.log(low) if low > 0 else -math.inf, math.log(upper)
+                low = math.log(low) if low > 0 else -math.inf
+                upper = math.log(upper)
         if not is_right:
             raise ValueError(f"{_KEY}.rollout_rs_threshold={text} of {name}: {expected}")
         yield Rejection(level, measure, low, upper)

@@ -180,7 +180,10 @@ def reserve_gpus(
         log("other users of the GPUs are not checked, because nvidia-ml-py is not installed")
         yield
         return
-    visible, taken, refused, setting = visible_gpus(gpus), list[VisibleGpu](), list[str](), os.environ.get(_VARIABLE)
+    visible = visible_gpus(gpus)
+    taken = list[VisibleGpu]()
+    refused = list[str]()
+    setting = os.environ.get(_VARIABLE)
     for one in visible:
         if len(taken) < request.count:
             reason = unavailable(one.gpu, request)

@@ -203,7 +203,8 @@ def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | S
             names = [test.get("fn_name") for test in found]
             return _pairs([t["input"] for t in found], [t["output"] for t in found], names[0], max_tests)
     if isinstance(found, dict):
-        setup, asserts = str(found.get("setup") or ""), found.get("asserts", found.get("assert_case"))
+        setup = str(found.get("setup") or "")
+        asserts = found.get("asserts", found.get("assert_case"))
         if "outputs" in found and len(found.get("inputs", "")) and not found.get("assert_case"):
             return _pairs(list(found["inputs"]), list(found["outputs"]), found.get("fn_name"), max_tests)
         if asserts is not None and len(asserts):
@@ -224,7 +225,8 @@ def is_right_output(printed: str, expected: str) -> bool:
     decimal point or an exponent may differ by one millionth.
     """
     lines, right = ([line.rstrip() for line in text.strip().split("\n")] for text in (printed, expected))
-    words, truths = [line.split() for line in lines], [line.split() for line in right]
+    words = [line.split() for line in lines]
+    truths = [line.split() for line in right]
     return lines == right or (
         [len(line) for line in words] == [len(line) for line in truths]
         and all(map(_is_right_word, itertools.chain(*words), itertools.chain(*truths)))

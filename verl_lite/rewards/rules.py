@@ -114,9 +114,11 @@ def math_dapo(
     """
     if strict_box_verify:
         boxed = last_boxed(solution_str[-SEARCHED_FOR_BOX:])
-        pred, right = NO_ANSWER if boxed is None else boxed, bool(boxed) and boxed == str(ground_truth)
+        pred = NO_ANSWER if boxed is None else boxed
+        right = bool(boxed) and boxed == str(ground_truth)
     else:
-        end, truth = solution_str[-SEARCHED_CHARACTERS:], normalize_answer(str(ground_truth))
+        end = solution_str[-SEARCHED_CHARACTERS:]
+        truth = normalize_answer(str(ground_truth))
         found = _ANSWER_LINE.findall(end) or [last_boxed(end) or NO_ANSWER]
         pred = normalize_answer(found[-1])
         right = bool(truth) and pred == truth

@@ -250,7 +250,9 @@ def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
             yield f"{option}.{key}: unknown entry{hint}. Known: {', '.join(_ENTRIES)}"
         elif not isinstance(value, kind) or not is_number:
             yield f"{option}.{key}={value!r}: expected {expected}"
-    reward, path, style = entry.get("reward"), entry.get("path"), entry.get("style", "sample")
+    reward = entry.get("reward")
+    path = entry.get("path")
+    style = entry.get("style", "sample")
     if style not in ("sample", *_LISTS):
         yield f"{option}.style={style!r}: expected one of sample, {', '.join(_LISTS)}"
     if path is None and (own := {"name", "style"} & set(entry)):

@@ -90,7 +90,11 @@ def _is_open_to_all(path: str) -> bool:
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
-_WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_FILE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_REMOVE_FILE = 1 << 5
+_MAKE_FILE = 1 << 8
 _BASIC, _REFER, _TRUNCATE, _IOCTL = (1 << 13) - 1, 1 << 13, 1 << 14, 1 << 15
 _TCP, _SIGNALS_AND_SOCKETS = 0b11, 0b11
 
@@ -108,7 +112,8 @@ def _restrict_files(libc: ctypes.CDLL, read: Sequence[str], write: str) -> None:
     version = landlock_version(libc)
     handled = _BASIC | (_REFER if version >= 2 else 0)
     handled |= (_TRUNCATE if version >= 3 else 0) | (_IOCTL if version >= 5 else 0)
-    network, scoped = (_TCP if version >= 4 else 0), (_SIGNALS_AND_SOCKETS if version >= 6 else 0)
+    network = _TCP if version >= 4 else 0
+    scoped = _SIGNALS_AND_SOCKETS if version >= 6 else 0
     attributes = struct.pack("=QQQ", handled, network, scoped)[: 24 if version >= 6 else 16 if version >= 4 else 8]
     ruleset = _checked(libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
     own = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE | (_TRUNCATE & handled)

@@ -150,7 +150,8 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
     x, y = (points - middle).unbind(-1)  # (n, k)
     u, v = (targets - target_middle).unbind(-1)  # (k,)
     square = (x * x + y * y).sum(-1).clamp_min(1e-12)
-    real, imaginary = (x * u + y * v).sum(-1) / square, (x * v - y * u).sum(-1) / square
+    real = (x * u + y * v).sum(-1) / square
+    imaginary = (x * v - y * u).sum(-1) / square
     turn = torch.stack([torch.stack([real, -imaginary], -1), torch.stack([imaginary, real], -1)], -2)  # (n, 2, 2)
     shift = target_middle[:, None] - turn @ middle.transpose(1, 2)  # (n, 2, 1)
     last = points.new_tensor([[0.0, 0.0, 1.0]]).expand(len(points), 1, 3)

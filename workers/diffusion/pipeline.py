@@ -63,7 +63,8 @@ class LatentCodec:
 
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Returns normalised latents (b, C, T, h, w), the posterior mode, of clips (b, 3, F, H, W) in [-1, 1]."""
-        own, video = getattr(self.vae, "encode_video", None), video.to(self.vae.dtype)
+        own = getattr(self.vae, "encode_video", None)
+        video = video.to(self.vae.dtype)
         latents = (self.vae.encode(video).latent_dist.mode() if own is None else own(video)).float()
         return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
 

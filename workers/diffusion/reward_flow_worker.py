@@ -125,7 +125,8 @@ class RewardFlowWorker(TrainingWorker):
         Returns:
             The loss, and the metrics actor/loss (sum over micro-batches), actor/face_score and actor/kl_loss (means).
         """
-        face_score, kl_loss = torch.atleast_1d(face_score), torch.atleast_1d(kl_loss)
+        face_score = torch.atleast_1d(face_score)
+        kl_loss = torch.atleast_1d(kl_loss)
         if loss is None:
             policy: Any = self.engine.policy
             loss = policy.loss(face_score, kl_loss).mean()

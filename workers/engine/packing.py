@@ -69,7 +69,8 @@ class PackedSequences:
                 end < len(lengths) and (end + 1 - start) * lengths[end] <= MAX_PADDING * lengths[start : end + 1].sum()
             ):
                 end += 1
-            length, column = lengths[start:end].unsqueeze(1), torch.arange(int(lengths[end - 1]))
+            length = lengths[start:end].unsqueeze(1)
+            column = torch.arange(int(lengths[end - 1]))
             first = lengths[:start].sum() + length.cumsum(0) - length
             index = (first + torch.minimum(column, length - 1)).to(device)
             real = (column < length).flatten().nonzero().squeeze(1).to(device)
@@ -131,7 +132,9 @@ class ModelInputs:
     def with_column(self, name: str, values: torch.Tensor) -> ModelInputs:
         """Returns the inputs with the values (b, P+R, ...) of one more column in `extra`. A shared prompt gets the
         values of its first row. Raises ValueError if the column marks a token of the inputs as absent."""
-        entry, values, places = column(name), values.flatten(0, 1), self.token_index.flatten()
+        entry = column(name)
+        values = values.flatten(0, 1)
+        places = self.token_index.flatten()
         rows = (places >= 0).nonzero().squeeze(1)
         if entry.absent is not None and (values[rows] == entry.absent).any():
             raise ValueError(f"column {name!r} has no value for a token of the network's input; see {entry.writer}")
@@ -180,7 +183,8 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     position[:, :prompt_width] = position[owner, :prompt_width]
     if own is not used:
         sequences = replace(sequences, expand=position[used], collapse=own[used].nonzero().squeeze(1))
-    ids, positions = input_ids[own].unsqueeze(0), columns["position_ids"][order][own].unsqueeze(0)
+    ids = input_ids[own].unsqueeze(0)
+    positions = columns["position_ids"][order][own].unsqueeze(0)
     return _inputs(columns, mask, order, used, position, input_ids=ids, position_ids=positions, sequences=sequences)
 
 

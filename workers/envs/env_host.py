@@ -131,7 +131,8 @@ def read_step(result: object) -> EnvReply:
     observation, reward, terminated, truncated, info = _parts("step", result, expected)
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         _expect(_is_flag(flag), f"{name} of step", flag, "true or false")
-    observation, reward = _text("the observation of step", observation), _number("the reward of step", reward)
+    observation = _text("the observation of step", observation)
+    reward = _number("the reward of step", reward)
     return EnvReply(None, observation, reward, bool(terminated), bool(truncated), _info("step", info))
 
 

@@ -168,7 +168,8 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
             found = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double()
     finally:
         del backbone.forward, head.forward
-    scale, largest = float(found[0, 0, len(points)] / points[0]), float(found[0, 0, -1])
+    scale = float(found[0, 0, len(points)] / points[0])
+    largest = float(found[0, 0, -1])
     cap = largest if largest < 0.5 * scale * float(points[-1]) else None
     transform = LogitTransform(1.0 if abs(scale - 1.0) < 1e-6 else scale, cap)
     is_plain = len(seen) == 1 and torch.equal(seen[0].float(), hidden)

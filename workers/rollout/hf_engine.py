@@ -400,7 +400,8 @@ def _slots_that_fit(
     layers, heads, head_dim = kv_shape(model)
     slot_bytes = 2 * layers * heads * head_dim * max_model_len * dtype.itemsize
     if device.type == "cpu":
-        setting, budget = f"kv_cache_memory_mb={config.kv_cache_memory_mb}", config.kv_cache_memory_mb << 20
+        setting = f"kv_cache_memory_mb={config.kv_cache_memory_mb}"
+        budget = config.kv_cache_memory_mb << 20
     else:
         setting = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         backend = torch.get_device_module(device)

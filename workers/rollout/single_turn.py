@@ -41,7 +41,8 @@ def generate(
     is_run = torch.ones(len(ids), dtype=torch.bool)
     if "is_padding" in prompts.batch.keys():
         is_run = ~prompts.batch["is_padding"]
-    uid, sample = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample"]
+    uid = prompts.non_tensor_batch["uid"]
+    sample = prompts.non_tensor_batch["sample"]
     greedy = prompts.non_tensor_batch.get("is_greedy", np.zeros(len(ids), dtype=bool))
     greedy_sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
     completions: list[Completion | None] = [None] * len(ids)
