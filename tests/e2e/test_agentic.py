@@ -134,12 +134,28 @@ def test_with_ray_a_run_that_is_killed_and_goes_on_is_the_run(ratio: int, tmp_pa
     assert_same_history(*({step: row[step] for step in (3, 4)} for row in rows))
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
-def test_with_ray_the_same_episodes_run_in_processes(engine: str, tmp_path: Path) -> None:
-    if engine == "vllm":
+TENSOR_PARALLEL = [
+    "rollout.name=vllm", "trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2",
+    "agentic.async_generation_ratio=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["rollout.name=hf"], id="hf"),
+        pytest.param(["rollout.name=vllm"], id="vllm", marks=pytest.mark.long),
+        pytest.param(TENSOR_PARALLEL, id="vllm on two devices, a step ahead"),
+    ],
+)
+def test_with_ray_the_same_episodes_run_in_processes(options: list[str], tmp_path: Path) -> None:
+    if "rollout.name=vllm" in options:
         pytest.importorskip("vllm")
-    options = [*RAY, f"rollout.name={engine}", "trainer.save_freq=0", "trainer.total_training_steps=2"]
-    runs = Episodes(tmp_path, *options)
+    runs = Episodes(tmp_path, *RAY, *options, "trainer.save_freq=0", "trainer.total_training_steps=2")
     steps = read_metrics(runs.finish("run") / "metrics.jsonl")
-    assert len(steps) == 2 and all(step["training/rollout_probs_diff_max"] < 1e-3 for step in steps.values())
+    assert len(steps) == 2 and steps[1]["training/rollout_probs_diff_max"] < 1e-3
+    if "agentic.async_generation_ratio=1" in options:
+        assert steps[2]["scheduler/off_policy_ratio"] == 1 and steps[2]["rollout/seconds_beside_training"] > 0
+    else:
+        assert steps[2]["training/rollout_probs_diff_max"] < 1e-3
     assert torch.isfinite(torch.tensor([step["actor/pg_loss"] for step in steps.values()])).all()
