@@ -1,4 +1,4 @@
-"""The end of a run on one screen: validation before and after, samples, where things are, and what to type next."""
+"""The report at the end of a run: validation before and after training, samples, file locations, next commands."""
 
 import math
 import re
@@ -20,9 +20,9 @@ _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<va
 
 @dataclass
 class FitResult:
-    """What a run leaves: validation metrics before and after, samples of the last validation, the last checkpoint.
+    """Result of a run: validation metrics before and after, samples of the last validation, the last checkpoint.
 
-    stopped: the user ended it before its last step.
+    stopped: True if the user ended the run before its last step.
     """
 
     before: dict[str, float] = field(default_factory=dict)
@@ -35,9 +35,9 @@ class FitResult:
 def final_report(
     result: FitResult, run_dir: Path, pictures: Mapping[str, Path | None], commands: Mapping[str, str]
 ) -> RenderableType:
-    """Everything to show when a run has ended, for `Console.print`.
+    """Returns the report of an ended run as arguments for `Console.print`.
 
-    pictures: by name. commands: what to do next, by the word for it.
+    pictures: paths of pictures, by name. commands: next commands, by their label.
     """
     parts: list[RenderableType] = []
     if result.after or result.before:
@@ -68,8 +68,11 @@ def final_report(
 
 @dataclass(frozen=True)
 class ValidationMean:
-    """One number of a validation. name: the measure and over how many samples, `acc mean@4`. metric: as it is logged;
-    interval: the metric of half of its 95% interval, whose value is half_width, None where there is none."""
+    """One mean of a validation.
+
+    name: variable and number of samples, such as `acc mean@4`. metric: logged name of the mean. interval: logged name
+    of half the width of its 95% interval. half_width: value of that metric; None if it is absent.
+    """
 
     source: str
     greedy: bool
@@ -82,8 +85,8 @@ class ValidationMean:
 
 
 def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
-    """The core measure of each data source, sampled (val-core/{source}/{measure}/mean@N) and greedy
-    (val-aux/{source}/greedy/...), where `acc` is the core measure if there is one, else `reward`."""
+    """Returns the core variable's mean for each data source, sampled (val-core/{source}/{measure}/mean@N) and greedy
+    (val-aux/{source}/greedy/...); the core variable is `acc` if present, else `reward`."""
     found = [mean for mean in all_validation_means(metrics) if mean.greedy or mean.metric.startswith("val-core/")]
     with_acc = {mean.source for mean in found if mean.variable == "acc"}
     return [mean for mean in found if mean.variable == ("acc" if mean.source in with_acc else "reward")]
@@ -97,7 +100,7 @@ def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
 
 
 def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
-    """The means of every measure of each data source, sampled and greedy."""
+    """Returns the means of all variables of each data source, sampled and greedy."""
     found = []
     for match, value in [(_MEAN.fullmatch(name), value) for name, value in metrics.items()]:
         if match is not None:
@@ -111,7 +114,7 @@ def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
 
 
 def validation_line(metrics: Mapping[str, float]) -> str:
-    """The same numbers in one line, `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`; empty if there are none."""
+    """Returns the means of `shown_means` in one line, `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`; empty if there are none."""
     means = shown_means(metrics)
     shown = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
     for mean in means:
@@ -121,7 +124,7 @@ def validation_line(metrics: Mapping[str, float]) -> str:
 
 
 def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
-    """Validation by data source. evaluations: a column each, such as before and after training, with its numbers."""
+    """Returns a table of validation means by data source. evaluations: metrics of each column, by its title."""
     columns = {name: shown_means(metrics) for name, metrics in evaluations.items()}
     means = [mean for found in columns.values() for mean in found]
     table = titled_table(f"Validation: {', '.join(sorted({x.name + ' (greedy)' * x.greedy for x in means}))}")
@@ -140,7 +143,7 @@ def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def _cell(means: Sequence[ValidationMean]) -> str:
-    """The mean of these numbers, and of independent ones half of its 95% interval: `0.871 ±0.020`."""
+    """Returns the average of the means, with half of its 95% interval if each has one: `0.871 ±0.020`."""
     if not means:
         return "-"
     halves = [mean.half_width for mean in means if mean.half_width is not None]
@@ -149,10 +152,10 @@ def _cell(means: Sequence[ValidationMean]) -> str:
 
 
 def titled_table(title: str) -> Table:
-    """An empty table as the reports of a run have it."""
+    """Returns an empty table in the style of the reports."""
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
 
 
 def shortened(text: str, limit: int = _TEXT_SHOWN) -> str:
-    """The beginning of a long text, and how long it is."""
+    """Returns the text; if it exceeds `limit` characters, its beginning and its length."""
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text)} characters)"

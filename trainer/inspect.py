@@ -77,8 +77,8 @@ def overview(run: Run, width: int) -> RenderableType:
     table, series = _table("Curves"), run.series()
     for name in (name for _, _, names in PANELS for name in names if len(series.get(name, ())) > 1):
         values = [value for _, value in series[name]]
-        course = Text(sparkline(values, max(10, min(60, width - 62))), style="cyan")
-        table.add_row(name, number(values[0]), course, Text(number(values[-1]), style="bold"))
+        trend = Text(sparkline(values, max(10, min(60, width - 62))), style="cyan")
+        table.add_row(name, number(values[0]), trend, Text(number(values[-1]), style="bold"))
     parts.append(table)
     table, (_, stages) = _table("Time"), stage_seconds(run.steps, 1)
     whole = sum(mean for (mean,) in stages.values())
@@ -126,7 +126,7 @@ def _table(title: str) -> Table:
 
 
 def _panel(answer: Answer) -> Panel:
-    score = ("late" if answer.timed_out else "failed") if answer.score is None else number(answer.score)
+    score = ("timed out" if answer.timed_out else "failed") if answer.score is None else number(answer.score)
     heading = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
     reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
     parts = [*answer.prompt, ("ground truth", answer.gts), (heading, answer.output), ("reward", reward)]

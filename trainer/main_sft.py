@@ -1,7 +1,7 @@
 """`python -m trainer.main_sft data.train_files=FILE model.path=FOLDER key=value ...`: supervised fine-tuning.
 
 Learns from parquet, json or jsonl with a `messages` column, or `prompt` and `response` columns; writes the model in
-Hugging Face format to RUN/hf. RUN is a run folder like any other: checkpoints, metrics, config.yaml. `--help-config`
+Hugging Face format to RUN/hf. RUN is a run folder with checkpoints, metrics and config.yaml. `--help-config`
 lists the options. Exit status: see `trainer.cli`.
 """
 
@@ -12,7 +12,7 @@ from verl_lite.config import SFTConfig
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     return start("trainer.supervised.sft:SFTJob", SFTConfig, argv)
 
 

@@ -236,7 +236,7 @@ def how_to_continue(command: list[str], run_dir: Path) -> str:
     again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
     kept = [word for word in command if word.partition("=")[0].lstrip("+~") not in (*again, "trainer.resume_from_path")]
     none = "" if saved_steps(run_dir) else " No step is saved, since no checkpoint was due (trainer.save_freq)."
-    return f"Stopped.{none} To go on:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
+    return f"Stopped.{none} To continue:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
 
 
 @contextmanager

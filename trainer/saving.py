@@ -1,8 +1,7 @@
-"""When a run's checkpoints are complete and which of them stay: in the foreground or beside the training.
+"""Writes, publishes and prunes the checkpoints of a run, in the foreground or in the background.
 
-Takes the models that learn and the driver's state at a step. The files are hashed and brought to the disk while the
-training goes on. A disk that is full does not end the training: the next steps try again, and only where nothing is
-left to train it is an error.
+A checkpoint contains the trained models and the driver's state. A thread hashes and publishes the files while training
+continues. A full disk does not end training: the following steps try again. It is an error at the last step.
 """
 
 import math
@@ -26,8 +25,10 @@ BYTES_PER_PARAMETER = 12  # fp32: the parameter and AdamW's two moments
 
 
 class SavedByWorkers:
-    """What learns, as the driver sees it: the workers of `group` write its files, each its shards
-    (`workers.training_worker`). A save in the background lasts until `finish_save`."""
+    """The driver's handle to a trained model: each worker of `group` writes its shards (`workers.training_worker`).
+
+    A save in the background lasts until `finish_save`.
+    """
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -43,9 +44,9 @@ class SavedByWorkers:
 
 
 class Saver:
-    """Writes the checkpoints of a run folder, and reads the one to start from.
+    """Writes the checkpoints of a run folder, and restores the checkpoint that a run resumes from.
 
-    learners: by the name of their folder. expected_bytes: size of a checkpoint, as far as known before the first.
+    learners: trained models, by the name of their folder. expected_bytes: estimated size of the first checkpoint.
     log: shows a sentence to the user.
     """
 
@@ -67,16 +68,16 @@ class Saver:
         checkpoint.tidy(run_dir)
 
     def is_due(self, steps: StepCounter) -> bool:
-        """Whether the step that runs now ends with a checkpoint: it is due, one failed for want of room, or the run is
-        stopped."""
+        """Returns True if the current step ends with a checkpoint: it is due, an earlier one found the disk full, or the
+        run is being stopped."""
         is_stopped, frequency = steps.must_stop(), self.trainer.save_freq
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
     def save(self, steps: StepCounter, state: Mapping[str, Any] | None = None) -> None:
-        """Writes the checkpoint of this step; with trainer.async_save the models' files while training goes on.
+        """Writes the checkpoint of this step. With trainer.async_save the workers write their files in the background.
 
-        state: what the trainer goes on from, besides options, steps and random states. Without room on the disk the
-        next step should try again (`is_due`); on the last one DiskFull.
+        state: state of the trainer to save in addition to options, steps and random states. If the disk is full, the
+        next step tries again (`is_due`); the last step raises DiskFull.
         """
         step, is_last = steps.global_step, steps.is_last or steps.stopping
         whole = {"config": flat_config(self.config), "steps": steps.state_dict(), "random": get_random_state()}
@@ -105,13 +106,13 @@ class Saver:
         self._join()
 
     def wait(self) -> None:
-        """Until what the workers have written is a checkpoint; raises nothing, for a run that has failed."""
+        """Waits until the running publication ends, and ignores its errors: called when the run has failed."""
         if self._publishing is not None:
             self._publishing.exception()
 
     def _collect(self) -> None:
-        """Waits for the files of the workers; a thread then publishes them, and deletes what is to go."""
-        self._join()  # the one before
+        """Waits for the files of the workers; a thread then publishes them and deletes surplus checkpoints."""
+        self._join()  # the previous checkpoint
         if self._written is None:
             return
         draft, self._written = self._written, None
@@ -132,8 +133,10 @@ class Saver:
         return folder
 
     def restore(self, steps: StepCounter) -> dict[str, Any] | None:
-        """Continues from the checkpoint that `trainer.resume_mode` names: learners, steps and random states are as they
-        were. Returns the driver's state; None where the run begins anew."""
+        """Restores learners, steps and random states from the checkpoint that `trainer.resume_mode` selects.
+
+        Returns the driver's state, or None if the run starts at step 1.
+        """
         folder = checkpoint.find_checkpoint(self.run_dir, self.trainer.resume_mode, self.trainer.resume_from_path)
         if folder is None:
             if self.trainer.resume_mode == "auto":
@@ -149,13 +152,13 @@ class Saver:
 
 
 def checkpoint_bytes(config: PPOConfig) -> int:
-    """About the size of one checkpoint: weights and moments of what learns."""
+    """Returns the estimated size of one checkpoint: weights and moments of the trained models."""
     critic = count_parameters(critic_network(config)) if needs_critic(config) else 0
     return (count_trained(config.model) + critic) * BYTES_PER_PARAMETER
 
 
 def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
-    """Checkpoints that lie in the run folder at one time, at most: one more than is kept while the next is written."""
+    """Returns the largest number of checkpoints in the run folder at a time: those kept and one being written."""
     if trainer.save_freq == 0:
         return 0
     written = 1 if trainer.save_freq < 0 else math.ceil(total_steps / trainer.save_freq)
@@ -163,9 +166,10 @@ def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
 
 
 def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, one: int) -> None:
-    """Raises DiskFull, before anything heavy starts, unless all checkpoints that are still to come find room.
+    """Raises DiskFull, before anything heavy starts, unless the disk has room for all remaining checkpoints.
 
-    one: bytes of one checkpoint, about, where there is none yet."""
+    one: estimated bytes of one checkpoint, used if the folder contains none.
+    """
     if most := most_checkpoints(trainer, total_steps):
         missing = max(1, most - len(checkpoint.saved_steps(run_dir)))
         checkpoint.require_space(run_dir, missing * checkpoint.expected_size(run_dir, one))

@@ -174,7 +174,7 @@ def test_signals_during_validation(times: int, tmp_path: Path) -> None:
     text = log.read_text()
     if times == 1:
         assert process.exitcode == 130 and (run_dir / MARKER).read_text() == "2", text[-4000:]
-        assert text.splitlines()[-2:-1] == ["Stopped. To go on:"]
+        assert text.splitlines()[-2:-1] == ["Stopped. To continue:"]
     else:
         assert process.exitcode != 0 and "repeat it to stop at once, without" in text, text[-4000:]
         assert "Stopped. No step is saved" in text or text.splitlines()[-1].startswith("Stopped at once by SIGTERM"), (

@@ -106,7 +106,7 @@ def test_two_runs_at_once_beside_somebody_elses_ray_and_a_closed_terminal(task: 
             os.kill(pid, signal.SIGTERM)
         os.killpg(two.process.pid, signal.SIGHUP)
         assert two.wait() == 130, two.output()
-        assert "To go on:" in two.output() and list(two.run_dir.glob("global_step_*"))
+        assert "To continue:" in two.output() and list(two.run_dir.glob("global_step_*"))
         two.leaves_nothing(within_s=0)
         assert foreign.is_as_before()
     finally:

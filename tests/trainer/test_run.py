@@ -174,7 +174,7 @@ def test_where_there_are_no_locks_the_run_goes_on_and_says_so(tmp_path: Path, mo
 def test_the_command_that_goes_on_says_nothing_twice_and_is_quoted_for_a_shell() -> None:
     given = ["python", "-m", "trainer.main_ppo", "data.train_files=[a b]", "trainer.default_local_dir=x", *FROM]
     first, *_, last = run.how_to_continue([*given, "~trainer.resume_from_path"], Path("/ray é 数")).splitlines()
-    assert first == "Stopped. No step is saved, since no checkpoint was due (trainer.save_freq). To go on:"
+    assert first == "Stopped. No step is saved, since no checkpoint was due (trainer.save_freq). To continue:"
     said = shlex.split(last)
     assert said == [*given[:4], "trainer.default_local_dir=/ray é 数", "trainer.resume_mode=auto"]
 

@@ -68,7 +68,10 @@ def require_encoder() -> None:
 
 
 class Strip(NamedTuple):
-    """A row of frames (n, H, W, 3) in a picture. label: text to its left, green if is_better and red if not."""
+    """One row of the comparison picture: frames (n, H, W, 3) side by side.
+
+    label: text to the left of the frames. is_better: colours the label green if True and red if False.
+    """
 
     label: str
     frames: Frames

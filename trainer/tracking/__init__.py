@@ -108,7 +108,7 @@ class TrackerThread(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Body of the thread."""
+        """Runs the queued calls. An exception of the tracker ends the thread with a warning."""
         tracker: Tracker | None = None
         try:
             while (call := self.calls.get()) is not None:
