@@ -114,7 +114,7 @@ def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
 
 
 def validation_line(metrics: Mapping[str, float]) -> str:
-    """Returns the means of `shown_means` in one line, `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`; empty if there are none."""
+    """Returns the means of `shown_means` in one line: `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`."""
     means = shown_means(metrics)
     shown = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
     for mean in means:

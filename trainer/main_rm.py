@@ -1,8 +1,8 @@
 """`python -m trainer.main_rm data.train_files=FILE model.path=FOLDER key=value ...`: training of a reward model.
 
 Learns from pairs of answers in parquet, json or jsonl with the columns `prompt`, `chosen` and `rejected`; writes a
-model to RUN/hf, the format that reward_model.model.path reads. model.path: a causal language model with a chat template, or a
-reward model to train further. `--help-config` lists the options. Exit status: see `trainer.cli`.
+model to RUN/hf that can be used as reward_model.model.path. model.path: a causal language model with a chat template,
+or a reward model to train further. `--help-config` lists the options. Exit status: see `trainer.cli`.
 """
 
 from trainer.cli import command, leave

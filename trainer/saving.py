@@ -68,8 +68,8 @@ class Saver:
         checkpoint.tidy(run_dir)
 
     def is_due(self, steps: StepCounter) -> bool:
-        """Returns True if the current step ends with a checkpoint: it is due, an earlier one found the disk full, or the
-        run is being stopped."""
+        """Returns True if the current step ends with a checkpoint: it is due, the disk was full at the last one, or
+        the run is being stopped."""
         is_stopped, frequency = steps.must_stop(), self.trainer.save_freq
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 

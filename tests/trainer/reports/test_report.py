@@ -258,7 +258,7 @@ def test_the_command_writes_into_the_run_folder_or_where_it_is_told(
     [
         ([], ["finished", "step 4 of 4", "sums", "critic/score/mean", "▁", "gen", "checks are fine"]),
         (["--best", "--count", "1"], ["train, p0", "step 4, score 1", "1 of 13 matching samples"]),
-        (["--worst"], ["score late"]),
+        (["--worst"], ["score timed out"]),
         (["--grep", "ONERROR"], ["1 of 1 matching samples", "onerror=alert"]),
         (["--grep", "V0", "--best"], ["val, v0", "step 4"]),
         (["--grep", "nowhere"], ["0 of 0 matching samples"]),
