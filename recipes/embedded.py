@@ -70,7 +70,7 @@ class Made:
         return Path(root).expanduser().absolute() / f"{self.name}-{digest.hexdigest()[:12]}"
 
     def prepare(self, config: Any) -> None:
-        """Builds the files if the run uses them; does nothing for a model and data of the user's own."""
+        """Builds the files if the run uses them. The user's own model and data are not changed."""
         wanted = [config.model.path or "", *config.data.train_files, *config.data.val_files]
         if any(Path(path).is_relative_to(self.folder) for path in wanted):
             self.make()

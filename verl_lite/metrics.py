@@ -32,8 +32,8 @@ _REDUCERS: dict[str, Any] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min
 class Metric:
     """A partial result: `total` over `count` elements, and the reduction that combines two of them.
 
-    The five class methods construct it. A loss gives scalar tensors, which stay on their device so that the host does
-    not wait; `to_host` converts them to floats once per batch. A metric with a count of 0 is not reported.
+    The five class methods construct it. A loss passes scalar tensors, which stay on their device so that the host does
+    not wait for them; `to_host` converts them to floats once per batch. A metric with a count of 0 is not reported.
     """
 
     reduction: Reduction

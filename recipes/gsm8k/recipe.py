@@ -45,7 +45,7 @@ def overrides() -> dict[str, object]:
 
 
 def prepare(config: PPOConfig) -> None:
-    """Builds the missing files of the run in the cache; does nothing for a model or data of the user's own."""
+    """Builds the missing files of the run in the cache. The user's own model and data are not changed."""
     if Path(config.model.path or "").is_relative_to(START.folder):
         print(REAL, flush=True)
     START.prepare(config)

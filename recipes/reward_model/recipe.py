@@ -43,7 +43,7 @@ def overrides() -> dict[str, object]:
 
 
 def prepare(config: PPOConfig) -> None:
-    """Makes what the run needs and the cache does not hold; models and data of the user's own are left alone."""
+    """Builds the missing files of the run in the cache. The user's own models and data are not changed."""
     quickstart.prepare(config)
     if Path(config.reward_model.model.path or "").is_relative_to(made().folder):
         quickstart.START.made.make()

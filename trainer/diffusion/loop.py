@@ -33,7 +33,7 @@ Options = TypeVar("Options", bound=RunOptions)
 
 @dataclass
 class DiffusionResult(FitResult):
-    """Result of a run. first, last: samples of the validation before training and of the last one after it, or None."""
+    """Result of a run. first, last: samples of the validation before training and of the last validation, or None."""
 
     first: DataProto | None = None
     last: DataProto | None = None

@@ -104,7 +104,7 @@ class _Process:
         self.begin_test()
 
     def begin_test(self) -> None:
-        """Restarts the limits of time."""
+        """Restarts the limits of wall time and processor time."""
         self._cpu_before = self._usage()[0]
         self._deadline = time.monotonic() + self._wall_s
 

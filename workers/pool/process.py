@@ -117,7 +117,7 @@ class Process:
         return found[1] + found[2] if found else ""
 
     def stacks(self) -> str:
-        """Returns the stacks of all threads, by a signal that the process answers even inside C code."""
+        """Returns the stacks of all threads. Sends a signal that the process answers even inside C code."""
         before = text = self._written_stacks()
         os.kill(self._process.pid, STACK_SIGNAL)
         until = time.monotonic() + _STACK_TIMEOUT_S

@@ -12,7 +12,7 @@ from workers.rollout.base import ExtraOutputs
 
 
 class Response(NamedTuple):
-    """Everything that follows the prompt of a row.
+    """The part of a row that follows its prompt.
 
     token_ids, mask, log_probs: of equal length; mask is 1 on tokens that the policy sampled. policy_version: oldest
     version that sampled any of these tokens; -1 without a token. extra: see `Completion.extra`.
