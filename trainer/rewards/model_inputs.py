@@ -106,7 +106,7 @@ class Retokenizer:
         return DataProto.from_dict(tensors=columns), errors
 
     def texts(self, batch: DataProto) -> list[str]:
-        """Renders each row's chat, ending with the answer as the assistant's message, by the reward model's template."""
+        """Renders each chat, with the answer as assistant message, by the chat template of the reward model."""
         answers = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -answers.shape[1] :].sum(1).tolist()
         written = [row[:length] for row, length in zip(answers.tolist(), lengths, strict=True)]

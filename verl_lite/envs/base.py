@@ -55,7 +55,7 @@ register_env = ENVS.register
 
 
 def find_env(env_type: str) -> EnvFactory:
-    """Returns the factory with this name or at pkg.module:object. An unknown name raises UserError with the nearest name."""
+    """Returns the factory with this name or at pkg.module:object. Raises UserError with the nearest name if unknown."""
     try:
         return ENVS.get_fn(env_type)
     except ValueError as error:
