@@ -1,8 +1,9 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): only groups from which something can be learnt fill a batch.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a batch consists of groups with a learning signal.
 
-A group is the answers to one prompt. Where all are as good as each other, their advantages are 0; with
-`algorithm.filter_groups` such groups are dropped and further prompts are answered, with the same weights, until
-data.train_batch_size groups are kept. What this costs, and how it goes with epochs and checkpoints: see DATA.md.
+A group is the set of answers to one prompt. If all answers of a group have the same outcome, their advantages are 0.
+With `algorithm.filter_groups`, such groups are dropped, and answers to further prompts are sampled with the same
+weights until data.train_batch_size groups are kept. DATA.md describes the cost, and the effect on epochs and
+checkpoints.
 """
 
 import math
@@ -23,24 +24,24 @@ from verl_lite.protocol import DataProto
 
 ANSWERS = "answers_per_prompt"
 SPARE_DEVIATIONS = 2.0
-"""How many standard deviations of luck a further generation batch allows for; see `refill_size`."""
+"""Number of standard deviations that `refill_size` adds to the expected number of prompts."""
 
 
 class FilterBudgetExceeded(UserError):
-    """The budget of a step is used up, or all prompts were asked, and too few groups were kept."""
+    """Too few groups were kept although the budget of the step or the dataset is exhausted."""
 
 
 class DynamicSamplingSteps(TrainingSteps):
-    """Training steps of which each may ask for more prompts than it began with.
+    """Training steps that may draw more prompts than they start with.
 
-    A step begins with data.train_batch_size prompts, also where an epoch ends within them, and asks for none twice.
-    The rest of a batch that was drawn waits for the next prompts, and is saved with the step.
+    A step starts with data.train_batch_size prompts, even if an epoch ends among them, and draws no prompt twice. The
+    unused rest of a drawn batch is kept for the next prompts and saved in checkpoints.
     """
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         super().__init__(config, data)
         self._prompts = len(data)
-        self._asked: dict[str, int] = {}  # uid of each prompt of this step, and its row in the dataset
+        self._asked: dict[str, int] = {}  # prompts of this step: uid -> row in the dataset
         self._waiting: DataProto | None = None
         self._batches = self._epochs()
         self._again: DataProto | None = None
@@ -56,14 +57,14 @@ class DynamicSamplingSteps(TrainingSteps):
             else:
                 prompts = self.draw_prompts(self.config.data.train_batch_size)
                 assert prompts is not None  # a dataset has rows
-                prompts.meta_info["position"] = self.state_dict()  # where the data stands after them, for a replay
+                prompts.meta_info["position"] = self.state_dict()  # position of the data after them, for a replay
                 yield prompts
             if self.stopping:
                 return
             self._before = self.state_dict()
 
     def draw_prompts(self, number: int) -> DataProto | None:
-        """So many prompts that this step has not asked; fewer where the data has no more, None where it has none."""
+        """Returns up to `number` prompts that this step has not drawn yet, or None if the data has no more."""
         taken, idle = [], 0
         while number and len(set(self._asked.values())) < self._prompts and idle <= len(self.loader):
             batch = self._waiting or next(self._batches)
@@ -75,15 +76,15 @@ class DynamicSamplingSteps(TrainingSteps):
         return joined(taken, self.config) if taken else None
 
     def back_to_last_step(self) -> bool:
-        """Puts the state at the end of the step before back, as that of a run that ends there; False if this process
-        has made no step before."""
+        """Restores the state at the end of the previous step, as if the run ended there. Returns False if this process
+        has not completed a step."""
         if self._before is not None:
             self.load_state_dict(self._before)
             self.stopping = True
         return self._before is not None
 
     def restrict_to_step(self, step: int, epoch: int, prompts: DataProto) -> None:
-        """Leaves one step to do, which begins with these prompts and goes on with those that followed them."""
+        """Restricts the iteration to one step, which starts with these prompts and continues with their successors."""
         if "position" in prompts.meta_info:
             self.load_state_dict(prompts.meta_info["position"])
         self._again, self.global_step, self.epoch, self.total = prompts, step - 1, epoch, step
@@ -100,28 +101,28 @@ class DynamicSamplingSteps(TrainingSteps):
         self._waiting = None if columns is None else DataProto.from_dict(columns["tensors"], columns["others"])
 
     def _ask(self, batch: DataProto, most: int) -> np.ndarray:
-        """The places of the first prompts that this step has not asked; from now on it has."""
+        """Returns the indices of the first `most` prompts that this step has not drawn, and marks them as drawn."""
         uids, rows = batch.non_tensor_batch["uid"], batch.non_tensor_batch["index"]
         new = np.flatnonzero([uid not in self._asked for uid in uids])[:most]
         self._asked |= dict(zip(uids[new], rows[new].tolist(), strict=True))
         return new
 
     def _epochs(self) -> Iterator[DataProto]:
-        """The loader's batches; an epoch follows the other."""
+        """Yields the batches of the loader, epoch after epoch."""
         while True:
             yield from self.loader
             self.epoch += 1
 
 
 class FilterStats:
-    """What became of the groups that one step asked for: kinds of groups by data_source, rows, tokens."""
+    """Counts the groups that a step sampled by kind and data_source, and their rows and tokens."""
 
     def __init__(self) -> None:
         self.by_source: dict[str, Counter[str]] = {}
         self.batches = self.tokens = self.kept_tokens = self.evicted_samples = self.surplus_samples = 0
 
     def add(self, batch: DataProto, groups: Groups, chosen: torch.Tensor) -> None:
-        """Takes in a generation batch. chosen: (B,) rows that go into the training batch."""
+        """Counts a generation batch. chosen: (B,) bool, rows of the training batch."""
         sources = dict(zip(groups.of_row.tolist(), batch.non_tensor_batch["data_source"], strict=True))
         for kind, of_kind in groups.kinds.items():
             for group, is_so in enumerate(of_kind.tolist()):
@@ -135,11 +136,11 @@ class FilterStats:
         self.surplus_samples += int((kept & ~chosen).sum())
 
     def number(self, *kinds: str) -> int:
-        """Groups of these kinds, over all sources."""
+        """Returns the number of groups of these kinds over all sources."""
         return sum(counts[kind] for counts in self.by_source.values() for kind in kinds)
 
     def metrics(self) -> dict[str, Metric]:
-        """groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/*, in rows."""
+        """Returns groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/* in rows."""
         return {
             "groups/generated": Metric.last(self.number(*KINDS)),
             "groups/gen_batches": Metric.last(self.batches),
@@ -149,7 +150,7 @@ class FilterStats:
         }
 
     def failure(self, end: str, steps: DynamicSamplingSteps) -> FilterBudgetExceeded:
-        """The error of a step that cannot fill its batch. end: what is used up."""
+        """Returns the error of a step that cannot fill its batch. end: description of the exhausted resource."""
         config, options = steps.config, steps.config.algorithm.filter_groups
         harder = "harder" if self.number("all_right") > self.number("all_wrong") else "easier"
         lines = []
@@ -170,13 +171,14 @@ class FilterStats:
 def collect_groups(
     prompts: DataProto, steps: DynamicSamplingSteps, answer: Callable[[DataProto], DataProto]
 ) -> tuple[DataProto, dict[str, Metric]]:
-    """A batch of data.train_batch_size groups whose outcomes differ, and groups/* metrics.
+    """Returns a batch of data.train_batch_size groups with different outcomes, and groups/* metrics.
 
-    The groups that are kept stand in the order in which they were asked; those of the last generation batch that are
-    too many are dropped, because in the next step their answers would be of old weights.
+    The kept groups are in the order in which their prompts were drawn. Surplus groups of the last generation batch are
+    dropped, because in the next step their answers would be off-policy.
 
     Args:
-        prompts: what the step begins with. steps: gives more of them.
+        prompts: first prompts of the step.
+        steps: draws further prompts.
         answer: samples and scores a generation batch of prompts.
 
     Raises:
@@ -203,11 +205,11 @@ def collect_groups(
 
 
 def refill_size(missing: int, kept: int, asked: int, most: int) -> int:
-    """Prompts of the next generation batch, so that very likely enough groups of it are kept; at most `most`.
+    """Returns the number of prompts, at most `most`, of which very likely enough groups are kept.
 
-    missing: groups still to be kept. kept, asked: groups of this step so far. With the share p = kept / asked, n
-    prompts give n p groups on average, with a standard deviation of sqrt(n p (1 - p)): n is the mean that is needed,
-    and SPARE_DEVIATIONS more.
+    missing: number of groups still needed. kept, asked: numbers of kept and of sampled groups of this step. With the
+    share p = kept / asked, n prompts yield n p groups on average, with a standard deviation of sqrt(n p (1 - p)). The
+    result yields the needed groups on average, plus SPARE_DEVIATIONS standard deviations.
     """
     if not kept:
         return most
@@ -216,8 +218,8 @@ def refill_size(missing: int, kept: int, asked: int, most: int) -> int:
 
 
 def joined(parts: Sequence[DataProto], config: PPOConfig) -> DataProto:
-    """Batches one after another, where some may lack columns: `reward/<name>`, if every reward failed, and
-    answers_per_prompt, if it is rollout.n in all rows."""
+    """Concatenates batches, some of which may lack columns: `reward/<name>` if all rewards failed, and
+    answers_per_prompt if it is rollout.n in all rows."""
     names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
     has_number = any(ANSWERS in part for part in parts)
     complete = []

@@ -1,14 +1,13 @@
-"""Which episodes run, and for which step: groups, seeds, replacements and how far ahead of the training they begin.
+"""Schedules the episodes of agentic runs: groups, seeds, replacements, and how far ahead of training they start.
 
-Takes a step and a number of episodes, gives a batch of rows. Everything is decided from the seed and the step alone, so
-that the same seed gives the same groups and trajectories on any number of ranks, in any timing. One thing is not: with
-group_size_redundancy the first episodes to end are kept, and which these are is a matter of time.
+The scheduler returns the batch of a step. The seed and the step determine all groups and trajectories, for any number
+of ranks and any timing. The exception is group_size_redundancy, which keeps the episodes of a group that end first.
 
-Steps count from 0. A batch of step s is begun in step max(0, s - async_generation_ratio), as column start_step says,
-and finished before the next weight update: no trajectory is of two versions of the policy. Groups that replace those
-that the filter dropped run under the same weights, and carry the start_step of their batch. Where more groups are
-dropped than max_replaced_groups, the batch is completed with dropped ones, which are counted; verl's filter_groups ends
-the run there (max_num_gen_batches), but a policy that masters its environments is no reason to.
+Steps count from 0. The batch of step s starts in step max(0, s - async_generation_ratio), which is the column
+start_step, and ends before the next weight update, so each trajectory is sampled by one version of the policy. Groups
+that replace dropped ones run with the same weights and have the start_step of their batch. If the filter drops more
+groups than max_replaced_groups, dropped groups complete the batch and are counted. verl's filter_groups ends the run in
+this case (max_num_gen_batches), which would end the training of a policy that has mastered its environments.
 """
 
 import time
@@ -28,16 +27,16 @@ from workers.rollout.episodes import EpisodeSpec
 from workers.rollout.group_run import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 REPLACEMENTS_FROM = 1_000_003
-"""The episode_id of a group's n-th replacement is its own plus n times this: a prime, because seeds follow the ids, and
-an environment that takes them modulo the size of a dataset would give the dropped task again."""
+"""Difference between the episode_ids of a group and its next replacement. It is prime, because seeds follow the ids and
+an environment that takes them modulo the size of a dataset would otherwise repeat the dropped task."""
 
 SEEDS = 2**31
 
-torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # a batch that waits is part of a checkpoint
+torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # a finished batch is part of a checkpoint
 
 
 class GroupRunner(Protocol):
-    """Starts groups of episodes on the ranks, and waits for those of a key: `trainer.roles.AgentRole`."""
+    """Starts groups of episodes on the ranks and waits for them, as `trainer.roles.AgentRole` does."""
 
     def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
 
@@ -55,8 +54,8 @@ class EnvGroup:
 
 @dataclass
 class _Slot:
-    """One place in a batch: the group that stands there, by number; how many groups were run for it under that number;
-    what became of the last; and where its rows are among those of all parts together."""
+    """One slot of a batch: its group number, the number of groups that ran for it, the report of the last one, and its
+    row range in the concatenated parts."""
 
     number: int
     attempts: int = 0
@@ -66,7 +65,7 @@ class _Slot:
 
 @dataclass
 class _Batch:
-    """A batch on its way. budget: replacements that are left. keys: of the rounds that are running."""
+    """A batch whose groups are still running. budget: remaining replacements. keys: keys of the running rounds."""
 
     step: int
     start_step: int
@@ -79,9 +78,10 @@ class _Batch:
 
 
 class RolloutScheduler:
-    """Batches of episodes of one environment manager.
+    """Schedules the batches of one environment manager.
 
-    runner: runs them. sampling: of the actions. purpose: "train", or "val", where every batch is of the same episodes.
+    runner: runs the groups. sampling: sampling parameters of the actions. purpose: "train", or "val", whose batches all
+    have the same episodes.
     """
 
     def __init__(
@@ -98,21 +98,21 @@ class RolloutScheduler:
         self.ratio = config.agentic.async_generation_ratio if purpose == "train" else 0
         self.groups = env_groups(manager, config.trainer.seed, purpose)
         self.next_group = 0  # group number n is episode n // len(groups) of the environments of groups[n % len(groups)]
-        self.flying: dict[int, _Batch] = {}  # by step
+        self.flying: dict[int, _Batch] = {}  # running batches by step
         self.ready: dict[int, DataProto] = {}
         self._num_rounds = 0
 
     def get_batch(self, data: DataProto, batch_size: int) -> DataProto:
-        """The rows of `batch_size` episodes.
+        """Returns the rows of `batch_size` episodes, ordered by group and by start within a group.
 
-        data: meta_info global_step, counted from 0. Rows are ordered by group, and within it as they were begun.
-        meta_info: `metrics` of scheduler, environments and engine; `episodes`, an EpisodeCounts; global_step.
+        data: a batch with meta_info global_step, counted from 0. The result has meta_info `metrics` (scheduler,
+        environments and engine), `episodes` (an EpisodeCounts) and global_step.
         """
         step, started = int(data.meta_info["global_step"]), time.perf_counter()
         if self.purpose != "train":
             self.next_group = 0
         if step not in self.ready:
-            start_step = step if self.purpose == "train" else 0  # which names the random numbers, too
+            start_step = step if self.purpose == "train" else 0  # the random numbers depend on it
             self.finish(self.flying.get(step) or self._begin(step, start_step, batch_size))
         batch = self.ready.pop(step)
         seconds = Metric.last(time.perf_counter() - started)
@@ -120,10 +120,10 @@ class RolloutScheduler:
         return batch
 
     def begin_ahead(self, data: DataProto, batch_size: int) -> None:
-        """Begins the batches of later steps that belong to this one; call it after the step's weight update.
+        """Starts the batches of the next steps up to the ratio. Call it after the weight update of the step.
 
-        They run between the passes of training, and what is left of them in `get_batch` or `finish`. data: as in
-        `get_batch`. Does nothing with a ratio of 0.
+        They run between micro-batches of training, and `get_batch` or `finish` completes them. data: as in `get_batch`.
+        Does nothing if the ratio is 0.
         """
         step = int(data.meta_info["global_step"])
         for later in range(step + 1, step + self.ratio + 1):
@@ -131,26 +131,26 @@ class RolloutScheduler:
                 self._begin(later, step, batch_size)
 
     def finish(self, *batches: _Batch) -> None:
-        """Waits for these batches, by default for all that are on their way. Call it before the weights change."""
+        """Waits for these batches, by default for all running ones. Call it before the weights change."""
         for batch in batches or tuple(self.flying.values()):
             self._finish_round(batch)
             while dropped := [place for place in batch.places if place.report is not None and place.report.is_dropped]:
                 granted = zip(dropped, self._attempts_per_slot(batch, dropped), strict=True)
                 if not (places := [place for place, count in granted if count]):
-                    break  # the budget is used up, and what the filter dropped stays
+                    break  # the budget is used up, so dropped groups remain in the batch
                 self._begin_round(batch, places)
                 self._finish_round(batch)
             self.ready[batch.step] = self._rows(batch)
             self.flying.pop(batch.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from. Batches on their way are finished first, and are part of it."""
+        """Returns the state of the scheduler. Finishes the running batches first and includes them."""
         self.finish()
         ready = {step: (dict(b.batch.items()), b.non_tensor_batch, b.meta_info) for step, b in self.ready.items()}
         return {"next_group": self.next_group, "ready": ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
         self.next_group = state["next_group"]
         self.ready = {step: DataProto.from_dict(*parts) for step, parts in state["ready"].items()}
 
@@ -161,15 +161,15 @@ class RolloutScheduler:
         places = [_Slot(number) for number in range(self.next_group, self.next_group + size)]
         self.next_group += size
         most, manager = self.manager.max_replaced_groups, self.manager
-        budget = 4 * manager.num_env_groups if most < 0 else most  # groups that it may replace
+        budget = 4 * manager.num_env_groups if most < 0 else most  # groups that the batch may replace
         batch = _Batch(step, start_step, budget if manager.group_filter_cls is not None else 0, places)
         self._begin_round(batch, places)
         self.flying[step] = batch
         return batch
 
     def _begin_round(self, batch: _Batch, places: Sequence[_Slot]) -> None:
-        """Begins a group for each of these places, and says what replaces it: ranks go on without asking as long as the
-        budget suffices whatever happens in the other places."""
+        """Starts a group for each of these slots and plans its replacements, so that ranks replace dropped groups
+        without the driver, as far as the budget suffices in the worst case."""
         slots = {id(place): slot for slot, place in enumerate(batch.places)}
         plans = []
         for place, count in zip(places, self._attempts_per_slot(batch, places), strict=True):
@@ -182,8 +182,8 @@ class RolloutScheduler:
         batch.keys.append(key)
 
     def _attempts_per_slot(self, batch: _Batch, places: Sequence[_Slot]) -> list[int]:
-        """Groups that may run for each place in this round. One for a place where none ran yet; beyond, equal shares of
-        the budget, as far as max_traj_per_env allows."""
+        """Returns the number of groups that each slot may run in this round: one if none ran yet, plus an equal share
+        of the budget, as far as max_traj_per_env allows."""
         share, rest = divmod(batch.budget, len(places))
         wishes = [share + (place.attempts == 0 or not share and index < rest) for index, place in enumerate(places)]
         most = self.manager.max_traj_per_env
@@ -201,7 +201,7 @@ class RolloutScheduler:
         return granted
 
     def _members(self, number: int, attempt: int, start_step: int) -> tuple[EpisodeSpec, ...]:
-        """The episodes of a group, or of its n-th replacement."""
+        """Returns the episodes of a group (attempt 0) or of its n-th replacement."""
         episode, place = divmod(number, len(self.groups))
         group, manager = self.groups[place], self.manager
         episode_id = episode + attempt * REPLACEMENTS_FROM
@@ -225,7 +225,7 @@ class RolloutScheduler:
         )
 
     def _finish_round(self, batch: _Batch) -> None:
-        """Takes in the results of the oldest round."""
+        """Waits for the oldest round and stores its results."""
         for part in self.runner.finish_groups(batch.keys.popleft()):
             batch.parts.append(part)
             for report in part.reports:
@@ -238,7 +238,7 @@ class RolloutScheduler:
                 batch.num_rows += report.num_rows
 
     def _rows(self, batch: _Batch) -> DataProto:
-        """The batch's rows in the order of its places."""
+        """Returns the rows of the batch in the order of its slots."""
         parts = [part.rows.select(meta_info_keys=[]) for part in batch.parts if part.rows is not None]
         order = [row for place in batch.places for row in place.rows]
         result = DataProto.concat(parts).select_idxs(np.array(order, dtype=np.int64))
@@ -258,8 +258,8 @@ class RolloutScheduler:
 
 
 def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
-    """The groups of environments in the order in which they are used: the first few are of all tags already, in the
-    proportion that num_groups_partition says. Their ids are ROLL's: those of a tag follow one another."""
+    """Returns the groups of environments in the order of use, which interleaves the tags in the proportions of
+    num_groups_partition. The ids are ROLL's: groups of the same tag have consecutive ids."""
     share, rest = divmod(manager.num_env_groups, len(manager.tags))
     counts = manager.num_groups_partition or [share + (index < rest) for index in range(len(manager.tags))]
     groups: list[tuple[float, EnvGroup]] = []

@@ -1,7 +1,7 @@
-"""Training of agents that act in environments: `RayPPOTrainer` with other samples, nothing else.
+"""Trains agents that act in environments: `RayPPOTrainer` with batches of episodes.
 
-A batch is made of whole episodes, which `trainer.rollout_scheduler` chooses and the ranks run
-(`workers.agent_rollout`). What follows (log-probs, values, advantages, updates, checkpoints) is the trainer's.
+`trainer.rollout_scheduler` chooses the episodes of a batch, and the ranks run them (`workers.agent_rollout`). All other
+stages (log-probs, values, advantages, updates, checkpoints) are those of `RayPPOTrainer`.
 """
 
 from collections.abc import Callable
@@ -39,10 +39,10 @@ class EnvironmentFailure(RuntimeError):
 
 
 class EpisodeRewards:
-    """The place of the rewards in the loop: an episode's rewards came with its rows, and only failures are left to
-    count. Writes them to env_failures.jsonl in `run_dir`.
+    """Counts failed episodes in the reward stage, because the rows of episodes already contain their rewards. Writes
+    the failures to env_failures.jsonl in `run_dir`.
 
-    show: gets the first failure of the run as text.
+    show: receives the text of the first failure of the run.
     """
 
     def __init__(self, max_error_rate: float, run_dir: Path, show: Callable[[str], None] = print) -> None:
@@ -50,7 +50,7 @@ class EpisodeRewards:
         self._failures = Failures("episode", option, max_error_rate, EnvironmentFailure, path, show)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Reads meta_info episodes. Metrics: env/error_rate, and the part of it that was late, env/timeout_rate.
+        """Returns the metrics env/error_rate and env/timeout_rate of meta_info `episodes`.
 
         Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; see `Failures.note`.
         """
@@ -70,10 +70,11 @@ BasePipeline = RayPPOTrainer  # ROLL's name
 class AgenticPipeline(BasePipeline):
     """Trains an agent in environments.
 
-    train_rollout_scheduler, val_rollout_scheduler: choose the episodes; the latter is None where nothing is validated.
+    train_rollout_scheduler, val_rollout_scheduler: choose the episodes; the latter is None without validation.
 
-    A loop of one's own (recipes/agentic_frozen_lake/roll_loop.py) finds ROLL's names: pipeline_config; actor_train and
-    actor_infer, one worker with two engines; reference and critic, None where nothing asks for one; running, tracker.
+    For custom loops (recipes/agentic_frozen_lake/roll_loop.py), the attributes have ROLL's names: pipeline_config;
+    actor_train and actor_infer, one worker with two engines; reference and critic, None if not configured; running;
+    tracker.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class AgenticPipeline(BasePipeline):
         super().__init__(config, val_data=None, **parts)
         self.train_rollout_scheduler = train_rollout_scheduler
         self.val_rollout_scheduler = val_rollout_scheduler
-        self.engine_version: int | None = None  # the step after which the rollout engines got their weights
+        self.engine_version: int | None = None  # step after which the rollout engines received their weights
         self.pipeline_config: Any = RollConfig(config)
         self.actor_train = self.actor_infer = self.actor
         self.reference, self.running, self.tracker = self.ref, self.running_moments, self.tracking
@@ -96,7 +97,7 @@ class AgenticPipeline(BasePipeline):
     # -------------------------------------------------------------------------------------------------- the stages
 
     def sample(self, prompts: DataProto) -> DataProto:
-        """The episodes of this step, and with agentic.async_generation_ratio the beginning of those of later ones."""
+        """Returns the episodes of this step. With agentic.async_generation_ratio, starts those of later steps."""
         scheduler, size = self.train_rollout_scheduler, self.config.agentic.rollout_batch_size
         batch = scheduler.get_batch(prompts, size)
         if scheduler.ratio and not self.steps.is_last:
@@ -106,7 +107,7 @@ class AgenticPipeline(BasePipeline):
         return batch
 
     def set_model_update_pair(self, src_cluster: ActorRole, tgt_cluster: ActorRole, frequency: int = 1) -> None:
-        """Between which roles `model_update` moves weights, actor_train and actor_infer, and every how many steps."""
+        """Sets the number of steps between weight updates from actor_train to actor_infer."""
         if src_cluster is not self.actor_train or tgt_cluster is not self.actor_infer or frequency < 1:
             raise ValueError(
                 f"set_model_update_pair: found {src_cluster=}, {tgt_cluster=}, {frequency=}; expected actor_train, "
@@ -115,10 +116,11 @@ class AgenticPipeline(BasePipeline):
         self.model_update_frequency = frequency
 
     def model_update(self, global_step: int | None = None) -> Metrics:
-        """Gives the rollout engines the trained weights, every agentic.model_update_frequency steps. Where episodes of
-        later steps are on their way, `sample` does it instead, when those of its own step have ended.
+        """Copies the trained weights to the rollout engines every agentic.model_update_frequency steps. If episodes
+        of later steps run ahead, `sample` does this instead, after the episodes of its step have ended.
 
-        global_step: for a loop that begins its steps with it: trained so far. Episodes on their way are finished.
+        global_step: number of trained steps, for loops that start each step with this call. Running episodes are
+        finished first.
         """
         if global_step is not None:
             return self._give_weights(global_step)
@@ -127,7 +129,7 @@ class AgenticPipeline(BasePipeline):
         return self._give_weights(self.steps.global_step)
 
     def _give_weights(self, version: int, must: bool = False) -> Metrics:
-        """version: the last step that they were trained in. must: whether the frequency says so or not."""
+        """Copies the weights. version: last step of their training. must: True to ignore the frequency."""
         is_due = must or self.engine_version is None or version % self.model_update_frequency == 0
         if version == self.engine_version or not is_due:
             return {}
@@ -136,7 +138,7 @@ class AgenticPipeline(BasePipeline):
         return self.actor.update_weights(version=version)
 
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
-        """Adds response_level_rewards, from those of episodes and their steps."""
+        """Adds response_level_rewards, computed from the rewards of episodes and their steps."""
         estimator = self.config.algorithm.adv_estimator
         batch, metrics = compute_response_level_rewards(batch, self.config.agentic, estimator)
         batch, more = super().normalize_rewards(batch)
@@ -144,12 +146,12 @@ class AgenticPipeline(BasePipeline):
 
     @property
     def token_estimator(self) -> str:
-        """GiGPO and step_reinforce are done by then; what is left of them is REINFORCE."""
+        """REINFORCE for GiGPO and step_reinforce, whose part above tokens `normalize_rewards` has already computed."""
         chosen = self.config.algorithm.adv_estimator
         return "reinforce" if chosen in OF_EPISODES else chosen
 
     def do_checkpoint(self, global_step: int) -> None:
-        """Ends a step, counted from 0, in a loop of one's own: writes its checkpoint where one is due."""
+        """Ends a step of a custom loop, counted from 0: writes a checkpoint if one is due."""
         self.steps.global_step = global_step + 1
         if self.saver.is_due(self.steps):
             self.save()
@@ -162,11 +164,11 @@ class AgenticPipeline(BasePipeline):
 
     @property
     def validates(self) -> bool:
-        """Whether there are environments to validate in."""
+        """True if there are environments for validation."""
         return self.val_rollout_scheduler is not None
 
     def validate(self, result: FitResult) -> dict[str, float]:
-        """Runs the validation's episodes with the newest weights. Keeps some to show in `result`."""
+        """Runs the validation episodes with the newest weights, and stores some samples in `result`."""
         scheduler, metrics = self.val_rollout_scheduler, dict[str, float]()
         assert scheduler is not None
         self._give_weights(self.steps.global_step, must=True)
@@ -189,7 +191,7 @@ class AgenticPipeline(BasePipeline):
     # --------------------------------------------------------------------------------------------- logging, the end
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
-        """What this step learnt from, in numbers: rows and episodes."""
+        """Returns the metrics of the training batch, by row and by episode."""
         return {
             **compute_data_metrics(batch, use_critic=self.critic is not None),
             "system/samples": float(self.steps.global_step * self.config.agentic.rollout_batch_size),
@@ -197,7 +199,7 @@ class AgenticPipeline(BasePipeline):
         }
 
     def keep_samples(self, batch: DataProto) -> None:
-        """Writes this step's episodes to files, and every logging_steps some to the log."""
+        """Writes the episodes of this step to files and, every logging_steps steps, some of them to the log."""
         step, every = self.steps.global_step, self.config.agentic.logging_steps
         episodes = samples_of(batch, step)
         self.samples.write_training(episodes, step)
@@ -207,8 +209,8 @@ class AgenticPipeline(BasePipeline):
 
 
 class RollConfig:
-    """The options under ROLL's names, `pipeline_config.actor_train.model_update_frequency`, beside our own. One that
-    has other values in ROLL is not there."""
+    """The options under ROLL's names, such as `pipeline_config.actor_train.model_update_frequency`, and under our own.
+    Options whose values differ in ROLL are not included."""
 
     def __init__(self, config: PPOConfig, section: str = "") -> None:
         self._config, self._section = config, section
@@ -221,12 +223,12 @@ class RollConfig:
         return attrgetter(renamed.get(key, key))(self._config)
 
 
-# --------------------------------------------------------------------------------------------------- making a run of it
+# -------------------------------------------------------------------------------------------------------- construction
 
 
 def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes, resets and steps every environment that is used, and tries the chat template on two turns. Raises
-    UserError naming tag, key and remedy."""
+    """Creates, resets and steps every used environment, and tests the chat template on two turns. Raises UserError
+    with tag, key and remedy."""
     agentic, templates = config.agentic, env_templates(config.agentic.custom_envs)
     has_system = any(template.agent_system_template for template in templates.values())
     ChatJoins(tokenizer, config.data.apply_chat_template_kwargs, system=has_system)
@@ -239,7 +241,7 @@ def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def episode_parts(config: PPOConfig, agent: AgentRole, run_dir: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The arguments of `AgenticPipeline` that say which episodes run and how they are counted."""
+    """Returns the arguments of `AgenticPipeline` that define the episodes and count their failures."""
     agentic = config.agentic
     train = RolloutScheduler(config, agentic.train_env_manager, agent, training_sampling(config))
     val = None

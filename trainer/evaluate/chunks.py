@@ -1,11 +1,11 @@
-"""How validation prompts are answered: with which sampling, in which chunks, and what is kept of it.
+"""Generates answers to the validation prompts in chunks, and stores the answers of long evaluations.
 
-`generate_in_chunks` serves the validation of a run, `main_eval` and `main_generate` alike: they differ in what becomes
-of a generated chunk. An answer depends on weights, prompt, sampling and seed alone, so neither the chunks nor the order
-matter to it (EVALUATION.md has the measurement). Answers of a long evaluation are kept in files as they come:
+The validation of a run, `main_eval` and `main_generate` share `generate_in_chunks` and differ in their use of a
+generated chunk. An answer depends only on weights, prompt, sampling parameters and seed, so chunks and order do not
+affect it (measured in EVALUATION.md). The answers of a long evaluation are stored in files as they are generated:
 
-    folder / settings.json        what the answers depend on; a command with other settings is refused
-           / chunk-000000.jsonl   answers of one chunk of prompts, a line each
+    folder / settings.json        everything that the answers depend on; commands with other settings are refused
+           / chunk-000000.jsonl   answers to one chunk of prompts, one per line
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _PIECES, _PIECE_BYTES = 256, 1 << 18
 
 @dataclass(frozen=True)
 class ValSampling:
-    """One sampling of the validation prompts, `n` answers each. prefix: of its metrics' names. purpose: begins the
-    sample ids."""
+    """Sampling of the validation prompts with `n` answers each. prefix: prefix of the metric names. purpose: prefix of
+    the sample ids."""
 
     prefix: str
     purpose: str
@@ -45,7 +45,7 @@ class ValSampling:
 
 
 def val_samplings(config: PPOConfig) -> list[ValSampling]:
-    """As rollout.val_kwargs says: sampled or greedy, and greedy besides."""
+    """Returns the samplings of rollout.val_kwargs: sampled or greedy answers, and optionally greedy ones as well."""
     kwargs = config.rollout.val_kwargs
 
     def sampling(prefix: str, greedy: bool) -> ValSampling:
@@ -61,8 +61,8 @@ def val_samplings(config: PPOConfig) -> list[ValSampling]:
 
 
 def chunk_size(config: PPOConfig, prompts: int, engines: int, are_kept: bool) -> int:
-    """data.val_batch_size prompts at one time. Where it is null: as many as fill the engines once where answers are
-    kept chunk by chunk; else all."""
+    """Returns the number of prompts per chunk: data.val_batch_size; if it is null, all prompts, or as many as fill the
+    engines once if answers are stored by chunk."""
     size = config.data.val_batch_size
     if size is None and are_kept:
         size = math.ceil(config.rollout.max_num_seqs * engines / config.rollout.val_kwargs.n)
@@ -78,16 +78,16 @@ def generate_in_chunks(
     kept: KeptAnswers | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[ValSampling, list[Sample]]:
-    """A row for each answer, by sampling, in the order of the dataset.
+    """Returns one row per answer, by sampling, in the order of the dataset.
 
     Args:
-        size: prompts at one time.
-        generate: gives `n` rows for each prompt, those of one prompt together.
-        finish: makes rows of what it gave, one for each; it may wait for rewards, so that the next chunk is generated
-            before the last one is finished.
-        kept: answers of an earlier try, which are not generated again, and where new ones go as soon as their chunk is
-            finished; without it all chunks are generated before the first is finished.
-        log: receives a line at the start and after each chunk that is kept.
+        size: number of prompts per chunk.
+        generate: returns `n` rows per prompt; the rows of a prompt are adjacent.
+        finish: turns the result of `generate` into one row per answer. It may wait for rewards, so the next chunk is
+            generated before the previous one is finished.
+        kept: store of answers. Stored answers are not generated again, and new ones are added as soon as their chunk is
+            finished. Without a store, all chunks are generated before the first one is finished.
+        log: receives a line at the start and after each stored chunk.
     """
     rows: list[Kept] = kept.load() if kept is not None else []
     done = {each: {row.position for row in rows if row.prefix == each.prefix} for each in samplings}
@@ -116,13 +116,13 @@ def generate_in_chunks(
                 finish_first()
     while waiting:
         finish_first()
-    rows.sort(key=lambda each: each.position)  # stable: the answers to one prompt stay as they came
+    rows.sort(key=lambda each: each.position)  # stable: keeps the order of the answers to one prompt
     return {each: [row.row for row in rows if row.prefix == each.prefix] for each in samplings}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One answer. prefix: of its sampling. position: of its prompt in the dataset."""
+    """A stored answer. prefix: prefix of its sampling. position: position of its prompt in the dataset."""
 
     prefix: str
     position: int
@@ -130,24 +130,24 @@ class Kept:
 
 
 class KeptAnswers:
-    """The chunks of a folder, each there whole or not at all."""
+    """Stores answers by chunk in a folder. A chunk is stored completely or not at all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self) -> list[Kept]:
-        """All answers, in the order in which they were added."""
+        """Returns all answers in the order in which they were added."""
         lines = [json.loads(line) for path in self._chunks() for line in path.read_text(encoding="utf-8").splitlines()]
         return [Kept(line["prefix"], line["position"], Sample(**line["row"])) for line in lines]
 
     def add(self, answers: list[Kept]) -> None:
-        """Keeps the answers of one chunk; when this returns, they survive whatever happens."""
+        """Stores the answers of one chunk durably."""
         self.folder.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(asdict(answer)) + "\n" for answer in answers)
         write_atomically(self.folder / f"chunk-{len(self._chunks()):06d}.jsonl", text)
 
     def clear(self) -> None:
-        """Forgets the answers, which are kept elsewhere now."""
+        """Removes all answers."""
         for path in self._chunks():
             path.unlink()
 
@@ -156,14 +156,14 @@ class KeptAnswers:
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The settings of the answers in a folder; None if it has none."""
+    """Returns the settings of the answers in a folder, or None if it has none."""
     path = folder / _SETTINGS
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Makes the folder one of answers under these settings (of json). Raises UserError, which names the keys that
-    differ, if it holds answers under others."""
+    """Reserves the folder for answers with these settings, which must be JSON values. Raises UserError with the
+    differing keys if it holds answers with other settings."""
     found = read_settings(folder)
     if found is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,10 +179,10 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def content_of(path: str | Path) -> str:
-    """A short name for what is in a file, or in the files of a folder of weights; "absent" for what is not there.
+    """Returns a hash of the content of a file, or of all files of a folder; "absent" if the path does not exist.
 
-    A change anywhere in a file of up to 64 MiB gives another name: all of it is read. Of a larger one size and 256
-    evenly spread pieces of 256 KiB are looked at, its end among them.
+    Files of up to 64 MiB are hashed completely. Of larger files, the size and 256 evenly spaced pieces of 256 KiB
+    are hashed, including the end.
     """
     path, digest = Path(path).expanduser(), hashlib.blake2b(digest_size=8)
     if path.is_dir():

@@ -1,13 +1,12 @@
-"""Runs episodes: agents that act in environments, many at one time, over one rollout engine and one pool of
-environments.
+"""Runs many episodes concurrently on one rollout engine and one pool of environments.
 
-Continuous: a turn that is finished goes to its environment while other sequences still decode, and its next turn enters
-the engine as soon as the environment has answered. Nothing waits for anything else. Token-in, token-out
-(`conversation.py`): a turn's prompt is everything sampled and joined so far, never text encoded again.
+Episodes do not wait for each other: a finished turn goes to its environment while other sequences still decode, and the
+next turn enters the engine as soon as the environment has replied. The prompt of a turn consists of the token ids that
+were sampled and joined so far (`conversation.py`); sampled text is never encoded again.
 
-A turn's random numbers are named by the run's seed, the step, the trajectory and the turn, so a trajectory is the same
-in any company, however many run at one time, however long environments take. (Which members of a group with
-redundancy are kept is a race by nature.)
+The random numbers of a turn depend on the seed of the run, the step, the trajectory and the turn. A trajectory is
+therefore the same for any number of concurrent episodes and any speed of the environments. Only the choice of the kept
+members of a group with redundancy depends on time.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Which episode to run.
+    """The specification of an episode.
 
-    traj_id: unique among the episodes of a runner that are not taken yet. traj_group_id: members of a group share it,
-    and the seed. group_size: members of the group that are kept, the first to end. start_step: the step at which the
-    episode is begun, batch: the step that it is for.
+    traj_id: identifier, unique among the episodes of a runner that were not taken yet. traj_group_id: identifier of the
+    group, whose members also share the seed. group_size: number of members that are kept, the first ones to end.
+    start_step: step in which the episode starts. batch: number of its batch in the runner.
     """
 
     traj_id: str
@@ -56,15 +55,14 @@ class EpisodeSpec:
 
 @dataclass
 class Trajectory:
-    """An episode that ended.
+    """An episode and its result.
 
-    stop: terminated, truncated: the environment said so. max_steps, max_length: a limit of turns or tokens. failed: the
-    environment did not answer, its rewards are no score, or its first prompt is too long (`error` says why,
-    `is_timeout` whether it was too slow).
-    surplus: its group was full before it ended.
-    is_kept: whether it becomes rows; a failed one does only if its group cannot be filled without it.
-    prompt_messages, prompt_ids: of the first turn, also where that turn was too long to be taken.
-    metrics: of the environment, aggregated over the turns.
+    stop: reason for the end. terminated, truncated: the environment ended it. max_steps, max_length: it reached a limit
+    on turns or tokens. failed: the environment failed, its rewards are not a valid score, or its first prompt is too
+    long; `error` has the reason, and `is_timeout` is True for a timeout. surplus: its group was complete before it
+    ended. is_kept: True if the episode becomes rows; a failed one does only if its group would be incomplete without
+    it. prompt_messages, prompt_ids: prompt of the first turn, even if it was too long to be sampled from. metrics:
+    metrics of the environment, aggregated over the turns.
     """
 
     spec: EpisodeSpec
@@ -80,23 +78,24 @@ class Trajectory:
 
     @property
     def score(self) -> float:
-        """Sum of the turns' rewards; 0 of an episode that failed."""
+        """Returns the sum of the rewards of all turns, or 0 if the episode failed."""
         return 0.0 if self.stop == "failed" else sum(turn.reward for turn in self.turns)
 
     @property
     def messages(self) -> list[Message]:
-        """The whole conversation; by steps, those of all turns."""
+        """Returns the whole conversation; in mode `step` the messages of all turns."""
         return messages_of(self.turns) or self.prompt_messages
 
 
 def messages_of(turns: Iterable[Turn]) -> list[Message]:
-    """What was said in these turns: what came before each action, and the action."""
+    """Returns the messages of these turns: those before each action, and the action."""
     return [m for turn in turns for m in (*turn.messages, {"role": "assistant", "content": turn.action})]
 
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Tokens of a first prompt (by steps: of any), of all that follows it (by steps: of a response), and of both."""
+    """Maximum number of tokens of the first prompt, of everything after it, and of both. In mode `step` the limits
+    apply to the prompt and the response of every turn."""
 
     max_prompt_length: int
     max_response_length: int
@@ -105,10 +104,11 @@ class TokenLimits:
 
 @dataclass(eq=False)
 class _Episode:
-    """An episode on its way. key: names it to pool and engine; one is never used twice.
+    """A queued or running episode.
 
-    context: the tokens of the conversation so far (by steps: of the last turn). observation, info, state_hash: the
-    environment's last word. messages, prompt_ids: of the turn that is being sampled.
+    key: unique key in the pool and the engine. context: tokens of the conversation so far (in mode `step`: of the last
+    turn). observation, info: last reply of the environment. messages, prompt_ids: messages and prompt of the turn that
+    is being sampled.
     """
 
     key: str
@@ -128,7 +128,7 @@ class _Episode:
 
 @dataclass(eq=False)
 class _Group:
-    """Members of a group that did not end yet, and how many are kept already."""
+    """The unfinished members of a group, and the number of kept ones."""
 
     size: int
     open: list[_Episode] = field(default_factory=list)
@@ -136,13 +136,19 @@ class _Group:
 
 
 class EpisodeRunner:
-    """Drives episodes; `begin` some, `advance` until none of a batch are `unfinished`, `take` them.
+    """Runs episodes. Call `begin` with episodes, `advance` until none of a batch is `unfinished`, then `take`.
 
-    engine: for these episodes alone. templates: entries of agentic.custom_envs by tag. seed: of the run.
-    stop_token_ids: of the model; the chat template's end-of-turn token ends a turn too. chat_template_kwargs:
-    data.apply_chat_template_kwargs. format_penalty: by purpose of an episode, added to the reward of a step whose
-    metrics have action_is_valid false. max_live: episodes under way at one time at most.
-    Raises UserError for a chat template whose turns cannot be joined.
+    Args:
+        templates: entries of agentic.custom_envs by tag.
+        seed: seed of the run.
+        stop_token_ids: stop tokens of the model. The end-of-turn token of the chat template also ends a turn.
+        chat_template_kwargs: data.apply_chat_template_kwargs.
+        format_penalty: by purpose of an episode, a value that is added to the reward of a turn whose metrics have
+            action_is_valid false.
+        max_live: maximum number of concurrent episodes.
+
+    Raises:
+        UserError: for a chat template whose turns cannot be joined.
     """
 
     def __init__(
@@ -173,8 +179,8 @@ class EpisodeRunner:
         self._env_seconds: list[float] = []
 
     def begin(self, episodes: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
-        """Queues episodes; members of a group come in one call. sampling: of their turns; its seed and stop tokens are
-        not read, its max_tokens holds for each turn."""
+        """Queues episodes. All members of a group must be in the same call. sampling: sampling parameters of their
+        turns; its seed and stop tokens are ignored, and max_tokens applies to each turn."""
         groups: dict[tuple[int, str], _Group] = {}
         for spec in episodes:
             template = self._templates[spec.tag]
@@ -188,17 +194,17 @@ class EpisodeRunner:
             self._batches.setdefault(spec.batch, []).append(episode)
 
     def unfinished(self, batch: int) -> int:
-        """Episodes of a batch that did not end yet."""
+        """Returns the number of unfinished episodes of a batch."""
         return sum(not episode.is_ended for episode in self._batches.get(batch, ()))
 
     def take(self, batch: int) -> list[Trajectory]:
-        """All episodes of a batch that is finished, in the order of `begin`, and forgets them."""
+        """Returns and removes all episodes of a finished batch, in the order of `begin`."""
         return [episode.trajectory for episode in self._batches.pop(batch, [])]
 
     def advance(self, wait_s: float = 0.0) -> None:
-        """Takes in what environments answered, hands turns to the engine, and makes at most one engine step.
+        """Processes replies of environments, submits turns to the engine, and makes at most one engine step.
 
-        wait_s: how long to wait for an environment if there is nothing to decode.
+        wait_s: seconds to wait for a reply if there is nothing to decode.
         """
         self._admit()
         if not self._live:
@@ -206,7 +212,7 @@ class EpisodeRunner:
         for reply in self._pool.poll(0.0 if self.is_decoding else wait_s):
             self._env_seconds.append(reply.seconds)
             episode = self._live.get(reply.key)
-            if episode is not None:  # else it was discarded while it was busy
+            if episode is not None:  # otherwise it ended while its environment was busy
                 self._on_env_reply(episode, reply)
         self._admit()
         if not self.is_decoding:
@@ -216,12 +222,12 @@ class EpisodeRunner:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the engine has turns to sample."""
+        """True if the engine has turns to sample."""
         return self._runner.is_decoding
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
-        """What a dashboard wants to know since the last call. seconds: that episodes were driven meanwhile;
-        env/processes_replaced counts from the start of the run."""
+        """Returns rollout metrics since the last call; env/processes_replaced counts from the start of the run.
+        seconds: time spent running episodes in that period."""
         metrics = self._runner.take_metrics(seconds) | {
             "env/processes_replaced": Metric.sum(self._pool.processes_replaced)
         }
@@ -241,7 +247,7 @@ class EpisodeRunner:
             self._pool.reset(episode.key, spec.tag, spec.seed)
 
     def _on_env_reply(self, episode: _Episode, reply: EnvReply) -> None:
-        """An environment answered a reset or a step: what the episode does next."""
+        """Processes the reply of an environment to a reset or an action: ends the episode or submits its next turn."""
         trajectory = episode.trajectory
         if reply.error is not None or reply.observation is None:
             trajectory.error, trajectory.is_timeout = reply.error, reply.is_timeout
@@ -264,7 +270,7 @@ class EpisodeRunner:
         return self._submit_turn(episode)
 
     def _submit_turn(self, episode: _Episode) -> None:
-        """Hands the next turn to the engine, or ends the episode where it does not fit."""
+        """Submits the next turn to the engine, or ends the episode if the turn does not fit."""
         trajectory, template, limits = episode.trajectory, episode.template, self._limits
         spec, turn, most = trajectory.spec, len(trajectory.turns), limits.max_response_length
         messages = turn_messages(
@@ -312,7 +318,7 @@ class EpisodeRunner:
         self._runner.submit(Request(episode.request_id, tuple(episode.context), sampling), episode)
 
     def _on_completion(self, episode: _Episode, completion: Completion) -> None:
-        """A turn is sampled: the environment steps."""
+        """Stores a sampled turn and sends its action to the environment."""
         episode.request_id = None
         trajectory = episode.trajectory
         response_ids = completion.token_ids
@@ -343,7 +349,7 @@ class EpisodeRunner:
         return self._pool.step(episode.key, action)
 
     def _end(self, episode: _Episode, stop: Stop) -> None:
-        """Ends an episode, and the rest of its group if that is full now."""
+        """Ends an episode. Ends the other members of its group as surplus if the group is complete."""
         trajectory, group = episode.trajectory, episode.group
         trajectory.stop, episode.is_ended = stop, True
         trajectory.metrics = aggregate_metrics(trajectory.turns)
@@ -366,8 +372,8 @@ class EpisodeRunner:
 
 
 def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
-    """What the environment measured, over the turns that measured it, as the last metrics_agg_mode says; mean unless
-    named there. num_actions counts the turns.
+    """Aggregates the metrics of an environment over the turns that have them, as the last metrics_agg_mode specifies;
+    the default is the mean. num_actions is the number of turns.
     """
     values: dict[str, list[float]] = {}
     modes: Mapping[str, str] = {}

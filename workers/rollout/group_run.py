@@ -24,7 +24,7 @@ WAIT_S = 0.05
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One place in a batch: a group of episodes, and the groups that replace it in turn where the filter drops one."""
+    """One slot of a batch: a group of episodes, and the groups that replace it one after the other if dropped."""
 
     slot: int
     attempts: tuple[tuple[EpisodeSpec, ...], ...]
@@ -32,10 +32,10 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What became of one place.
+    """The result of one slot.
 
-    attempts: groups that were run for it. is_dropped: the filter dropped the last of them too, whose rows are given all
-    the same. num_rows: rows of the last.
+    attempts: number of groups that ran for the slot. is_dropped: True if the filter also dropped the last one, whose
+    rows are returned nevertheless. num_rows: number of rows of the last one.
     """
 
     slot: int
@@ -46,8 +46,8 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class EpisodeCounts:
-    """Episodes that ended in a batch, dropped ones too; of these failed, and of these by a deadline; the first
-    failure, as text."""
+    """Numbers of episodes that ended in a batch, including dropped ones; of failed ones; of those that exceeded a
+    deadline; and the text of the first failure."""
 
     episodes: int = 0
     failed: int = 0
@@ -64,7 +64,7 @@ class EpisodeCounts:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> EpisodeCounts:
-        """Of episodes that ended by themselves."""
+        """Counts the episodes that were not ended as surplus."""
         ended = [one for one in trajectories if one.stop != "surplus"]
         failed = [one for one in ended if one.stop == "failed"]
         told = (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed)
@@ -73,8 +73,8 @@ class EpisodeCounts:
 
 @dataclass(frozen=True)
 class GroupResults:
-    """A rank's part of a batch. reports: in the order of slots; rows: theirs, in that order, None where there are
-    none."""
+    """The part of a batch that one rank ran. reports: one per slot, in order. rows: rows of the slots in the same
+    order; None if the rank had no slot."""
 
     reports: list[GroupReport]
     rows: DataProto | None
@@ -84,7 +84,7 @@ class GroupResults:
 
 @dataclass
 class _Slot:
-    """A place of a plan. batch: the runner's number of the group that runs now. kept: the trajectories of the last."""
+    """A running slot. batch: the runner's number of its current group. kept: trajectories of its last group."""
 
     plan: GroupPlan
     sampling: SamplingParams
@@ -97,9 +97,9 @@ class _Slot:
 
 
 class GroupRun:
-    """Groups on one rank.
+    """Runs groups on one rank.
 
-    runner: drives their episodes. rows: of kept trajectories, as a batch.
+    runner: runs their episodes. rows: function that turns kept trajectories into a batch.
     """
 
     def __init__(self, runner: EpisodeRunner, rows: Callable[[list[Trajectory]], DataProto]) -> None:
@@ -112,13 +112,13 @@ class GroupRun:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no group is under way."""
+        """True if no group is running."""
         return not self._open
 
     def begin(
         self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams, group_filter: GroupFilter | None
     ) -> None:
-        """Starts these groups: their environments are reset. key: one that nothing under way has."""
+        """Starts these groups by resetting their environments. key: a key that no running group has."""
         places, started = [_Slot(plan, sampling, group_filter) for plan in plans], time.perf_counter()
         self._keys[key] = places
         for place in places:
@@ -127,7 +127,7 @@ class GroupRun:
         self._active_s += time.perf_counter() - started
 
     def finish(self, key: str) -> GroupResults:
-        """Goes on until all groups of this key have ended, and gives them; one finishes what was begun."""
+        """Runs until all groups of the key have ended, and returns their results."""
         places, started = self._keys[key], time.perf_counter()
         while any(place in self._open for place in places):
             self.advance(WAIT_S)
@@ -150,8 +150,8 @@ class GroupRun:
         return GroupResults(reports, DataProto.concat(rows) if rows else None, counts, metrics)
 
     def run_slice(self) -> None:
-        """Goes on for a slice of time, beside something else that the process does: no longer than that other work took
-        since the last slice, and only while there is something to decode."""
+        """Runs the groups between two parts of other work of the process: at most as long as that work took since the
+        last slice, and only while there is something to decode."""
         if self.is_idle:
             return
         started = time.perf_counter()
@@ -163,7 +163,7 @@ class GroupRun:
         self._pumped_s += self._pumped_at - started
 
     def advance(self, wait_s: float = 0.0) -> None:
-        """One engine step at most; groups that have ended are judged, and the next ones begun."""
+        """Makes at most one engine step. Filters the groups that have ended and starts their replacements."""
         self._runner.advance(wait_s)
         for place in [place for place in self._open if not self._runner.unfinished(place.batch)]:
             self._open.remove(place)

@@ -21,7 +21,7 @@ from workers.rollout.rows import Response, right_padded, write_rows
 
 @dataclass
 class _Row:
-    """One sample. response_mask, log_probs and scores are as long as response_ids."""
+    """One row. response_ids, response_mask, log_probs and scores have equal length."""
 
     trajectory: Trajectory
     step: int
@@ -47,13 +47,15 @@ def trajectory_rows(
     response_length: int,
     extra_outputs: ExtraOutputs,
 ) -> DataProto:
-    """The rows of the trajectories that are kept, in their order; the columns that verl_lite/schema.py gives to this
-    file.
+    """Returns the rows of the kept trajectories in order, with the columns of `rows.write_rows` and those that
+    verl_lite/schema.py assigns to this file.
 
-    prompt_length, response_length: P and R, the widths of the columns; the runner's limits keep within them.
-    extra_outputs: of the engine that sampled the turns.
-    A trajectory that failed, or that has no turn, is one row without a sampled token, marked reward_failed.
-    policy_version is the oldest that any of the row's tokens came from, -1 without a token.
+    A trajectory that failed or has no turn is one row without a sampled token, marked reward_failed. policy_version is
+    the oldest version that sampled any token of the row, -1 without a token.
+
+    Args:
+        prompt_length, response_length: widths P and R of the columns; the runner's limits keep within them.
+        extra_outputs: extra outputs of the engine that sampled the turns.
     """
     rows: list[_Row] = []
     for one in trajectories:
@@ -73,7 +75,7 @@ def trajectory_rows(
 
 
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
-    """The row of these turns; without any it has nothing to learn from."""
+    """Returns the row of these turns. A row without turns has no token to train on."""
     of_step, told = bool(turns) and trajectory.by_step, turns or trajectory.turns
     if trajectory.stop == "failed":
         finish_reason = "abort"
@@ -129,7 +131,7 @@ def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
 
 
 def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
-    """Columns that are not tensors."""
+    """Returns the columns that are not tensors."""
     trajectories = [row.trajectory for row in rows]
     specs = [one.spec for one in trajectories]
     numbers: dict[str, int] = {}
