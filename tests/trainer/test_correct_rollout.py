@@ -143,6 +143,7 @@ def test_weights_reach_the_loss(folder: Path, plain: dict[str, float]) -> None:
     assert truncated["rollout_corr/rollout_is_ratio_fraction_high"] == 1
 
 
+@pytest.mark.slow
 def test_bypass_takes_effect(folder: Path, plain: dict[str, float]) -> None:
     """The ratio is exp(0.3): plain PPO keeps the gradient of tokens it does not clip, REINFORCE weighs all of them."""
     weight = math.exp(-SHIFT)

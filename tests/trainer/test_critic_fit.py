@@ -33,6 +33,7 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder.with_suffix(".pt"), weights_only=False)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_first_then_both(options: list[str], tmp_path: Path) -> None:
     run_ppo([*options, "trainer.total_training_steps=2"])
     run_dir = tmp_path / "run"

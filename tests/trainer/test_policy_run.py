@@ -140,6 +140,7 @@ def test_a_run_balances_its_experts_and_replays_those_of_the_rollout(options: li
         assert step["training/rollout_probs_diff_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_episodes_replay_their_experts_also_where_they_began_a_step_before(tmp_path: Path) -> None:
     guess = {
         "env_type": "guess_number", "max_steps": 3, "max_tokens_per_step": 4, "agent_template": "{observation}",

@@ -50,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.write_files(tmp_path_factory.mktemp("run"), QUESTIONS, REWARD, hidden=32, layers=1)
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_deleted_makes_what_its_commands_need_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +166,7 @@ def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, caps
     assert shown.count("a reward failed") == 1 and kept[0]["response"] in shown and "Traceback" in text
 
 
+@pytest.mark.slow
 def test_validation_counts_failures_and_leaves_them_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first batch of the validation has no score at all, and so no `acc`: it decides neither names nor means."""
     (folder / "lose_three.py").write_text(

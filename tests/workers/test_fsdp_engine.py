@@ -55,6 +55,7 @@ def test_infer_equals_transformers(path: str, ranks: Ranks, world: int, case: Ca
         assert np.abs(found - expected).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_training_on_two_ranks_equals_one(path: str, tied_path: str, two_ranks: OnRanks) -> None:
     """Six optimizer steps with lr 1e-3 move parameters by up to 6e-3; ranks agree within 2e-6."""
     for model in (path, tied_path):

@@ -76,6 +76,7 @@ def test_fp64_in_process(path: str) -> None:
     assert_within(fp64_table(path, one_mode_each(), worlds=(3,)), FP64)
 
 
+@pytest.mark.slow
 def test_fp32_on_two_ranks(path: str, ranks: Ranks, tmp_path: Path) -> None:
     few = {RAGGED: {name: CUTS[RAGGED][name] for name in ("20 tokens", "empty rows")}}
     assert_within(fp32_table(path, str(tmp_path), one_mode_each(), ranks, worlds=(2,), cuts_of=few), FP32)

@@ -131,6 +131,7 @@ def gradients(path: str, batch: Batch, cases: list[Case]) -> list[dict[str, np.n
     return found
 
 
+@pytest.mark.slow
 def test_the_gradient_does_not_depend_on_the_cut(experts: str, ranks: Ranks) -> None:
     expected = plain_gradient(experts, BATCH)
     on_two = ranks.run(gradients, experts, BATCH, CASES[1:5], size=2)

@@ -187,6 +187,7 @@ def test_wrong_input_is_refused_before_the_first_trial(task: TinyTask, words: li
         check_sweep(asked, Search(), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "trials", "recipes"), [("grpo/sweep.yaml", 6, 1), ("comparison.yaml", 11, 9)])
 def test_the_sweeps_of_the_recipes_are_checked_whole(
     file: str, trials: int, recipes: int, monkeypatch: pytest.MonkeyPatch

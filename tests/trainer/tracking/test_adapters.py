@@ -112,6 +112,7 @@ psutil.wait_procs(services)
 """
 
 
+@pytest.mark.slow
 def test_wandb_says_nothing_at_the_end_where_its_service_ended_with_the_run(tmp_path: Path) -> None:
     """As it does with an account on a machine without a way out, whose uploads never end."""
     environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}

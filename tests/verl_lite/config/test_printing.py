@@ -61,6 +61,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(value=st.lists(values, min_size=4, max_size=8), name=texts)
 def test_any_value_reads_back_the_same(value: object, name: str) -> None:

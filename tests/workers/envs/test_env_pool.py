@@ -90,6 +90,7 @@ def test_slow_environments_do_not_hold_up_others(make_pool: MakePool) -> None:
     assert time.monotonic() - started < 8  # one after the other: 16 s
 
 
+@pytest.mark.slow
 def test_a_limit_of_a_tag_holds_for_that_tag_alone(make_pool: MakePool) -> None:
     pool = make_pool(1, others={"shy": template("shy", max_env_step_concurrent=1)})
     keys = [f"env{number}" for number in range(6)]
