@@ -8,6 +8,7 @@ environments. It broadcasts its calls, and the other ranks repeat them in `Runne
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class Runner(Generic[Owner]):
         self._owners: dict[str, Owner] = {}
         self._requests: list[Request] = []  # submitted and aborted here, and not yet sent to the other ranks
         self._aborted: list[str] = []
+        self._is_stepping = False  # stays True if an engine step fails
         self._busy_s, self._steps, self._sequences, self._tokens = 0.0, 0, 0, 0
 
     @contextmanager
@@ -51,8 +53,9 @@ class Runner(Generic[Owner]):
             try:
                 yield True
             finally:
-                self._send(steps=0)
-                self._broadcast(None)
+                if not self._is_stepping:  # after a failed engine step the other ranks may not be waiting for calls
+                    self._send(steps=0)
+                    self._broadcast(None)
         else:
             while (calls := self._broadcast(None)) is not None:
                 self._repeat(calls)
@@ -80,7 +83,9 @@ class Runner(Generic[Owner]):
         started, running = time.perf_counter(), self.engine.unfinished
         limit = None if until_completion else 1
         self._send(limit)
+        self._is_stepping = True
         completions, steps = self._run(limit)
+        self._is_stepping = False
         self._busy_s += time.perf_counter() - started
         self._steps += steps
         self._sequences += running * steps
@@ -132,5 +137,6 @@ def group_of_engine(tensor_parallel: int) -> dist.ProcessGroup | None:
     each rank has an engine of its own. Collective: all ranks of the default group call this function."""
     if tensor_parallel == 1:
         return None
-    group, _ = dist.new_subgroups(tensor_parallel, backend="gloo")
+    # ranks wait for the leader while it waits for environments, which have their own time limits
+    group, _ = dist.new_subgroups(tensor_parallel, backend="gloo", timeout=timedelta(days=1))
     return group

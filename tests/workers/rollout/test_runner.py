@@ -53,6 +53,24 @@ def run_episodes_on_rank(rng_seed: int) -> tuple[bool, list[Any]]:
     return leads, engine.calls
 
 
+def fail_in_a_step() -> str:
+    """An engine step fails on both ranks, as when a collective fails. Returns the error that the caller sees."""
+
+    class Failing(LoggedEngine):
+        def step(self) -> list[Completion]:
+            raise ArithmeticError("the step failed")
+
+    runner: Runner[int] = Runner(Failing(), group_of_engine(2))
+    try:
+        with runner.lead() as leads:
+            if leads:
+                runner.submit(Request("1/a_0/0", (1,), SamplingParams(max_tokens=3)), 0)
+                runner.step()
+    except ArithmeticError as error:
+        return str(error)
+    return ""
+
+
 def fail_on_leader() -> list[Any]:
     engine = LoggedEngine()
     runner: Runner[int] = Runner(engine, group_of_engine(2))
@@ -90,3 +108,7 @@ def test_the_other_ranks_return_when_the_leader_fails(ranks: Any) -> None:
     first, second = ranks.run(fail_on_leader, size=2)
     assert first == second
     assert [call[0] for call in first if call != "step"] == ["1/a_0/0", "2/a_0/0"]
+
+
+def test_a_failed_step_is_raised_on_every_rank_at_once(ranks: Any) -> None:
+    assert ranks.run(fail_in_a_step, size=2) == ["the step failed"] * 2
