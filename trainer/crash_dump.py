@@ -7,6 +7,7 @@ step.pkl describes the failed step, and `python -m trainer.replay RUN/crash/step
 
 import faulthandler
 import json
+import pickle
 import platform
 import shlex
 import shutil
@@ -22,11 +23,8 @@ from trainer.checkpoint import saved_steps, why_not_written
 from trainer.cli import failure_text
 from verl_lite.errors import UserError, circumstances
 from verl_lite.protocol import DataProto
-from verl_lite.schema import column
 
 PACKAGES = ("torch", "vllm", "ray", "transformers", "peft", "tensordict", "omegaconf", "numpy")
-BEFORE_THE_BATCH = ("gen", "reward")  # phases that produce the batch, which a replay repeats, as it does these writers
-COMPUTED_BY = ("workers/actor_rollout.py", "workers/frozen_models.py", "workers/critic.py", "trainer/advantage.py")
 STEP = "step.pkl"
 END_OF_LOG = 64 << 10  # bytes of each log in a dump
 
@@ -67,6 +65,8 @@ def dump_on_failure(job: Any, trainer: Any) -> Iterator[None]:
             error.add_note(write_dump(job, trainer, folder, error))
         except OSError as why:
             error.add_note(f"No crash dump was written: {why_not_written(folder, why)}")
+        except (pickle.PicklingError, AttributeError, TypeError) as why:  # what pickle raises for objects of a user
+            error.add_note(f"{folder} cannot be replayed, because the batch cannot be pickled: {why}")
         raise
 
 
@@ -108,11 +108,8 @@ def _failed_step(job: Any, trainer: Any, error: BaseException) -> FailedStep | N
     if data is None or (prompts is None and not job.replays_steps):
         return None
     trainer.saver.wait()
-    batch, saved = None, saved_steps(job.run_dir)
-    if phase not in BEFORE_THE_BATCH and trainer.scored_batch is not None:
-        batch = trainer.scored_batch
-        kept = [name for name in map(str, batch.batch.keys()) if column(name).writer not in COMPUTED_BY]
-        batch = batch.select(batch_keys=kept, meta_info_keys=[])
+    saved = saved_steps(job.run_dir)
+    batch = None if trainer.scored_batch is None else trainer.scored_batch.select(meta_info_keys=[])
     checkpoint = str(saved[max(saved)]) if saved else None
     steps, kinds = trainer.steps, (type(job), type(job.config))
     return FailedStep(*kinds, steps.global_step, steps.epoch, phase, prompts, batch, checkpoint)

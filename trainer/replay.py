@@ -50,6 +50,8 @@ def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
     from verl_lite.config import load_schema
 
     class ReplayJob(failed.job):  # type: ignore[name-defined]
+        replays_steps = False  # if the step fails again, there is nothing new to replay
+
         @contextmanager
         def build(self, tracking: Any) -> Iterator[Any]:
             with super().build(tracking) as trainer:

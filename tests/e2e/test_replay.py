@@ -49,7 +49,8 @@ def dump_of(runs: Forked, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return dump_of(Runs(tmp_path, 8, 4, ["actor.ppo_mini_batch_size=4"]), monkeypatch)
+    bypass = "algorithm.rollout_correction.bypass_mode=true"  # old_log_probs are part of the batch
+    return dump_of(Runs(tmp_path, 8, 4, ["actor.ppo_mini_batch_size=4", bypass]), monkeypatch)
 
 
 def test_the_replay_fails_alike_and_passes_when_mended(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +58,7 @@ def test_the_replay_fails_alike_and_passes_when_mended(failed: Path, capsys: pyt
     assert (dump.step, dump.phase) == (2, "update_actor")
     assert dump.checkpoint is not None and dump.checkpoint.endswith("global_step_1")
     assert dump.batch is not None and "token_level_scores" in dump.batch and "advantages" not in dump.batch
+    assert "old_log_probs" in dump.batch
     assert len(dump.prompts) == 4 and len(dump.batch) == 8
     assert "ArithmeticError" in (failed / "error.txt").read_text()
     assert "most recent call first" in (failed / "stacks.txt").read_text()

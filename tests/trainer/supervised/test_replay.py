@@ -69,8 +69,10 @@ def test_a_failed_step_is_dumped_and_repeated_with_the_same_loss(
         failed = read_dump(dump)
         assert failed.step == 4 and failed.checkpoint == str(run_dir / "global_step_2")
         calls[:] = calls[:2]
-        with pytest.raises(ArithmeticError):
-            replay([str(dump)])
-        assert len(calls) == 4 and not (dump / "replay" / "crash").exists()
+        elsewhere = tmp_path / "elsewhere"
+        with pytest.raises(ArithmeticError) as caught:
+            replay([str(dump), f"trainer.default_local_dir={elsewhere}"])
+        assert "pickled" not in "".join(caught.value.__notes__)
+        assert len(calls) == 4 and not list(elsewhere.glob("crash/*/step.pkl")), "a replay is not replayed"
     assert replay([str(dump), f"trainer.default_local_dir={tmp_path / 'again'}", "trainer.logger=[jsonl]"]) == 0
     assert losses(tmp_path / "again") == {step: losses(whole)[step] for step in (3, 4)}
