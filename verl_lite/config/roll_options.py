@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl_lite.config.rollout_correction import WEIGHT_LEVELS
+from verl_lite.errors import UserError
 
 
 def trains_on_prompts(given: Mapping[str, Any]) -> bool:
@@ -26,12 +27,19 @@ def dual_clip_loss(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def train_infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns algorithm.rollout_correction for ROLL's weights and filters of train_infer_correction."""
+    """Returns algorithm.rollout_correction for ROLL's weights and filters of train_infer_correction. Raises UserError
+    if the filters are no list of dicts."""
     if given.get("infer_correction"):
         return {}
+    filters = given.get("train_infer_correction.filters") or []
+    if not isinstance(filters, list) or not all(isinstance(one, dict) for one in filters):
+        raise UserError(
+            f"train_infer_correction.filters={filters}: expected a list of filters, such as "
+            "[{enabled: true, agg_type: token, ratio_low: 0.5, ratio_high: 2.0}]"
+        )
     weight = {"enabled": False, "weight_type": "token", "upper_bound": 1.2}
     is_on, level, bound = (given.get(f"train_infer_correction.is_weight.{name}", one) for name, one in weight.items())
-    return _correction(level if is_on else None, bound, given.get("train_infer_correction.filters") or [])
+    return _correction(level if is_on else None, bound, filters)
 
 
 def infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl_lite.config import ConfigError, LoadedConfig, load_config
+from verl_lite.errors import UserError
 
 AGENTIC = """
 {hydra: {run: {dir: .}, output_subdir: null}, defaults: [../config/deepspeed_zero3@_here_],
@@ -230,3 +231,6 @@ def test_keys_of_older_files_are_named(tmp_path: Path) -> None:
     for name, (value, remedy) in others.items():
         with pytest.raises(ConfigError, match=remedy):
             load(tmp_path, {name: value})
+    for wrong in (5, "token", [3]):
+        with pytest.raises(UserError, match="train_infer_correction.filters=.*expected a list of filters"):
+            load(tmp_path, {"train_infer_correction": {"filters": wrong}})
