@@ -50,7 +50,8 @@ class Parts:
             for i in range(len(rows))
         ]
         ids = rows.batch["prompts"]
-        answers = lay_out(ids, rows.batch["prompt_mask"], completions, response_length=RESPONSE, pad_token_id=0)
+        widths: dict[str, Any] = {"response_length": RESPONSE, "pad_token_id": 0, "extra_outputs": {}}
+        answers = lay_out(ids, rows.batch["prompt_mask"], completions, **widths)
         answers.meta_info["metrics"] = {"rollout/slowest_rank_seconds": Metric.max(1.0)}
         return answers
 

@@ -70,7 +70,7 @@ def lay_out(
     *,
     response_length: int,
     pad_token_id: int,
-    extra_outputs: ExtraOutputs | None = None,
+    extra_outputs: ExtraOutputs,
 ) -> DataProto:
     """Returns the rows of the completions; see `rows.write_rows`. Rows without a completion have an empty response."""
     empty = Response([], [], [], "", -1, {})
@@ -87,4 +87,4 @@ def lay_out(
         )
         for done in completions
     ]
-    return write_rows(prompts, prompt_mask, responses, response_length, pad_token_id, extra_outputs or {})
+    return write_rows(prompts, prompt_mask, responses, response_length, pad_token_id, extra_outputs)

@@ -60,7 +60,7 @@ def answered(tokenizer: PreTrainedTokenizerBase) -> DataProto:
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in ANSWERS]
     done = [Completion("", row, [0.0] * len(row), "stop", 0) for row in ids]
     prompts = torch.full((len(ids), 4), 9)
-    batch = lay_out(prompts, torch.ones_like(prompts), list(done), response_length=12, pad_token_id=0)
+    batch = lay_out(prompts, torch.ones_like(prompts), list(done), response_length=12, pad_token_id=0, extra_outputs={})
     chats = np.empty(len(ids), dtype=object)
     chats[:] = [[{"role": "user", "content": question}] for question in QUESTIONS]
     batch.non_tensor_batch["raw_prompt"] = chats
