@@ -39,14 +39,25 @@ def marked_processes(mark: str, token: str, folders: Sequence[str] = ()) -> list
     places = tuple(os.path.realpath(folder) + "/" for folder in folders)
     found = []
     for pid in _other_processes():
-        try:
-            environment = Path(_PROC, pid, "environ").read_bytes()
-        except OSError:  # the process has ended or belongs to another user
-            continue
+        environment = _environment(pid)
         overwritten = environment.startswith(b"\0")
         if wanted in environment.split(b"\0") or (overwritten and any(f.startswith(places) for f in _open_files(pid))):
             found.append(int(pid))
     return found
+
+
+def _environment(pid: str) -> bytes:
+    """Returns the initial environment of a process; empty if it has ended or belongs to another user."""
+    try:
+        for _ in range(10):
+            if environment := Path(_PROC, pid, "environ").read_bytes():
+                return environment
+            # The kernel shows no environment while a process starts a program. Kernel threads have no program.
+            os.readlink(Path(_PROC, pid, "exe"))
+            time.sleep(0.001)
+    except OSError:
+        return b""
+    return b""
 
 
 def _other_processes() -> list[str]:
