@@ -118,7 +118,9 @@ class TinyRun:
         while self.leftovers() and time.monotonic() < deadline:
             time.sleep(0.2)
         left = self.leftovers()
-        assert left == [], f"{left}\n{self.output()}"
+        commands = [Path(f"/proc/{one}/cmdline") for one in left if isinstance(one, int)]
+        shown = [path.read_bytes().replace(b"\0", b" ") for path in commands if path.exists()]
+        assert left == [], f"{left} {shown}\n{self.output()}"
 
     def output(self) -> str:
         """The end of what it printed."""

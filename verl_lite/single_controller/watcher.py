@@ -48,12 +48,18 @@ def marked_processes(mark: str, token: str, folders: Sequence[str] = ()) -> list
 
 def _environment(pid: str) -> bytes:
     """Returns the initial environment of a process; empty if it has ended or belongs to another user."""
+    process, times_empty = Path(_PROC, pid), 0
     try:
-        for _ in range(10):
-            if environment := Path(_PROC, pid, "environ").read_bytes():
+        for _ in range(1000):
+            if environment := (process / "environ").read_bytes():
                 return environment
-            # The kernel shows no environment while a process starts a program. Kernel threads have no program.
-            os.readlink(Path(_PROC, pid, "exe"))
+            os.readlink(process / "exe")  # fails for kernel threads and ended processes
+            # The kernel shows no environment and env_end=0 while a process starts a program, which takes long for a
+            # process of low priority. The program may start between the two reads, so an empty one must be seen twice.
+            env_end = (process / "stat").read_bytes().rpartition(b")")[2].split()[48]
+            times_empty += env_end != b"0"
+            if times_empty == 2:
+                break
             time.sleep(0.001)
     except OSError:
         return b""
