@@ -1,0 +1,79 @@
+"""Asynchronous training, live: seconds per step for K = async_training.max_off_policy_threshold against K = 0.
+
+The main job on the task of `bench step` (1.06M parameters, 16 prompts x 8 samples of skewed lengths) with a reward that
+takes `--seconds` for each sample, all samples at once, as a judge or a sandbox does. Runs with different K take turns.
+Printed is the median over rounds of the ratio of K to K = 0 in the same round, with the smallest and largest. Options:
+--rounds N, --steps N, --seconds S, --engines hf vllm.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.bench.frame import options
+from tests.bench.step_task import SIZES, arguments, make_task
+from trainer.tracking import read_metrics
+
+THRESHOLDS = (0, 1, 2)
+WARM_UP = 3
+REWARD = """
+import asyncio, zlib
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None, seconds=0.0):
+    if solution_str != ground_truth:  # not when it is tried before the run
+        await asyncio.sleep(seconds)
+    return (zlib.crc32(solution_str.encode()) % 1000) / 1000
+"""
+
+
+def seconds_per_step(folder: Path, name: str, engine: str, threshold: int, steps: int, seconds: float) -> float:
+    """Returns the mean time of a step after the first ones, from their times in the log."""
+    own = {
+        "rollout.name": engine,
+        "async_training.max_off_policy_threshold": threshold,
+        "reward.custom_reward_function.path": folder / "reward.py",
+        "reward.reward_kwargs": f"{{seconds: {seconds}}}",
+        "reward.max_concurrent": 512,
+        "reward.num_workers": 1,
+        "trainer.backend": "inline",
+        "trainer.device": "cpu",
+        "trainer.total_training_steps": steps,
+        "trainer.default_local_dir": folder / name,
+    }
+    command = [sys.executable, "-m", "trainer.main_ppo", *arguments(folder, SIZES[0].lengths[1], own)]
+    with (folder / f"{name}.log").open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit((folder / f"{name}.log").read_text()[-3000:])
+    rows = read_metrics(folder / name / "metrics.jsonl")
+    return statistics.fmean(rows[step]["timing_s/step"] for step in range(1 + WARM_UP, steps))
+
+
+def main(argv: list[str]) -> int:
+    """Runs all engines and thresholds in turn."""
+    given = options("async_live", __doc__, argv, rounds=3, steps=14, seconds=0.5, engines=["hf", "vllm"])
+    with tempfile.TemporaryDirectory(prefix="bench-async-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        make_task(folder, SIZES[0])
+        (folder / "reward.py").write_text(REWARD)
+        for engine in given.engines:
+            ratios: dict[int, list[float]] = {threshold: [] for threshold in THRESHOLDS}
+            base = list[float]()
+            for round_number in range(given.rounds):
+                times = {
+                    k: seconds_per_step(folder, f"{engine}-{round_number}-{k}", engine, k, given.steps, given.seconds)
+                    for k in THRESHOLDS
+                }
+                base.append(times[0])
+                for k in THRESHOLDS:
+                    ratios[k].append(times[k] / times[0])
+            print(f"{engine}, reward of {given.seconds} s, K=0: {statistics.median(base):.2f} s per step")
+            for k in THRESHOLDS[1:]:
+                low, high = min(ratios[k]), max(ratios[k])
+                print(f"  K={k}: {statistics.median(ratios[k]):.2f} x the time ({low:.2f} to {high:.2f})", flush=True)
+    return 0
