@@ -31,7 +31,17 @@ PRELOADED = [
     "matplotlib.backends.backend_agg", "matplotlib.figure",
 ]  # fmt: skip
 PATIENCE_S = 300
-VOLATILE = ("timing", "perf/", "_per_second", "seconds", "_gb", "weight_sync", "idle_frac")
+VOLATILE = (
+    "timing",
+    "perf/",
+    "_per_second",
+    "seconds",
+    "_gb",
+    "weight_sync",
+    "idle_frac",
+    "engine_busy",
+    "engine_sequences",
+)
 ACTOR, CRITIC = ("actor",), ("actor", "critic")
 COMMON = [
     "trainer.backend=inline", "trainer.device=cpu", "rollout.name=hf", "rollout.n=2", "reward.num_workers=0",
@@ -148,6 +158,7 @@ def assert_same_end(expected: Path, found: Path, step: int, parts: tuple[str, ..
 def driver_state(checkpoint: Path) -> dict[str, Any]:
     state = torch.load(checkpoint / "data.pt", weights_only=False)
     free = ("trainer.default_local_dir", "trainer.resume_", "trainer.experiment_name", "trainer.total_training_steps")
+    state["steps"].get("scheduler", {}).pop("metrics", None)  # times of samples that were started ahead
     state["config"] = {name: value for name, value in state["config"].items() if not name.startswith(free)}
     return state
 

@@ -4,6 +4,7 @@
 `build_trainer` is a context manager: on exit it stops the processes and closes the files, also after an error.
 """
 
+import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,13 +15,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.agentic.agentic_pipeline import episode_parts, try_environments
+from trainer.agentic.agent_trainer import episode_parts, try_environments
 from trainer.cli import worker_environment
 from trainer.console import Console
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import DynamicSamplingSteps
 from trainer.evaluate.sample_files import SampleFiles
+from trainer.group_sources import PromptSource
 from trainer.picture import draw_curve
 from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
 from trainer.planner.batch import launch_table
@@ -29,14 +30,14 @@ from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.resources import DeviceHolder, join_ray, start_workers
-from trainer.rewards.failures import FailureLog
+from trainer.rewards.failures import LEAST_REWARDS, FailureLog
 from trainer.rewards.groups import ACCURACY, SCORE
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
 from trainer.rewards.scores import OVERLONG, Rewards
-from trainer.roles import ActorRole, AgentRole, CriticRole, ReferenceRole, RewardModelRole
+from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.run import Job, Report, ResourceRequest, run
 from trainer.saving import Saver, checkpoint_bytes
-from trainer.steps import TrainingSteps, count_steps
+from trainer.steps import count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
@@ -161,6 +162,9 @@ class PPOJob(Job[PPOConfig]):
 
     def check(self, available: int | None) -> None:
         config = self.config
+        correction, threshold = config.algorithm.rollout_correction, config.async_training.max_off_policy_threshold
+        if correction.bypass_mode is None:
+            correction.bypass_mode = threshold > 0
         validate(config, engines=engine_names(), slots=self.slots, available=available)
         if config.rollout.name == "auto":
             problem = vllm_problem(config.model, config.rollout, device_type(config.trainer.device))
@@ -168,6 +172,8 @@ class PPOJob(Job[PPOConfig]):
                 config.rollout.name = "hf"
                 self.console.note(f"rollout.name=auto chooses hf: {problem}")
                 validate(config, engines=engine_names(), slots=self.slots, available=available)
+        for note in sampling_notes(config, self.slots):
+            self.console.note(note)
 
     def request(self) -> ResourceRequest:
         return request_of(self.config, self.slots)
@@ -217,6 +223,23 @@ class PPOJob(Job[PPOConfig]):
         if result.checkpoint:
             commands["export"] = f"python -m trainer.export {run} --out {shlex.quote(str(run_dir / 'hf'))}"
         return Report([measured], {"picture": draw_curve(run_dir)}, commands)
+
+
+def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
+    """Yields what a user should know about samplers that learn and about environments that wait for each other."""
+    ahead, manager, pool = config.async_training.depth, config.agentic.train_env_manager, config.agentic.env_pool
+    if ahead and config.data.sampler.class_path is not None:
+        yield (
+            f"data.sampler: its update(batch) receives the results {ahead} steps later than without "
+            f"async_training.batches_ahead={ahead}, because it draws that many batches earlier"
+        )
+    engines = max(1, slots // config.rollout.tensor_model_parallel_size)
+    episodes = math.ceil(manager.num_env_groups / engines) * (manager.group_size + manager.group_size_redundancy)
+    if config.is_agentic and 0 < (calls := pool.num_workers * pool.threads) < episodes:
+        yield (
+            f"agentic.env_pool: {episodes} episodes run at once on an engine, and num_workers={pool.num_workers} x "
+            f"threads={pool.threads} = {calls} environments can step at once: raise one of them if steps are slow"
+        )
 
 
 def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
@@ -345,19 +368,19 @@ def build_trainer(
         pool = start_reward_pool(config, run_dir / "logs", stack) if kind.scores else None
         roles = worker_classes(config, total_steps, pool, run_dir, kind)
         groups = start_workers(config, roles, worker_modules(config), run_dir / "logs", stack)
-        actor: ActorRole
+        actor = ActorRole(groups["actor_rollout"], config)
         if data.train is None:
-            actor = agent = AgentRole(groups["actor_rollout"], config)
-            parts = episode_parts(config, agent, run_dir, tracking.note)
+            parts = episode_parts(config, run_dir, tracking.note)
         else:
-            actor, model = ActorRole(groups["actor_rollout"], config), None
+            model = None
             if data.reward_inputs is not None:
                 model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
             text: Any = partial(data.tokenizer.decode, skip_special_tokens=True)
-            failures = FailureLog(config.reward.max_error_rate, run_dir, text, tracking.note)
+            rows = config.data.train_batch_size * config.rollout.n if config.algorithm.filter_groups.enable else 0
+            least = max(LEAST_REWARDS, rows)
+            failures = FailureLog(config.reward.max_error_rate, run_dir, text, tracking.note, least)
             rewards = Rewards(pool, config.reward, run_dir, model, failures)
-            steps = DynamicSamplingSteps if config.algorithm.filter_groups.enable else TrainingSteps
-            parts = {"rewards": rewards, "val_data": data.val, "steps": steps(config, data.train)}
+            parts = {"rewards": rewards, "val_data": data.val, "source": PromptSource(config, data.train)}
         critic = CriticRole(groups["critic"], config) if "critic" in groups else None
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})
         reference = groups.get("ref", groups["actor_rollout"])
@@ -372,6 +395,7 @@ def build_trainer(
             samples=SampleFiles(run_dir, trainer.samples_max_mb << 20, tracking.note, *folders),
             saver=Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
+            total_steps=total_steps,
             **parts,
         )
         built.policy_work = policy_work(config)

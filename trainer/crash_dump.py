@@ -33,9 +33,10 @@ END_OF_LOG = 64 << 10  # bytes of each log in a dump
 class FailedStep:
     """Content of step.pkl.
 
-    job: class of the job. options: class of its configuration. phase: phase of the step, such as update_actor. prompts:
-    prompts of the step; None in supervised training, where the step determines its rows. batch: responses and their
-    scores; None if the step failed before they were complete. checkpoint: newest checkpoint at that time, or None.
+    job: class of the job. options: class of its configuration. phase: phase of the step, such as update_actor.
+    sampling: state of the sampling before the step (see `steps.TrainingSteps`); None in supervised training, where the
+    step determines its rows. batch: responses and their scores; None if the step failed before they were complete.
+    checkpoint: newest checkpoint at that time, or None.
     """
 
     job: type[Any]
@@ -43,7 +44,7 @@ class FailedStep:
     step: int
     epoch: int
     phase: str | None
-    prompts: DataProto | None
+    sampling: DataProto | None
     batch: DataProto | None
     checkpoint: str | None
 
@@ -104,12 +105,12 @@ def read_dump(folder: Path) -> FailedStep:
 def _failed_step(job: Any, trainer: Any, error: BaseException) -> FailedStep | None:
     """Returns the failed step; None if the run failed before its first step or cannot replay one."""
     data, phase = trainer.step_data, circumstances(error).phase
-    prompts = data if isinstance(data, DataProto) else None
-    if data is None or (prompts is None and not job.replays_steps):
+    sampling = data if isinstance(data, DataProto) else None
+    if data is None or (sampling is None and not job.replays_steps):
         return None
     trainer.saver.wait()
     saved = saved_steps(job.run_dir)
     batch = None if trainer.scored_batch is None else trainer.scored_batch.select(meta_info_keys=[])
     checkpoint = str(saved[max(saved)]) if saved else None
     steps, kinds = trainer.steps, (type(job), type(job.config))
-    return FailedStep(*kinds, steps.global_step, steps.epoch, phase, prompts, batch, checkpoint)
+    return FailedStep(*kinds, steps.global_step, steps.epoch, phase, sampling, batch, checkpoint)

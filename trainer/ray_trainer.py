@@ -8,24 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer import step_metrics
 from trainer.advantage import ScalarMetrics, estimate_advantages, reward_postprocess
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import ANSWERS, DynamicSamplingSteps, FilterBudgetExceeded, collect_groups
+from trainer.dynamic_sampling import AnswerGroups, DynamicSampling, FilterBudgetExceeded
 from trainer.evaluate import chunks
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.evaluate.validation_metrics import validation_metrics
 from trainer.final_report import FitResult
+from trainer.group_sources import ANSWERS, prompt_groups
 from trainer.planner.model_shape import ModelShape
-from trainer.requirements import needs_greedy_baseline, needs_old_log_prob
+from trainer.requirements import needs_old_log_prob
 from trainer.rewards.groups import group_shares
 from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
+from trainer.rollout_scheduler import GroupFilter, GroupSource, RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import TrainingSteps
 from trainer.tracking import Tracking
@@ -42,8 +43,9 @@ from workers.rollout.base import SamplingParams
 class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     """The trainer: holds the components of a run, which `trainer.build` creates from the configuration.
 
-    ref is None if no KL term is configured; critic is None if the estimator needs no values. trains: True if the class
-    updates the policy; if False it has neither critic nor training prompts. scores: True if it computes rewards.
+    ref is None if no KL term is configured; critic is None if the estimator needs no values. source: draws the training
+    samples. total_steps: last step. trains: True if the class updates the policy; if False it has neither critic nor
+    training prompts. scores: True if it computes rewards.
     """
 
     trains = scores = True
@@ -62,7 +64,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         ref: ReferenceRole | None,
         critic: CriticRole | None,
         rewards: Scorer,
-        steps: TrainingSteps,
+        source: GroupSource,
+        total_steps: int,
         val_data: PromptDataset | None,
         tokenizer: PreTrainedTokenizerBase,
         tracking: Tracking,
@@ -70,9 +73,14 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         saver: Saver,
         run_dir: Path,
     ) -> None:
-        super().__init__(config.trainer, steps, tracking, saver, FitResult())
         self.config, self.val_only = config, config.trainer.val_only
-        self.actor, self.ref, self.critic, self.rewards = actor, ref, critic, rewards
+        self.actor, self.ref, self.critic = actor, ref, critic
+        self.rewards: Any = rewards
+        chosen = self.group_filter()
+        self.scheduler = RolloutScheduler(config, source, actor, training_sampling(config), chosen, total_steps)
+        super().__init__(
+            config.trainer, TrainingSteps(config, self.scheduler, total_steps), tracking, saver, FitResult()
+        )
         self.val_data, self.tokenizer, self.samples, self.run_dir = val_data, tokenizer, samples, run_dir
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # data_source -> moments of its scores
@@ -83,10 +91,10 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def fit(self) -> FitResult:
         """Runs all remaining training steps. Returns the results for the final report."""
-        for prompts in self.training_steps():
+        for _ in self.training_steps():
             with self.timed("step"):
                 with self.timed("gen"):
-                    batch = self.collect(prompts)
+                    batch = self.collect_batch()
                 with self.timed("reward"):
                     batch = self.scored_batch = self.score(batch)
                 if self.needs_old_log_prob:
@@ -120,76 +128,75 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     # ------------------------------------------------------------------------------------------------- the stages
 
-    def collect(self, prompts: DataProto) -> DataProto:
-        """Returns the sampled responses of the step; with dynamic sampling, scored groups that passed the filter."""
-        if not isinstance(self.steps, DynamicSamplingSteps):
-            return self.generate(prompts)
+    def collect_batch(self) -> DataProto:
+        """Returns the sampled rows of this step; with dynamic sampling, scored groups that passed the filter.
+
+        With async_training.batches_ahead, starts the samples of later steps. Unless groups span weight updates, the
+        engines receive the weights of the last step here, between the samples of this step and those of later ones.
+        """
+        step, scheduler = self.steps.global_step, self.scheduler
+        if scheduler.spans_updates:
+            scheduler.begin_ahead(step)
         try:
-            batch, metrics = collect_groups(prompts, self.steps, self.generate_and_score)
-        except FilterBudgetExceeded:  # save the last completed step before the run ends
-            self.saver.finish()
-            if self.steps.back_to_last_step() and self.config.trainer.save_freq != 0:
-                if self.steps.global_step not in saved_steps(self.run_dir):
-                    self.saver.save(self.steps, self.state_dict())
+            batch = scheduler.get_batch(step)
+        except FilterBudgetExceeded:
+            self._save_last_step()
             raise
-        self.metrics |= metrics
-        return batch
-
-    def generate_and_score(self, prompts: DataProto) -> DataProto:
-        """Samples and scores one generation batch. Combines its metrics with those of the step's earlier batches."""
-        before, self.metrics = self.metrics, {}
-        batch = self.generate(prompts)
-        with self.timed("reward", within="gen"):
-            batch = self.compute_reward(batch)
-        self.metrics = combine([before, self.metrics])
-        return batch
-
-    def generate(self, prompts: DataProto) -> DataProto:
-        """Samples responses to the prompts and collects the rollout metrics."""
-        batch = self.sample(prompts)
         self.metrics |= batch.meta_info.pop("metrics")
+        if scheduler.batches_ahead and not scheduler.spans_updates and not self.steps.is_last:
+            with self.timed("update_weights"):
+                self.metrics |= self.give_weights(step - 1)
+            scheduler.begin_ahead(step)
         if self.config.algorithm.rollout_correction.bypass_mode:  # the ratio is taken against the rollout policy
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         return batch
 
-    def sample(self, prompts: DataProto) -> DataProto:
-        """Samples rollout.n responses per prompt, or the number in the column answers_per_prompt, plus one greedy
-        response if its score is the baseline (ReMax)."""
-        greedy = needs_greedy_baseline(self.config)
-        sampling = training_sampling(self.config)
-        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
-        return self.rollout(prompts, sampling, n, "train", self.steps.global_step, greedy_too=greedy)
+    def group_filter(self) -> GroupFilter:
+        """Returns the filter of the sampled groups."""
+        if self.config.algorithm.filter_groups.enable:
+            return DynamicSampling(self.config, self.rewards, self.score_groups)
+        return AnswerGroups(self.rewards, waits=self.config.async_training.max_off_policy_threshold > 1)
 
-    def rollout(
-        self,
-        prompts: DataProto,
-        sampling: SamplingParams,
-        n: int | np.ndarray,
-        purpose: str,
-        step: int,
-        greedy_too: bool = False,
-    ) -> DataProto:
-        """Samples `n` responses per prompt (n[i] for prompt i); the rows of a prompt are adjacent. Adds the columns
-        sample and sample_id. `greedy_too` adds a greedy response per prompt, marked in the column is_greedy."""
-        counts = np.broadcast_to(n, len(prompts))
-        rows = prompts.sample_level_repeat(counts + greedy_too)
-        sample = np.concatenate([np.arange(count + greedy_too) for count in counts])
-        uids = rows.non_tensor_batch["uid"]
-        names = [f"{purpose}/{self.steps.global_step}/{uid}/{k}" for uid, k in zip(uids, sample, strict=True)]
-        rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
-        rows.non_tensor_batch |= {"is_greedy": sample == counts.repeat(counts + 1)} if greedy_too else {}
-        rows.meta_info = {"sampling": sampling, "step": step, "seed": self.config.trainer.seed}
-        kept = rows.select(batch_keys=[ANSWERS] if ANSWERS in rows else [], meta_info_keys=[])
-        return kept | self.actor.generate(rows)
+    def score_groups(self, groups: DataProto) -> DataProto:
+        """Scores the rows of complete groups for the filter. Combines the metrics with those of the step's other
+        groups."""
+        before, self.metrics = self.metrics, {}
+        with self.timed("reward", within="gen"):
+            groups = self.compute_reward(groups)
+        self.metrics = combine([before, self.metrics])
+        return groups
+
+    def _save_last_step(self) -> None:
+        """Saves the last completed step, if this process has one, before a step ends the run."""
+        self.saver.finish()
+        if self.steps.global_step > 1 and self.config.trainer.save_freq != 0:
+            self.steps.give_up_step(self.step_data)
+            if self.steps.global_step not in saved_steps(self.run_dir):
+                self.saver.save(self.steps, self.state_dict())
 
     def model_update(self) -> Metrics:
-        """Copies the trained weights to the rollout engines. The current step becomes the version of new samples."""
-        return self.actor.update_weights(version=self.steps.global_step)
+        """Copies the trained weights to the rollout engines. The current step becomes the version of new samples. If
+        samples of later steps are started ahead with one version each, `collect_batch` does this instead."""
+        scheduler = self.scheduler
+        if scheduler.batches_ahead and not scheduler.spans_updates and scheduler.version is not None:
+            return {}
+        return self.give_weights(self.steps.global_step)
+
+    def give_weights(self, version: int, must: bool = False) -> Metrics:
+        """Copies the weights every agentic.model_update_frequency steps. version: last step of their training. must:
+        True to ignore the frequency."""
+        scheduler, every = self.scheduler, self.config.agentic.model_update_frequency
+        if version == scheduler.version or not (must or scheduler.version is None or version % every == 0):
+            return {}
+        if not scheduler.spans_updates:
+            scheduler.finish()
+        scheduler.version = version
+        return self.actor.update_weights(version=version)
 
     def score(self, batch: DataProto) -> DataProto:
         """Adds the rewards, most of which were computed during generation. With dynamic sampling the batch already has
         them."""
-        return batch if isinstance(self.steps, DynamicSamplingSteps) else self.compute_reward(batch)
+        return batch if self.scheduler.filter.adds_scores else self.compute_reward(batch)
 
     def compute_reward(self, batch: DataProto) -> DataProto:
         """Waits for the rewards of the batch, masks failed rows and subtracts the length penalty."""
@@ -267,6 +274,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def validate(self, result: FitResult) -> dict[str, float]:
         """Generates and scores the validation set, and stores some samples in `result`. Returns the metrics."""
+        if self.scheduler.batches_ahead:
+            self.give_weights(self.steps.global_step, must=True)
         answered = self.generate_validation_set()
         metrics: dict[str, float] = {}
         for sampling, rows in answered.items():
@@ -297,7 +306,9 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
         """Samples sampling.n responses to each validation prompt."""
-        return self.rollout(prompts, sampling.params, sampling.n, sampling.purpose, step=0).select(meta_info_keys=[])
+        name, seed = f"{sampling.purpose}/{self.steps.global_step}", self.config.trainer.seed
+        groups = prompt_groups(prompts, sampling.n, name, seed, step=0)
+        return self.scheduler.run(groups, sampling.params).select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:
         """Waits for the scores of the responses and returns them as samples."""
@@ -310,6 +321,14 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Returns the KL coefficient and the running moments."""
         moments = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
         return {"kl_coef": self.kl_ctrl.value, "running_moments": moments}
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step. If every batch has one version, the engines then receive the weights that
+        those of a resumed run have, because the groups that replace dropped ones are sampled with them."""
+        super().save()
+        is_last = self.steps.is_last or self.steps.stopping
+        if self.scheduler.batches_ahead and not self.scheduler.spans_updates and not is_last:
+            self.give_weights(self.steps.global_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`, and removes the sample files of later steps."""

@@ -108,10 +108,10 @@ def recipe_modules(config: RunOptions) -> list[str]:
 def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     """Returns the trainer class: the recipe's, or else the standard class for the configuration. Raises UserError if
     the recipe's class is not a subclass of the standard class."""
-    from trainer.agentic.agentic_pipeline import AgenticPipeline
+    from trainer.agentic.agent_trainer import AgentTrainer
     from trainer.ray_trainer import RayPPOTrainer
 
-    usual = AgenticPipeline if config.is_agentic else RayPPOTrainer
+    usual = AgentTrainer if config.is_agentic else RayPPOTrainer
     chosen = getattr(load_recipe(config.recipe), "trainer_class", usual) if config.recipe else usual
     if not (inspect.isclass(chosen) and issubclass(chosen, usual)):
         raise UserError(

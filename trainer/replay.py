@@ -39,9 +39,9 @@ def replay(folder: Path, overrides: list[str]) -> int:
     if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
         arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
     source = "sampled again" if failed.batch is None else "from the dump"
-    shown = "" if failed.prompts is None else f"answers {source}, "
+    shown = "" if failed.sampling is None else f"answers {source}, "
     print(f"Step {failed.step}, which failed in {failed.phase}: {shown}weights of {failed.checkpoint or 'the model'}")
-    return (_replay_supervised if failed.prompts is None else _replay_ppo)(failed, [*arguments, *overrides])
+    return (_replay_supervised if failed.sampling is None else _replay_ppo)(failed, [*arguments, *overrides])
 
 
 def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
@@ -75,10 +75,10 @@ def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
     class Replay(trainer):  # type: ignore[misc, valid-type]
         def resume(self) -> None:
             super().resume()
-            self.steps.restrict_to_step(failed.step, failed.epoch, failed.prompts)
+            self.steps.restrict_to_step(failed.step, failed.sampling)
 
-        def collect(self, prompts: DataProto) -> DataProto:
-            return super().collect(prompts) if failed.batch is None else failed.batch
+        def collect_batch(self) -> DataProto:
+            return super().collect_batch() if failed.batch is None else failed.batch
 
         def score(self, batch: DataProto) -> DataProto:
             return super().score(batch) if failed.batch is None else batch

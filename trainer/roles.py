@@ -4,6 +4,7 @@ The driver plans once for all ranks: the rows of each optimizer step, the rank o
 and the global denominators of the loss. Ranks only execute the plan.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,9 +19,8 @@ from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import outcome_scores
 from verl_lite.errors import UserError
-from verl_lite.group_filters import make_group_filter
-from verl_lite.metrics import Metric, combine, join
-from verl_lite.protocol import DataProto, DataProtoFuture
+from verl_lite.metrics import Metric, combine
+from verl_lite.protocol import DataProto, DataProtoFuture, chunk_bounds
 from verl_lite.rewards import RewardResult
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
@@ -128,25 +128,37 @@ def joined_metrics(results: Iterable[DataProto], more: Metrics) -> DataProto:
     return DataProto(meta_info={"metrics": combine([result.meta_info["metrics"] for result in results]) | more})
 
 
-def step_of(batch: DataProto) -> int:
-    """Returns the training step, counted from 1, from meta_info['global_step'], which ROLL counts from 0."""
-    if "global_step" not in batch.meta_info:
-        raise ValueError("train_step: the batch has no meta_info['global_step'], counted from 0, as get_batch gives it")
-    return int(batch.meta_info["global_step"]) + 1
-
-
 class ActorRole(ModelRole, SavedByWorkers):
     """The driver's interface to the policy workers."""
 
     extra_inputs = CausalLMPolicy.extra_inputs
 
-    def generate(self, prompts: DataProto) -> DataProto:
-        """Samples one response per row, in row order; meta_info holds the metrics of all ranks."""
-        answers = self.group.generate_sequences(prompts)
-        metrics = join(answers.meta_info["metrics"])
-        slowest, mean = (metrics[f"rollout/{name}_rank_seconds"].value for name in ("slowest", "mean"))
-        answers.meta_info["metrics"] = metrics | {"rollout/idle_frac": Metric.last(1 - mean / slowest)}
-        return answers
+    def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
+        super().__init__(group, config)
+        self._engine_of: dict[str, int] = {}  # engines of the running groups
+
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        """Starts groups of samples without waiting for them. Each engine receives a contiguous block of whole groups;
+        fewer groups than engines go to those that run the fewest."""
+        mesh = self.group.mesh("rollout")
+        if len(plans) >= mesh.dp_size:
+            parts = [list(plans[start:stop]) for start, stop in chunk_bounds(len(plans), mesh.dp_size)]
+        else:
+            running = Counter(self._engine_of.values())
+            engines = sorted(range(mesh.dp_size), key=running.__getitem__)
+            parts = [list(plans[place : place + 1]) for place in map(engines.index, range(mesh.dp_size))]
+        self._engine_of |= {plan.key: engine for engine, part in enumerate(parts) for plan in part}
+        self.group.begin_groups(PerRank(parts[engine] for engine in mesh.dp_rank), sampling)
+
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
+        """Runs until the groups with these keys are complete, or for this time. Returns the completed groups, also
+        others, in one entry per engine."""
+        results = self.group.run_groups(list(keys), seconds)
+        collected = [results[rank] for rank in self.group.mesh("rollout").collecting]
+        for result in collected:
+            for report in result.reports:
+                del self._engine_of[report.key]
+        return collected
 
     def compute_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
         """Computes old_log_probs and entropys under the current weights, and sum_pi_squared if the estimator takes it.
@@ -161,16 +173,12 @@ class ActorRole(ModelRole, SavedByWorkers):
             calculate_sum_pi_squared=estimator_takes(self.config, "sum_pi_squared"),
         )
 
-    compute_log_probs = compute_log_prob  # ROLL's name
-
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Trains on the batch. actor.ppo_mini_batch_size and actor.ppo_epochs set the number of optimizer steps."""
-        return self.train_step(batch, step=step).meta_info["metrics"]
+        return self.train_step(batch, step).meta_info["metrics"]
 
-    def train_step(self, batch: DataProto, blocking: bool = True, step: int | None = None) -> Any:
-        """ROLL's name for `update`. Returns a batch with the metrics in meta_info; blocking=False returns a future.
-        step: the training step; None = read it from the batch."""
-        step = step_of(batch) if step is None else step
+    def train_step(self, batch: DataProto, step: int, blocking: bool = True) -> Any:
+        """Trains as `update`. Returns a batch with the metrics in meta_info; blocking=False returns a future."""
         config, correction = self.config, self.config.algorithm.rollout_correction
         plan = self.plan(
             batch,
@@ -221,29 +229,6 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
     return tensors
 
 
-class AgentRole(ActorRole):
-    """The driver's interface to a policy that acts in environments; a `trainer.rollout_scheduler.GroupRunner`.
-
-    Whole groups are assigned to the engines round-robin, because an engine filters the members of its own groups.
-    """
-
-    def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
-        super().__init__(group, config)
-        self.group_filter = make_group_filter(config.agentic, config.agentic.train_env_manager, "train")
-
-    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
-        """Starts the groups without waiting for them."""
-        mesh = self.group.mesh("rollout")
-        dealt = PerRank(plans[part :: mesh.dp_size] for part in mesh.dp_rank)
-        is_train = any(plan.attempts[0][0].purpose == "train" for plan in plans)
-        self.group.begin_episodes(key, dealt, sampling, self.group_filter if is_train else None)
-
-    def finish_groups(self, key: str) -> list[GroupResults]:
-        """Waits for the groups that were started under this key. Returns one entry per engine."""
-        results = self.group.run_episodes(key)
-        return [results[rank] for rank in self.group.mesh("rollout").collecting]
-
-
 class CriticRole(ModelRole, SavedByWorkers):
     """The driver's interface to the critic workers. Update options that `critic` leaves unset come from `actor`."""
 
@@ -253,11 +238,10 @@ class CriticRole(ModelRole, SavedByWorkers):
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Fits the values to the returns. Mini-batch size and epochs come from `critic`, else from `actor`."""
-        return self.train_step(batch, step=step).meta_info["metrics"]
+        return self.train_step(batch, step).meta_info["metrics"]
 
-    def train_step(self, batch: DataProto, blocking: bool = True, step: int | None = None) -> Any:
-        """ROLL's name for `update`; see `ActorRole.train_step`."""
-        step = step_of(batch) if step is None else step
+    def train_step(self, batch: DataProto, step: int, blocking: bool = True) -> Any:
+        """Trains as `update`; see `ActorRole.train_step`."""
         critic, actor = self.config.critic, self.config.actor
         shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
         plan = self.plan(
@@ -278,8 +262,6 @@ class ReferenceRole(ModelRole):
         """Computes ref_log_prob of the batch; blocking=False returns a future."""
         temperature = self.config.rollout.temperature
         return self.infer(self.group.compute_ref_log_prob, batch, "ref", blocking, temperature=temperature)
-
-    compute_log_probs = compute_ref_log_prob  # ROLL's name
 
 
 class RewardModelRole(ModelRole):

@@ -1,271 +1,407 @@
-"""Schedules the episodes of agentic runs: groups, seeds, replacements, and how far ahead of training they start.
+"""Decides which groups of samples run, for which training step and how far ahead, and filters the scored groups.
 
-The scheduler returns the batch of a step. The seed and the step determine all groups and trajectories, for any number
-of ranks and any timing. The exception is group_size_redundancy, which keeps the episodes of a group that end first.
+A group is the answers to a prompt, or the episodes of an environment. A source (`trainer.group_sources`) draws groups
+in a fixed order, and the ranks sample them (`workers.rollout.group_run`). The batch of a step consists of the first N
+groups in the order of the source that pass the filter; each dropped group is replaced by the next group of the source
+at once. The result does not depend on time.
 
-Steps count from 0. The batch of step s starts in step max(0, s - async_generation_ratio), which is the column
-start_step, and ends before the next weight update, so each trajectory is sampled by one version of the policy. Groups
-that replace dropped ones run with the same weights and have the start_step of their batch. If the filter drops more
-groups than max_replaced_groups, dropped groups complete the batch and are counted. verl's filter_groups ends the run in
-this case (max_num_gen_batches), which would end the training of a policy that has mastered its environments.
+With async_training.batches_ahead = A, groups of the next A steps are sampled while the trainer works. Version v denotes
+the weights after step v. The staleness of a group in step s is s - 1 minus the version with which it was started. No
+group with a staleness above async_training.max_off_policy_threshold = K is trained on, because `get_batch` waits for a
+group that would otherwise become too old. For K <= 1 each batch consists of the groups that were drawn for it, and the
+weights change only when none is running. For K > 1 groups continue under new weights, and the oldest complete groups
+are trained on first, so that they may overtake running ones.
 """
 
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from verl_lite.config import EnvManagerConfig, PPOConfig
+from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
-from workers.rollout.base import SamplingParams, derive_seed
-from workers.rollout.episodes import EpisodeSpec
-from workers.rollout.group_run import EpisodeCounts, GroupPlan, GroupReport, GroupResults
+from workers.rollout.base import SamplingParams
+from workers.rollout.episodes import EpisodeCounts
+from workers.rollout.group_run import GroupPlan, GroupResults
 
-REPLACEMENTS_FROM = 1_000_003
-"""Difference between the episode_ids of a group and its next replacement. It is prime, because seeds follow the ids and
-an environment that takes them modulo the size of a dataset would otherwise repeat the dropped task."""
+SLICE_S = 0.1
+"""Seconds between two checks of the scores of complete groups while other groups are running."""
 
-SEEDS = 2**31
-
-torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # a finished batch is part of a checkpoint
+torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # complete groups are part of a checkpoint
 
 
-class GroupRunner(Protocol):
-    """Starts groups of episodes on the ranks and waits for them, as `trainer.roles.AgentRole` does."""
+class Rows(NamedTuple):
+    """Consecutive rows of a batch."""
 
-    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
-
-    def finish_groups(self, key: str) -> list[GroupResults]: ...
-
-
-@dataclass(frozen=True)
-class EnvGroup:
-    """Environments that share configuration and seed."""
-
-    group_id: int
-    tag: str
-    seed: int
+    batch: DataProto
+    start: int
+    stop: int
 
 
 @dataclass
-class _Slot:
-    """One slot of a batch: its group number, the number of groups that ran for it, the report of the last one, and its
-    row range in the concatenated parts."""
+class Group:
+    """A group that was drawn and is not resolved yet, that is, neither trained on nor dropped.
 
-    number: int
-    attempts: int = 0
-    report: GroupReport | None = None
-    rows: range = range(0)
+    columns: the columns that the source knows; None if the ranks return all columns. version: weights with which the
+    group was started. sampled: its rows when it is complete, and their scores if the filter needed them. counts: of its
+    episodes. kind: verdict of the filter, "kept" or a reason to drop the group; None before that.
+    """
+
+    plan: GroupPlan
+    columns: Rows | None = None
+    version: int = 0
+    sampled: Rows | None = None
+    counts: EpisodeCounts | None = None
+    kind: str | None = None
 
 
-@dataclass
-class _Batch:
-    """A batch whose groups are still running. budget: remaining replacements. keys: keys of the running rounds."""
+class Engines(Protocol):
+    """Runs groups on the rollout engines, as `trainer.roles.ActorRole` does."""
 
-    step: int
-    start_step: int
-    budget: int = 0
-    places: list[_Slot] = field(default_factory=list)
-    keys: deque[str] = field(default_factory=deque)
-    parts: list[GroupResults] = field(default_factory=list)
-    num_dropped: int = 0
-    num_rows: int = 0
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
+
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]: ...
+
+
+class GroupSource(Protocol):
+    """Draws groups in a fixed order; see `trainer.group_sources`. epoch: epoch of the last group, from 0."""
+
+    epoch: int
+
+    def draw_batch(self, step: int, start_step: int) -> list[Group]:
+        """Returns the groups of the batch of `step`, which are started in `start_step`."""
+
+    def draw(self, number: int, step: int) -> list[Group]:
+        """Returns up to `number` groups that replace dropped ones in this step; none if there are no more."""
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Receives a finished training batch, in the order of the steps. Returns metrics."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class GroupFilter:
+    """Judges complete groups. This base class keeps every group."""
+
+    drops = False
+    """True if the filter may drop groups, so that the driver judges complete groups while others are running."""
+    adds_scores = False
+    """True if the filter adds the scores to the rows of the groups."""
+
+    def judge(self, groups: Sequence[Group], wait: bool) -> None:
+        """Sets `kind` of the groups whose scores are available; with wait=True waits for all scores."""
+        for group in groups:
+            group.kind = "kept"
+
+    def most(self, wanted: int) -> float:
+        """Returns the maximum number of groups that may be drawn for a batch of `wanted` groups."""
+        return wanted
+
+    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+        """Called if no more groups may be drawn and `missing` of them lack: keeps dropped groups, or raises."""
+        raise NotImplementedError
+
+    def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
+        """Returns metrics of the batch of this step. dropped: groups that were dropped since the last batch."""
+        return {}
+
+    def restore(self, groups: Sequence[Group]) -> None:
+        """Called with the complete groups of a checkpoint, whose scores may have been lost with the processes."""
 
 
 class RolloutScheduler:
-    """Schedules the batches of one environment manager.
+    """Schedules the batches of one source.
 
-    runner: runs the groups. sampling: sampling parameters of the actions. purpose: "train", or "val", whose batches all
-    have the same episodes.
+    Args:
+        engines: run the groups.
+        sampling: sampling parameters.
+        last_step: no group is started for steps after this one.
     """
 
     def __init__(
         self,
         config: PPOConfig,
-        manager: EnvManagerConfig,
-        runner: GroupRunner,
+        source: GroupSource,
+        engines: Engines,
         sampling: SamplingParams,
-        *,
-        purpose: str = "train",
+        group_filter: GroupFilter | None = None,
+        last_step: int = 0,
     ) -> None:
-        self.manager, self.runner, self.sampling, self.purpose = manager, runner, sampling, purpose
-        self.infer_cluster = runner  # ROLL's name
-        self.ratio = config.agentic.async_generation_ratio if purpose == "train" else 0
-        self.groups = env_groups(manager, config.trainer.seed, purpose)
-        self.next_group = 0  # group number n is episode n // len(groups) of the environments of groups[n % len(groups)]
-        self.flying: dict[int, _Batch] = {}  # running batches by step
-        self.ready: dict[int, DataProto] = {}
-        self._num_rounds = 0
+        self.source, self.engines, self.sampling = source, engines, sampling
+        self.filter, self.last_step = group_filter or GroupFilter(), last_step
+        self.threshold, self.batches_ahead = config.async_training.max_off_policy_threshold, config.async_training.depth
+        self.warmup = config.trainer.critic_warmup  # the weights after these steps are those of version 0
+        self.version: int | None = None  # of the weights in the engines
+        self.groups: list[Group] = []  # unresolved groups in the order of the source
+        self.sizes: dict[int, int] = {}  # number of groups of each batch that was begun, by step
+        self.counts: Counter[str] = Counter()
+        self._metrics: list[dict[str, Metric]] = []
+        self._num_engines = 1
+        self._is_restored = False  # True until the groups of a restored state are started again
+        self._ended_at: float | None = None  # end of the last `get_batch`
 
-    def get_batch(self, data: DataProto, batch_size: int) -> DataProto:
-        """Returns the rows of `batch_size` episodes, ordered by group and by start within a group.
+    @property
+    def spans_updates(self) -> bool:
+        """True if groups continue under new weights."""
+        return self.threshold > 1 and self.batches_ahead > 0
 
-        data: a batch with meta_info global_step, counted from 0. The result has meta_info `metrics` (scheduler,
-        environments and engine), `episodes` (an EpisodeCounts) and global_step.
+    # ----------------------------------------------------------------------------------------------------- batches
+
+    def get_batch(self, step: int) -> DataProto:
+        """Returns the rows of the batch of this step (from 1), ordered by group.
+
+        meta_info has `metrics` of the engines, the scheduler and the filter, and for episodes `episodes`, an
+        EpisodeCounts that includes dropped groups.
         """
-        step, started = int(data.meta_info["global_step"]), time.perf_counter()
-        if self.purpose != "train":
-            self.next_group = 0
-        if step not in self.ready:
-            start_step = step if self.purpose == "train" else 0  # the random numbers depend on it
-            self.finish(self.flying.get(step) or self._begin(step, start_step, batch_size))
-        batch = self.ready.pop(step)
-        seconds = Metric.last(time.perf_counter() - started)
-        batch.meta_info["metrics"] |= {f"time/get_batch_cost_{self.purpose}": seconds}
+        self._begin_again()
+        if step not in self.sizes:
+            self._begin_batch(step, step)
+        started = time.perf_counter()
+        # groups of this batch that an earlier step dropped without a replacement are replaced in addition
+        budget = self.filter.most(self.sizes[step]) - self.sizes[step] + self._missing
+        while (chosen := self._chosen(step)) is None:
+            budget -= self._advance(step, budget)
+        if self._is_sliced:
+            self._collect((), self.groups)  # calls with a time limit return no metrics
+        waited = time.perf_counter() - started
+        taken = {id(group) for group in chosen}
+        dropped = [group for group in self.groups if group.kind not in ("kept", None) and id(group) not in taken]
+        gone = taken | {id(group) for group in dropped}
+        self.groups = [group for group in self.groups if id(group) not in gone]
+        del self.sizes[step]
+        self._account(step, chosen, dropped)
+        batch = assembled(chosen)
+        metrics = self._take_metrics()
+        batch.meta_info["metrics"] = metrics | self.filter.metrics(step, chosen, dropped)
+        if self.batches_ahead:
+            batch.meta_info["metrics"] |= self._async_metrics(step, chosen, waited, metrics)
+        self._ended_at = time.perf_counter()
+        _add_counts(batch, [*chosen, *dropped])
         return batch
 
-    def begin_ahead(self, data: DataProto, batch_size: int) -> None:
-        """Starts the batches of the next steps up to the ratio. Call it after the weight update of the step.
+    def begin_ahead(self, step: int) -> None:
+        """Starts the batches of the next steps, with the weights that the engines have. They run between micro-batches
+        of training; `get_batch` and `finish` complete them. If groups span updates, call it before `get_batch` of the
+        step, so that the engines do not idle while the last groups of its batch end; otherwise after it."""
+        self._begin_again()
+        first = step if self.spans_updates else step + 1
+        for later in range(first, min(step + self.batches_ahead, self.last_step) + 1):
+            if later not in self.sizes:
+                self._begin_batch(later, step)
 
-        They run between micro-batches of training, and `get_batch` or `finish` completes them. data: as in `get_batch`.
-        Does nothing if the ratio is 0.
-        """
-        step = int(data.meta_info["global_step"])
-        for later in range(step + 1, step + self.ratio + 1):
-            if later not in self.flying and later not in self.ready:
-                self._begin(later, step, batch_size)
-
-    def finish(self, *batches: _Batch) -> None:
-        """Waits for these batches, by default for all running ones. Call it before the weights change."""
-        for batch in batches or tuple(self.flying.values()):
-            self._finish_round(batch)
-            while dropped := [place for place in batch.places if place.report is not None and place.report.is_dropped]:
-                granted = zip(dropped, self._attempts_per_slot(batch, dropped), strict=True)
-                if not (places := [place for place, count in granted if count]):
-                    break  # the budget is used up, so dropped groups remain in the batch
-                self._begin_round(batch, places)
-                self._finish_round(batch)
-            self.ready[batch.step] = self._rows(batch)
-            self.flying.pop(batch.step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the scheduler. Finishes the running batches first and includes them."""
-        self.finish()
-        ready = {step: (dict(b.batch.items()), b.non_tensor_batch, b.meta_info) for step, b in self.ready.items()}
-        return {"next_group": self.next_group, "ready": ready}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
-        self.next_group = state["next_group"]
-        self.ready = {step: DataProto.from_dict(*parts) for step, parts in state["ready"].items()}
-
-    def _begin(self, step: int, start_step: int, batch_size: int) -> _Batch:
-        size, rest = divmod(batch_size, self.manager.group_size)
-        if rest:
-            raise ValueError(f"a batch of {batch_size} episodes cannot be cut into groups of {self.manager.group_size}")
-        places = [_Slot(number) for number in range(self.next_group, self.next_group + size)]
-        self.next_group += size
-        most, manager = self.manager.max_replaced_groups, self.manager
-        budget = 4 * manager.num_env_groups if most < 0 else most  # groups that the batch may replace
-        batch = _Batch(step, start_step, budget if manager.group_filter_cls is not None else 0, places)
-        self._begin_round(batch, places)
-        self.flying[step] = batch
+    def run(self, groups: Sequence[Group], sampling: SamplingParams) -> DataProto:
+        """Samples these groups and returns their rows, for example of a validation. Training groups that are running
+        continue beside them."""
+        self.engines.begin_groups([group.plan for group in groups], sampling)
+        self._collect([group.plan.key for group in groups], [*groups, *self.groups])
+        batch = assembled(groups)
+        batch.meta_info["metrics"] = self._take_metrics()
+        _add_counts(batch, groups)
         return batch
 
-    def _begin_round(self, batch: _Batch, places: Sequence[_Slot]) -> None:
-        """Starts a group for each of these slots and plans its replacements, so that ranks replace dropped groups
-        without the driver, as far as the budget suffices in the worst case."""
-        slots = {id(place): slot for slot, place in enumerate(batch.places)}
-        plans = []
-        for place, count in zip(places, self._attempts_per_slot(batch, places), strict=True):
-            attempts = range(place.attempts, place.attempts + count)
-            specs = tuple(self._members(place.number, attempt, batch.start_step) for attempt in attempts)
-            plans.append(GroupPlan(slots[id(place)], specs))
-        self._num_rounds += 1
-        key = f"{self.purpose}/{batch.step}/{self._num_rounds}"
-        self.runner.begin_groups(key, plans, self.sampling)
-        batch.keys.append(key)
+    def finish(self) -> None:
+        """Waits for all running groups."""
+        if keys := self._running():
+            self._collect(keys, self.groups)
 
-    def _attempts_per_slot(self, batch: _Batch, places: Sequence[_Slot]) -> list[int]:
-        """Returns the number of groups that each slot may run in this round: one if none ran yet, plus an equal share
-        of the budget, as far as max_traj_per_env allows."""
-        share, rest = divmod(batch.budget, len(places))
-        wishes = [share + (place.attempts == 0 or not share and index < rest) for index, place in enumerate(places)]
-        most = self.manager.max_traj_per_env
-        begun: Counter[EnvGroup] = Counter()
-        groups = {place.number: self.groups[place.number % len(self.groups)] for place in batch.places}
-        for place in batch.places:
-            begun[groups[place.number]] += place.attempts
-        granted = [0] * len(places)
-        for turn in range(max(wishes)):
-            for index, place in enumerate(places):
-                group, is_first = groups[place.number], place.attempts + turn == 0
-                if granted[index] == turn < wishes[index] and (is_first or most < 0 or begun[group] < most):
-                    granted[index] += 1
-                    begun[group] += 1
-        return granted
+    # ----------------------------------------------------------------------------------------- waiting and choosing
 
-    def _members(self, number: int, attempt: int, start_step: int) -> tuple[EpisodeSpec, ...]:
-        """Returns the episodes of a group (attempt 0) or of its n-th replacement."""
-        episode, place = divmod(number, len(self.groups))
-        group, manager = self.groups[place], self.manager
-        episode_id = episode + attempt * REPLACEMENTS_FROM
-        name = f"{group.tag}_{group.group_id}_{episode_id}_{group.seed}"
-        members = manager.group_size + manager.group_size_redundancy
-        env_ids = range(group.group_id * members, (group.group_id + 1) * members)
-        return tuple(
-            EpisodeSpec(
-                traj_id=f"{name}_{env_id}",
-                traj_group_id=name,
-                tag=group.tag,
-                env_id=env_id,
-                group_id=group.group_id,
-                episode_id=episode_id,
-                seed=(group.seed + episode_id) % SEEDS,
-                group_size=manager.group_size,
-                start_step=start_step,
-                purpose=self.purpose,
+    def _chosen(self, step: int) -> list[Group] | None:
+        """Returns the groups of the batch of this step, or None while it must wait."""
+        wanted = self.sizes[step]
+        chosen = [group for group in self.groups if group.kind == "kept"][:wanted]
+        if len(chosen) < wanted:
+            return None
+        taken = {id(group) for group in chosen}
+        rest = [group for group in self.groups if group.kind in ("kept", None) and id(group) not in taken]
+        # group number i of the rest is trained on in this step at the earliest, if older ones are trained on first
+        earliest = [later for later in sorted(self.sizes) if later > step for _ in range(self.sizes[later])]
+        are_in_time = all(later <= self._last_step_of(group) for later, group in zip(earliest, rest, strict=False))
+        are_complete = all(group.kind is not None for group in rest)
+        return chosen if are_in_time or are_complete else None
+
+    def _last_step_of(self, group: Group) -> int:
+        """Returns the last step in which the staleness of a group does not exceed the threshold."""
+        return max(group.version, self.warmup) + self.threshold + 1
+
+    def staleness(self, step: int, group: Group) -> int:
+        """Returns the number of weight updates between the start of a group and the update of this step."""
+        return max(step - 1, self.warmup) - max(group.version, self.warmup)
+
+    @property
+    def _missing(self) -> int:
+        """Number of groups that the begun batches lack because of dropped ones."""
+        return sum(self.sizes.values()) - sum(group.kind in ("kept", None) for group in self.groups)
+
+    @property
+    def _is_sliced(self) -> bool:
+        return self.filter.drops or self.spans_updates
+
+    def _advance(self, step: int, budget: float) -> int:
+        """Runs groups, judges those that are complete and replaces dropped ones, at most `budget`. Returns the number
+        of replacements."""
+        if keys := self._running():
+            self._collect(keys, self.groups, SLICE_S if self._is_sliced else None)
+        is_running = bool(self._running())
+        unjudged = [group for group in self.groups if group.sampled is not None and group.kind is None]
+        self.filter.judge(unjudged, wait=not is_running)
+        missing = self._missing
+        replacements = self.source.draw(int(min(missing, budget)), step) if missing > 0 and budget > 0 else []
+        if replacements:
+            self._begin(replacements)
+        elif missing > 0 and not is_running:
+            self.filter.complete(step, self.groups, missing)
+        return len(replacements)
+
+    def _begin_batch(self, step: int, start_step: int) -> None:
+        groups = self.source.draw_batch(step, start_step)
+        self.sizes[step] = len(groups)
+        self._begin(groups)
+
+    def _begin(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.version = self.version or 0
+        self.groups += groups
+        self.counts["started"] += len(groups)
+        self.engines.begin_groups([group.plan for group in groups], self.sampling)
+
+    def _running(self) -> list[str]:
+        return [group.plan.key for group in self.groups if group.sampled is None]
+
+    def _collect(self, keys: Sequence[str], groups: Iterable[Group], seconds: float | None = None) -> None:
+        """Runs the engines and stores the rows of the groups that are complete."""
+        of_key = {group.plan.key: group for group in groups}
+        results = self.engines.run_groups(keys, seconds)
+        self._num_engines = len(results)
+        for result in results:
+            self._metrics.append(result.metrics)
+            start = 0
+            for report in result.reports:
+                group, stop = of_key[report.key], start + report.num_rows
+                assert result.rows is not None
+                group.sampled, group.counts = Rows(result.rows, start, stop), report.counts
+                start = stop
+
+    # -------------------------------------------------------------------------------------------- numbers and state
+
+    def _account(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
+        """Checks that every started group is trained on, dropped or still here, and that none is too old."""
+        self.counts.update(trained=len(chosen), dropped=len(dropped))
+        started, resolved = self.counts["started"], self.counts["trained"] + self.counts["dropped"]
+        if started != resolved + len(self.groups):
+            raise RuntimeError(f"step {step}: {started} groups started, {resolved} resolved, {len(self.groups)} left")
+        oldest = max(self.staleness(step, group) for group in chosen)
+        if oldest > self.threshold:
+            raise RuntimeError(
+                f"step {step}: a group has staleness {oldest}, and {self.threshold} is allowed: raise "
+                "async_training.max_off_policy_threshold, or update the engines' weights more often"
             )
-            for env_id in env_ids
-        )
 
-    def _finish_round(self, batch: _Batch) -> None:
-        """Waits for the oldest round and stores its results."""
-        for part in self.runner.finish_groups(batch.keys.popleft()):
-            batch.parts.append(part)
-            for report in part.reports:
-                place = batch.places[report.slot]
-                batch.budget -= report.attempts - (place.attempts == 0)
-                batch.num_dropped += report.attempts - 1 + report.is_dropped
-                place.attempts += report.attempts
-                place.report = report
-                place.rows = range(batch.num_rows, batch.num_rows + report.num_rows)
-                batch.num_rows += report.num_rows
-
-    def _rows(self, batch: _Batch) -> DataProto:
-        """Returns the rows of the batch in the order of its slots."""
-        parts = [part.rows.select(meta_info_keys=[]) for part in batch.parts if part.rows is not None]
-        order = [row for place in batch.places for row in place.rows]
-        result = DataProto.concat(parts).select_idxs(np.array(order, dtype=np.int64))
-        kept = sum(place.report is not None and place.report.is_dropped for place in batch.places)
-        metrics = combine(part.metrics for part in batch.parts)
+    def _take_metrics(self) -> dict[str, Metric]:
+        metrics, self._metrics = combine(self._metrics), []
         slowest, mean = (metrics.get(f"rollout/{name}_rank_seconds") for name in ("slowest", "mean"))
         if slowest is not None and mean is not None and slowest.value > 0:
             metrics["rollout/idle_frac"] = Metric.last(1 - mean.value / slowest.value)
-        result.meta_info["metrics"] = metrics | {
-            "scheduler/group_filter_count": Metric.last(batch.num_dropped),
-            "scheduler/groups_kept_though_dropped": Metric.last(kept),
-            "scheduler/off_policy_ratio": Metric.last(batch.step - batch.start_step),
+        return metrics
+
+    def _async_metrics(
+        self, step: int, chosen: Sequence[Group], waited: float, engines: dict[str, Metric]
+    ) -> dict[str, Metric]:
+        """Returns the metrics of staleness and waiting. waited: seconds that the trainer waited for this batch."""
+        ages = [self.staleness(step, group) for group in chosen]
+        metrics = {
+            "async/staleness/newest": Metric.last(min(ages)),
+            "async/staleness/oldest": Metric.last(max(ages)),
+            "async/staleness/mean": Metric.mean(sum(ages), len(ages)),
+            "async/batches_started": Metric.last(len(self.sizes)),
+            "async/groups_in_flight": Metric.last(len(self._running())),
+            "async/dropped_for_staleness": Metric.last(0),
+            "async/trainer_wait_seconds": Metric.last(waited),
         }
-        result.meta_info["global_step"] = batch.step
-        result.meta_info["episodes"] = sum((part.counts for part in batch.parts), start=EpisodeCounts())
-        return result
+        busy = engines.get("rollout/engine_busy_frac")
+        if self._ended_at is not None and busy is not None:
+            period = time.perf_counter() - self._ended_at
+            idle = max(0.0, period - float(busy.total) / self._num_engines)
+            metrics["async/engine_wait_seconds"] = Metric.last(idle)
+            metrics["async/engine_idle_frac"] = Metric.last(idle / period)
+            metrics["async/trainer_idle_frac"] = Metric.last(min(1.0, waited / period))
+        return metrics
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the current state, which shares its groups with the scheduler."""
+        return {
+            "source": self.source.state_dict(),
+            "groups": list(self.groups),
+            "sizes": dict(self.sizes),
+            "counts": dict(self.counts),
+            "metrics": list(self._metrics),
+        }
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Restores a snapshot, in this process or in another one. The next `get_batch` starts the groups again that
+        were not complete."""
+        self.source.load_state_dict(snapshot["source"])
+        self.groups, self.sizes = list(snapshot["groups"]), dict(snapshot["sizes"])
+        self.counts, self._metrics = Counter(snapshot["counts"]), list(snapshot["metrics"])
+        self._is_restored = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint. Waits for the running groups, whose rows are part of it."""
+        self.finish()
+        groups = []
+        for group in self.groups:
+            rows = assembled([group])
+            columns = dict(rows.batch.items()), rows.non_tensor_batch
+            groups.append((group.plan.key, group.version, group.counts, group.kind, *columns))
+        return self.snapshot() | {"groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the result of `state_dict`."""
+        groups = []
+        for key, version, counts, kind, tensors, others in state["groups"]:
+            rows = DataProto.from_dict(tensors, others)
+            groups.append(Group(GroupPlan(key, ()), None, version, Rows(rows, 0, len(rows)), counts, kind))
+        self.restore(state | {"groups": groups})
+
+    def _begin_again(self) -> None:
+        """Starts the incomplete groups of a restored state, once."""
+        if not self._is_restored:
+            return
+        self._is_restored = False
+        if plans := [group.plan for group in self.groups if group.sampled is None]:
+            self.engines.begin_groups(plans, self.sampling)
+        self.filter.restore([group for group in self.groups if group.sampled is not None])
 
 
-def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
-    """Returns the groups of environments in the order of use, which interleaves the tags in the proportions of
-    num_groups_partition. The ids are ROLL's: groups of the same tag have consecutive ids."""
-    share, rest = divmod(manager.num_env_groups, len(manager.tags))
-    counts = manager.num_groups_partition or [share + (index < rest) for index in range(len(manager.tags))]
-    groups: list[tuple[float, EnvGroup]] = []
-    for tag, count in zip(manager.tags, counts, strict=True):
-        for rank in range(count):
-            group_id = len(groups)
-            group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
-            groups.append(((rank + 0.5) / count, EnvGroup(group_id, tag, group_seed)))
-    return [group for _, group in sorted(groups, key=lambda entry: (entry[0], entry[1].group_id))]
+def assembled(groups: Sequence[Group]) -> DataProto:
+    """Returns the rows of complete groups in order, with the columns of their source."""
+    rows = _gathered([group.sampled for group in groups if group.sampled is not None])
+    columns = [group.columns for group in groups if group.columns is not None]
+    return _gathered(columns) | rows if columns else rows
+
+
+def _gathered(parts: Sequence[Rows]) -> DataProto:
+    """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
+    batches = list({id(part.batch): part.batch for part in parts}.values())
+    starts = dict(zip(map(id, batches), np.cumsum([0, *map(len, batches)]), strict=False))
+    names = dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch)
+    complete = []
+    for batch in batches:
+        batch = batch.select(meta_info_keys=[])
+        batch.non_tensor_batch = {name: batch.non_tensor_batch.get(name, np.full(len(batch), None)) for name in names}
+        complete.append(batch)
+    order = np.concatenate([starts[id(part.batch)] + np.arange(part.start, part.stop) for part in parts])
+    return DataProto.concat(complete).select_idxs(order.astype(np.int64))
+
+
+def _add_counts(batch: DataProto, groups: Sequence[Group]) -> None:
+    """Adds meta_info `episodes` if the groups consist of episodes."""
+    if counts := [group.counts for group in groups if group.counts is not None]:
+        batch.meta_info["episodes"] = sum(counts, start=EpisodeCounts())

@@ -1,4 +1,4 @@
-"""The sequence of training steps: prompts and epoch of each step, and periodic actions. Resumable at any step."""
+"""The sequence of training steps, and their periodic actions. Resumable at any step."""
 
 import math
 from collections.abc import Iterator
@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.order import build_order, build_train_loader
-from trainer.data.prompts import PromptDataset
 from trainer.rollout_scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig, RunConfig
 from verl_lite.protocol import DataProto
@@ -101,68 +99,45 @@ def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
 
 
 class TrainingSteps(StepCounter):
-    """Iterates over the prompts of each step, from the first or resumed step to the last. Epochs repeat until `total`
-    steps are done."""
+    """The steps of a PPO run. The scheduler chooses the samples of each step, and its state is saved with the steps.
 
-    def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
-        self.config = config
-        self.order = build_order(data, config)
-        self.loader: Any = build_train_loader(data, config, self.order)
-        self.total = count_steps(config, self.order.rows)
+    Each step yields a batch without rows: meta_info `scheduler`, the state of the scheduler before the step, from which
+    `restrict_to_step` can repeat it.
+    """
+
+    def __init__(self, config: PPOConfig, scheduler: RolloutScheduler, total: int) -> None:
+        self.config, self.scheduler, self.total = config, scheduler, total
 
     def __iter__(self) -> Iterator[DataProto]:
-        while self.global_step < self.total:
-            for prompts in self.loader:
-                self.global_step += 1
-                yield prompts
-                if self.stopping or self.is_last:
-                    return
-            self.epoch += 1
+        while self.global_step < self.total and not self.stopping:
+            self.global_step += 1
+            yield DataProto(meta_info={"scheduler": self.scheduler.snapshot()})
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """Epoch of the prompts that were drawn last, from 0."""
+        return self.scheduler.source.epoch
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Passes the step's finished batch to the data sampler, once per step and before its checkpoint. Returns the
         sampler's metrics."""
-        return self.order.update(batch)
+        return self.scheduler.source.update(batch)
 
-    def restrict_to_step(self, step: int, epoch: int, prompts: DataProto) -> None:
-        """Restricts the iteration to one step with the given prompts."""
-        self.loader, self.global_step, self.epoch, self.total = [prompts], step - 1, epoch, step
+    def restrict_to_step(self, step: int, data: DataProto) -> None:
+        """Restricts the iteration to one step with the data that it yielded."""
+        self.scheduler.restore(data.meta_info["scheduler"])
+        self.global_step, self.total = step - 1, step
+
+    def give_up_step(self, data: DataProto) -> None:
+        """Ends the run after the previous step, in the state that this step, which yielded `data`, started from."""
+        self.scheduler.finish()
+        self.scheduler.restore(data.meta_info["scheduler"])
+        self.global_step, self.stopping = self.global_step - 1, True
 
     @property
     def past_critic_warmup(self) -> bool:
         """True if the actor is updated in this step; during warmup only the critic is."""
         return self.global_step > self.config.trainer.critic_warmup
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"global_step": self.global_step, "epoch": self.epoch, "loader": self.loader.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.global_step, self.epoch = state["global_step"], state["epoch"]
-        self.loader.load_state_dict(state["loader"])
-
-
-class EpisodeSteps(TrainingSteps):
-    """Steps of a run without a dataset. The scheduler chooses the work of each step, and its state is saved here. Each
-    step yields a batch without rows: meta_info global_step, from 0, and next_group, the number of its first group.
-    """
-
-    def __init__(self, config: PPOConfig, scheduler: RolloutScheduler) -> None:
-        self.config, self.scheduler = config, scheduler
-        self.total = count_steps(config, None)
-
-    def __iter__(self) -> Iterator[DataProto]:
-        while self.global_step < self.total and not self.stopping:
-            self.global_step += 1
-            yield DataProto(meta_info={"global_step": self.global_step - 1, "next_group": self.scheduler.next_group})
-
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """Returns no metrics: the scheduler already recorded the finished episodes."""
-        return {}
-
-    def restrict_to_step(self, step: int, epoch: int, prompts: DataProto) -> None:
-        """Restricts the iteration to one step with its groups, unless these were started in an earlier step."""
-        self.scheduler.next_group = prompts.meta_info["next_group"]
-        self.global_step, self.total = step - 1, step
 
     def state_dict(self) -> dict[str, Any]:
         return {"global_step": self.global_step, "scheduler": self.scheduler.state_dict()}

@@ -115,15 +115,21 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
 
 
 def register_policy_loss(
-    name: str | Enum, *, needs: tuple[str, ...] = (), loss_agg_mode: str | None = None
+    name: str | Enum,
+    *,
+    needs: tuple[str, ...] = (),
+    loss_agg_mode: str | None = None,
+    bounds_ratio: bool = False,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Returns a decorator that registers a policy loss as `actor.policy_loss.loss_mode=name`.
 
     Args:
         needs: options of `actor.policy_loss` that must not be null.
         loss_agg_mode: the only aggregation mode that the loss supports; None = all modes.
+        bounds_ratio: True if the weight of a token is bounded however much the policy has changed since it was sampled.
+            async_training.max_off_policy_threshold above 0 requires it.
     """
-    return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=loss_agg_mode)
+    return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=loss_agg_mode, bounds_ratio=bounds_ratio)
 
 
 def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:

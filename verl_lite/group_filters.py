@@ -15,8 +15,8 @@ from verl_lite.registry import Registry
 class GroupFilter(Protocol):
     """Interface of a filter. The constructor takes (config, env_manager_config, mode); mode is "train".
 
-    The rank that ran a group calls the filter as soon as the group has ended. A filter must not keep state between
-    calls, because every rank uses its own copy.
+    The driver calls the filter as soon as a group is complete, in an order that depends on time. The verdict must
+    therefore depend on the group alone.
     """
 
     def filter(self, group_id: int, episode_id: int, group: list[DataProto]) -> bool:

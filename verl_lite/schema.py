@@ -27,6 +27,7 @@ class Column(NamedTuple):
 
 _PROMPTS = "trainer/data/prompts.py"
 _DRIVER = "trainer/ray_trainer.py"
+_GROUPS = "trainer/group_sources.py"
 _ROLLOUT = "workers/rollout/rows.py"
 _REWARD = "trainer/rewards/scores.py"
 _ACTOR = "workers/actor_rollout.py"
@@ -51,9 +52,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("prompts", ("B", "P"), "int64", "token ids of the prompt, left-padded", _PROMPTS, others=(_ROLLOUT,)),
     Column("prompt_mask", ("B", "P"), "int64", "1 on tokens of the prompt, 0 on padding", _PROMPTS, others=_AGENTS),
     Column("answers_per_prompt", ("B",), "int64", "number of responses to the prompt; absent = rollout.n", _PROMPTS),
-    Column("sample", ("B",), "int64", "number of the response within its group, from 0", _DRIVER),
-    Column("sample_id", ("B",), "object", "identifier of the row, unique within the run", _DRIVER, others=_AGENTS),
-    Column("is_greedy", ("B",), "bool", "True for greedy responses that serve as baselines; absent = none", _DRIVER),
+    Column("sample", ("B",), "int64", "number of the response within its group, from 0", _GROUPS),
+    Column("sample_id", ("B",), "object", "identifier of the row, unique within the run", _GROUPS, others=_AGENTS),
+    Column("is_greedy", ("B",), "bool", "True for greedy responses that serve as baselines; absent = none", _GROUPS),
     Column("responses", ("B", "R"), "int64", "token ids of the response, right-padded", _ROLLOUT),
     Column("response_mask", ("B", "R"), "int64", "1 on tokens that the policy generated and learns from", _ROLLOUT),
     Column("input_ids", ("B", "P+R"), "int64", "token ids of the prompt and the response", _ROLLOUT),

@@ -1,10 +1,12 @@
 """The policy's worker, with a training engine and a rollout engine that share a device.
 
-Its methods take and return `DataProto`. The engines, the loss and the phases are implemented in other modules.
+Its methods take and return `DataProto`. The engines, the loss and the phases are implemented in other modules. With
+async_training.batches_ahead, groups of samples run between training micro-batches; the rollout engine's weights do not
+change meanwhile.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,9 +25,10 @@ from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.rewards.reward_pool import RewardItem
-from workers.rollout.base import Completion, RolloutEngine, SamplingParams, build_rollout_engine
+from workers.rollout.answers import AnswerRunner, answer_plans
+from workers.rollout.base import RolloutEngine, SamplingParams, build_rollout_engine
+from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun, SampleRunner
 from workers.rollout.runner import Runner, group_of_engine
-from workers.rollout.single_turn import generate
 from workers.training_worker import TrainingWorker
 
 USER_LOSS_REMEDY = (
@@ -81,53 +84,73 @@ class ActorWorker(TrainingWorker):
             is_collect=self.rank % tensor_parallel == 0,
         )
         self.runner: Runner[Any] = Runner(self.rollout, group_of_engine(tensor_parallel))
+        self.groups = GroupRun(self.sample_runner())
+        if config.async_training.depth:
+            for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
+                if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
+                    trained.interleave = self._run_slice
+
+    def sample_runner(self) -> SampleRunner:
+        """Returns the runner of this worker's kind of samples: answers, whose rewards the pool computes meanwhile."""
+        return AnswerRunner(
+            self.runner,
+            response_length=self.config.data.max_response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+            stop_token_ids=stop_token_ids(self.config.model, self.tokenizer),
+            on_finished=self._send_rewards,
+        )
+
+    def _send_rewards(self, finished: list[tuple[RewardItem, list[int]]]) -> None:
+        """Sends finished answers to the reward pool."""
+        if self.rewards:
+            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+            self.rewards.send("submit", [replace(item, solution_str=str(decode(ids))) for item, ids in finished])
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        """Starts groups without waiting for them. They run in `run_groups` and between micro-batches of training."""
+        self.enter_rollout()
+        with self.runner.lead() as leads:
+            if leads:
+                self.groups.begin(plans, sampling)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> GroupResults | None:
+        """Runs until the groups with these keys are complete; see `GroupRun.run`. Returns the results on the first rank
+        of each engine, None on the others."""
+        self.enter_rollout()
+        with self.runner.lead() as leads:
+            return self.groups.run(keys, seconds) if leads else None
+
+    def _run_slice(self) -> None:
+        """Runs the groups for a slice of time between micro-batches."""
+        with self.runner.lead() as leads:
+            if leads:
+                self.groups.run_slice()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Generates one answer for each prompt and sends finished answers to the reward pool. Returns token columns.
+        """Generates one answer for each prompt, for loops without a trainer. Returns token columns.
 
-        prompts: columns prompts, prompt_mask, uid, sample and the columns of rewards; meta_info sampling
-            (`SamplingParams`), step, seed and purpose.
+        prompts: the rows of `answers.answer_plans`; meta_info sampling (`SamplingParams`), step and seed.
         """
         self.enter_rollout()
-        meta, started = prompts.meta_info, time.perf_counter()
-        sampling: SamplingParams = meta["sampling"]
-
-        def send_rewards(finished: list[tuple[int, Completion]]) -> None:
-            columns, decode = prompts.non_tensor_batch, self.tokenizer.decode
-            items = [
-                RewardItem(
-                    key=columns["sample_id"][row],
-                    data_source=columns["data_source"][row],
-                    solution_str=str(decode(done.token_ids, skip_special_tokens=True)),
-                    ground_truth=columns["reward_model"][row]["ground_truth"],
-                    extra_info=columns["extra_info"][row],
-                    prompt=columns["raw_prompt"][row],
-                )
-                for row, done in finished
-            ]
-            self.rewards.send("submit", items)
-
+        meta, keys = prompts.meta_info, [f"generate/{row}" for row in range(len(prompts))]
+        plans = answer_plans(prompts, [1] * len(keys), keys, meta["seed"], meta["step"])
         with self.runner.lead() as leads:
             if not leads:
                 return DataProto()  # only the first rank of an engine returns its rows
-            result = generate(
-                self.runner,
-                prompts,
-                sampling=replace(sampling, stop_token_ids=stop_token_ids(self.config.model, self.tokenizer)),
-                seed=meta["seed"],
-                step=meta["step"],
-                response_length=self.config.data.max_response_length,
-                pad_token_id=self.tokenizer.pad_token_id,
-                on_finished=send_rewards if self.rewards else lambda finished: None,
-            )
-        seconds = time.perf_counter() - started
-        tokens = int(result.batch["response_mask"].sum())
-        result.meta_info["metrics"] = {
-            "rollout/tokens_per_second_per_gpu": Metric.mean(tokens, seconds),
-            "rollout/slowest_rank_seconds": Metric.max(seconds),
-            "rollout/mean_rank_seconds": Metric.mean(seconds, 1),
-        }
+            if not self.groups.is_idle:
+                raise RuntimeError(
+                    "groups are running, and generate_sequences would take their completions: end them first"
+                )
+            groups = GroupRun(ActorWorker.sample_runner(self))
+            groups.begin(list(plans), meta["sampling"])
+            results = groups.run(keys)
+        order = {report.key: row for row, report in enumerate(results.reports)}
+        assert results.rows is not None
+        result = results.rows.select_idxs([order[key] for key in keys])
+        result.meta_info["metrics"] = results.metrics
         return result
 
     def enter_rollout(self) -> None:
@@ -211,8 +234,14 @@ class ActorWorker(TrainingWorker):
     def update_weights(self, version: int) -> dict[str, Metric]:
         """Copies the trained weights to the rollout engine. Returns seconds and megabytes as metrics.
 
-        version: number of the weights, which later samples carry.
+        version: number of the weights, which later samples carry. Raises RuntimeError if groups are running and the
+        run is not allowed to change the weights under them.
         """
+        if not self.groups.is_idle and self.config.async_training.max_off_policy_threshold < 2:
+            raise RuntimeError(
+                "groups are running, and new weights would change the policy within them: wait for them with "
+                "RolloutScheduler.finish() first"
+            )
         self.version = version
         self.engine.move_out_optimizer()
         self.phases.enter(self.rollout)

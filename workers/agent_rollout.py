@@ -1,7 +1,6 @@
-"""The policy's worker of agentic runs: an `ActorWorker` that also runs episodes in environments.
+"""The policy's worker of agentic runs: an `ActorWorker` whose samples are episodes in environments.
 
-The environments run in child processes of the first rank of each rollout engine. Running episodes continue between
-training micro-batches; the rollout engine's weights do not change meanwhile.
+The environments run in child processes of the first rank of each rollout engine.
 """
 
 from collections.abc import Sequence
@@ -10,16 +9,11 @@ from pathlib import Path
 
 from verl_lite.config import PPOConfig
 from verl_lite.envs import env_templates
-from verl_lite.group_filters import GroupFilter
-from verl_lite.metrics import Metric
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.actor_rollout import ActorWorker
-from workers.engine.fsdp import FSDPEngine
 from workers.envs.env_pool import EnvPool
 from workers.policy.tokenizer import stop_token_ids
-from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeRunner, TokenLimits
-from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 from workers.rollout.trajectories import trajectory_rows
 
 
@@ -38,10 +32,8 @@ class AgentRolloutWorker(ActorWorker):
         super().__init__(config, total_training_steps, rewards=None)
         self.modules, self.log_dir = tuple(modules), log_dir
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Builds the engines and starts the processes of the environments."""
-        super().init_model()
+    def sample_runner(self) -> EpisodeRunner:
+        """Starts the processes of the environments. Returns the runner of the episodes."""
         agentic, data = self.config.agentic, self.config.data
         templates = env_templates(agentic.custom_envs)
         log_dir = None if self.log_dir is None else str(Path(self.log_dir) / f"environments-{self.rank}")
@@ -50,7 +42,7 @@ class AgentRolloutWorker(ActorWorker):
             self.pool.start()
         managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
         parts = self.world_size // self.config.rollout.tensor_model_parallel_size
-        runner = EpisodeRunner(
+        return EpisodeRunner(
             self.runner,
             self.pool,
             self.tokenizer,
@@ -65,53 +57,14 @@ class AgentRolloutWorker(ActorWorker):
                 for manager in managers.values()
                 if manager.tags
             ),
+            rows=partial(
+                trajectory_rows,
+                pad_token_id=self.tokenizer.pad_token_id,
+                prompt_length=data.max_prompt_length,
+                response_length=data.max_response_length,
+                extra_outputs=self.rollout.extra_outputs,
+            ),
         )
-        rows = partial(
-            trajectory_rows,
-            pad_token_id=self.tokenizer.pad_token_id,
-            prompt_length=data.max_prompt_length,
-            response_length=data.max_response_length,
-            extra_outputs=self.rollout.extra_outputs,
-        )
-        self.groups = GroupRun(runner, rows)
-        for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
-            if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
-                trained.interleave = self._run_slice
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def begin_episodes(
-        self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams, group_filter: GroupFilter | None
-    ) -> None:
-        """Starts groups of episodes without waiting for them. They run in `run_episodes` and between micro-batches."""
-        self.enter_rollout()
-        with self.runner.lead() as leads:
-            if leads:
-                self.groups.begin(key, plans, sampling, group_filter)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def run_episodes(self, key: str) -> GroupResults | None:
-        """Runs the groups that were started under `key` until all have ended. Returns their rows on the first rank of
-        each engine, None on the others."""
-        self.enter_rollout()
-        with self.runner.lead() as leads:
-            return self.groups.finish(key) if leads else None
-
-    def _run_slice(self) -> None:
-        """Runs episodes for a slice of time between micro-batches."""
-        with self.runner.lead() as leads:
-            if leads:
-                self.groups.run_slice()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_weights(self, version: int) -> dict[str, Metric]:
-        """Copies the weights as `ActorWorker` does. Raises RuntimeError while episodes are running, because their
-        tokens would come from two policies."""
-        if not self.groups.is_idle:
-            raise RuntimeError(
-                "episodes are running, and new weights would change the policy within them: wait for them with "
-                "RolloutScheduler.finish() first"
-            )
-        return super().update_weights(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

@@ -24,15 +24,16 @@ class RollLoop(AgenticPipeline):
             self._evaluate()
             batch = scheduler.get_batch(DataProto(meta_info={"global_step": global_step}), config.rollout_batch_size)
             metrics.update(batch.meta_info.pop("metrics"))
-            if global_step + 1 < config.max_steps:  # starts the next episodes, with agentic.async_generation_ratio
-                scheduler.begin_ahead(batch, config.rollout_batch_size)
+            scheduler.begin_ahead(batch, config.rollout_batch_size)  # with async_training.batches_ahead
             batch = self.score(batch)  # also counts and masks failed episodes
-            old_log_probs = self.actor_train.compute_log_probs(batch, blocking=False)
+            bypassed = "old_log_probs" in batch  # algorithm.rollout_correction.bypass_mode
+            old_log_probs = None if bypassed else self.actor_train.compute_log_probs(batch, blocking=False)
             if self.critic:
                 batch.union(self.critic.compute_values(batch, blocking=False).get())
             if self.reference:
                 batch.union(self.reference.compute_log_probs(batch))
-            batch = self.estimate_advantages(self.compare_rollout(batch.union(old_log_probs.get())))
+            batch = self.compare_rollout(batch.union(old_log_probs.get())) if old_log_probs else batch
+            batch = self.estimate_advantages(batch)
             critic = self.critic.train_step(batch, blocking=False) if self.critic else None
             if global_step >= config.critic_warmup:
                 metrics.update(self.actor_train.train_step(batch).meta_info["metrics"])

@@ -140,14 +140,14 @@ class Bench:
             seed=0,
             stop_token_ids=(0,),
             max_live=ENVIRONMENTS,
+            rows=list,  # type: ignore[arg-type]  # they are not read
         )
-        specs = [
-            EpisodeSpec(str(n), str(n), "slow", n % ENVIRONMENTS, n, n // ENVIRONMENTS, n, 1, 0)
-            for n in range(ENVIRONMENTS * EPISODES_EACH)
-        ]
-        runner.begin(specs, SamplingParams(max_tokens=TURN_TOKENS))
+        names = [str(n) for n in range(ENVIRONMENTS * EPISODES_EACH)]
+        for n, name in enumerate(names):
+            spec = EpisodeSpec(name, name, "slow", n % ENVIRONMENTS, n, n // ENVIRONMENTS, n, 1, 1)
+            runner.begin(name, [spec], SamplingParams(max_tokens=TURN_TOKENS))
         recorder.started = time.perf_counter()
-        while runner.unfinished(0):
+        while not all(map(runner.is_finished, names)):
             runner.advance(1.0)
             if recorder.steady < 0 and not runner._queue:
                 recorder.steady = max(0, len(recorder.marks) - 1)

@@ -11,10 +11,13 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from tests.forked_runs import ACTOR, CRITIC, Runs, assert_same_end, differences, history
@@ -73,6 +76,7 @@ FILTERED = [
     "reward.custom_reward_function.name=reward_by_parity", "reward.overlong_buffer.enable=true",
     "reward.overlong_buffer.len=3",
 ]  # fmt: skip
+AHEAD = ["async_training.max_off_policy_threshold=1"]
 FOREVER = 1000
 ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_warmup=1", "trainer.async_save=true"]
 
@@ -89,6 +93,8 @@ ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_w
         pytest.param(12, 4, 2, 3, RUNNING, ACTOR, id="running statistics, saved in the background, a mixture"),
         pytest.param(12, 4, 2, 4, LORA, ACTOR, id="LoRA on named layers, its own reference, a sampler that learns"),
         pytest.param(14, 4, 3, 4, FILTERED, ACTOR, id="dynamic sampling, prompts with their own number of answers"),
+        pytest.param(10, 4, 2, 5, AHEAD, ACTOR, id="a batch ahead"),
+        pytest.param(14, 4, 2, 4, [*FILTERED, *AHEAD], ACTOR, id="a batch ahead, dynamic sampling"),
         pytest.param(10, 4, 2, 4, ALL_LINEAR, CRITIC, id="LoRA on all layers, critic", marks=pytest.mark.long),
     ],
 )
@@ -98,10 +104,14 @@ def test_train_kill_resume_is_train(
     runs = Runs(tmp_path, rows, batch, options)
     whole = runs.kill_after(total, "whole", f"trainer.total_training_steps={FOREVER}")
     start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_{resumed_from}"]
-    resumed = runs.finish("resumed", f"trainer.total_training_steps={total}", *start)
+    if set(AHEAD) <= set(options):  # the last step of a run starts nothing ahead, so that its checkpoint would differ
+        resumed = runs.kill_after(total, "resumed", f"trainer.total_training_steps={FOREVER}", *start)
+    else:
+        resumed = runs.finish("resumed", f"trainer.total_training_steps={total}", *start)
     assert_same_end(whole, resumed, total, parts)
     expected = {step: row for step, row in history(whole).items() if resumed_from < step <= total}
-    assert differences(expected, history(resumed)) == [] and len(expected) == total - resumed_from
+    found = {step: row for step, row in history(resumed).items() if step <= total}
+    assert differences(expected, found) == [] and len(expected) == total - resumed_from
     if options is LORA:
         starts = [row["sampler/start"] for row in history(whole).values()]
         assert len(set(starts)) == len(starts), "the sampler hears of every step"
@@ -121,6 +131,41 @@ def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing
     runs.finish("ended", "trainer.resume_mode=auto")
     assert_same_end(whole, ended, 4)
     assert differences(history(whole), history(ended)) == []
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_an_asynchronous_run_killed_at_random_times_trains_on_every_prompt_once(kills: int, tmp_path: Path) -> None:
+    """For K = 2 time decides which groups are complete first, so resumed runs differ; but none is lost or repeated."""
+    random, steps, batch = np.random.default_rng(kills), 4 * kills, 4
+    options = [
+        "async_training.max_off_policy_threshold=2", "async_training.batches_ahead=2", "trainer.resume_mode=auto",
+        f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=2",
+    ]  # fmt: skip
+    runs = Runs(tmp_path, 10, batch, options)
+    for _ in range(kills):
+        process, run_dir, log = runs.start("run")
+        marker = run_dir / MARKER
+        reached = int(marker.read_text()) if marker.exists() else 0
+        while process.is_alive() and not (marker.exists() and int(marker.read_text()) >= min(reached + 2, steps)):
+            time.sleep(0.002)
+        time.sleep(random.uniform(0, 0.5))
+        assert process.pid is not None
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join(120)
+        assert process.exitcode in (0, -signal.SIGKILL), log.read_text()[-4000:]
+        if process.exitcode == 0:
+            break
+    else:
+        runs.finish("run")
+    rows = history(tmp_path / "run")
+    assert sorted(rows) == list(range(1, steps + 1))
+    assert max(row["async/staleness/oldest"] for row in rows.values()) <= 2
+    files = sorted((tmp_path / "run" / "samples" / "train").glob("*.parquet"))
+    uids = Counter(uid for file in files for uid in pq.read_table(file)["uid"].to_pylist())
+    drawn = [2 if step % 3 == 0 else batch for step in range(1, steps + 1)]  # 10 prompts an epoch
+    assert set(uids.values()) == {2} and len(uids) == sum(drawn), "each prompt of each batch, with two answers"
+    assert Counter(int(uid.rpartition("@")[2]) for uid in uids) == dict(enumerate(drawn, start=1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])

@@ -46,7 +46,7 @@ def test_a_rank_killed_ends_the_run(task: TinyTask) -> None:
     [died] = [line for line in log.read_text().splitlines() if line.startswith(DYING)]
     assert time.time() - float(died.removeprefix(DYING)) < 60
     place = circumstances(caught.value)
-    assert (place.role, place.rank, place.method) == ("actor_rollout", 1, "generate_sequences")
+    assert (place.role, place.rank, place.method) == ("actor_rollout", 1, "begin_groups")
     assert (place.phase, place.step, place.log) == ("gen", 1, str(log))
 
 

@@ -150,9 +150,9 @@ def run(argv: list[str]) -> Result:
     from verl_lite.errors import UserError
 
     class OneStep(RayPPOTrainer):
-        def collect(self, prompts: Any) -> Any:
+        def collect_batch(self) -> Any:
             self.steps.stop()
-            return super().collect(prompts)
+            return super().collect_batch()
 
     refusals: list[UserError] = []
 

@@ -97,7 +97,8 @@ GAE = [
     "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "actor.ppo_mini_batch_size=4",
     "actor.shuffle=true", "trainer.critic_warmup=1", "critic.optim.lr=1e-2",
 ]  # fmt: skip
-AHEAD = ["agentic.async_generation_ratio=1"]
+# the loop computes old log-probs, as ROLL does
+AHEAD = ["agentic.async_generation_ratio=1", "algorithm.rollout_correction.bypass_mode=false"]
 
 
 @pytest.mark.parametrize(

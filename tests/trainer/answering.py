@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from workers.phase import PhaseManager
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
 from workers.rollout.base import build_rollout_engine
+from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
 
 REWARD = """
@@ -63,6 +63,7 @@ class AnsweringWorker(ActorWorker):
         self.rollout.load_weights(iter(model.named_parameters()), 0)
         self.rollout.reset_cache()
         self.runner = Runner(self.rollout)
+        self.groups = GroupRun(self.sample_runner())
         self.register_mesh("rollout", dp_rank=self.rank, dp_size=self.world_size)
 
 
@@ -137,7 +138,8 @@ def answering(
     parts: Any = {
         "actor": ActorRole(group, config),
         "rewards": Rewards(pool, config.reward, folder),  # type: ignore[arg-type]
-        "steps": SimpleNamespace(global_step=0, stop_asked=False),
+        "source": None,
+        "total_steps": 0,
         "val_data": PromptDataset(config.data.val_files, tokenizer, config.data, split="val"),
         "tokenizer": tokenizer,
         "tracking": quiet,

@@ -17,16 +17,17 @@ import torch
 
 from tests.set_keys import set_keys
 from trainer.checkpoint import DiskFull
-from trainer.data.order import BatchOrder
+from trainer.group_sources import PromptSource
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.scores import Rewards
 from trainer.saving import Saver
-from trainer.steps import StepCounter, TrainingSteps
+from trainer.steps import StepCounter
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
-from workers.rollout.base import Completion
-from workers.rollout.single_turn import lay_out
+from workers.rollout.base import SamplingParams
+from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
+from workers.rollout.rows import Response, left_padded, write_rows
 
 PROMPTS, RESPONSE = 3, 4
 QUIET: dict[str, Any] = {"trainer__val_before_train": False, "trainer__test_freq": 0}
@@ -41,19 +42,27 @@ class Parts:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.needs_old_log_prob, self.failing, self.world_size = not on_policy, failing, 1
         self.versions: list[int] = []
+        self.running: list[GroupPlan] = []
         self.logged_before_save: list[list[int]] = []
 
-    def generate(self, rows: DataProto) -> DataProto:
-        self.calls.append(f"generate {rows.non_tensor_batch['sample_id'][0].split('/')[0]}")
-        completions: list[Completion | None] = [
-            Completion(str(i), [5, 6, 1][: 1 + i % 3], [-0.5, -0.4, -0.3][: 1 + i % 3], "stop", self.versions[-1])
-            for i in range(len(rows))
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        self.calls.append(f"generate {plans[0].key.split('/')[0]}")
+        self.running += plans
+
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
+        plans, self.running = self.running, []
+        metrics = {"rollout/slowest_rank_seconds": Metric.max(1.0)}
+        if not plans:
+            return [GroupResults([], None, metrics)]
+        samples = [spec for plan in plans for spec in plan.samples]
+        prompts = left_padded([spec.prompt_ids for spec in samples], 2, 0)
+        lengths = [1 + row % 3 for row in range(len(samples))]
+        rows = [
+            Response([5, 6, 1][:length], [1] * length, [-0.5, -0.4, -0.3][:length], "stop", self.versions[-1], {})
+            for length in lengths
         ]
-        ids = rows.batch["prompts"]
-        widths: dict[str, Any] = {"response_length": RESPONSE, "pad_token_id": 0, "extra_outputs": {}}
-        answers = lay_out(ids, rows.batch["prompt_mask"], completions, **widths)
-        answers.meta_info["metrics"] = {"rollout/slowest_rank_seconds": Metric.max(1.0)}
-        return answers
+        reports = [GroupReport(plan.key, len(plan.samples)) for plan in plans]
+        return [GroupResults(reports, write_rows(*prompts, rows, RESPONSE, 0, {}), metrics)]
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         self.calls.append("old_log_prob")
@@ -92,6 +101,8 @@ class Parts:
     def call(self, method: str, keys: Sequence[str] = ()) -> Any:
         if method == "processes_replaced":
             return 0
+        if method == "ready":
+            return set(keys)
         self.calls.append("reward")
         return {
             key: SimpleNamespace(score=float(index % 2), failed=key.endswith(self.failing) if self.failing else False,
@@ -116,7 +127,7 @@ class Parts:
 
 
 class FakePrompts:
-    """Prompts p0, p1, ... of these sources in turn: as much of `PromptDataset` as loaders and validation need."""
+    """Prompts p0, p1, ... of these sources in turn: as much of `PromptDataset` as sources and validation need."""
 
     def __init__(self, rows: int, *sources: str) -> None:
         self.rows, self.sources = rows, sources or ("task",)
@@ -142,29 +153,24 @@ class FakePrompts:
         )
 
 
-class FakeSteps(TrainingSteps):
-    """Three steps of the same prompts, without a dataset."""
-
-    def __init__(self, config: PPOConfig, total: int = 3) -> None:
-        self.config, self.total, self.global_step, self.epoch = config, total, 0, 0
-        self.loader = [FakePrompts(PROMPTS).__getitems__(range(PROMPTS))] * total  # type: ignore[assignment]
-        self.order = BatchOrder(total, 1, shuffle=False, seed=0, fingerprint="")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"global_step": self.global_step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.global_step = state["global_step"]
-
-
-def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = False, **settings: Any) -> RayPPOTrainer:
+def make(
+    tmp_path: Path,
+    parts: Parts,
+    *,
+    ref: bool = False,
+    critic: bool = False,
+    prompts: FakePrompts | None = None,
+    steps: int = 3,
+    **settings: Any,
+) -> RayPPOTrainer:
     config = PPOConfig()
+    config.data.train_batch_size, config.data.shuffle = PROMPTS, False
     config.rollout.n = 2
     config.data.max_response_length = RESPONSE
     config.trainer.save_freq = 0
     set_keys(config, **settings)
     fake: Any = parts
-    value_model = FakeCritic(parts) if critic else None
+    value_model: Any = FakeCritic(parts) if critic else None
     learners: dict[str, Any] = {"actor": fake} | ({"critic": value_model} if critic else {})
     trainer = RayPPOTrainer(
         config,
@@ -172,7 +178,8 @@ def make(tmp_path: Path, parts: Parts, *, ref: bool = False, critic: bool = Fals
         ref=fake if ref else None,
         critic=value_model,
         rewards=Rewards(fake, config.reward, tmp_path),
-        steps=FakeSteps(config),
+        source=PromptSource(config, prompts or FakePrompts(PROMPTS)),  # type: ignore[arg-type]
+        total_steps=steps,
         val_data=FakePrompts(2),  # type: ignore[arg-type]
         tokenizer=fake,
         tracking=fake,
@@ -221,6 +228,23 @@ def test_on_policy_order_skips_the_old_log_prob_pass(tmp_path: Path) -> None:
     assert parts.calls[1:9] == ["generate train", *stages]
 
 
+def test_batches_that_are_started_ahead(tmp_path: Path) -> None:
+    """The batch of step s + 1 is sampled while step s is trained. With a threshold above 1 it is also sampled across
+    weight updates. The ratio of the policy update is taken against the log-probs of the rollout."""
+    settings = QUIET | {"algorithm__rollout_correction__bypass_mode": True}
+    make(tmp_path, one := Parts(), async_training__max_off_policy_threshold=1, **settings).fit()
+    first, step = ["update_weights", "generate train"], ["reward", "update"]
+    assert one.calls == [*first, "generate train", *step, *first, *step, *step]
+    assert one.versions == [0, 1], "no samples need the weights of the last two steps"
+    batch = one.batches["update"].batch
+    assert batch["policy_version"].eq(1).all() and batch["old_log_probs"].equal(batch["rollout_log_probs"])
+    assert [row["async/staleness/oldest"] for _, row in one.logged] == [0, 1, 1]
+    ahead: dict[str, Any] = {"async_training__max_off_policy_threshold": 2, "async_training__batches_ahead": 2}
+    make(tmp_path, two := Parts(), **ahead, **settings).fit()
+    assert two.calls == ["update_weights", *["generate train"] * 3, *[*step, "update_weights"] * 3]
+    assert [row["async/staleness/oldest"] for _, row in two.logged] == [0, 1, 2]
+
+
 def test_critic_warm_up_leaves_the_actor_alone(tmp_path: Path) -> None:
     parts = Parts()
     make(tmp_path, parts, critic=True, trainer__critic_warmup=2, **QUIET).fit()
@@ -265,13 +289,13 @@ def test_a_save_in_the_background_is_complete_when_the_next_one_begins_or_the_ru
 def test_a_run_that_is_stopped_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     settings = QUIET | {"trainer__save_freq": -1, "trainer__test_freq": -1}
     run = make(tmp_path, parts := Parts(), **settings)
-    generate = parts.generate
+    begin = parts.begin_groups
 
-    def generate_and_stop(rows: DataProto) -> DataProto:
+    def begin_and_stop(plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         run.steps.stop()
-        return generate(rows)
+        begin(plans, sampling)
 
-    parts.generate = generate_and_stop  # type: ignore[method-assign]
+    parts.begin_groups = begin_and_stop  # type: ignore[method-assign]
     result = run.fit()
     assert result.stopped and result.checkpoint == tmp_path / "global_step_1"
     assert parts.calls.count("update") == 1 and "log_samples" not in parts.calls, "no validation on the way out"
@@ -329,7 +353,7 @@ def test_pf_ppo_draws_what_is_learnt_from_and_logs_what_was_sampled(tmp_path: Pa
 @pytest.mark.parametrize("estimator", ["grpo", "gae", "rloo", "reinforce_plus_plus"])
 def test_a_step_whose_rewards_all_failed(tmp_path: Path, estimator: str) -> None:
     parts = Parts(on_policy=False, failing=("/0", "/1"))
-    settings = {"reward__max_error_rate": 1.0, "algorithm__adv_estimator": estimator} | QUIET
+    settings = QUIET | {"reward__max_error_rate": 1.0, "algorithm__adv_estimator": estimator}
     settings |= {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"}
     trainer = make(tmp_path, parts, ref=True, critic=estimator == "gae", **settings)
     before = trainer.kl_ctrl.value

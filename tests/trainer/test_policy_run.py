@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.set_keys import set_keys
 from tests.tiny_experts import tiny_experts
 from tests.tiny_model import tiny_qwen2
 from tests.trainer import tiny_run
 from trainer import main_sft
-from trainer.build import check_experts, run_ppo, worker_classes
+from trainer.build import check_experts, run_ppo, sampling_notes, worker_classes
 from trainer.export import main as export
 from trainer.planner.batch import launch_table
 from trainer.saving import checkpoint_bytes
@@ -155,11 +156,27 @@ def test_episodes_replay_their_experts_also_where_they_began_a_step_before(tmp_p
         "trainer.logger=[jsonl]", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false",
         "trainer.total_training_steps=2", "agentic.train_env_manager.tags=[guess]", "agentic.rollout_batch_size=4",
         "agentic.train_env_manager.num_env_groups=2", "agentic.train_env_manager.group_size=2",
-        "agentic.env_pool.num_workers=0", "agentic.async_generation_ratio=1",
+        "agentic.env_pool.num_workers=0", "async_training.max_off_policy_threshold=1",
     ]  # fmt: skip
     run_ppo(["--config", str(tmp_path / "envs.yaml"), *options, f"trainer.default_local_dir={tmp_path / 'run'}"])
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl").values()
     assert len(steps) == 2 and all(0 < step["actor/router_replay_changed"] < 1 for step in steps)
+
+
+def test_notes_on_samplers_that_learn_late_and_on_environments_that_wait_for_each_other() -> None:
+    """8 groups of 4 episodes on 2 engines of 2 devices: 16 at once on an engine."""
+    late = set_keys(PPOConfig(), async_training__max_off_policy_threshold=2, async_training__batches_ahead=2)
+    assert not [*sampling_notes(late, 4)]
+    late.data.sampler.class_path = "sampler.py"
+    assert "receives the results 2 steps later" in " ".join(sampling_notes(late, 4))
+    manager = {"tags": ["lake"], "num_env_groups": 8, "group_size": 4}
+    keys = {f"agentic__train_env_manager__{name}": value for name, value in manager.items()}
+    acting = set_keys(PPOConfig(), rollout__tensor_model_parallel_size=2, agentic__env_pool__num_workers=3, **keys)
+    acting.agentic.env_pool.threads = 5
+    [note] = sampling_notes(acting, 4)
+    assert "16 episodes run at once" in note and "num_workers=3 x threads=5 = 15 environments" in note
+    acting.agentic.env_pool.num_workers = 4
+    assert not [*sampling_notes(acting, 4)]
 
 
 def test_replay_is_refused_where_no_experts_are_kept(tmp_path: Path) -> None:

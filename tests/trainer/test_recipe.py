@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agentic.agentic_pipeline import AgenticPipeline
+from trainer.agentic.agent_trainer import AgentTrainer
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import built_in_recipes, load_recipe, prepare_recipe, recipe_overrides, trainer_of, worker_modules
 from verl_lite.config import ConfigError, PPOConfig, load_config
@@ -135,14 +135,14 @@ def test_a_recipe_replaces_a_stage(tmp_path: Path) -> None:
     chosen = trainer_of(config_of(str(folder)))
     assert chosen.__name__ == "Mine" and chosen.fit is RayPPOTrainer.fit
     assert trainer_of(config_of("grpo")) is RayPPOTrainer
-    assert trainer_of(config_of("agentic_sokoban")) is AgenticPipeline
+    assert trainer_of(config_of("agentic_sokoban")) is AgentTrainer
 
 
 def test_a_trainer_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     acts = "import recipes.agentic_sokoban.recipe as sokoban\noverrides = sokoban.overrides\n"
     for name, code in (("no_class", SETTINGS + "trainer_class = 'Mine'\n"), ("no_agent", acts + TRAINER)):
         config = config_of(str(written(tmp_path / name, code)))
-        with pytest.raises(UserError, match=r"its trainer_class is .*a subclass of trainer\.[\w.]+\.(Ray|Agentic)"):
+        with pytest.raises(UserError, match=r"its trainer_class is .*a subclass of trainer\.[\w.]+\.(Ray|Agent)"):
             trainer_of(config)
 
 

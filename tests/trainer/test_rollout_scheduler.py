@@ -1,6 +1,6 @@
-"""Which episodes a batch is made of: sizes, seeds, staleness, filters and their budget, exact resume.
+"""The groups of each batch: sizes, seeds, filters and their budget, staleness, overtaking, failures and resume.
 
-The runner ends episodes without a model.
+The engines have no model. They complete a group after a given number of calls.
 """
 
 from __future__ import annotations
@@ -8,152 +8,215 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.rollout_scheduler import REPLACEMENTS_FROM, RolloutScheduler, env_groups
+from trainer.agentic.agent_trainer import EpisodeFilter
+from trainer.group_sources import EnvSource, env_groups
+from trainer.rollout_scheduler import Group, GroupFilter, RolloutScheduler
 from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.episodes import EpisodeSpec
-from workers.rollout.group_run import EpisodeCounts, GroupPlan, GroupReport, GroupResults
-
-Filter = Callable[[EpisodeSpec], bool]
+from workers.rollout.episodes import EpisodeCounts
+from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
 
 
-class ScriptedRunner:
-    """Episodes end as they are asked for; each gives one to three rows, by its seed.
+class Engines:
+    """Complete each group after calls_of(key) calls of `run_groups`. A call without a time limit counts as many as its
+    groups need. An episode has one to three rows, depending on its seed."""
 
-    drops: whether a group is dropped, by its first episode.
-    """
+    def __init__(self, calls_of: Callable[[str], int] = lambda key: 1, ranks: int = 2) -> None:
+        self.calls_of, self.ranks, self.version, self.calls, self.most_calls = calls_of, ranks, 0, 0, 10**9
+        self.running: dict[str, tuple[GroupPlan, int]] = {}
+        self.left: Counter[str] = Counter()
+        self.begun: list[Any] = []  # samples, in the order of their start
 
-    def __init__(self, ranks: int = 2, drops: Filter | None = None) -> None:
-        self.ranks, self.drops = ranks, drops or (lambda spec: False)
-        self.flying: dict[str, list[GroupPlan]] = {}
-        self.begun: list[EpisodeSpec] = []
-        self.version = 0
-        self.versions: dict[str, int] = {}
-
-    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
-        assert key not in self.flying and all(plan.attempts for plan in plans)
-        self.flying[key] = list(plans)
-        self.versions[key] = self.version
-
-    def update_weights(self) -> None:
-        assert not self.flying, "weights may not change under episodes that are on their way"
-        self.version += 1
-
-    def finish_groups(self, key: str) -> list[GroupResults]:
-        plans = self.flying.pop(key)
-        assert self.versions[key] == self.version
-        return [self._rank(plans[rank :: self.ranks]) for rank in range(self.ranks)]
-
-    def _rank(self, plans: list[GroupPlan]) -> GroupResults:
-        reports, rows, episodes = [], [], 0
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         for plan in plans:
-            tried = 0
-            for members in plan.attempts:
-                tried += 1
-                self.begun += members
-                episodes += len(members)
-                is_dropped = self.drops(members[0])
-                if not is_dropped:
-                    break
-            kept = [spec for spec in members[: members[0].group_size] for _ in range(1 + spec.seed % 3)]
-            reports.append(GroupReport(plan.slot, tried, is_dropped, len(kept)))
-            rows += kept
-        return GroupResults(reports, table(rows) if rows else None, EpisodeCounts(episodes))
+            assert plan.key not in self.running and plan.samples
+            self.running[plan.key], self.left[plan.key] = (plan, self.version), self.calls_of(plan.key)
+            self.begun += plan.samples
+
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
+        if self.calls >= self.most_calls:
+            raise ConnectionError("the process of the engine has died")
+        calls = 1 if seconds is not None else max([1, *(self.left[key] for key in keys)])
+        self.calls += calls
+        self.left.subtract(dict.fromkeys(self.running, calls))
+        ended = [self.running.pop(key) for key in reversed(list(self.running)) if self.left[key] <= 0]
+        return [results(ended[rank :: self.ranks]) for rank in range(self.ranks)]
 
 
-def table(specs: list[EpisodeSpec]) -> DataProto:
-    columns = {name: [getattr(spec, name) for spec in specs] for name in ("traj_id", "traj_group_id", "tag")}
-    numbers = {name: [getattr(spec, name) for spec in specs] for name in ("seed", "start_step", "episode_id")}
-    return DataProto.from_dict(
-        {"seed": torch.tensor(numbers["seed"])},
-        {name: np.array(column, dtype=object) for name, column in (columns | numbers).items() if name != "seed"},
-    )
+def results(groups: Sequence[tuple[GroupPlan, int]]) -> GroupResults:
+    """The rows of these groups, which were started with these versions."""
+    reports, rows = [], list[tuple[Any, int]]()
+    for plan, version in groups:
+        kept = plan.samples[: getattr(plan.samples[0], "group_size", None)]
+        of_group = [(sample, version) for sample in kept for _ in range(1 + getattr(sample, "seed", 0) % 3)]
+        reports.append(GroupReport(plan.key, len(of_group), EpisodeCounts(len(plan.samples))))
+        rows += of_group
+    samples, names = (np.empty(len(rows), dtype=object) for _ in range(2))
+    samples[:] = [sample for sample, _ in rows]
+    names[:] = [getattr(sample, "traj_id", None) for sample in samples]
+    versions = torch.tensor([version for _, version in rows])
+    batch = DataProto.from_dict({"version": versions}, {"sample": samples, "traj_id": names}) if rows else None
+    return GroupResults(reports, batch)
 
 
-def settings(ratio: int = 0, seed: int = 1) -> PPOConfig:
-    config = PPOConfig()
-    config.agentic.async_generation_ratio, config.trainer.seed = ratio, seed
-    return config
+def at_random(random: np.random.Generator, ranks: int = 2) -> Engines:
+    """Engines that complete groups in a random order, a few of them very late."""
+    return Engines(lambda key: int(random.lognormal(1, 1.2)), ranks)
+
+
+class Numbers:
+    """Draws groups of one sample: 0, 1, 2, ..., up to `end`."""
+
+    epoch = 0
+
+    def __init__(self, batch_size: int, end: int = 10**6) -> None:
+        self.batch_size, self.end, self.next = batch_size, end, 0
+
+    def draw_batch(self, step: int, start_step: int) -> list[Group]:
+        return self.draw(self.batch_size, step)
+
+    def draw(self, number: int, step: int) -> list[Group]:
+        first, self.next = self.next, min(self.next + number, self.end)
+        return [Group(GroupPlan(str(n), (n,))) for n in range(first, self.next)]
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Sieve(GroupFilter):
+    """Drops the groups of these numbers and replaces any number of them."""
+
+    drops = True
+
+    def __init__(self, dropped: Container[int]) -> None:
+        self.dropped = dropped
+
+    def judge(self, groups: Sequence[Group], wait: bool) -> None:
+        for group in groups:
+            group.kind = "dropped" if int(group.plan.key) in self.dropped else "kept"
+
+    def most(self, wanted: int) -> float:
+        return float("inf")
+
+    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+        raise ArithmeticError(f"{missing} groups are missing in step {step}")
+
+
+def numbers(engines: Engines, threshold: int, ahead: int | None = None, size: int = 2, *,
+            sieve: Sieve | None = None, end: int = 10**6, last_step: int = 100) -> RolloutScheduler:  # fmt: skip
+    """A scheduler of `Numbers` in batches of this size."""
+    config, source = PPOConfig(), Numbers(size, end)
+    config.async_training.max_off_policy_threshold, config.async_training.batches_ahead = threshold, ahead
+    return RolloutScheduler(config, source, engines, SamplingParams(), sieve, last_step)
 
 
 def manager(**options: object) -> EnvManagerConfig:
     return EnvManagerConfig(**({"tags": ["lake"], "num_env_groups": 4, "group_size": 2} | options))  # type: ignore[arg-type]
 
 
-def scheduler(
-    runner: ScriptedRunner, envs: EnvManagerConfig, ratio: int = 0, purpose: str = "train", seed: int = 1
-) -> RolloutScheduler:
-    return RolloutScheduler(settings(ratio, seed), envs, runner, SamplingParams(), purpose=purpose)
+def episodes(engines: Engines, envs: EnvManagerConfig, size: int, threshold: int = 0,
+             drops: Callable[[int, int], bool] | None = None, seed: int = 1) -> RolloutScheduler:  # fmt: skip
+    """A scheduler of episodes, `threshold` batches ahead. drops: the filter, of group_id and episode_id."""
+    config = PPOConfig()
+    config.async_training.max_off_policy_threshold = config.async_training.batches_ahead = threshold
+    config.agentic.train_env_manager = envs
+    chosen = EpisodeFilter(config)
+    if drops is not None:
+        chosen._filter = SimpleNamespace(filter=lambda group_id, episode_id, rows: drops(group_id, episode_id))
+        chosen.drops = True
+    return RolloutScheduler(config, EnvSource(envs, seed, size), engines, SamplingParams(), chosen, 100)
 
 
-def at(step: int) -> DataProto:
-    return DataProto(meta_info={"global_step": step})
-
-
-def train(subject: RolloutScheduler, runner: ScriptedRunner, size: int, steps: Sequence[int]) -> list[DataProto]:
-    """The order of calls of an asynchronous step."""
-    batches = []
-    for step in steps:
-        batches.append(subject.get_batch(at(step), size))
+def give(subject: RolloutScheduler, version: int) -> None:
+    """Updates the weights of the engines."""
+    engines: Any = subject.engines
+    if not subject.spans_updates:
         subject.finish()
-        runner.update_weights()
-        subject.begin_ahead(at(step), size)
-    return batches
+        assert not engines.running, "the weights may not change under running groups"
+    subject.version = engines.version = version
 
 
-def trajectories(batch: DataProto) -> list[str]:
-    return list(dict.fromkeys(batch.non_tensor_batch["traj_id"]))
+def save(subject: RolloutScheduler, step: int) -> bytes:
+    """A checkpoint after this step. The engines then have the weights that those of a resumed run have."""
+    state = pickle.dumps(subject.state_dict())
+    if not subject.spans_updates:
+        give(subject, step)
+    return state
+
+
+def train(subject: RolloutScheduler, steps: Sequence[int], every: int = 1) -> Iterator[DataProto]:
+    """The batches of these steps, with the calls of `RayPPOTrainer`. every: agentic.model_update_frequency."""
+    if subject.version is None:
+        give(subject, steps[0] - 1)
+    for step in steps:
+        if subject.spans_updates:
+            subject.begin_ahead(step)
+        batch = subject.get_batch(step)
+        if subject.batches_ahead and not subject.spans_updates:
+            give(subject, step - 1)
+            subject.begin_ahead(step)
+        yield batch
+        if (subject.spans_updates or not subject.batches_ahead) and step % every == 0:
+            give(subject, step)
+
+
+def samples(batch: DataProto) -> list[Any]:
+    """The episodes or numbers of a batch."""
+    return list(dict.fromkeys(batch.non_tensor_batch["sample"]))
 
 
 def contents(batch: DataProto) -> list[object]:
-    return [batch.batch["seed"].tolist(), *(list(column) for column in batch.non_tensor_batch.values())]
+    return [list(batch.non_tensor_batch["sample"]), batch.batch["version"].tolist()]
 
 
-# --------------------------------------------------------------------------------- sizes and staleness (ROLL's test)
+def logged(batch: DataProto, name: str) -> float:
+    return values(batch.meta_info["metrics"])[name]
 
 
-@pytest.mark.parametrize("ratio", [0, 1, 2, 7])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 7])
 @pytest.mark.parametrize("size", [8, 24, 64])
-def test_the_batch_is_exact_and_begins_ratio_steps_before(size: int, ratio: int) -> None:
-    """With a filter that drops every third episode and with redundant members: the number of episodes is exact, and all
-    of step s were begun in max(0, s - ratio)."""
-    runner = ScriptedRunner(drops=lambda spec: spec.episode_id % 3 == 0)
-    envs = manager(num_env_groups=8, group_size=8, group_size_redundancy=4, group_filter_cls="any")
-    for step, batch in enumerate(train(scheduler(runner, envs, ratio), runner, size, range(10))):
-        assert len(trajectories(batch)) == size
-        assert set(batch.non_tensor_batch["start_step"]) == {max(0, step - ratio)}
-        assert all(episode % 3 for episode in batch.non_tensor_batch["episode_id"])
-        groups = Counter(name.rpartition("_")[0] for name in trajectories(batch))
-        assert set(groups.values()) == {8}
-    assert not {spec.env_id for spec in runner.begun} - set(range(8 * 12))
-
-
-# --------------------------------------------------------------------------------------------------- groups and seeds
+def test_the_batch_is_exact_and_its_groups_begin_as_many_steps_before(size: int, ahead: int) -> None:
+    """With a filter that drops every third episode, and with redundant members."""
+    engines = Engines()
+    envs = manager(num_env_groups=8, group_size=8, group_size_redundancy=4)
+    subject = episodes(engines, envs, size, ahead, lambda group_id, episode_id: episode_id % 3 == 0)
+    for step, batch in enumerate(train(subject, range(1, 11)), start=1):
+        specs = samples(batch)
+        assert len(specs) == size and all(spec.episode_id % 3 for spec in specs)
+        assert set(Counter(spec.traj_group_id for spec in specs).values()) == {8}
+        assert {spec.start_step for spec in specs} <= set(range(max(1, step - ahead), step + 1))
+    assert not {spec.env_id for spec in engines.begun} - set(range(8 * 12))
+    for step, batch in enumerate(train(episodes(Engines(), envs, size, ahead), range(1, 11)), start=1):
+        assert {spec.start_step for spec in samples(batch)} == {max(1, step - ahead)}
 
 
 def test_names_and_seeds_are_as_in_roll() -> None:
-    runner = ScriptedRunner()
-    subject = scheduler(runner, manager(num_env_groups=2, group_size=2, group_size_redundancy=1))
-    for step in range(2):
-        subject.get_batch(at(step), 4)
-    by_name = {spec.traj_id: spec for spec in runner.begun}
-    group_seeds = {group.group_id: group.seed for group in subject.groups}
+    engines, envs = Engines(), manager(num_env_groups=2, group_size_redundancy=1)
+    list(train(episodes(engines, envs, 4), [1, 2]))
+    seeds = {group.group_id: group.seed for group in env_groups(envs, 1, "train")}
     expected = {
-        f"lake_{group}_{episode}_{group_seeds[group]}_{group * 3 + member}": (group_seeds[group] + episode) % 2**31
-        for group in (0, 1)
-        for episode in (0, 1)
-        for member in (0, 1, 2)
+        f"lake_{group}_{episode}_{seeds[group]}_{group * 3 + member}": (seeds[group] + episode) % 2**31
+        for group, episode, member in itertools.product(range(2), range(2), range(3))
     }
-    assert {name: spec.seed for name, spec in by_name.items()} == expected
-    assert all(spec.traj_id == f"{spec.traj_group_id}_{spec.env_id}" for spec in runner.begun)
+    assert {spec.traj_id: spec.seed for spec in engines.begun} == expected
+    assert all(spec.traj_id == f"{spec.traj_group_id}_{spec.env_id}" for spec in engines.begun)
 
 
 def test_tags_are_mixed_in_their_proportion() -> None:
@@ -164,94 +227,239 @@ def test_tags_are_mixed_in_their_proportion() -> None:
     assert Counter(group.tag for group in equal) == {"a": 3, "b": 3, "c": 2}
 
 
-def test_training_and_validation_have_different_episodes_and_each_validation_the_same() -> None:
-    runner = ScriptedRunner()
-    train_seeds = set(scheduler(runner, manager()).get_batch(at(0), 8).batch["seed"].tolist())
-    subject = scheduler(runner, manager(), purpose="val")
-    first, second = (subject.get_batch(at(step), 16) for step in (0, 5))
-    assert contents(first) == contents(second)
-    assert not train_seeds & set(first.batch["seed"].tolist())
-    assert set(second.non_tensor_batch["start_step"]) == {0}
+def test_each_validation_has_the_same_episodes_which_are_not_those_of_training() -> None:
+    subject, val = episodes(Engines(lambda key: 3), manager(), 8, threshold=2), EnvSource(manager(), 1, 16, "val")
+    trained, validated = [], []
+    for batch in train(subject, range(1, 5)):
+        trained += samples(batch)
+        validated.append(samples(subject.run(val.draw_batch(1, 1), SamplingParams())))
+    assert all(specs == validated[0] and len(specs) == 16 for specs in validated)
+    assert not {spec.seed for spec in trained} & {spec.seed for spec in validated[0]}
+    assert len({spec.traj_id for spec in trained}) == 4 * 8, "training groups continue beside a validation"
 
 
-@pytest.mark.parametrize("ratio", [0, 1])
-def test_the_same_seed_gives_the_same_batches_on_any_number_of_ranks(ratio: int) -> None:
-    def run(ranks: int, seed: int) -> list[object]:
-        runner = ScriptedRunner(ranks, drops=lambda spec: spec.seed % 5 < 2)
-        envs = manager(num_env_groups=6, group_filter_cls="any", max_replaced_groups=4)
-        return [contents(batch) for batch in train(scheduler(runner, envs, ratio, seed=seed), runner, 16, range(5))]
+@pytest.mark.parametrize("threshold", [0, 1])
+def test_the_batches_depend_on_the_seed_and_neither_on_ranks_nor_on_time(threshold: int) -> None:
+    def run(ranks: int, seed: int, order: int) -> list[object]:
+        engines, envs = at_random(np.random.default_rng(order), ranks), manager(num_env_groups=6, max_replaced_groups=4)
+        subject = episodes(engines, envs, 16, threshold, lambda group, episode: (group + episode) % 5 < 2, seed)
+        return [contents(batch) for batch in train(subject, range(1, 6))]
 
-    assert run(1, 1) == run(2, 1) == run(3, 1)
-    assert run(1, 1) != run(1, 2)
-
-
-# ------------------------------------------------------------------------------------------------------------- filters
-
-
-def first_attempt(spec: EpisodeSpec) -> bool:
-    return spec.episode_id < REPLACEMENTS_FROM
-
-
-def test_dropped_groups_are_replaced_within_the_budget_and_stay_beyond_it() -> None:
-    """4 groups a step, all dropped at first: with 3 replacements one stays, and with none all."""
-    for budget, kept in ((0, 4), (3, 1), (4, 0), (-1, 0)):
-        runner = ScriptedRunner(drops=first_attempt)
-        envs = manager(group_filter_cls="any", max_replaced_groups=budget)
-        batch = scheduler(runner, envs).get_batch(at(0), 8)
-        assert len(trajectories(batch)) == 8
-        numbers = values(batch.meta_info["metrics"])
-        assert numbers["scheduler/groups_kept_though_dropped"] == kept
-        assert numbers["scheduler/group_filter_count"] == 4
-        assert len(runner.begun) == 2 * (4 + (4 - kept))
-        stayed = [episode < REPLACEMENTS_FROM for episode in batch.non_tensor_batch["episode_id"]]
-        assert len({g for g, s in zip(batch.non_tensor_batch["traj_group_id"], stayed, strict=True) if s}) == kept
-        assert batch.meta_info["episodes"].episodes == len(runner.begun)
-
-
-def test_the_budget_is_for_the_whole_step() -> None:
-    """One place of four needs all 10 replacements: the others' shares are given to it in later rounds."""
-    runner = ScriptedRunner(drops=lambda spec: spec.group_id == 1 and spec.episode_id < 10 * REPLACEMENTS_FROM)
-    envs = manager(group_filter_cls="any", max_replaced_groups=10)
-    batch = scheduler(runner, envs).get_batch(at(0), 8)
-    assert values(batch.meta_info["metrics"])["scheduler/groups_kept_though_dropped"] == 0
-    assert len(runner.begun) == 2 * (3 + 11)
-
-    runner = ScriptedRunner(drops=lambda spec: spec.group_id == 1)
-    batch = scheduler(runner, envs).get_batch(at(0), 8)
-    assert values(batch.meta_info["metrics"])["scheduler/groups_kept_though_dropped"] == 1
-    assert len(runner.begun) == 2 * (4 + 10)
-
-
-def test_max_traj_per_env_counts_replacements() -> None:
-    runner = ScriptedRunner(drops=lambda spec: True)
-    envs = manager(group_filter_cls="any", max_traj_per_env=3, max_replaced_groups=100)
-    batch = scheduler(runner, envs).get_batch(at(0), 8)
-    assert Counter(spec.env_id for spec in runner.begun) == dict.fromkeys(range(8), 3)
-    assert values(batch.meta_info["metrics"])["scheduler/groups_kept_though_dropped"] == 4
-
-
-# -------------------------------------------------------------------------------------------------------------- resume
-
-
-@pytest.mark.parametrize(("ratio", "stop"), itertools.product([0, 1, 2], [1, 3]))
-def test_a_resumed_scheduler_goes_on_exactly(ratio: int, stop: int) -> None:
-    """State and runner are made anew from a pickle after step `stop`; batches begun ahead are part of it."""
-
-    def make() -> tuple[RolloutScheduler, ScriptedRunner]:
-        runner = ScriptedRunner(drops=lambda spec: spec.seed % 5 < 2)
-        return scheduler(runner, manager(num_env_groups=3, group_filter_cls="any"), ratio), runner
-
-    subject, runner = make()
-    whole = [contents(batch) for batch in train(subject, runner, 8, range(6))]
-    subject, runner = make()
-    before = [contents(batch) for batch in train(subject, runner, 8, range(stop))]
-    state = pickle.dumps(subject.state_dict())
-    assert not runner.flying
-    subject, runner = make()
-    subject.load_state_dict(pickle.loads(state))
-    assert before + [contents(batch) for batch in train(subject, runner, 8, range(stop, 6))] == whole
+    expected = run(1, 1, 0)
+    assert all(run(ranks, 1, order) == expected for ranks, order in itertools.product([1, 2, 3], range(5)))
+    assert run(1, 2, 0) != expected
 
 
 def test_a_batch_that_groups_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="9 episodes cannot be cut into groups of 2"):
-        scheduler(ScriptedRunner(), manager()).get_batch(at(0), 9)
+        episodes(Engines(), manager(), 9).get_batch(1)
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(0, 4), (3, 1), (4, 0), (-1, 0)])
+def test_dropped_groups_are_replaced_within_the_budget_and_stay_beyond_it(budget: int, kept: int) -> None:
+    """The first episodes of the 4 groups of a batch are dropped. With 3 replacements one of them stays."""
+    engines = Engines(lambda key: 1 + len(key) % 3)
+    subject = episodes(engines, manager(max_replaced_groups=budget), 8, 0, lambda group, episode: episode == 0)
+    batch = subject.get_batch(1)
+    assert len(samples(batch)) == 8 and len(engines.begun) == 2 * (4 + (4 - kept))
+    assert logged(batch, "scheduler/groups_kept_though_dropped") == kept
+    assert logged(batch, "scheduler/group_filter_count") == 4
+    assert sum(spec.episode_id == 0 for spec in samples(batch)) == 2 * kept
+    assert batch.meta_info["episodes"].episodes == len(engines.begun)
+
+
+def test_max_traj_per_env_counts_replacements() -> None:
+    engines = Engines()
+    envs = manager(max_traj_per_env=3, max_replaced_groups=100)
+    batch = episodes(engines, envs, 8, 0, lambda group, episode: True).get_batch(1)
+    assert Counter(spec.env_id for spec in engines.begun) == dict.fromkeys(range(8), 3)
+    assert logged(batch, "scheduler/groups_kept_though_dropped") == 4
+
+
+@pytest.mark.parametrize("threshold", [2, 3])
+def test_groups_of_later_batches_that_were_dropped_without_replacement_do_not_block(threshold: int) -> None:
+    """Without a budget a step replaces none of the groups that it drops, also not those of later batches."""
+    engines = Engines(lambda key: 1 + sum(key.encode()) % 7)
+    envs = manager(max_replaced_groups=0, num_env_groups=2)
+    subject = episodes(engines, envs, 8, threshold, lambda group, episode: episode % 2 == group)
+    subject.last_step = 8
+    assert [len(samples(batch)) for batch in train(subject, range(1, 9))] == [8] * 8
+
+
+@pytest.mark.parametrize("threshold", [0, 1])
+def test_a_batch_has_the_first_groups_in_source_order_that_pass(threshold: int) -> None:
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        dropped = set(np.flatnonzero(random.random(1000) < 0.4).tolist())
+        subject = numbers(at_random(random), threshold, size=5, sieve=Sieve(dropped))
+        expected = iter(number for number in range(1000) if number not in dropped)
+        for batch in train(subject, range(1, 8)):
+            assert samples(batch) == list(itertools.islice(expected, 5))
+
+
+@pytest.mark.parametrize(("threshold", "stop", "filtered"), itertools.product([0, 1], [1, 3], [False, True]))
+def test_a_resumed_scheduler_continues_exactly(threshold: int, stop: int, filtered: bool) -> None:
+    """Scheduler and engines are created again from a pickle after step `stop`, which contains groups of later steps."""
+
+    def make(order: int) -> RolloutScheduler:
+        drops = (lambda group, episode: (2 * group + episode) % 5 < 2) if filtered else None
+        return episodes(at_random(np.random.default_rng(order)), manager(num_env_groups=3), 8, threshold, drops)
+
+    subject = make(1)
+    whole = [contents(batch) for batch in train(subject, range(1, stop + 1))]
+    state = save(subject, stop)
+    whole += [contents(batch) for batch in train(subject, range(stop + 1, 7))]
+    resumed = make(2)
+    resumed.load_state_dict(pickle.loads(state))
+    assert [contents(batch) for batch in train(resumed, range(stop + 1, 7))] == whole[stop:]
+
+
+def check_run_with_crashes(threshold: int, filtered: bool, random: np.random.Generator) -> None:
+    """A run that saves and crashes after random steps."""
+    ahead, size, last_step = int(random.integers(1, threshold + 1)), int(random.integers(1, 6)), 24
+    every = int(random.integers(1, threshold - ahead + 2)) if threshold > 1 else 1
+    sieve = Sieve(set(np.flatnonzero(random.random(2000) < 0.3).tolist())) if filtered else None
+    trained, saved = dict[int, list[int]](), (0, b"")
+    while True:
+        engines = at_random(random, int(random.integers(1, 4)))
+        subject = numbers(engines, threshold, ahead, size, sieve=sieve, last_step=last_step)
+        if saved[0]:
+            subject.load_state_dict(pickle.loads(saved[1]))
+        for step, batch in enumerate(train(subject, range(saved[0] + 1, last_step + 1), every), start=saved[0] + 1):
+            trained[step], staleness = samples(batch), step - 1 - batch.batch["version"]
+            assert len(trained[step]) == size and 0 <= staleness.min() and staleness.max() <= threshold
+            assert logged(batch, "async/staleness/oldest") == staleness.max()
+            if random.random() < 0.3:
+                saved = step, save(subject, step)
+            if step < last_step and random.random() < 0.1:
+                break
+        else:
+            break
+    source: Any = subject.source
+    expected = [number for number in range(source.next) if sieve is None or number not in sieve.dropped]
+    assert sorted(itertools.chain(*trained.values())) == expected and not subject.groups
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("threshold", [1, 2, 4])
+def test_after_resumes_no_group_is_too_old_lost_or_repeated(threshold: int, filtered: bool) -> None:
+    for seed in range(16):
+        check_run_with_crashes(threshold, filtered, np.random.default_rng([threshold, seed]))
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 2])
+def test_a_dropped_group_does_not_hold_the_data_cursor(threshold: int) -> None:
+    """Group 0 is dropped in the first step. The run resumes after every step."""
+    subject, trained = numbers(Engines(), threshold, sieve=Sieve({0})), list[int]()
+    for step in range(1, 7):
+        trained += samples(next(train(subject, [step])))
+        state = save(subject, step)
+        subject = numbers(Engines(), threshold, sieve=Sieve({0}))
+        subject.load_state_dict(pickle.loads(state))
+    assert trained == list(range(1, 13))
+
+
+def test_a_batch_that_was_started_ahead_is_not_reported_as_on_policy() -> None:
+    """Two batches ahead a step has groups that were started two updates before it."""
+    for threshold in (1, 2):
+        subject = episodes(Engines(), manager(), 8, threshold)
+        for step, batch in enumerate(train(subject, range(1, 6)), start=1):
+            oldest = step - 1 - int(batch.batch["version"].min())
+            assert oldest == min(step - 1, threshold)
+            assert logged(batch, "scheduler/off_policy_ratio") == logged(batch, "async/staleness/oldest") == oldest
+
+
+def test_complete_groups_that_wait_for_their_step_age() -> None:
+    """All groups are complete after the first call. Those of batch 4 are three updates old in step 4."""
+    subject = numbers(Engines(), 3, 3)
+    batches = list(train(subject, range(1, 7)))
+    for name in ("newest", "oldest", "mean"):
+        assert [logged(batch, f"async/staleness/{name}") for batch in batches] == [0, 1, 2, 3, 3, 3]
+
+
+def test_the_oldest_complete_groups_overtake_running_ones() -> None:
+    calls = {"0": 4, "1": 1, "2": 3, "3": 1}
+    subject = numbers(Engines(lambda key: calls.get(key, 50)), 2)
+    assert [samples(batch) for batch in train(subject, [1, 2])] == [[1, 3], [0, 2]]
+
+
+def stuck() -> Engines:
+    """Engines in which group 0 ends at its deadline, after 500 calls, and every other group after one."""
+    return Engines(lambda key: 500 if key == "0" else 1)
+
+
+def test_a_stuck_group_is_overtaken_until_it_would_become_too_old_and_then_waited_for() -> None:
+    engines = stuck()
+    run = train(numbers(engines, 2), range(1, 6))
+    assert [samples(next(run)) for _ in range(2)] == [[1, 2], [3, 4]] and engines.calls < 10
+    batch = next(run)
+    assert samples(batch) == [0, 5] and engines.calls >= 500
+    assert logged(batch, "async/staleness/oldest") == 2
+    assert [samples(batch) for batch in run] == [[6, 7], [8, 9]] and engines.calls < 510
+
+
+def test_after_a_resume_a_stuck_group_blocks_no_step() -> None:
+    """A checkpoint waits until the deadline. A step that is repeated from a snapshot starts the group again."""
+    engines = stuck()
+    subject = numbers(engines, 2)
+    run = train(subject, range(1, 3))
+    next(run)
+    snapshot = pickle.dumps(subject.snapshot())
+    next(run)
+    state = save(subject, 2)
+    assert engines.calls >= 500
+    resumed = numbers(engines := stuck(), 2)
+    resumed.load_state_dict(pickle.loads(state))
+    assert [samples(batch) for batch in train(resumed, [3, 4])] == [[0, 5], [6, 7]]
+    assert engines.begun == [6, 7, 8, 9] and engines.calls < 10
+    repeated = numbers(engines := stuck(), 2)
+    repeated.restore(pickle.loads(snapshot))
+    assert samples(next(train(repeated, [2]))) == [3, 4] and engines.begun == [0, 4, 5] and engines.calls < 10
+
+
+def test_weights_do_not_age_during_critic_warmup() -> None:
+    """The policy is first trained in step 4. Step 6 waits for group 0; without warmup, step 3 would."""
+    subject, batches = numbers(engines := stuck(), 2), list[DataProto]()
+    subject.warmup, subject.version = 3, 0
+    for step in range(1, 7):
+        subject.begin_ahead(step)
+        batches.append(subject.get_batch(step))
+        assert (engines.calls >= 500) == (0 in samples(batches[-1])) == (step == 6)
+        if step > 3:
+            give(subject, step)
+    assert [logged(batch, "async/staleness/oldest") for batch in batches] == [0, 0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 2])
+def test_a_failure_of_the_engines_reaches_the_waiting_step(threshold: int) -> None:
+    engines = Engines(lambda key: 10)
+    engines.most_calls = 3
+    with pytest.raises(ConnectionError, match="has died"):
+        next(train(numbers(engines, threshold, sieve=Sieve(())), [1]))
+    assert engines.calls == 3
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 2])
+def test_a_source_without_more_groups_ends_the_step_with_the_filters_error(threshold: int) -> None:
+    engines = Engines(lambda key: 3)
+    subject = numbers(engines, threshold, sieve=Sieve({1, 3, 5, 7}), end=9, last_step=3)
+    with pytest.raises(ArithmeticError, match="1 groups are missing in step 3"):
+        list(train(subject, range(1, 4)))
+    assert engines.calls < 40
+
+
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_a_group_that_is_lost_or_repeated_or_too_old_is_an_error(threshold: int) -> None:
+    changes: dict[str, Callable[[list[Group]], Any]] = {
+        r"\d+ groups started, \d+ resolved": lambda groups: groups.pop(),
+        r"step 4: \d+ groups started": lambda groups: groups.append(replace(groups[0])),
+        rf"staleness 3, and {threshold} is allowed": lambda groups: setattr(groups[0], "version", 0),
+    }
+    for message, change in changes.items():
+        subject = numbers(Engines(), threshold, sieve=Sieve(()))
+        list(train(subject, range(1, 4)))
+        subject.begin_ahead(4 if threshold > 1 else 3)
+        subject.finish()
+        change(subject.groups)
+        with pytest.raises(RuntimeError, match=message):
+            subject.get_batch(4)

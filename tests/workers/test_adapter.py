@@ -30,6 +30,7 @@ from tests.workers.engine_cases import (
 )
 from tests.workers.invariance import POLICY, plain_outputs
 from tests.workers.ranks import OnRanks
+from tests.workers.rollout.scripted import answer
 from tests.workers.rollout.test_engines import vllm_missing
 from verl_lite.config import MixedPrecisionConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError
@@ -39,8 +40,6 @@ from workers.engine.checkpoint import export, export_adapter
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import SamplingParams, build_rollout_engine
-from workers.rollout.runner import Runner
-from workers.rollout.single_turn import generate
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.05)  # the gradient is clipped in every step
 CASE = Case()
@@ -192,18 +191,8 @@ def test_the_rollout_engine_really_uses_the_adapter(name: str, tied: bool, tmp_p
     names = {"uid": np.arange(6).astype(object), "sample": np.zeros(6, dtype=int)}
     try:
         sync_weights(engine, rollout, version=1, bucket_mb=1)
-        rows = generate(
-            Runner(rollout),
-            DataProto.from_dict(
-                {"prompts": prompts["prompts"], "prompt_mask": prompts["attention_mask"][:, :PROMPT]}, names
-            ),
-            sampling=SamplingParams(max_tokens=RESPONSE),
-            seed=0,
-            step=0,
-            response_length=RESPONSE,
-            pad_token_id=0,
-            on_finished=lambda finished: None,
-        )
+        asked = {"prompts": prompts["prompts"], "prompt_mask": prompts["attention_mask"][:, :PROMPT]}
+        rows = answer(rollout, DataProto.from_dict(asked, names), SamplingParams(max_tokens=RESPONSE), RESPONSE)
     finally:
         rollout.close()
     data, plan = planned(rows, Case())

@@ -1,5 +1,5 @@
 """The agent's worker, with a tiny model and environments in threads or in processes: episodes become rows, go on beside
-training under the same weights, and end with the worker.
+training under the same weights, and end with the worker. It also answers single prompts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
+from tests.workers.rollout.scripted import answer
+from tests.workers.rollout.test_engines import STOPS, load, make_engine
 from trainer.advantage import compute_advantage
-from trainer.roles import AgentRole
+from trainer.agentic.agent_trainer import EpisodeFilter
+from trainer.group_sources import EnvSource
+from trainer.roles import ActorRole
 from trainer.rollout_scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import values
@@ -25,7 +31,7 @@ from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_
 from verl_lite.single_controller.worker_group import LocalTransport
 from workers.agent_rollout import AgentRolloutWorker
 from workers.rollout.base import SamplingParams
-from workers.rollout.group_run import EpisodeCounts
+from workers.rollout.episodes import EpisodeCounts
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen2(tmp_path_factory.mktemp("model"), hidden=32, heads=1)
 
 
-def settings(model: str, *, ratio: int = 0, workers: int = 0, **env_config: Any) -> PPOConfig:
+def settings(model: str, *, threshold: int = 0, workers: int = 0, **env_config: Any) -> PPOConfig:
     config = PPOConfig()
     config.model.path, config.rollout.name, config.trainer.device = model, "hf", "cpu"
     config.model.enable_gradient_checkpointing = False
@@ -52,7 +58,7 @@ def settings(model: str, *, ratio: int = 0, workers: int = 0, **env_config: Any)
     }
     agentic.train_env_manager.tags = ["count"]
     agentic.train_env_manager.num_env_groups, agentic.train_env_manager.group_size = 3, 2
-    agentic.rollout_batch_size, agentic.async_generation_ratio = 6, ratio
+    agentic.rollout_batch_size, config.async_training.max_off_policy_threshold = 6, threshold
     agentic.env_pool.num_workers = workers
     return config
 
@@ -66,32 +72,34 @@ class Agent:
             "actor_rollout"
         ]
         self.group.init_model()
-        self.role = AgentRole(self.group, config)
-        self.scheduler = RolloutScheduler(
-            config, config.agentic.train_env_manager, self.role, SamplingParams(max_tokens=96)
-        )
-        self.size = config.agentic.rollout_batch_size
+        self.role = ActorRole(self.group, config)
+        source = EnvSource(config.agentic.train_env_manager, config.trainer.seed, config.agentic.rollout_batch_size)
+        sampling, chosen = SamplingParams(max_tokens=96), EpisodeFilter(config)
+        self.scheduler = RolloutScheduler(config, source, self.role, sampling, chosen, last_step=10)
         transport = self.group._transport
         assert isinstance(transport, LocalTransport)
         self.worker: AgentRolloutWorker = transport._slots[0].roles["actor_rollout"]
 
+    def update_weights(self, version: int) -> None:
+        self.scheduler.version = version
+        self.role.update_weights(version)
+
     def train(self, steps: int) -> list[DataProto]:
-        """As a trainer does, ratio 0 or 1."""
+        """Trains as a trainer does, with a threshold of 0 or 1."""
         batches = []
-        self.role.update_weights(0)
-        for step in range(steps):
-            data = DataProto(meta_info={"global_step": step})
-            batch = self.scheduler.get_batch(data, self.size)
-            if self.scheduler.ratio and step:
-                self.role.update_weights(step)
-            self.scheduler.begin_ahead(data, self.size)
+        self.update_weights(0)
+        for step in range(1, steps + 1):
+            batch = self.scheduler.get_batch(step)
+            if self.scheduler.batches_ahead and step > 1:
+                self.update_weights(step - 1)
+            self.scheduler.begin_ahead(step)
             batches.append(batch)
             lesson = batch.select(meta_info_keys=[])
             lesson.batch["token_level_rewards"] = lesson.batch["token_level_scores"]
             self.role.compute_log_prob(lesson)
-            self.role.update(compute_advantage(lesson, 1.0, 1.0, "grpo"), step + 1)
-            if not self.scheduler.ratio:
-                self.role.update_weights(step + 1)
+            self.role.update(compute_advantage(lesson, 1.0, 1.0, "grpo"), step)
+            if not self.scheduler.batches_ahead:
+                self.update_weights(step)
         return batches
 
 
@@ -136,40 +144,64 @@ def test_the_rows_of_an_asynchronous_run_are_of_one_version_and_the_same_each_ti
     """Environments take 0 or 3 ms a step: which turns are sampled beside training differs, what they say does not."""
     runs = []
     for latency_s in (0.0, 0.003):
-        with agent(settings(model, ratio=1, latency_s=latency_s), tmp_path) as subject:
+        with agent(settings(model, threshold=1, latency_s=latency_s), tmp_path) as subject:
             batches = subject.train(3)
             beside = [values(batch.meta_info["metrics"]).get("rollout/seconds_beside_training", 0) for batch in batches]
             assert beside[0] == 0 and beside[1] > 0 and beside[2] > 0
         runs.append([contents(batch) for batch in batches])
         assert [set(batch.batch["policy_version"].tolist()) for batch in batches] == [{0}, {0}, {1}]
-        assert [set(batch.batch["start_step"].tolist()) for batch in batches] == [{0}, {0}, {1}]
+        assert [set(batch.batch["start_step"].tolist()) for batch in batches] == [{1}, {1}, {2}]
     assert runs[0] == runs[1]
 
 
-def test_weights_do_not_change_under_episodes(model: str, tmp_path: Path) -> None:
-    with agent(settings(model, ratio=1), tmp_path) as subject:
-        subject.role.update_weights(0)
-        subject.scheduler.begin_ahead(DataProto(meta_info={"global_step": 0}), 6)
-        with pytest.raises(RuntimeError, match=r"episodes are running.*RolloutScheduler\.finish"):
-            subject.role.update_weights(1)
+def test_weights_change_under_episodes_only_if_they_may_span_updates(model: str, tmp_path: Path) -> None:
+    with agent(settings(model, threshold=1), tmp_path) as subject:
+        subject.update_weights(0)
+        subject.scheduler.begin_ahead(1)
+        with pytest.raises(RuntimeError, match=r"groups are running.*RolloutScheduler\.finish"):
+            subject.update_weights(1)
         subject.scheduler.finish()
-        subject.role.update_weights(1)
+        subject.update_weights(1)
+    with agent(settings(model, threshold=2), tmp_path) as subject:
+        subject.update_weights(0)
+        subject.scheduler.begin_ahead(1)
+        assert not subject.worker.groups.is_idle
+        subject.update_weights(1)
+        assert subject.scheduler.get_batch(1).meta_info["episodes"].failed == 0
+
+
+def test_a_loop_without_a_trainer_gets_answers_in_the_order_of_its_rows(model: str, tmp_path: Path) -> None:
+    """The answers equal those of an engine with the worker's weights."""
+    places = torch.arange(6)
+    mask = (places >= places[:, None] - 1).long()
+    names = {"uid": np.array(list("aabbcc"), dtype=object), "sample": np.tile(np.arange(2), 3)}
+    rows = DataProto.from_dict({"prompts": mask * (places[:, None] + 20 + places), "prompt_mask": mask}, names)
+    rows.meta_info |= {"sampling": SamplingParams(max_tokens=96), "seed": 3, "step": 2}
+    with agent(settings(model), tmp_path) as subject:
+        subject.role.update_weights(5)
+        found = subject.group.generate_sequences(rows)
+    engine = make_engine("hf", model, 144)
+    load(engine, AutoModelForCausalLM.from_pretrained(model), 5)
+    expected = answer(engine, rows, SamplingParams(max_tokens=96, stop_token_ids=STOPS), 96, step=2)
+    lengths = found.batch["response_mask"].sum(1).tolist()
+    assert lengths != sorted(lengths) and found.batch["policy_version"].tolist() == [5] * 6
+    for name in ("prompts", "responses", "response_mask", "attention_mask"):
+        assert torch.equal(found.batch[name], expected.batch[name])
 
 
 @pytest.mark.slow
 def test_environments_are_processes_that_end_with_the_worker(model: str, tmp_path: Path) -> None:
     """And a reply that came in time is not late because nobody looked: training took longer than timeout_s."""
-    config = settings(model, ratio=1, workers=1)
+    config = settings(model, threshold=1, workers=1)
     config.agentic.env_pool.timeout_s = 3.0
     with agent(config, tmp_path) as subject:
-        subject.role.update_weights(0)
-        data = DataProto(meta_info={"global_step": 0})
-        first = subject.scheduler.get_batch(data, 6)
+        subject.update_weights(0)
+        first = subject.scheduler.get_batch(1)
         pids = {int(metrics["pid"]) for metrics in first.non_tensor_batch["env_metrics"]}
         assert os.getpid() not in pids and all(Path(f"/proc/{pid}").exists() for pid in pids)
-        subject.scheduler.begin_ahead(data, 6)
+        subject.scheduler.begin_ahead(1)
         time.sleep(4)
-        second = subject.scheduler.get_batch(DataProto(meta_info={"global_step": 1}), 6)
+        second = subject.scheduler.get_batch(2)
         assert second.meta_info["episodes"].failed == 0
         assert sorted(tmp_path.rglob("env-0.log"))
     deadline = time.monotonic() + 10

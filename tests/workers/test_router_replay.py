@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_experts import tiny_experts
 from tests.workers.engine_cases import Case, build_engine, gradient_of
+from tests.workers.rollout.scripted import answer
 from tests.workers.rollout.test_engines import ask, episodes, make_engine, run
 from tests.workers.test_router import FAMILIES, watch_experts
 from verl_lite.config import ActorConfig
@@ -23,7 +24,6 @@ from workers.policy.causal_lm import causal_lm
 from workers.policy.router import ROUTED_EXPERTS, Routers, find_routers
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.runner import Runner
-from workers.rollout.single_turn import generate
 from workers.rollout.trajectories import trajectory_rows
 
 CASES = [
@@ -134,11 +134,9 @@ def sampled(path: str) -> DataProto:
         tokens = torch.arange(5, 5 + lengths[row // 3]) * (row // 3 + 1)
         prompts[row, 8 - len(tokens) :], mask[row, 8 - len(tokens) :] = tokens, 1
     names = {"uid": np.repeat(np.array(["a", "b", "c"], dtype=object), 3), "sample": np.tile(np.arange(3), 3)}
-    data = generate(
-        Runner(engine_of(path)), DataProto.from_dict({"prompts": prompts, "prompt_mask": mask}, names),
-        sampling=SamplingParams(temperature=2.0, max_tokens=10, stop_token_ids=tuple(range(30, 40))), seed=0, step=0,
-        response_length=10, pad_token_id=0, on_finished=lambda finished: None,
-    )  # fmt: skip
+    rows = DataProto.from_dict({"prompts": prompts, "prompt_mask": mask}, names)
+    sampling = SamplingParams(temperature=2.0, max_tokens=10, stop_token_ids=tuple(range(30, 40)))
+    data = answer(engine_of(path), rows, sampling, 10)
     advantages = torch.randn(9, 10, generator=torch.Generator().manual_seed(0))
     kept = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "routed_experts")
     return DataProto.from_dict({name: data.batch[name] for name in kept} | {"advantages": advantages})

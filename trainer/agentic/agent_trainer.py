@@ -1,35 +1,35 @@
 """Trains agents that act in environments: `RayPPOTrainer` with batches of episodes.
 
-`trainer.rollout_scheduler` chooses the episodes of a batch, and the ranks run them (`workers.agent_rollout`). All other
+`group_sources.EnvSource` chooses the episodes of a batch, and the ranks run them (`workers.agent_rollout`). All other
 stages (log-probs, values, advantages, updates, checkpoints) are those of `RayPPOTrainer`.
 """
 
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainer.advantage import ScalarMetrics
 from trainer.agentic.agentic_advantage import OF_EPISODES, compute_response_level_rewards
 from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
+from trainer.dynamic_sampling import rows_of
 from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
-from trainer.ray_trainer import RayPPOTrainer, training_sampling
+from trainer.group_sources import EnvSource
+from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import Failures
-from trainer.roles import ActorRole, AgentRole, Metrics
-from trainer.rollout_scheduler import RolloutScheduler
-from trainer.steps import EpisodeSteps
+from trainer.rollout_scheduler import Group, GroupFilter
 from verl_lite.config import PPOConfig
-from verl_lite.config.spellings import ppo_keys
 from verl_lite.envs.base import env_modules, env_templates
+from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.envs.env_pool import EnvPool
 from workers.rollout.conversation import ChatJoins
-from workers.rollout.group_run import EpisodeCounts
+from workers.rollout.episodes import EpisodeCounts
 
 EPISODES_SHOWN = 2
 
@@ -64,78 +64,67 @@ class EpisodeRewards:
         return DataProto(meta_info={"metrics": metrics})
 
 
-BasePipeline = RayPPOTrainer  # ROLL's name
+class EpisodeFilter(GroupFilter):
+    """Drops groups of episodes with agentic.train_env_manager.group_filter_cls; without one, keeps all.
 
-
-class AgenticPipeline(BasePipeline):
-    """Trains an agent in environments.
-
-    train_rollout_scheduler, val_rollout_scheduler: choose the episodes; the latter is None without validation.
-
-    For custom loops (recipes/agentic_frozen_lake/roll_loop.py), the attributes have ROLL's names: pipeline_config;
-    actor_train and actor_infer, one worker with two engines; reference and critic, None if not configured; running;
-    tracker.
+    If a batch needs more than max_replaced_groups replacements, dropped groups complete it and are counted. verl's
+    filter_groups ends the run in this case (max_num_gen_batches), which would end the training of a policy that has
+    mastered its environments.
     """
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        *,
-        train_rollout_scheduler: RolloutScheduler,
-        val_rollout_scheduler: RolloutScheduler | None,
-        **parts: Any,
-    ) -> None:
+    def __init__(self, config: PPOConfig) -> None:
+        self.manager, self.warmup = config.agentic.train_env_manager, config.trainer.critic_warmup
+        self._filter = make_group_filter(config.agentic, self.manager, "train")
+        self.drops = self._filter is not None
+        self._kept_though_dropped = 0
+
+    def judge(self, groups: Sequence[Group], wait: bool) -> None:
+        for group in groups:
+            is_dropped = False
+            if self._filter is not None:
+                _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
+                is_dropped = bool(self._filter.filter(int(group_id), int(episode_id), _episodes(rows_of(group))))
+            group.kind = "dropped" if is_dropped else "kept"
+
+    def most(self, wanted: int) -> float:
+        manager, replaced = self.manager, self.manager.max_replaced_groups
+        most = wanted + (4 * manager.num_env_groups if replaced < 0 else replaced)
+        limit = manager.max_traj_per_env
+        return most if limit < 0 else max(wanted, min(most, limit * manager.num_env_groups))
+
+    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+        for group in [group for group in groups if group.kind == "dropped"][:missing]:
+            group.kind = "kept"
+        self._kept_though_dropped += missing
+
+    def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
+        kept, self._kept_though_dropped = self._kept_though_dropped, 0
+        oldest = max(min(group.version for group in chosen), self.warmup)  # version 0 does not age during the warm-up
+        return {
+            "scheduler/group_filter_count": Metric.last(len(dropped) + kept),
+            "scheduler/groups_kept_though_dropped": Metric.last(kept),
+            "scheduler/off_policy_ratio": Metric.last(max(step - 1, self.warmup) - oldest),
+        }
+
+
+def _episodes(rows: DataProto) -> list[DataProto]:
+    """Splits the rows of a group by episode."""
+    names = rows.non_tensor_batch["traj_id"]
+    return [rows.select_idxs(np.flatnonzero(names == name)) for name in dict.fromkeys(names)]
+
+
+class AgentTrainer(RayPPOTrainer):
+    """Trains an agent in environments. val_source: draws the episodes of validations; None without validation."""
+
+    def __init__(self, config: PPOConfig, *, val_source: EnvSource | None, **parts: Any) -> None:
         super().__init__(config, val_data=None, **parts)
-        self.train_rollout_scheduler = train_rollout_scheduler
-        self.val_rollout_scheduler = val_rollout_scheduler
-        self.engine_version: int | None = None  # step after which the rollout engines received their weights
-        self.pipeline_config: Any = RollConfig(config)
-        self.actor_train = self.actor_infer = self.actor
-        self.reference, self.running, self.tracker = self.ref, self.running_moments, self.tracking
-        self.set_model_update_pair(self.actor_train, self.actor_infer, config.agentic.model_update_frequency)
+        self.val_source = val_source
 
     # -------------------------------------------------------------------------------------------------- the stages
 
-    def sample(self, prompts: DataProto) -> DataProto:
-        """Returns the episodes of this step. With agentic.async_generation_ratio, starts those of later steps."""
-        scheduler, size = self.train_rollout_scheduler, self.config.agentic.rollout_batch_size
-        batch = scheduler.get_batch(prompts, size)
-        if scheduler.ratio and not self.steps.is_last:
-            with self.timed("update_weights"):
-                self.metrics |= self._give_weights(self.steps.global_step - 1)
-            scheduler.begin_ahead(prompts, size)
-        return batch
-
-    def set_model_update_pair(self, src_cluster: ActorRole, tgt_cluster: ActorRole, frequency: int = 1) -> None:
-        """Sets the number of steps between weight updates from actor_train to actor_infer."""
-        if src_cluster is not self.actor_train or tgt_cluster is not self.actor_infer or frequency < 1:
-            raise ValueError(
-                f"set_model_update_pair: found {src_cluster=}, {tgt_cluster=}, {frequency=}; expected actor_train, "
-                "actor_infer (two engines of one worker) and at least 1"
-            )
-        self.model_update_frequency = frequency
-
-    def model_update(self, global_step: int | None = None) -> Metrics:
-        """Copies the trained weights to the rollout engines every agentic.model_update_frequency steps. If episodes
-        of later steps run ahead, `sample` does this instead, after the episodes of its step have ended.
-
-        global_step: number of trained steps, for loops that start each step with this call. Running episodes are
-        finished first.
-        """
-        if global_step is not None:
-            return self._give_weights(global_step)
-        if self.train_rollout_scheduler.ratio and self.engine_version is not None:
-            return {}
-        return self._give_weights(self.steps.global_step)
-
-    def _give_weights(self, version: int, must: bool = False) -> Metrics:
-        """Copies the weights. version: last step of their training. must: True to ignore the frequency."""
-        is_due = must or self.engine_version is None or version % self.model_update_frequency == 0
-        if version == self.engine_version or not is_due:
-            return {}
-        self.train_rollout_scheduler.finish()
-        self.engine_version = version
-        return self.actor.update_weights(version=version)
+    def group_filter(self) -> GroupFilter:
+        """Returns the filter of the groups of episodes."""
+        return EpisodeFilter(self.config)
 
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
         """Adds response_level_rewards, computed from the rewards of episodes and their steps."""
@@ -150,33 +139,21 @@ class AgenticPipeline(BasePipeline):
         chosen = self.config.algorithm.adv_estimator
         return "reinforce" if chosen in OF_EPISODES else chosen
 
-    def do_checkpoint(self, global_step: int) -> None:
-        """Ends a step of a custom loop, counted from 0: writes a checkpoint if one is due."""
-        self.steps.global_step = global_step + 1
-        if self.saver.is_due(self.steps):
-            self.save()
-
-    def run(self) -> FitResult:
-        """`fit` under ROLL's name."""
-        return self.fit()
-
     # -------------------------------------------------------------------------------------------------- validation
 
     @property
     def validates(self) -> bool:
         """True if there are environments for validation."""
-        return self.val_rollout_scheduler is not None
+        return self.val_source is not None
 
     def validate(self, result: FitResult) -> dict[str, float]:
         """Runs the validation episodes with the newest weights, and stores some samples in `result`."""
-        scheduler, metrics = self.val_rollout_scheduler, dict[str, float]()
-        assert scheduler is not None
-        self._give_weights(self.steps.global_step, must=True)
+        metrics = dict[str, float]()
+        assert self.val_source is not None
+        self.give_weights(self.steps.global_step, must=True)
         for sampling in val_samplings(self.config):
             prefix = sampling.prefix
-            scheduler.sampling = sampling.params
-            data = DataProto(meta_info={"global_step": self.steps.global_step})
-            batch = scheduler.get_batch(data, self.config.agentic.val_batch_size)
+            batch = self.scheduler.run(self.val_source.draw_batch(1, 1), sampling.params)
             self.rewards.score(batch)
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
@@ -208,21 +185,6 @@ class AgenticPipeline(BasePipeline):
                 self.tracking.show(readable(episode))
 
 
-class RollConfig:
-    """The options under ROLL's names, such as `pipeline_config.actor_train.model_update_frequency`, and under our own.
-    Options whose values differ in ROLL are not included."""
-
-    def __init__(self, config: PPOConfig, section: str = "") -> None:
-        self._config, self._section = config, section
-
-    def __getattr__(self, name: str) -> Any:
-        key = f"{self._section}{name}"
-        renamed = {known: of.renamed for known, of in ppo_keys().entries.items() if of.renamed and not of.values}
-        if any(known.startswith(f"{key}.") for known in renamed):
-            return RollConfig(self._config, f"{key}.")
-        return attrgetter(renamed.get(key, key))(self._config)
-
-
 # -------------------------------------------------------------------------------------------------------- construction
 
 
@@ -240,16 +202,12 @@ def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> N
         pool.close()
 
 
-def episode_parts(config: PPOConfig, agent: AgentRole, run_dir: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the arguments of `AgenticPipeline` that define the episodes and count their failures."""
-    agentic = config.agentic
-    train = RolloutScheduler(config, agentic.train_env_manager, agent, training_sampling(config))
-    val = None
-    if config.validates:
-        val = RolloutScheduler(config, agentic.val_env_manager, agent, val_samplings(config)[0].params, purpose="val")
+def episode_parts(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the arguments of `AgentTrainer` that define the episodes and count their failures."""
+    agentic, seed = config.agentic, config.trainer.seed
+    val = EnvSource(agentic.val_env_manager, seed, agentic.val_batch_size, "val") if config.validates else None
     return {
         "rewards": EpisodeRewards(agentic.env_pool.max_error_rate, run_dir, tell),
-        "steps": EpisodeSteps(config, train),
-        "train_rollout_scheduler": train,
-        "val_rollout_scheduler": val,
+        "source": EnvSource(agentic.train_env_manager, seed, agentic.rollout_batch_size),
+        "val_source": val,
     }

@@ -57,13 +57,18 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     rows = list(_episode_rows(config) if config.is_agentic else _prompt_rows(config, slots))
     correction = config.algorithm.rollout_correction
     is_strict, why = "no", "later optimizer steps train on samples from older weights"
-    if config.is_agentic and config.agentic.async_generation_ratio:
+    if config.async_training.max_off_policy_threshold:
         corrected = correction.rollout_is is not None or correction.bypass_mode
         how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
         why = f"samples come from earlier weights, {how}"
     elif requirements.is_on_policy(config):
         is_strict, why = "yes", "one optimizer step per batch"
     rows.append(PlanRow("strictly on-policy", is_strict, why))
+    ahead = config.async_training
+    if ahead.max_off_policy_threshold:
+        most = f"async_training.max_off_policy_threshold={ahead.max_off_policy_threshold}"
+        text = f"async_training.batches_ahead; at most {most}"
+        rows.append(PlanRow("weight updates from sampling to training", f"{ahead.depth}", text))
     needed = {
         "reward model": config.reward_model.enable,
         "old log-probs": requirements.needs_old_log_prob(config),
@@ -142,16 +147,14 @@ def _mini_batches(size: int, prompts: int) -> int:
 def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
     """Yields the rows of an agentic run. An episode becomes one training row, or one row per step of the episode."""
     agentic, actor, data = config.agentic, config.actor, config.data
-    envs, ratio, mini = agentic.train_env_manager, agentic.async_generation_ratio, actor.ppo_mini_batch_size
+    envs, mini = agentic.train_env_manager, actor.ppo_mini_batch_size
     partition = envs.num_groups_partition or [envs.num_env_groups // len(envs.tags)] * len(envs.tags)
     shares = " + ".join(f"{count} of {tag}" for tag, count in zip(envs.tags, partition, strict=False))
     spare = envs.group_size_redundancy
     redundancy = f" ({spare} more are started, and the last {spare} to end are dropped)" * (spare > 0)
-    ahead = ": episodes of a later step run during training" * bool(ratio)
     steps = f"{actor.ppo_epochs}" if mini == -1 else f"{actor.ppo_epochs} x rows / {mini}"
     yield PlanRow("episodes per training step", f"{agentic.rollout_batch_size}", "agentic.rollout_batch_size")
     yield PlanRow("in groups of", f"{envs.group_size}", f"agentic.train_env_manager.group_size{redundancy}")
     yield PlanRow("groups at one time", f"{envs.num_env_groups}", shares)
-    yield PlanRow("steps from sampling to training", f"{ratio}", f"agentic.async_generation_ratio={ratio}{ahead}")
     yield PlanRow("a row has at most", f"{data.max_prompt_length + data.max_response_length}", "tokens")
     yield PlanRow("optimizer steps per training step", steps, f"actor.ppo_mini_batch_size={mini} rows")

@@ -280,6 +280,24 @@ def validation_gain(series: Series) -> Finding | None:
     return Finding(grade, "val-core", f"validation before and after: {'; '.join(words)}{doubt}")
 
 
+def waiting(series: Series) -> Finding | None:
+    """Which side of an asynchronous run waits for the other, over the second half of the run."""
+    names = ("async/trainer_idle_frac", "async/engine_idle_frac")
+    if not all(series.get(name) for name in names):
+        return None
+    trainer, engines = (
+        statistics.fmean(value for _, value in series[name][len(series[name]) // 2 :]) for name in names
+    )
+    told = f"the trainer waits for samples {trainer:.0%} of the time, and the engines are idle {engines:.0%} of it"
+    if max(trainer, engines) < 0.2:
+        return Finding(OK, names[0], f"{told}: neither side limits the other")
+    if trainer >= engines:
+        return Finding(LOOK, names[0], f"{told}: sampling limits the run")
+    return Finding(
+        OK, names[1], f"{told}: training limits the run, and a larger async_training.batches_ahead gains nothing"
+    )
+
+
 def _score(series: Series) -> tuple[str, Points, int]:
     """Returns the metric that the run optimizes, its points, and 1 if a larger value is better, else -1."""
     name = next((name for name in SCORES if name in series), SCORES[0])
@@ -369,6 +387,12 @@ RULES = (
         ("actor.optim.lr", "actor.fsdp_config.mixed_precision.param_dtype", "actor.ppo_mini_batch_size"),
         "updates are skipped: the gradient overflows, or all samples of a mini-batch failed or were rejected",
         "lower the learning rate, or train in fp32; look at reward/error_rate and at rejected samples",
+    ),
+    Rule(
+        ("async/trainer_idle_frac",), waiting,
+        ("async_training.max_off_policy_threshold", "async_training.batches_ahead", "data.max_response_length"),
+        "the engines do not produce samples as fast as the trainer uses them, or idle while the longest ones end",
+        "raise max_off_policy_threshold to 2 or more, so that short samples need not wait for long ones",
     ),
     Rule(  # all memory is allocated after the first steps
         ("actor/perf/host_rss_gb", "actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb"),

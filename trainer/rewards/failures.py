@@ -31,6 +31,7 @@ class Failures:
 
     what: name of the kind of failed item. option: configuration key of max_error_rate, the limit. error: exception
     that is raised above the limit. path: jsonl file of the failures. show: called with the first failure as text.
+    least: smallest number of items over which the share is computed.
     """
 
     what: str
@@ -39,6 +40,7 @@ class Failures:
     error: type[Exception]
     path: Path
     show: Callable[[str], None]
+    least: int = LEAST_REWARDS
     _recent: deque[tuple[int, int]] = field(default_factory=deque)  # (failed, total) of the last batches
     _shown: bool = False
 
@@ -46,10 +48,10 @@ class Failures:
         """Adds the failures of a batch. rows: rows for the file. first: first failure of the batch as text.
 
         Raises the error if the share of failures is above the limit. The share is computed over the most recent batches
-        that together have at least 20 items, and over 20 while there are fewer.
+        that together have at least `least` items, and over `least` while there are fewer.
         """
         self._recent.append((failed, total))
-        while sum(items for _, items in self._recent) - self._recent[0][1] >= LEAST_REWARDS:
+        while sum(items for _, items in self._recent) - self._recent[0][1] >= self.least:
             self._recent.popleft()
         if not failed:
             return
@@ -60,7 +62,7 @@ class Failures:
         except OSError as error:  # a full disk does not end a run
             where = f"They could not be written to {self.path} ({error.strerror})"
         failures, items = (sum(column) for column in zip(*self._recent, strict=True))
-        allowed = self.max_error_rate * max(LEAST_REWARDS, items)
+        allowed = self.max_error_rate * max(self.least, items)
         if failures > allowed:
             failure = self.error(
                 f"{failures} of {items} {self.what}s failed; {self.option}={self.max_error_rate} allows "
@@ -79,7 +81,8 @@ class Failures:
 class FailureLog:
     """Counts failed rewards against `max_error_rate` and writes them to reward_failures.jsonl in `run_dir`.
 
-    decode: converts token ids to text, for the answers in the file. show: called with the first failure as text.
+    decode: converts token ids to text, for the answers in the file. show: called with the first failure as text. least:
+    see `Failures`; with dynamic sampling, groups are scored a few at a time.
     """
 
     def __init__(
@@ -88,10 +91,11 @@ class FailureLog:
         run_dir: Path,
         decode: Callable[[list[int]], str] = str,
         show: Callable[[str], None] = print,
+        least: int = LEAST_REWARDS,
     ) -> None:
         path = run_dir / "reward_failures.jsonl"
-        self._failures = Failures("reward", "reward.max_error_rate", max_error_rate, RewardFailure, path, show)
-        self._decode = decode
+        self._failures = Failures("reward", "reward.max_error_rate", max_error_rate, RewardFailure, path, show, least)
+        self.decode = decode
 
     def check(self, batch: DataProto, results: Sequence[RewardResult]) -> None:
         """Adds the results of a batch's rows. Reads sample_id, data_source, responses and response_mask.
@@ -105,7 +109,7 @@ class FailureLog:
             reward_model = columns["reward_model"][row] if "reward_model" in columns else {}
             kept = {name: columns[name][row] for name in ("sample_id", "data_source")}
             kept |= {"ground_truth": reward_model.get("ground_truth")}
-            kept |= {"response": self._decode(ids), "response_ids": ids}
+            kept |= {"response": self.decode(ids), "response_ids": ids}
             rows.append(kept | {"timed_out": results[row].timed_out, "error": results[row].error})
         if rows:
             answer = rows[0]["response"]

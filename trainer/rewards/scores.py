@@ -20,7 +20,7 @@ from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
-from verl_lite.rewards import RewardResult
+from verl_lite.rewards import RewardItem, RewardResult
 from verl_lite.single_controller.resource_pool import ServiceHandle
 
 OVERLONG = ("overlong_reward", "overlong")
@@ -56,6 +56,25 @@ class Rewards:
         self.config = config
         self.model = model
         self.failures = failures or FailureLog(config.max_error_rate, run_dir)
+
+    def are_ready(self, batch: DataProto) -> np.ndarray:
+        """Returns (B,) bool: True where `score` would not wait. A reward model scores only when it has the devices."""
+        if self.pool is None or self.model is not None:
+            return np.zeros(len(batch), dtype=bool)
+        ready = self.pool.call("ready", list(batch.non_tensor_batch["sample_id"]))
+        return np.array([key in ready for key in batch.non_tensor_batch["sample_id"]], dtype=bool)
+
+    def submit(self, batch: DataProto) -> None:
+        """Sends sampled answers to the reward functions, as workers do when an answer is complete."""
+        if self.pool is None:
+            return
+        columns, items = batch.non_tensor_batch, []
+        for row, key in enumerate(columns["sample_id"]):
+            ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
+            truth, prompt = columns["reward_model"][row].get("ground_truth"), columns["raw_prompt"][row]
+            source, answer, info = columns["data_source"][row], self.failures.decode(ids), columns["extra_info"][row]
+            items.append(RewardItem(key, source, answer, truth, info, prompt))
+        self.pool.call("submit", items)
 
     def score(self, batch: DataProto) -> DataProto:
         """Computes or waits for the batch's rewards.

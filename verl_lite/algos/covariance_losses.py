@@ -39,7 +39,7 @@ def compute_policy_loss_clip_cov(
     return torch.where(selected, 0, losses), {"pg_clipfrac": selected}
 
 
-@policy_loss("kl_cov")
+@policy_loss("kl_cov", bounds_ratio=False)
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,

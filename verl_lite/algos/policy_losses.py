@@ -66,13 +66,20 @@ POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
 
 
 def policy_loss(
-    name: str, *, needs: tuple[str, ...] = (), always: str | None = None, row_weights: bool = False
+    name: str,
+    *,
+    needs: tuple[str, ...] = (),
+    always: str | None = None,
+    row_weights: bool = False,
+    bounds_ratio: bool = True,
 ) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
     """Returns a decorator that turns a formula f(old_log_prob, log_prob, advantages, response_mask, config) into a
     `PolicyLossFn` and registers it.
 
-    needs: see `core_algos.register_policy_loss`. always: aggregation mode that replaces the argument loss_agg_mode, for
-    losses that are defined with a mode. row_weights: weight each row by the geometric mean of its rollout_is_weights.
+    needs, bounds_ratio: see `core_algos.register_policy_loss`. always: aggregation mode that replaces the argument
+    loss_agg_mode, for losses that are defined with a mode. row_weights: weight each row by the geometric mean of its
+    rollout_is_weights.
+
     The loss takes further arguments of the formula by keyword. If the formula names `selected` (B, T) and it is not
     passed, the loss raises ValueError unless it gets the whole mini-batch, because the selection would depend on the
     split. The loss raises ValueError, naming the argument, for shapes that do not match.
@@ -128,7 +135,9 @@ def policy_loss(
         signature = inspect.signature(loss_function)
         named = [*signature.parameters.values()][:-1] + [each.replace(kind=each.KEYWORD_ONLY) for each in own]
         loss_function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
-        return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=always)(loss_function)
+        return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=always, bounds_ratio=bounds_ratio)(
+            loss_function
+        )
 
     return decorate
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from verl_lite.algos.policy_losses import TokenLosses, bounded_log_ratio, clip_range, importance_log_ratio, policy_loss
 
 
-@policy_loss("gpg")
+@policy_loss("gpg", bounds_ratio=False)
 def compute_policy_loss_gpg(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -88,7 +88,7 @@ def compute_policy_loss_topr(
     return -weights * advantages * log_prob, {"pg_clipfrac": ~is_good & (ratio > 1)}
 
 
-@policy_loss("kimi15")
+@policy_loss("kimi15", bounds_ratio=False)
 def compute_policy_loss_kimi15(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
@@ -97,7 +97,7 @@ def compute_policy_loss_kimi15(
     return -advantages * log_prob + 0.5 * config.policy_loss.kimi15_tau * difference.square(), {}
 
 
-@policy_loss("dro", needs=("dro_beta",))
+@policy_loss("dro", needs=("dro_beta",), bounds_ratio=False)
 def compute_policy_loss_dro(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:

@@ -95,7 +95,6 @@ class AgenticConfig(Options):
     val_env_manager: EnvManagerConfig = section(EnvManagerConfig, "validation environments; no tags = none")
     rollout_batch_size: int = opt(128, "episodes per training step", at_least(1))
     val_batch_size: int = opt(128, "episodes per validation", at_least(1))
-    async_generation_ratio: int = opt(0, "steps by which episodes start ahead of their training step", at_least(0))
     model_update_frequency: int = opt(1, "steps between weight updates of the rollout engine", at_least(1))
     reward_normalization: RewardNormalizationConfig = section(RewardNormalizationConfig, "episode scores")
     episode_reward_weight: float = opt(1.0, "gigpo: weight of the normalised score of the episode")

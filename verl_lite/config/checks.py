@@ -51,6 +51,7 @@ def validate(
         *reward_problems(config.reward, alone=not config.reward_model.enable),
         *_engine(config, slots, engines),
         *(_agent(config) if config.is_agentic else ()),
+        *_async_training(config),
         *machine_problems(config, slots, available),
         *_models(config),
     ]
@@ -210,11 +211,32 @@ def _agent(config: PPOConfig) -> Problems:
     if manager.group_filter_cls is not None:
         key = "agentic.train_env_manager.group_filter_cls"
         yield from _registered(key, manager.group_filter_cls, GROUP_FILTERS, "Class")
-    ratio = options.async_generation_ratio
-    if ratio > 0 and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device):
+
+
+def _async_training(config: PPOConfig) -> Problems:
+    """Checks that a run with stale samples corrects for them, and has room for both engines."""
+    options, correction = config.async_training, config.algorithm.rollout_correction
+    threshold, mode = options.max_off_policy_threshold, config.actor.policy_loss.loss_mode
+    key = f"async_training.max_off_policy_threshold={threshold}"
+    if options.depth and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device):
         yield (
-            f"agentic.async_generation_ratio={ratio} needs the engine's memory in training: set "
-            "rollout.free_cache_engine=false, and a rollout.gpu_memory_utilization that leaves memory for training"
+            f"{key} samples during training, which needs the engine's memory: set rollout.free_cache_engine=false, and "
+            "a rollout.gpu_memory_utilization that leaves memory for training"
+        )
+    every = config.agentic.model_update_frequency
+    if threshold < (needed := options.depth + every - 1):
+        yield (
+            f"{key} with agentic.model_update_frequency={every}: samples are up to {needed} weight updates old: set "
+            f"async_training.max_off_policy_threshold={needed} async_training.batches_ahead={options.depth}"
+        )
+    is_bounded = POLICY_LOSS_REGISTRY.facts.get(mode, {}).get("bounds_ratio") and correction.loss_type == "ppo_clip"
+    if threshold and not is_bounded and correction.rollout_is is None and correction.rollout_rs is None:
+        bounded = sorted(name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio"))
+        shown = f"actor.policy_loss.loss_mode={mode}" if correction.loss_type == "ppo_clip" else "loss_type=reinforce"
+        yield (
+            f"{key} with {shown}, which does not bound the ratio of policy and rollout, so that stale samples can have "
+            f"any weight: set loss_mode to one of {', '.join(bounded)}, or truncate the weights with "
+            "algorithm.rollout_correction.rollout_is=token"
         )
 
 

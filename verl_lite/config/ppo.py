@@ -12,7 +12,7 @@ from verl_lite.config.data import DataConfig
 from verl_lite.config.fields import Problems, section
 from verl_lite.config.learners import ActorConfig, CriticConfig, ModelConfig, RefConfig, RewardModelConfig
 from verl_lite.config.reward import RewardConfig
-from verl_lite.config.rollout import RolloutConfig
+from verl_lite.config.rollout import AsyncTrainingConfig, RolloutConfig
 from verl_lite.config.run import RunOptions, TrainerConfig
 
 
@@ -26,6 +26,7 @@ class PPOConfig(RunOptions):
     ref: RefConfig = section(RefConfig, "frozen reference model")
     critic: CriticConfig = section(CriticConfig, "value function, for estimators that need one")
     rollout: RolloutConfig = section(RolloutConfig, "generation by the policy")
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "sampling ahead of training")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "rewards and advantages")
     reward: RewardConfig = section(RewardConfig, "reward function")
     reward_model: RewardModelConfig = section(RewardModelConfig, "model that scores answers")

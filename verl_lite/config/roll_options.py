@@ -1,6 +1,6 @@
-"""Computes options from several keys of ROLL. Each function receives all keys that are set.
+"""Computes options from several keys of ROLL or verl. Each function receives all keys that are set.
 
-roll_keys.yaml names those functions as `computed` that return the options to set.
+roll_keys.yaml and verl_keys.yaml name those functions as `computed` that return the options to set.
 """
 
 import math
@@ -16,6 +16,26 @@ def trains_on_prompts(given: Mapping[str, Any]) -> bool:
     sections = {name.partition(".")[0] for name in given}
     is_agentic = "train_env_manager" in sections
     return bool(sections & {"validation", "rewards", "num_return_sequences_in_group"}) and not is_agentic
+
+
+def async_generation_ratio(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns async_training for ROLL's number of steps by which a batch is started ahead."""
+    ratio = given.get("agentic.async_generation_ratio", given.get("async_generation_ratio"))
+    return {"async_training.max_off_policy_threshold": ratio, "async_training.batches_ahead": ratio}
+
+
+def colocate_async(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns async_training for verl's trainer.v1.trainer_mode=colocate_async; None in other modes. Raises UserError
+    if the threshold is no whole number."""
+    if given.get("trainer.v1.trainer_mode") != "colocate_async":
+        return None
+    key = "trainer.v1.sampler.max_off_policy_threshold"
+    versions = given.get(key, 8)
+    if not isinstance(versions, int):
+        raise UserError(f"{key}={versions}: expected a whole number; or set async_training.max_off_policy_threshold")
+    options = {"async_training.max_off_policy_threshold": versions - 1}  # verl counts 1 for an on-policy sample
+    ahead = given.get("trainer.v1.colocate_async.num_warmup_batches")
+    return options if ahead is None else options | {"async_training.batches_ahead": ahead}
 
 
 def dual_clip_loss(given: Mapping[str, Any]) -> dict[str, Any] | None:

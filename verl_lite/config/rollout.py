@@ -64,3 +64,26 @@ class RolloutConfig(Options):
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "rows per micro-batch; null = the actor's", at_least(1))
     engine_kwargs: dict[str, Any] = opt({}, "extra engine arguments by engine name: engine_kwargs.vllm.KEY")
     val_kwargs: ValKwargs = section(ValKwargs, "sampling in validation")
+
+
+@dataclass
+class AsyncTrainingConfig(Options):
+    """Sampling ahead of training; see trainer/ASYNC.md."""
+
+    max_off_policy_threshold: int = opt(
+        0, "largest staleness of a sample in weight updates; 0 = on-policy", at_least(0)
+    )
+    batches_ahead: int | None = opt(None, "batches started before they are needed; null = 1 if allowed", at_least(0))
+
+    @property
+    def depth(self) -> int:
+        """Number of batches that are started before they are needed."""
+        return min(1, self.max_off_policy_threshold) if self.batches_ahead is None else self.batches_ahead
+
+    def check(self) -> Problems:
+        if self.depth > self.max_off_policy_threshold:
+            yield (
+                f"async_training.batches_ahead={self.batches_ahead} gives samples a staleness of {self.depth}, which "
+                f"exceeds async_training.max_off_policy_threshold={self.max_off_policy_threshold}: set "
+                f"async_training.max_off_policy_threshold={self.depth}, or fewer batches"
+            )

@@ -13,11 +13,19 @@ import yaml
 
 from verl_lite.config.option_table import is_interpolation, schema_of
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.config.roll_options import dual_clip_loss, infer_correction, train_infer_correction, trains_on_prompts
+from verl_lite.config.roll_options import (
+    async_generation_ratio,
+    colocate_async,
+    dual_clip_loss,
+    infer_correction,
+    train_infer_correction,
+    trains_on_prompts,
+)
 from verl_lite.config.supervised import SFTConfig
 
 _ROLES = ("actor.", "ref.", "critic.", "reward_model.")
-_COMPUTED = {one.__name__: one for one in (dual_clip_loss, infer_correction, train_infer_correction)}
+_FUNCTIONS = (async_generation_ratio, colocate_async, dual_clip_loss, infer_correction, train_infer_correction)
+_COMPUTED = {one.__name__: one for one in _FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,8 @@ class KeyTable:
         if entry is None or (below and (entry.computed or entry.only_if)):
             return None
         if entry.computed and (settings := _COMPUTED[entry.computed](given)) is not None:
-            return _called(entry.computed, settings)
+            called = _called(entry.computed, settings)
+            return replace(called, note=f"{called.note}: {entry.note}") if entry.note else called
         if entry.only_if and not given.get(entry.only_if):
             return Verdict(note=f"{name}={_shown(value)} has no effect here: {entry.only_if} is not true")
         if target := (entry.on_prompts if trains_on_prompts(given) else None) or entry.renamed:
@@ -113,7 +122,8 @@ def ppo_keys() -> KeyTable:
 @cache
 def sft_keys() -> KeyTable:
     """Returns the keys of verl's SFT trainers."""
-    of_ppo = _read("verl_keys", prefixes=("",), below=tuple(_content("verl_sft_keys")["shared"]))
+    shared = _read("verl_keys", prefixes=("",), below=tuple(_content("verl_sft_keys")["shared"]))
+    of_ppo = {name: entry for name, entry in shared.items() if not entry.computed}  # these compute options of PPO
     return KeyTable(SFTConfig, of_ppo | _read("verl_sft_keys"), _read("verl_keys", "options", prefixes=("",)))
 
 

@@ -168,6 +168,12 @@ class RewardPool:
                 missing.difference_update(self._results)
             return {key: self._results.pop(key) for key in keys}
 
+    def ready(self, keys: Iterable[Hashable]) -> set[Hashable]:
+        """Returns those of the keys whose results are available. Raises RewardError as `collect`."""
+        with self._changed:
+            self._raise_failure()
+            return {key for key in keys if key in self._results}
+
     def dry_run(
         self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()
     ) -> list[dict[str, float | str]]:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
 from verl_lite.rewards.scoring import SCORE, is_score
 from workers.envs.env_host import EnvReply
 from workers.envs.env_pool import EnvPool
@@ -37,7 +38,7 @@ class EpisodeSpec:
 
     traj_id: identifier, unique among the episodes of a runner that were not taken yet. traj_group_id: identifier of the
     group, whose members also share the seed. group_size: number of members that are kept, the first ones to end.
-    start_step: step in which the episode starts. batch: number of its batch in the runner.
+    start_step: step in which the episode starts, from 1; the random numbers depend on it.
     """
 
     traj_id: str
@@ -49,7 +50,6 @@ class EpisodeSpec:
     seed: int
     group_size: int
     start_step: int
-    batch: int = 0
     purpose: str = "train"
 
 
@@ -135,8 +135,35 @@ class _Group:
     kept: int = 0
 
 
+@dataclass(frozen=True)
+class EpisodeCounts:
+    """Numbers of episodes that ended in a group or batch; of failed ones; of those that exceeded a deadline; and the
+    text of the first failure."""
+
+    episodes: int = 0
+    failed: int = 0
+    timeouts: int = 0
+    first_failure: str | None = None
+
+    def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
+        return EpisodeCounts(
+            self.episodes + other.episodes,
+            self.failed + other.failed,
+            self.timeouts + other.timeouts,
+            self.first_failure or other.first_failure,
+        )
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> EpisodeCounts:
+        """Counts the episodes that were not ended as surplus."""
+        ended = [one for one in trajectories if one.stop != "surplus"]
+        failed = [one for one in ended if one.stop == "failed"]
+        told = (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed)
+        return cls(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), next(told, None))
+
+
 class EpisodeRunner:
-    """Runs episodes. Call `begin` with episodes, `advance` until none of a batch is `unfinished`, then `take`.
+    """Runs groups of episodes; see `group_run.SampleRunner`.
 
     Args:
         templates: entries of agentic.custom_envs by tag.
@@ -146,6 +173,7 @@ class EpisodeRunner:
         format_penalty: by purpose of an episode, a value that is added to the reward of a turn whose metrics have
             action_is_valid false.
         max_live: maximum number of concurrent episodes.
+        rows: function that turns the episodes of a group into rows.
 
     Raises:
         UserError: for a chat template whose turns cannot be joined.
@@ -164,7 +192,9 @@ class EpisodeRunner:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         format_penalty: Mapping[str, float] | None = None,
         max_live: int,
+        rows: Callable[[Sequence[Trajectory]], DataProto],
     ) -> None:
+        self._to_rows = rows
         self._runner, self._pool, self._tokenizer = runner, pool, tokenizer
         self._templates, self._limits, self._seed = templates, limits, seed
         has_system = any(template.agent_system_template for template in templates.values())
@@ -175,36 +205,33 @@ class EpisodeRunner:
         self._number = 0
         self._queue: deque[_Episode] = deque()
         self._live: dict[Hashable, _Episode] = {}
-        self._batches: dict[int, list[_Episode]] = {}
+        self._groups: dict[str, list[_Episode]] = {}
         self._env_seconds: list[float] = []
 
-    def begin(self, episodes: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
-        """Queues episodes. All members of a group must be in the same call. sampling: sampling parameters of their
-        turns; its seed and stop tokens are ignored, and max_tokens applies to each turn."""
-        groups: dict[tuple[int, str], _Group] = {}
-        for spec in episodes:
+    def begin(self, key: str, samples: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
+        """Queues the episodes of a group. sampling: sampling parameters of their turns; its seed and stop tokens are
+        ignored, and max_tokens applies to each turn."""
+        group = _Group(samples[0].group_size)
+        for spec in samples:
             template = self._templates[spec.tag]
-            group = groups.setdefault((spec.batch, spec.traj_group_id), _Group(spec.group_size))
             self._number += 1
-            episode = _Episode(
-                f"{self._number}/{spec.traj_id}", Trajectory(spec, template.by_step), template, sampling, group
-            )
-            group.open.append(episode)
-            self._queue.append(episode)
-            self._batches.setdefault(spec.batch, []).append(episode)
+            name = f"{self._number}/{spec.traj_id}"
+            group.open.append(_Episode(name, Trajectory(spec, template.by_step), template, sampling, group))
+        self._queue.extend(group.open)
+        self._groups[key] = list(group.open)
 
-    def unfinished(self, batch: int) -> int:
-        """Returns the number of unfinished episodes of a batch."""
-        return sum(not episode.is_ended for episode in self._batches.get(batch, ()))
+    def is_finished(self, key: str) -> bool:
+        return all(episode.is_ended for episode in self._groups[key])
 
-    def take(self, batch: int) -> list[Trajectory]:
-        """Returns and removes all episodes of a finished batch, in the order of `begin`."""
-        return [episode.trajectory for episode in self._batches.pop(batch, [])]
+    def take(self, key: str) -> tuple[DataProto, EpisodeCounts]:
+        trajectories = [episode.trajectory for episode in self._groups.pop(key)]
+        return self._to_rows(trajectories), EpisodeCounts.of(trajectories)
 
-    def advance(self, wait_s: float = 0.0) -> None:
+    def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         """Processes replies of environments, submits turns to the engine, and makes at most one engine step.
 
-        wait_s: seconds to wait for a reply if there is nothing to decode.
+        wait_s: seconds to wait for a reply if there is nothing to decode. until_completion is ignored, because replies
+        may arrive after every step.
         """
         self._admit()
         if not self._live:
@@ -311,7 +338,7 @@ class EpisodeRunner:
         sampling = replace(
             episode.sampling,
             max_tokens=room,
-            seed=derive_seed(self._seed, spec.start_step, spec.traj_id, turn),
+            seed=derive_seed(self._seed, spec.start_step - 1, spec.traj_id, turn),
             stop_token_ids=self._stop_token_ids,
         )
         episode.request_id = f"{episode.key}/{turn}"

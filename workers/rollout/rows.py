@@ -74,6 +74,20 @@ def _extra_columns(
     return result
 
 
+def left_padded(
+    prompts: Sequence[Sequence[int]], prompt_length: int, pad_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token ids and mask of the prompts (B, prompt_length). Of a longer prompt, the end is kept."""
+    ids = torch.full((len(prompts), prompt_length), pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        # an environment that failed before its first observation leaves no prompt; a sequence needs a token
+        kept = list(prompt[-prompt_length:]) or [pad_token_id]
+        ids[row, prompt_length - len(kept) :] = torch.tensor(kept)
+        mask[row, prompt_length - len(kept) :] = 1
+    return ids, mask
+
+
 def right_padded(
     rows: Sequence[Sequence[float]], width: int, fill: int = 0, dtype: torch.dtype = torch.long
 ) -> torch.Tensor:

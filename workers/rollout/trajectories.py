@@ -16,7 +16,7 @@ from verl_lite.protocol import DataProto, as_column
 from workers.rollout.base import ExtraOutputs
 from workers.rollout.conversation import Message, Turn
 from workers.rollout.episodes import Trajectory, messages_of
-from workers.rollout.rows import Response, right_padded, write_rows
+from workers.rollout.rows import Response, left_padded, right_padded, write_rows
 
 
 @dataclass
@@ -64,7 +64,7 @@ def trajectory_rows(
         elif one.is_kept:
             parts = [[turn] for turn in one.turns] if one.by_step else [one.turns]
             rows += [_row(one, part, step) for step, part in enumerate(parts)]
-    prompts, prompt_mask = _prompts(rows, pad_token_id, prompt_length)
+    prompts, prompt_mask = left_padded([row.prompt_ids for row in rows], prompt_length, pad_token_id)
     responses = [
         Response(row.response_ids, row.response_mask, row.log_probs, row.finish_reason, row.policy_version, row.extra)
         for row in rows
@@ -102,18 +102,6 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         row.log_probs += [0.0] * len(joined) + turn.log_probs
         row.scores += [0.0] * (len(joined) + len(turn.response_ids) - 1) + [turn.reward]
     return row
-
-
-def _prompts(rows: list[_Row], pad_token_id: int, prompt_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids and mask of the prompts (B, P), padded on the left."""
-    prompts = torch.full((len(rows), prompt_length), pad_token_id)
-    prompt_mask = torch.zeros_like(prompts)
-    for number, row in enumerate(rows):
-        # an environment that failed before its first observation leaves no prompt; a sequence needs a token
-        prompt = list(row.prompt_ids[-prompt_length:]) or [pad_token_id]
-        prompts[number, prompt_length - len(prompt) :] = torch.tensor(prompt)
-        prompt_mask[number, prompt_length - len(prompt) :] = 1
-    return prompts, prompt_mask
 
 
 def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:

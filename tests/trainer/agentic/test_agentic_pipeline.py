@@ -17,21 +17,23 @@ import pytest
 from tests.set_keys import set_keys
 from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.trainer.test_fit import Parts
-from trainer.agentic.agentic_pipeline import AgenticPipeline, EnvironmentFailure, EpisodeRewards, try_environments
+from trainer.agentic.agent_trainer import EnvironmentFailure, EpisodeRewards, try_environments
+from trainer.agentic.agentic_pipeline import AgenticPipeline
 from trainer.agentic.episode_log import samples_of
 from trainer.final_report import validation_line
-from trainer.rollout_scheduler import RolloutScheduler
+from trainer.group_sources import EnvSource
 from trainer.saving import Saver
-from trainer.steps import EpisodeSteps
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
+from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.conversation import Turn
-from workers.rollout.episodes import Trajectory
-from workers.rollout.group_run import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
+from workers.rollout.episodes import EpisodeCounts, EpisodeSpec, Trajectory
+from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
 from workers.rollout.trajectories import trajectory_rows
 
 P, R = 4, 8
+THRESHOLD, AHEAD = "async_training__max_off_policy_threshold", "async_training__batches_ahead"
 
 
 def turn(words: str, observation: str, reward: float, first: bool, version: int) -> Turn:
@@ -56,7 +58,6 @@ class Agent(Parts):
                  **options: Any) -> None:  # fmt: skip
         super().__init__(**options)
         self.by_step, self.fails = by_step, fails or (lambda spec: False)
-        self.flying: dict[str, Sequence[GroupPlan]] = {}
         self.begun: list[EpisodeSpec] = []
         self.shown: list[str] = []
         self.samplings: list[SamplingParams] = []
@@ -64,25 +65,24 @@ class Agent(Parts):
     def note(self, text: str) -> None:
         self.shown.append(text)
 
-    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
-        self.calls.append(f"begin {key.rpartition('/')[0]}")
-        self.flying[key] = plans
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        self.calls.append(f"begin {plans[0].key.partition('/')[0]}")
+        self.running += plans
         self.samplings.append(sampling)
 
-    def finish_groups(self, key: str) -> list[GroupResults]:
-        self.calls.append(f"finish {key.rpartition('/')[0]}")
-        reports, kept, failed = [], [], 0
-        for plan in self.flying.pop(key):
-            specs = plan.attempts[0]
-            episodes = [self.episode(spec) for spec in specs]
-            failed += sum(one.stop == "failed" for one in episodes)
-            count = sum(len(one.turns) if one.by_step and one.stop != "failed" else 1 for one in episodes)
-            reports.append(GroupReport(plan.slot, 1, False, count))
-            kept += episodes
-        widths = {"pad_token_id": 0, "prompt_length": P, "response_length": R}
-        rows = trajectory_rows(kept, **widths, extra_outputs={}) if kept else None
-        counts = EpisodeCounts(len(kept), failed, 0, "Traceback: the cliff gave way" if failed else None)
-        return [GroupResults(reports, rows, counts)]
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
+        self.calls.append(f"finish {keys[0].partition('/')[0]}")
+        reports, parts = [], []
+        for plan in self.running:
+            episodes = [self.episode(spec) for spec in plan.samples]
+            failed = sum(one.stop == "failed" for one in episodes)
+            parts.append(
+                trajectory_rows(episodes, pad_token_id=0, prompt_length=P, response_length=R, extra_outputs={})
+            )
+            counts = EpisodeCounts(len(episodes), failed, 0, "Traceback: the cliff gave way" if failed else None)
+            reports.append(GroupReport(plan.key, len(parts[-1]), counts))
+        self.running = []
+        return [GroupResults(reports, DataProto.concat(parts))]
 
     def episode(self, spec: EpisodeSpec) -> Trajectory:
         self.begun.append(spec)
@@ -95,7 +95,7 @@ class Agent(Parts):
         return Trajectory(spec, self.by_step, turns, "terminated", is_kept=True, metrics=metrics)
 
     def update_weights(self, version: int) -> Any:
-        assert not self.flying, "weights changed under episodes that are on their way"
+        assert not self.running, "weights changed under running episodes"
         return super().update_weights(version)
 
     def show(self, text: str) -> None:
@@ -113,19 +113,16 @@ def make(tmp_path: Path, agent: Agent, **settings: Any) -> AgenticPipeline:
     config.actor.ppo_mini_batch_size = -1
     set_keys(config, **settings)
     fake: Any = agent
-    train = RolloutScheduler(config, config.agentic.train_env_manager, fake, SamplingParams(max_tokens=R))
-    val = RolloutScheduler(
-        config, config.agentic.val_env_manager, fake, SamplingParams(max_tokens=R), purpose="val",
-    )  # fmt: skip
+    agentic, seed = config.agentic, config.trainer.seed
     pipeline = AgenticPipeline(
         config,
-        train_rollout_scheduler=train,
-        val_rollout_scheduler=val,
+        source=EnvSource(agentic.train_env_manager, seed, agentic.rollout_batch_size),
+        val_source=EnvSource(agentic.val_env_manager, seed, agentic.val_batch_size, "val"),
+        total_steps=config.trainer.total_training_steps or 0,
         actor=fake,
         ref=None,
         critic=None,
         rewards=EpisodeRewards(config.agentic.env_pool.max_error_rate, tmp_path, fake.shown.append),
-        steps=EpisodeSteps(config, train),
         tokenizer=fake,
         tracking=fake,
         samples=fake,
@@ -141,38 +138,52 @@ def test_a_step_runs_its_episodes_and_then_the_trainers_stages(tmp_path: Path) -
     pipeline = make(tmp_path, agent, trainer__val_before_train=True, trainer__test_freq=3)
     pipeline.fit()
     step = ["old_log_prob", "update", "update_weights"]
-    steps = [call for s in range(3) for call in (f"begin train/{s}", f"finish train/{s}", *step)]
-    assert agent.calls[:4] == ["update_weights", "begin val/0", "finish val/0", "log_samples"]
-    assert agent.calls[4:19] == steps and agent.calls[-1] == "log_samples"
+    assert agent.calls[:4] == ["update_weights", "begin val", "finish val", "log_samples"]
+    assert agent.calls[4:19] == ["begin train", "finish train", *step] * 3 and agent.calls[-1] == "log_samples"
     assert agent.versions == [0, 1, 2, 3]
-    assert [spec.start_step for spec in agent.begun if spec.purpose == "train"] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [spec.start_step for spec in agent.begun if spec.purpose == "train"] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def test_ahead_of_the_training_by_one_step_the_next_episodes_run_while_this_ones_are_learnt_from(
     tmp_path: Path,
 ) -> None:
     agent = Agent()
-    make(tmp_path, agent, agentic__async_generation_ratio=1, trainer__test_freq=3).fit()
+    make(tmp_path, agent, **{THRESHOLD: 1}, trainer__test_freq=3).fit()
     assert agent.calls[:12] == [
         "update_weights",
-        *("begin train/0", "finish train/0", "begin train/1", "update"),
-        *("finish train/1", "update_weights", "begin train/2", "update"),
-        *("finish train/2", "update"),
+        *("begin train", "finish train", "begin train", "update"),
+        *("finish train", "update_weights", "begin train", "update"),
+        *("finish train", "update"),
         "update_weights",  # of the validation
     ]
     assert agent.versions == [0, 1, 3]
     starts = [spec.start_step for spec in agent.begun if spec.purpose == "train"]
-    assert starts == [0] * 4 + [0] * 4 + [1] * 4, "a trajectory of step s began at max(0, s - 1)"
+    assert starts == [1] * 4 + [1] * 4 + [2] * 4, "a trajectory of step s began in step max(1, s - 1)"
 
 
 def test_weights_go_to_the_engines_every_few_steps(tmp_path: Path) -> None:
     agent = Agent()
-    make(tmp_path, agent, agentic__model_update_frequency=2, trainer__total_training_steps=5).fit()
+    settings = {"agentic__model_update_frequency": 2, "trainer__total_training_steps": 5}
+    make(tmp_path, agent, **settings, **{THRESHOLD: 1, AHEAD: 0}).fit()
     assert agent.versions == [0, 2, 4]
-    ahead = Agent()
-    settings = {"agentic__model_update_frequency": 2, "agentic__async_generation_ratio": 1}
-    make(tmp_path, ahead, trainer__total_training_steps=5, **settings).fit()
-    assert ahead.versions == [0, 2], "the last step begins nothing that would need newer ones"
+    with pytest.raises(RuntimeError, match="staleness 1, and 0 is allowed: raise async_training.max_off_policy_thresh"):
+        make(tmp_path, Agent(), **settings).fit()
+
+
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_a_loop_in_rolls_calls_starts_each_batch_once(threshold: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {THRESHOLD: threshold, AHEAD: threshold, "trainer__total_training_steps": 4}
+    settings["algorithm__rollout_correction__bypass_mode"] = True
+    pipeline, steps = make(tmp_path, agent := Agent(), **settings), list[list[int]]()
+    scheduler = pipeline.train_rollout_scheduler
+    for global_step in range(4):
+        pipeline.model_update(global_step)
+        batch = scheduler.get_batch(DataProto(meta_info={"global_step": global_step}), 4)
+        scheduler.begin_ahead(batch, 4)
+        assert batch.batch["old_log_probs"].equal(batch.batch["rollout_log_probs"])
+        steps.append([spec.start_step for spec in agent.begun[4 * global_step : 4 * global_step + 4]])
+    assert steps == [[max(1, step - threshold)] * 4 for step in range(1, 5)]
+    assert len({spec.traj_id for spec in agent.begun}) == len(agent.begun) == 16 and not pipeline.scheduler.groups
 
 
 def test_failed_episodes_have_no_weight_and_too_many_stop_the_run(tmp_path: Path) -> None:

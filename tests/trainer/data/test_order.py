@@ -16,7 +16,7 @@ import pytest
 from tests.trainer.prompt_rows import load, make_row, write
 from trainer.data.order import BatchOrder, build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
-from trainer.steps import TrainingSteps
+from trainer.group_sources import PromptSource
 from verl_lite.config import DataConfig, PPOConfig, SamplerConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -241,13 +241,13 @@ def test_a_sampler_is_resumed_exactly(make: Callable, stop: int, rows: int) -> N
 
 def test_a_sampler_decides_what_comes_next_when_it_has_heard_of_the_step(make: Callable) -> None:
     data, config = make(), sampled("Learning")
-    steps = TrainingSteps(config, data)
-    seen = []
-    for prompts in steps:
-        seen.append(prompts.non_tensor_batch["index"].tolist())
-        assert steps.update(prompts) == {"sampler/open": min(10, 4 + len(seen))}
-        if len(seen) == 3:
-            break
+    config.rollout.n = 1
+    source, seen = PromptSource(config, data), []
+    for step in (1, 2, 3):
+        columns = source.draw_batch(step, step)[0].columns
+        assert columns is not None
+        seen.append(columns.batch.non_tensor_batch["index"].tolist())
+        assert source.update(columns.batch) == {"sampler/open": min(10, 4 + step)}
     assert seen == [[0, 1, 2, 3], [4, 0, 1, 2], [5, 3]]  # a fifth prompt is open in the second step, then a sixth
 
 

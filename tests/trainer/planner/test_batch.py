@@ -114,6 +114,9 @@ def test_the_plan_of_episodes_counts_them_and_not_prompts() -> None:
     assert rows["groups at one time"][1] == "6 of lake + 2 of guess"
     assert rows["optimizer steps per training step"][0] == "1 x rows / 8"
     assert rows["strictly on-policy"][0] == "no" and "prompts per training step" not in rows
-    ahead = set_keys(config, actor__ppo_mini_batch_size=-1, agentic__async_generation_ratio=1)
-    value, options = table(ahead, slots=2)["strictly on-policy"]
+    ahead = set_keys(config, actor__ppo_mini_batch_size=-1, async_training__max_off_policy_threshold=2)
+    rows = table(ahead, slots=2)
+    value, options = rows["strictly on-policy"]
     assert value == "no" and "rollout_is=token" in options
+    value, options = rows["weight updates from sampling to training"]
+    assert value == "1" and "max_off_policy_threshold=2" in options

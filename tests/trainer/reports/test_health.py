@@ -30,7 +30,7 @@ def found_in(series: Series, options: dict[str, str] | None = None) -> list[Find
 
 
 def test_the_table_is_short_and_names_options_and_metrics_that_there_are() -> None:
-    assert len(RULES) <= 15
+    assert len(RULES) <= 16
     keys = {one for rule in RULES for key in rule.keys for one in key.split("|") if "*" not in one}
     assert keys <= set(schema_of(PPOConfig).keys)
     healthy = {name: metric.healthy for metric in metrics() for name in metric.names}
@@ -115,6 +115,12 @@ def validated(after: float) -> Series:
     return {f"val-core/{name}": [(0, 0.5), (10, after)], f"val-aux/{name}/ci95": [(0, 0.06), (10, 0.08)]}
 
 
+def idle(trainer: float, engines: float) -> Series:
+    """An asynchronous run with these idle shares in its second half, and others before."""
+    shares = {"trainer": (1 - trainer, trainer), "engine": (1 - engines, engines)}
+    return {f"async/{side}_idle_frac": steps(*[first] * 6, *[then] * 6) for side, (first, then) in shares.items()}
+
+
 def loss(points: list[tuple[int, float]]) -> Series:
     return {"train/loss": [(step, 1 - value) for step, value in points]}
 
@@ -138,6 +144,9 @@ def loss(points: list[tuple[int, float]]) -> Series:
         (validated(0.7), [], ""),
         (validated(0.3), [BAD], "interval +-0.100), worse"),
         ({name: points[:1] for name, points in validated(0.3).items()}, [], ""),
+        (idle(0.6, 0.3), [LOOK], "waits for samples 60% of the time, and the engines are idle 30% of it: sampling"),
+        (idle(0.1, 0.7), [], ""),
+        (idle(0.1, 0.1), [], ""),
     ],
 )
 def test_what_needs_a_whole_series_is_found_where_it_is(series: Series, grades: list[str], word: str) -> None:

@@ -17,8 +17,7 @@ from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.frozen_models import RewardModelWorker
-from workers.rollout.base import Completion
-from workers.rollout.single_turn import lay_out
+from workers.rollout.rows import Response, write_rows
 
 OTHER_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<|endoftext|>{% endfor %}"
@@ -58,9 +57,9 @@ def config(path: str, **options: object) -> PPOConfig:
 def answered(tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """The questions with the answers above, as a rollout lays them out; the last answer is empty."""
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in ANSWERS]
-    done = [Completion("", row, [0.0] * len(row), "stop", 0) for row in ids]
+    done = [Response(row, [1] * len(row), [0.0] * len(row), "stop", 0, {}) for row in ids]
     prompts = torch.full((len(ids), 4), 9)
-    batch = lay_out(prompts, torch.ones_like(prompts), list(done), response_length=12, pad_token_id=0, extra_outputs={})
+    batch = write_rows(prompts, torch.ones_like(prompts), done, response_length=12, pad_token_id=0, extra_outputs={})
     chats = np.empty(len(ids), dtype=object)
     chats[:] = [[{"role": "user", "content": question}] for question in QUESTIONS]
     batch.non_tensor_batch["raw_prompt"] = chats

@@ -17,7 +17,7 @@ from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto, as_column
-from verl_lite.rewards import RewardResult
+from verl_lite.rewards import RewardItem, RewardResult
 
 LENGTHS = [3, 1, 2, 0]
 
@@ -64,6 +64,23 @@ def results(*scores: float, **extra: Any) -> list[RewardResult]:
 
 def score(tmp_path: Path, pool: Any = None, model: Any = None, **config: Any) -> DataProto:
     return Rewards(pool, RewardConfig(**config), tmp_path, model).score(batch())
+
+
+def test_answers_whose_rewards_are_available_and_answers_that_are_submitted_again(tmp_path: Path) -> None:
+    class ReadyPool(Pool):
+        def call(self, method: str, keys: Sequence[Any] = ()) -> Any:
+            self.items = list(keys)
+            return {"train/1/p/2"} if method == "ready" else None
+
+    pool: Any = ReadyPool([])
+    rewards = Rewards(pool, RewardConfig(), tmp_path)
+    assert rewards.are_ready(batch()).tolist() == [False, False, True, False]
+    model: Any = Model([])
+    assert not Rewards(pool, RewardConfig(), tmp_path, model).are_ready(batch()).any(), "the model scores at the end"
+    columns = {"raw_prompt": [[]] * 4, "extra_info": [{"a": 1}] * 4, "reward_model": [{"ground_truth": "4"}] * 4}
+    rewards.submit(batch() | DataProto.from_dict({}, {name: as_column(each) for name, each in columns.items()}))
+    first = RewardItem("train/1/p/0", "task", "[7, 7, 7]", "4", {"a": 1}, [])
+    assert pool.items[0] == first and [item.solution_str for item in pool.items] == ["[7, 7, 7]", "[7]", "[7, 7]", "[]"]
 
 
 def test_a_function_alone_is_the_score_itself(tmp_path: Path) -> None:

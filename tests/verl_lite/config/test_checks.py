@@ -46,6 +46,11 @@ AGENT: dict[str, Any] = {
 GAE = {"algorithm.adv_estimator": "gae"}
 SCORER = {"reward_model.enable": True, "reward_model.model.path": "scorer"}
 CORRECTION = "algorithm.rollout_correction"
+LATE, AHEAD = "async_training.max_off_policy_threshold", "async_training.batches_ahead"
+UNBOUNDED = {
+    loss: {LATE: 2, "actor.policy_loss.loss_mode": loss, "actor.policy_loss.dro_beta": 0.1}
+    for loss in ("gpg", "kl_cov", "dro", "kimi15")
+}
 STEPS = {"world": {"env_type": ENV, "env_manager_cls": "step"}, "maze": {"env_type": ENV}}
 
 
@@ -185,7 +190,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "max_tokens_per_step=999 exceeds data.max_response_length=512"),
     ({**AGENT, **GAE, "agentic.custom_envs": STEPS}, "world.env_manager_cls=step: .*gae reads rows .*trajectory"),
     ({**AGENT, "algorithm.adv_estimator": "remax"}, "remax needs greedy answers"),
-    ({**AGENT, "agentic.async_generation_ratio": 1, "trainer.device": "cuda"}, "needs the engine's memory in"),
+    # samples of earlier weights
+    ({LATE: -1}, f"{LATE}=-1: at least 0"),
+    ({LATE: 1, AHEAD: 2}, f"{AHEAD}=2 gives samples a staleness of 2, .* {LATE}=1: set"),
+    ({LATE: 1, "trainer.device": "cuda"}, f"{LATE}=1 .*which needs the engine's memory"),
+    ({**AGENT, "agentic.model_update_frequency": 2}, f"{LATE}=0 with .*_frequency=2: .* up to 1 weight updates old"),
+    ({**AGENT, "agentic.model_update_frequency": 3, LATE: 2}, f"{LATE}=2 with .*_frequency=3: .* up to 3 weight"),
+    *[(changes, f"{LATE}=2 with actor.policy_loss.loss_mode={loss}, which does not bound .*rollout_is=token")
+      for loss, changes in UNBOUNDED.items()],
+    ({LATE: 1, f"{CORRECTION}.loss_type": "reinforce"}, f"{LATE}=1 with loss_type=reinforce, which does not bound"),
 ]
 # fmt: on
 
@@ -216,6 +229,10 @@ def test_what_cannot_work_is_refused_and_settings_that_it_names_mend_it(
         {"algorithm.pf_ppo.weight_pow": 3.0, f"{CORRECTION}.loss_type": "reinforce"},
         {"agentic.val_batch_size": 4, "trainer.async_save": True, "trainer.save_freq": 0},
         {"rollout.engine_kwargs": {"sglang": {"x": 1}}, "rollout.val_kwargs.temperature": 0.6},
+        {LATE: 3, AHEAD: 3, "actor.policy_loss.loss_mode": "cispo"},
+        {**AGENT, "agentic.model_update_frequency": 2, LATE: 2},
+        {LATE: 1, "trainer.device": "cuda", "rollout.free_cache_engine": False},
+        *[{**changes, f"{CORRECTION}.rollout_is": "token"} for changes in UNBOUNDED.values()],
     ],
     ids=str,
 )

@@ -57,7 +57,8 @@ custom_envs: {FrozenLake: {env_type: frozen_lake, max_steps: "${max_actions}", e
 AGENTIC_BECAME = """
 trainer: {experiment_name: lake-7, seed: 7, default_local_dir: ./output, n_gpus_per_node: 8, total_training_steps: 1024,
   save_freq: 100, test_freq: 10}
-agentic: {logging_steps: 2, async_generation_ratio: 1, rollout_batch_size: 1024, val_batch_size: 512,
+async_training: {max_off_policy_threshold: 1, batches_ahead: 1}
+agentic: {logging_steps: 2, rollout_batch_size: 1024, val_batch_size: 512,
   step_reward_gamma: 0.9, episode_reward_weight: 0.7, step_reward_weight: 0.5,
   reward_normalization: {grouping: traj_group_id, method: mean_std},
   train_env_manager: {format_penalty: -0.15, num_env_groups: 128, group_size: 8, tags: [FrozenLake],

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_lite.config import KEYS, ConfigError, RolloutCorrectionConfig, load_config, schema_of, spellings, value_of
 from verl_lite.config.spellings import Entry, ppo_keys, sft_keys
+from verl_lite.errors import UserError
 
 FOLDER = Path(spellings.__file__).parent
 
@@ -143,7 +144,10 @@ def test_what_a_pasted_line_implies_is_said() -> None:
         ("reward.reward_manager=batch", "reward.custom_reward_function.style=batch"),
         ("data.tool_config_path=tools.yaml", "data.tools_path to a json list of schemas"),
         ("reward_model.sandbox_fusion.memory_limit_mb=512", "memory_mb among the kwargs"),
-        ("trainer.v1.trainer_mode=separate_async", "asynchronous"),
+        ("trainer.v1.trainer_mode=separate_async", "set trainer.v1.trainer_mode=colocate_async"),
+        ("trainer.v1.sampler.custom_sampler.path=mine.py", "data.sampler"),
+        ("async_training.staleness_threshold=0.5", "max_off_policy_threshold to the number of weight updates"),
+        ("async_training.trigger_parameter_sync_step=4", "set data.train_batch_size to"),
         ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
         ("critic.optim.lr=1e-5", "say algorithm.adv_estimator=gae"),  # a default here, and yet it means a critic
         ("critic.model.lora_rank=8", "LoRA"),
@@ -211,6 +215,30 @@ def test_older_spellings_of_the_rollout_correction(arguments: list[str], expecte
     assert config.actor.policy_loss.loss_mode == "vanilla"
 
 
+def test_verls_colocated_asynchronous_mode() -> None:
+    """verl counts 1 for a sample of the current weights, so that its threshold is one more than the staleness here. Its
+    default is 8, also in the mode sync, which does not read it."""
+    v1, on = "trainer.v1", "trainer.v1.trainer_mode=colocate_async"
+    cases: dict[tuple[str, ...], tuple[int, int]] = {
+        (on,): (7, 1),
+        (on, f"{v1}.sampler.max_off_policy_threshold=1"): (0, 0),
+        (on, f"{v1}.sampler.max_off_policy_threshold=4", f"{v1}.colocate_async.num_warmup_batches=2"): (3, 2),
+        (on, "async_training.max_off_policy_threshold=2"): (2, 1),
+        (f"{v1}.trainer_mode=sync", f"{v1}.sampler.max_off_policy_threshold=4"): (0, 0),
+        (f"{v1}.sampler.max_off_policy_threshold=4", f"{v1}.colocate_async.num_warmup_batches=2"): (0, 0),
+    }
+    for arguments, expected in cases.items():
+        loaded = load_config(["model.path=m", *arguments, f"{v1}.sampler.max_off_policy_strategy=drop"])
+        options = loaded.config.async_training
+        assert (options.max_off_policy_threshold, options.depth) == expected, arguments
+        assert sum("instead of dropping" in note for note in loaded.notes) == (on in arguments)
+        assert any(note.startswith(f"{v1}.sampler.max_off_policy_strategy=drop has") for note in loaded.notes)
+    with pytest.raises(UserError, match=r"max_off_policy_threshold=many: expected a whole number"):
+        load_config(["model.path=m", on, f"{v1}.sampler.max_off_policy_threshold=many"])
+    supervised = sft_keys().translate(f"{v1}.trainer_mode", "colocate_async", {f"{v1}.trainer_mode": "colocate_async"})
+    assert supervised is not None and supervised.settings == {} and "has no effect here" in str(supervised.note)
+
+
 def test_the_name_here_wins_over_the_name_in_verl_within_one_source() -> None:
     arguments = ["model.path=m", "actor.optim.clip_grad=0.3", "actor.grad_clip=1.0"]
     assert load_config(arguments).config.actor.optim.clip_grad == 0.3
@@ -230,6 +258,8 @@ def test_the_name_here_wins_over_the_name_in_verl_within_one_source() -> None:
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "rollout.router_replay", True),
         ("custom_reward_function.reward_kwargs.a.b=4", "reward.reward_kwargs", {"a": {"b": 4}}),
         ("actor_train.model_args.disable_gradient_checkpointing='true'", "model.enable_gradient_checkpointing", False),
+        ("agentic.async_generation_ratio=2", "async_training.batches_ahead", 2),
+        ("agentic.async_generation_ratio=2", "async_training.max_off_policy_threshold", 2),
         ("data.reward_fn_key=source", "data.columns", {"data_source": "source"}),
         ("data.reward_fn_key=data_source", "data.columns", {}),
         (
@@ -268,7 +298,8 @@ def test_an_entry_has_one_verdict_and_a_sentence(file: Path) -> None:
     for name, fields in content["keys"].items():
         entry = Entry(**fields)
         assert {"renamed", "computed", "no_effect", "refused"} & {*fields}, name
-        assert not (entry.no_effect and {*fields} - {"no_effect"}), f"{name}: a key without effect has only a reason"
+        rest = {*fields} - {"no_effect"} - ({"computed", "note"} if entry.computed else set())
+        assert not (entry.no_effect and rest), f"{name}: a key without effect has only a reason"
         assert not entry.harmless or entry.refused, f"{name}: harmless values belong to a refusal"
     sentences = {fields.get(kind) for fields in content["keys"].values() for kind in ("no_effect", "refused")}
     assert {*content["reasons"]} <= sentences, "each reason is used"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+
+import numpy as np
 
 from tests.tiny_model import tiny_tokenizer
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.protocol import DataProto
 from workers.envs.env_host import EnvReply
+from workers.rollout.answers import AnswerRunner, answer_plans
 from workers.rollout.base import Completion, Request, SamplingParams
 from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits, Trajectory
+from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
 from workers.rollout.trajectories import trajectory_rows
 
@@ -139,11 +144,46 @@ def spec(traj_id: str = "g_0", **options: Any) -> EpisodeSpec:
     return EpisodeSpec(traj_id=traj_id, traj_group_id=group, **{"start_step": 3, **given, **options})
 
 
-def make_runner(engine: Any, pool: Any, templates: Sequence[EnvTemplate] = (), **options: Any) -> EpisodeRunner:
-    """A runner of these entries, by default of one."""
-    given = {"limits": LIMITS, "seed": 5, "stop_token_ids": (0, END), "max_live": 100, **options}
+def make_runner(engine: Any, pool: Any, templates: Sequence[EnvTemplate] = (), **options: Any) -> Any:
+    """Returns an EpisodeRunner for these entries. Its `take` returns trajectories instead of rows."""
+    given = {"limits": LIMITS, "seed": 5, "stop_token_ids": (0, END), "max_live": 100, "rows": list, **options}
     entries = {entry.tag: entry for entry in templates or [template()]}
-    return EpisodeRunner(Runner(engine), pool, TOKENIZER, entries, **given)
+    runner = engine if isinstance(engine, Runner) else Runner(engine)
+    return EpisodeRunner(runner, pool, TOKENIZER, entries, **given)
+
+
+def run_groups(runner: Any, specs: Sequence[EpisodeSpec], sampling: SamplingParams) -> list[Trajectory]:
+    """Runs the groups of these episodes until they are complete. runner: the result of `make_runner`."""
+    groups = {name: list(group) for name, group in itertools.groupby(specs, key=lambda one: one.traj_group_id)}
+    for name, members in groups.items():
+        runner.begin(name, members, sampling)
+    while not all(map(runner.is_finished, groups)):
+        runner.advance(wait_s=9.0)
+    return [one for name in groups for one in runner.take(name)[0]]
+
+
+def answer(
+    engine: Any,
+    prompts: DataProto,
+    sampling: SamplingParams,
+    response_length: int,
+    sizes: Sequence[int] = (),
+    *,
+    step: int = 0,
+    **options: Any,
+) -> DataProto:
+    """Answers each row, as `ActorWorker.generate_sequences` does. sizes: number of rows of each group; default 1."""
+    given = {"stop_token_ids": sampling.stop_token_ids, "on_finished": lambda finished: None, **options}
+    groups = GroupRun(AnswerRunner(Runner(engine), response_length=response_length, pad_token_id=0, **given))
+    sizes = sizes or [1] * len(prompts)
+    keys = [f"group {number}" for number in range(len(sizes))]
+    groups.begin(list(answer_plans(prompts, sizes, keys, seed=3, step=step)), sampling)
+    results = groups.run(keys)
+    assert results.rows is not None and groups.is_idle
+    parts, start = dict[str, DataProto](), 0
+    for report in results.reports:
+        parts[report.key] = results.rows.select_idxs(np.arange(start, start := start + report.num_rows))
+    return DataProto.concat([parts[key] for key in keys])
 
 
 def play(
@@ -163,11 +203,9 @@ def play(
     pool, engine = ScriptedPool(script, latency=latency, rng_seed=rng_seed), ScriptedEngine(answers)
     entries, penalty = [template(**template_options)], {"train": format_penalty}
     runner = make_runner(engine, pool, entries, limits=limits, format_penalty=penalty, max_live=max_live)
-    runner.begin(specs or [spec()], sampling)
-    while runner.unfinished(0):
-        runner.advance(wait_s=9.0)
+    trajectories = run_groups(runner, specs or [spec()], sampling)
     assert not pool.seeds and not engine.running
-    return runner.take(0), pool, engine
+    return trajectories, pool, engine
 
 
 def rows(trajectories: Sequence[Trajectory], limits: TokenLimits = LIMITS) -> DataProto:

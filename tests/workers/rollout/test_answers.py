@@ -1,14 +1,19 @@
-"""Single-turn generation with a scripted engine: columns, seeds by row, rewards handed out while others decode."""
+"""Tests of single-turn answers with a scripted engine: columns, seeds of samples, rewards sent while others decode."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from verl_lite.protocol import DataProto
+from tests.workers.rollout.scripted import answer
+from verl_lite.protocol import DataProto, as_column
+from verl_lite.rewards import RewardItem
 from workers.rollout.base import Completion, ExtraOutputs, Request, SamplingParams, derive_seed
-from workers.rollout.runner import Runner
-from workers.rollout.single_turn import generate
+
+SAMPLING = SamplingParams(max_tokens=4, top_p=0.9, top_k=5, stop_token_ids=(2,))
 
 
 class ScriptedEngine:
@@ -19,15 +24,19 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.extra_outputs: ExtraOutputs = {}
         self.requests: list[Request] = []
-        self.seeds: list[int] = []
+        self.submitted: list[Request] = []
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)
-        self.seeds.append(request.sampling.seed)
+        self.submitted.append(request)
 
     @property
     def unfinished(self) -> int:
         return len(self.requests)
+
+    @property
+    def seeds(self) -> list[int]:
+        return [request.sampling.seed for request in self.submitted]
 
     def step(self) -> list[Completion]:
         request = self.requests.pop()
@@ -36,34 +45,34 @@ class ScriptedEngine:
 
 
 def prompts() -> DataProto:
-    uid, sample = np.array(["a", "a", "b"], dtype=object), np.array([0, 1, 0])
     return DataProto.from_dict(
         tensors={
             "prompts": torch.tensor([[0, 5, 6], [0, 5, 6], [7, 8, 9]]),
             "prompt_mask": torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1]]),
         },
-        non_tensors={"uid": uid, "sample": sample},
+        non_tensors={
+            "uid": as_column(["a", "a", "b"]),
+            "sample": np.array([0, 1, 0]),
+            "sample_id": as_column(["a/0", "a/1", "b/0"]),
+            "data_source": as_column(["x", "x", "y"]),
+            "reward_model": as_column([{"ground_truth": "1"}, {"ground_truth": "1"}, {"ground_truth": "2"}]),
+            "extra_info": as_column([{"n": number} for number in range(3)]),
+            "raw_prompt": as_column([[{"role": "user", "content": text}] for text in ("p", "p", "q")]),
+        },
     )
 
 
-def run(rows: DataProto) -> tuple[DataProto, list[list[int]], ScriptedEngine]:
-    engine, finished = ScriptedEngine(), []
-    result = generate(
-        Runner(engine),  # type: ignore[arg-type]
-        rows,
-        sampling=SamplingParams(max_tokens=4),
-        seed=3,
-        step=11,
-        response_length=4,
-        pad_token_id=0,
-        on_finished=lambda done: finished.append([row for row, _ in done]),
-    )
-    return result, finished, engine
+def run(rows: DataProto, sizes: tuple[int, ...] = (2, 1)) -> tuple[DataProto, list[Any], ScriptedEngine]:
+    engine, finished = ScriptedEngine(), list[Any]()
+    return answer(engine, rows, SAMPLING, 4, sizes, step=11, on_finished=finished.append), finished, engine
 
 
 def test_columns_are_exact_and_samples_handed_out_while_others_decode() -> None:
-    result, finished, _ = run(prompts())
-    assert finished == [[2], [1], [0]]
+    result, finished, engine = run(prompts())
+    question = [{"role": "user", "content": "q"}]
+    assert finished[0] == [(RewardItem("b/0", "y", "", "2", {"n": 2}, question), [9, 8, 7])]
+    assert [[(item.key, ids) for item, ids in done] for done in finished[1:]] == [[("a/1", [6, 5])], [("a/0", [6, 5])]]
+    assert result.batch["prompts"].tolist() == [[0, 5, 6], [0, 5, 6], [7, 8, 9]]
     assert result.batch["responses"].tolist() == [[6, 5, 0, 0], [6, 5, 0, 0], [9, 8, 7, 0]]
     assert result.batch["response_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
     assert result.batch["input_ids"][2].tolist() == [7, 8, 9, 9, 8, 7, 0]
@@ -79,14 +88,24 @@ def test_seeds_belong_to_the_sample_not_to_its_place() -> None:
     _, _, engine = run(rows)
     assert engine.seeds == [derive_seed(3, 11, "a", 0), derive_seed(3, 11, "a", 1), derive_seed(3, 11, "b", 0)]
     assert len(set(engine.seeds)) == 3
-    _, _, moved = run(rows.select_idxs([2, 0, 1]))
+    _, _, moved = run(rows.select_idxs([2, 0, 1]), (1, 2))
     assert moved.seeds == [engine.seeds[2], engine.seeds[0], engine.seeds[1]]
+
+
+def test_greedy_rows_are_sampled_greedily_and_others_as_configured() -> None:
+    rows = prompts()
+    rows.non_tensor_batch["is_greedy"] = np.array([False, True, False])
+    _, _, engine = run(rows)
+    greedy = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=-1)
+    assert [replace(request.sampling, seed=SAMPLING.seed) for request in engine.submitted] == [
+        SAMPLING, greedy, SAMPLING,
+    ]  # fmt: skip
 
 
 def test_padding_rows_are_not_run() -> None:
     rows = prompts()
     rows.batch["is_padding"] = torch.tensor([False, False, True])
     result, finished, _ = run(rows)
-    assert finished == [[1], [0]]
+    assert [[item.key for item, _ in done] for done in finished] == [["a/1"], ["a/0"]]
     assert result.batch["response_mask"][2].sum() == 0
     assert result.batch["policy_version"][2] == -1

@@ -17,13 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
-from tests.workers.rollout.scripted import END, ScriptedPool, spec, template
+from tests.workers.rollout.scripted import END, ScriptedPool, answer, run_groups, spec, template
 from verl_lite.config import RolloutConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, build_rollout_engine, derive_seed
 from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
 from workers.rollout.runner import Runner
-from workers.rollout.single_turn import generate
 from workers.rollout.trajectories import trajectory_rows
 
 MAX_MODEL_LEN = 320
@@ -269,16 +268,10 @@ def test_a_batch_of_sampled_and_greedy_rows(engine: RolloutEngine, models: Any) 
     uid, sample = np.repeat(np.array(["a", "b", "c"], dtype=object), 3), np.tile(np.arange(3), 3)
     rows = DataProto.from_dict({"prompts": ids, "prompt_mask": mask}, {"uid": uid, "sample": sample})
 
-    def answer(data: DataProto) -> DataProto:
-        sampling = SamplingParams(temperature=1.3, max_tokens=16)
-        return generate(
-            Runner(engine), data, sampling=sampling, seed=1, step=4, response_length=16, pad_token_id=0,
-            on_finished=lambda finished: None,
-        )  # fmt: skip
-
-    plain = answer(rows)
+    sampling = SamplingParams(temperature=1.3, max_tokens=16)
+    plain = answer(engine, rows, sampling, 16)
     rows.non_tensor_batch["is_greedy"] = sample == 2
-    mixed = answer(rows)
+    mixed = answer(engine, rows, sampling, 16)
     for row in range(9):
         if sample[row] < 2:
             assert torch.equal(mixed.batch["responses"][row], plain.batch["responses"][row])
@@ -324,13 +317,10 @@ def episodes(runner: Runner[Any], *, max_live: int, latency: tuple[int, int], by
     entry = template(max_steps=4, max_tokens_per_step=12, env_manager_cls=by, agent_template="{observation} go")
     driver = EpisodeRunner(
         runner, ScriptedPool(reacting, latency=latency), tiny_tokenizer(), {"t": entry}, LIMITS, seed=5,  # type: ignore[arg-type]
-        stop_token_ids=(0, END), max_live=max_live,
+        stop_token_ids=(0, END), max_live=max_live, rows=list,  # type: ignore[arg-type]
     )  # fmt: skip
     specs = [spec(f"g{group}_{member}", seed=group, group_size=2) for group in range(4) for member in range(2)]
-    driver.begin(specs, SamplingParams(temperature=TEMPERATURE, max_tokens=150))
-    while driver.unfinished(0):
-        driver.advance(wait_s=1.0)
-    return driver.take(0)
+    return run_groups(driver, specs, SamplingParams(temperature=TEMPERATURE, max_tokens=150))
 
 
 @pytest.mark.parametrize("by", ["trajectory", "step"])

@@ -211,22 +211,23 @@ def test_turns_do_not_wait_for_each_other() -> None:
 
     engine, pool = ScriptedEngine(says_b), Slow(ending(5))
     runner = make_runner(engine, pool, limits=LONG)
-    runner.begin([spec("slow_0"), spec("fast_0", batch=1)], SAMPLING)
-    while runner.unfinished(1):
+    runner.begin("slow", [spec("slow_0")], SAMPLING)
+    runner.begin("fast", [spec("fast_0")], SAMPLING)
+    while not runner.is_finished("fast"):
         runner.advance()
-    assert len(runner.take(1)[0].turns) == 5
+    assert len(runner.take("fast")[0][0].turns) == 5
     assert not any("slow" in request.request_id for request in engine.requests)
-    while runner.unfinished(0):
+    while not runner.is_finished("slow"):
         runner.advance()
-    assert len(runner.take(0)[0].turns) == 5
+    assert len(runner.take("slow")[0][0].turns) == 5
 
 
 def test_it_waits_for_environments_only_when_nothing_decodes() -> None:
     engine, pool = ScriptedEngine(lambda *_: [*ids_of("bbb"), END]), ScriptedPool(ending(2), latency=(2, 2))
     runner = make_runner(engine, pool)
-    runner.begin([spec()], SAMPLING)
+    runner.begin("g", [spec()], SAMPLING)
     waits_while_decoding: list[float] = []
-    while runner.unfinished(0):
+    while not runner.is_finished("g"):
         busy, before = engine.unfinished > 0, len(pool.waits)
         runner.advance(wait_s=9.0)
         if busy:
@@ -236,19 +237,21 @@ def test_it_waits_for_environments_only_when_nothing_decodes() -> None:
     assert set(waits_while_decoding) == {0.0} and 9.0 in pool.waits
 
 
-def test_batches_are_taken_one_by_one_in_the_order_of_begin() -> None:
+def test_each_group_has_its_own_sampling_and_is_taken_once() -> None:
     engine, pool = ScriptedEngine(says_b), ScriptedPool(ending(1), latency=(0, 5))
     runner = make_runner(engine, pool)
-    first = [spec(f"g{number}_0", batch=1) for number in range(5)]
-    runner.begin(first, SAMPLING)
+    members = [spec(f"g_{number}", group_size=5) for number in range(5)]
+    runner.begin("g", members, SAMPLING)
     runner.advance()
-    runner.begin([spec("h_0", batch=2), spec("i_0", batch=1)], SamplingParams(temperature=0.0, max_tokens=1))
-    assert runner.unfinished(1) == 6
-    while runner.unfinished(1) + runner.unfinished(2):
+    runner.begin("h", [spec("h_0")], SamplingParams(temperature=0.0, max_tokens=1))
+    assert not runner.is_finished("g") and not runner.is_finished("h")
+    while not (runner.is_finished("g") and runner.is_finished("h")):
         runner.advance()
-    assert [one.spec.traj_id for one in runner.take(1)] == [one.traj_id for one in first] + ["i_0"]
-    assert [one.spec.traj_id for one in runner.take(2)] == ["h_0"]
+    episodes, counts = runner.take("g")
+    assert [one.spec for one in episodes] == members and counts.episodes == 5
+    assert [one.spec.traj_id for one in runner.take("h")[0]] == ["h_0"]
     by_name = {request.request_id.split("/")[1]: request.sampling for request in engine.requests}
     assert (by_name["h_0"].temperature, by_name["h_0"].max_tokens) == (0.0, 1)
-    assert (by_name["g0_0"].temperature, by_name["g0_0"].max_tokens) == (1.0, 16)
-    assert runner.take(1) == []
+    assert (by_name["g_0"].temperature, by_name["g_0"].max_tokens) == (1.0, 16)
+    with pytest.raises(KeyError):
+        runner.take("g")

@@ -1,24 +1,26 @@
-"""Groups on ranks, with the real runner over a scripted engine and scripted environments: the same trajectories on any
-number of ranks, replacement of dropped groups, failures that are counted, slices of time beside training.
+"""Groups on engines, with the real runner over a scripted engine and scripted environments: the same trajectories on
+any number of engines, replacement of dropped groups, counts of failures, limits of time.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.workers.rollout.scripted import END, TOKENIZER, ScriptedEngine, ScriptedPool, make_runner, rows, template
+from trainer.agentic.agent_trainer import EpisodeFilter
+from trainer.group_sources import EnvSource
+from trainer.roles import ActorRole
 from trainer.rollout_scheduler import RolloutScheduler
-from verl_lite.config import EnvManagerConfig, PPOConfig
-from verl_lite.group_filters import EqualScores, GroupFilter
+from verl_lite.config import PPOConfig
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Mesh, PerRank
 from workers.rollout.base import Request, SamplingParams
-from workers.rollout.episodes import EpisodeSpec, TokenLimits
+from workers.rollout.episodes import EpisodeCounts, EpisodeSpec, TokenLimits
 from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 
 TURNS = 3
@@ -41,40 +43,52 @@ def digits(traj_id: str, turn: int, request: Request) -> list[int]:
 
 
 def group_run(pool: ScriptedPool, engine: ScriptedEngine | None = None, max_live: int = 100) -> GroupRun:
-    limits = TokenLimits(64, 256, 320)
-    runner = make_runner(engine or ScriptedEngine(digits), pool, [TEMPLATE], limits=limits, max_live=max_live)
-    return GroupRun(runner, lambda kept: rows(kept, limits))
+    options: dict[str, Any] = {"limits": (limits := TokenLimits(64, 256, 320)), "max_live": max_live}
+    engine = engine or ScriptedEngine(digits)
+    return GroupRun(make_runner(engine, pool, [TEMPLATE], rows=lambda found: rows(found, limits), **options))
 
 
 class Ranks:
-    """What `trainer.roles.AgentRole` is, for ranks in this process."""
+    """The worker group of the policy, with an engine on each rank of this process."""
 
-    def __init__(self, count: int, latency: tuple[int, int], group_filter: GroupFilter | None, max_live: int) -> None:
+    def __init__(self, count: int, latency: tuple[int, int] = (0, 0), max_live: int = 100) -> None:
         pools = [ScriptedPool(world, latency=latency, rng_seed=rank) for rank in range(count)]
         self.ranks = [group_run(pool, max_live=max_live) for pool in pools]
-        self.group_filter = group_filter
 
-    def begin_groups(self, key: str, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
-        for rank, groups in enumerate(self.ranks):
-            groups.begin(key, plans[rank :: len(self.ranks)], sampling, self.group_filter)
+    def mesh(self, name: str) -> Mesh:
+        return Mesh(len(self.ranks), tuple(range(len(self.ranks))), (True,) * len(self.ranks))
 
-    def finish_groups(self, key: str) -> list[GroupResults]:
-        return [groups.finish(key) for groups in self.ranks]
+    def begin_groups(self, plans: PerRank, sampling: SamplingParams) -> None:
+        for rank, groups in zip(self.ranks, plans, strict=True):
+            rank.begin(groups, sampling)
+
+    def run_groups(self, keys: list[str], seconds: float | None) -> list[GroupResults]:
+        return [rank.run(keys, seconds) for rank in self.ranks]
+
+
+def configured(num_env_groups: int, group_filter: str | None, episodes: int) -> PPOConfig:
+    config = PPOConfig()
+    manager, config.agentic.rollout_batch_size = config.agentic.train_env_manager, episodes
+    manager.tags, manager.num_env_groups, manager.group_size = ["world"], num_env_groups, 2
+    manager.group_filter_cls = group_filter
+    return config
+
+
+def scheduled(config: PPOConfig, ranks: Any, last_step: int = 0) -> RolloutScheduler:
+    agentic, sampling = config.agentic, SamplingParams(max_tokens=8)
+    source = EnvSource(agentic.train_env_manager, seed=1, batch_size=agentic.rollout_batch_size)
+    return RolloutScheduler(config, source, ActorRole(ranks, config), sampling, EpisodeFilter(config), last_step)
 
 
 def batches(count: int, latency: tuple[int, int], *, filtered: bool, max_live: int = 100, steps: int = 3) -> list[Any]:
-    config = PPOConfig()
-    config.agentic.async_generation_ratio = 1
-    manager = EnvManagerConfig(tags=["world"], num_env_groups=5, group_size=2)
-    manager.group_filter_cls = "equal_scores" if filtered else None
-    group_filter = EqualScores(config.agentic, manager, "train") if filtered else None
-    ranks = Ranks(count, latency, group_filter, max_live)
-    scheduler = RolloutScheduler(config, manager, ranks, SamplingParams(max_tokens=8))
-    result = []
-    for step in range(steps):
-        data = DataProto(meta_info={"global_step": step})
-        result.append(scheduler.get_batch(data, 12))
-        scheduler.begin_ahead(data, 12)
+    config = configured(5, "equal_scores" if filtered else None, episodes=12)
+    config.async_training.max_off_policy_threshold = 1
+    ranks = Ranks(count, latency, max_live)
+    scheduler, result = scheduled(config, ranks, steps), []
+    for step in range(1, steps + 1):
+        result.append(scheduler.get_batch(step))
+        scheduler.version = step - 1
+        scheduler.begin_ahead(step)
         for groups in ranks.ranks:
             groups.run_slice()
     return result
@@ -104,42 +118,42 @@ def test_trajectories_do_not_depend_on_ranks_latencies_or_places(filtered: bool)
             assert kept == 0 and all(len(several) == 2 for several in scores.values())
 
 
-def members(seed: int, *, attempt: int = 0, size: int = 2, redundancy: int = 0) -> tuple[EpisodeSpec, ...]:
-    group = f"world_{seed}_{attempt}"
+def members(seed: int, size: int = 2, redundancy: int = 0) -> tuple[EpisodeSpec, ...]:
+    group = f"world_{seed}"
     return tuple(
-        EpisodeSpec(f"{group}_{n}", group, "world", n, seed, attempt, seed, size, 0) for n in range(size + redundancy)
+        EpisodeSpec(f"{group}_{n}", group, "world", n, seed, 0, seed, size, 1) for n in range(size + redundancy)
     )
 
 
-class DropFirst:
-    """Drops the first `count` attempts of each place."""
+class DropSome:
+    """Drops three groups."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int, int]]
+
+    def __init__(self, *given: Any) -> None: ...
 
     def filter(self, group_id: int, episode_id: int, group: list[DataProto]) -> bool:
         assert all(len(set(episode.non_tensor_batch["traj_id"])) == 1 for episode in group)
         self.seen.append((group_id, episode_id, len(group)))
-        return episode_id < self.count
+        return (group_id, episode_id) in ((0, 0), (1, 0), (1, 1))
 
 
-def test_a_dropped_group_is_replaced_at_once_and_the_last_is_given_with_its_mark() -> None:
-    groups, judge = group_run(ScriptedPool(world)), DropFirst(2)
-    plans = [
-        GroupPlan(4, tuple(members(1, attempt=a) for a in range(5))),
-        GroupPlan(7, tuple(members(2, attempt=a) for a in range(2))),
-    ]
-    groups.begin("k", plans, SamplingParams(max_tokens=8), judge)
-    result = groups.finish("k")
-    assert [(r.slot, r.attempts, r.is_dropped, r.num_rows) for r in result.reports] == [
-        (4, 3, False, 2),
-        (7, 2, True, 2),
-    ]
-    assert result.rows is not None
-    assert result.rows.non_tensor_batch["uid"].tolist() == ["world_1_2"] * 2 + ["world_2_1"] * 2
-    assert sorted(judge.seen) == [(1, 0, 2), (1, 1, 2), (1, 2, 2), (2, 0, 2), (2, 1, 2)]
-    assert result.counts.episodes == 10 and groups.is_idle
+@pytest.mark.parametrize(("most", "kept"), [(-1, [(0, 1), (0, 2)]), (2, [(0, 0), (0, 1)])])
+def test_a_dropped_group_is_replaced_and_the_last_are_kept_with_their_mark(
+    most: int, kept: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DropSome, "seen", [], raising=False)
+    config = configured(2, f"{__name__}:DropSome", episodes=4)
+    config.agentic.train_env_manager.max_replaced_groups = most
+    batch = scheduled(config, Ranks(2)).get_batch(1)
+    numbers = [tuple(map(int, name.split("_")[1:3])) for name in batch.non_tensor_batch["uid"]]
+    assert numbers == [group for group in kept for _ in range(2)]
+    drawn = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)][: 5 if most < 0 else 4]
+    assert sorted(DropSome.seen) == sorted((*group, 2) for group in drawn)
+    assert batch.meta_info["episodes"].episodes == 2 * len(drawn)
+    metrics = values(batch.meta_info["metrics"])
+    assert metrics["scheduler/group_filter_count"] == 3
+    assert metrics["scheduler/groups_kept_though_dropped"] == (most > 0)
 
 
 def test_failures_are_counted_with_the_first_as_text() -> None:
@@ -149,14 +163,35 @@ def test_failures_are_counted_with_the_first_as_text() -> None:
         return {"observation": None} if seed == 5 else world(seed, actions)
 
     groups = group_run(ScriptedPool(script))
-    plans = [GroupPlan(n, (group,)) for n, group in enumerate((members(13), members(5), members(1, redundancy=1)))]
-    groups.begin("k", plans, SamplingParams(max_tokens=8), None)
-    result = groups.finish("k")
-    assert [report.num_rows for report in result.reports] == [2, 2, 2] and result.rows is not None
-    assert result.rows.non_tensor_batch["reward_failed"].tolist() == [True] * 4 + [False] * 2
-    counts = result.counts
+    plans = [GroupPlan(group[0].traj_group_id, group) for group in (members(13), members(5), members(1, redundancy=1))]
+    groups.begin(plans, SamplingParams(max_tokens=8))
+    result = groups.run([plan.key for plan in plans])
+    reports = {report.key: report for report in result.reports}
+    assert [reports[plan.key].num_rows for plan in plans] == [2, 2, 2] and result.rows is not None
+    failed = dict(
+        zip(result.rows.non_tensor_batch["traj_id"], result.rows.non_tensor_batch["reward_failed"], strict=True)
+    )
+    assert [failed.pop(spec.traj_id) for plan in plans[:2] for spec in plan.samples] == [True] * 4
+    assert list(failed.values()) == [False] * 2
+    counts = sum((reports[plan.key].counts for plan in plans), start=EpisodeCounts())
     assert (counts.episodes, counts.failed, counts.timeouts) == (6, 4, 2)
-    assert counts.first_failure == "episode world_13_0_0 of the environment 'world':\nTraceback: seed 13"
+    assert counts.first_failure == "episode world_13_0 of the environment 'world':\nTraceback: seed 13"
+
+
+def test_each_call_returns_the_groups_that_are_complete() -> None:
+    """Three turns of at most 5 tokens, against three of 40."""
+    engine = ScriptedEngine(
+        lambda traj_id, *turn: [5] * 40 if traj_id.startswith("world_2") else digits(traj_id, *turn)
+    )
+    groups = group_run(ScriptedPool(world), engine)
+    groups.begin([GroupPlan("long", members(2)), GroupPlan("short", members(1))], SamplingParams(max_tokens=40))
+    first = groups.run(["short"])
+    assert [report.key for report in first.reports] == ["short"] and not groups.is_idle
+    assert "rollout/engine_busy_frac" in first.metrics
+    assert groups.run(["long"], seconds=0.0) == GroupResults([], None, {})
+    last = groups.run(["long"])
+    assert [report.key for report in last.reports] == ["long"] and groups.is_idle
+    assert last.rows is not None and set(last.rows.non_tensor_batch["uid"]) == {"world_2"}
 
 
 class SlowEngine(ScriptedEngine):
@@ -171,8 +206,8 @@ def test_a_slice_beside_training_ends_in_time_and_the_episodes_go_on() -> None:
     """Endless answers: a slice takes about as long as the work before it. With nothing to decode it takes no time."""
     engine = SlowEngine(lambda traj_id, turn, request: [5] * 100_000)
     groups = group_run(ScriptedPool(world), engine)
-    plans = [GroupPlan(0, (members(1),))]
-    groups.begin("k", plans, SamplingParams(max_tokens=100_000), None)
+    plans = [GroupPlan("k", members(1))]
+    groups.begin(plans, SamplingParams(max_tokens=100_000))
     groups.run_slice()
     time.sleep(0.05)
     started, before = time.perf_counter(), dict(engine.progress)
@@ -181,9 +216,9 @@ def test_a_slice_beside_training_ends_in_time_and_the_episodes_go_on() -> None:
     assert all(engine.progress[name] > steps for name, steps in before.items()) and not groups.is_idle
 
     waiting = group_run(ScriptedPool(world, latency=(10**9, 10**9)))
-    waiting.begin("k", plans, SamplingParams(), None)
+    waiting.begin(plans, SamplingParams())
     polls = itertools.count()
-    waiting._runner.advance = lambda wait_s=0.0: next(polls)  # type: ignore[method-assign,assignment]
+    waiting._runner.advance = lambda *given: next(polls)  # type: ignore[method-assign,assignment]
     time.sleep(0.05)
     waiting.run_slice()
     assert next(polls) == 1

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.workers.rollout.scripted import LIMITS, TOKENIZER, ScriptedEngine, ScriptedPool, ids_of, spec, template
+from tests.workers.rollout.scripted import ScriptedEngine, ScriptedPool, ids_of, make_runner, run_groups, spec
 from workers.rollout.base import Completion, Request, SamplingParams
-from workers.rollout.episodes import EpisodeRunner
 from workers.rollout.runner import Runner, group_of_engine
 
 
@@ -44,12 +43,9 @@ def run_episodes_on_rank(rng_seed: int) -> tuple[bool, list[Any]]:
                 latency=(0, 5),
                 rng_seed=rng_seed,
             )
-            options: dict[str, Any] = {"seed": 5, "stop_token_ids": (0,), "max_live": 9}
-            episodes = EpisodeRunner(runner, pool, TOKENIZER, {"t": template()}, LIMITS, **options)  # type: ignore[arg-type]
+            episodes = make_runner(runner, pool, stop_token_ids=(0,), max_live=9)
             members = [spec(f"g{group}_{k}", group_size=2) for group in range(4) for k in range(3)]
-            episodes.begin(members, SamplingParams(max_tokens=16))
-            while episodes.unfinished(0):
-                episodes.advance(1.0)
+            run_groups(episodes, members, SamplingParams(max_tokens=16))
     return leads, engine.calls
 
 

@@ -15,8 +15,7 @@ from tests.workers.rollout.scripted import LIMITS, ids_of, log_prob, play, rows,
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check, column
 from workers.rollout.base import Request
-from workers.rollout.episodes import TokenLimits
-from workers.rollout.group_run import EpisodeCounts
+from workers.rollout.episodes import EpisodeCounts, TokenLimits
 
 A, B, C, D, E = 28, 29, 30, 31, 32
 

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_experts import tiny_experts
+from tests.workers.rollout.scripted import answer
 from tests.workers.rollout.test_engines import ask, run
 from tests.workers.test_router_replay import plain_experts, share_of_other_experts
 from verl_lite.config import RolloutConfig
@@ -25,8 +26,6 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.rollout import vllm_engine
 from workers.rollout.base import RolloutEngine, SamplingParams, build_rollout_engine
-from workers.rollout.runner import Runner
-from workers.rollout.single_turn import generate
 from workers.rollout.vllm_engine import _disable_expert_recording, check_replay
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
@@ -108,10 +107,8 @@ def test_experts_come_from_the_layers_that_have_some(
     assert fake.arguments["enable_return_routed_experts"] and not fake.arguments["async_scheduling"]
     prompts, mask = torch.tensor([[0, 5, 6, 7], [8, 9, 10, 11]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     names = {"uid": np.array(["a", "b"], dtype=object), "sample": np.zeros(2, dtype=int)}
-    data = generate(
-        Runner(engine), DataProto.from_dict({"prompts": prompts, "prompt_mask": mask}, names), seed=0, step=0,
-        pad_token_id=0, sampling=SamplingParams(max_tokens=4), response_length=6, on_finished=lambda finished: None,
-    )  # fmt: skip
+    rows = DataProto.from_dict({"prompts": prompts, "prompt_mask": mask}, names)
+    data = answer(engine, rows, SamplingParams(max_tokens=4), 6)
     routed = data.batch["routed_experts"]
     assert routed.dtype == torch.int16 and routed.shape == (2, 10, len(layers), 2)
     assert (routed >= 0).all(-1).all(-1).int().tolist() == [[0, *[1] * 6, 0, 0, 0], [*[1] * 7, 0, 0, 0]]

@@ -1,0 +1,210 @@
+"""The sources of the groups that `trainer.rollout_scheduler` runs: the training prompts, and environments.
+
+A source draws groups in an order that depends only on the seed. It names each group and determines the seeds of its
+samples, so the samples depend neither on time nor on the number of ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.data.order import build_order, build_train_loader
+from trainer.data.prompts import PromptDataset
+from trainer.requirements import needs_greedy_baseline
+from trainer.rollout_scheduler import Group, Rows
+from verl_lite.config import EnvManagerConfig, PPOConfig
+from verl_lite.protocol import DataProto
+from workers.rollout.answers import answer_plans
+from workers.rollout.base import derive_seed
+from workers.rollout.episodes import EpisodeSpec
+from workers.rollout.group_run import GroupPlan
+
+ANSWERS = "answers_per_prompt"
+SEEDS = 2**31
+
+
+def prompt_groups(
+    prompts: DataProto, n: int | np.ndarray, name: str, seed: int, step: int, greedy_too: bool = False
+) -> list[Group]:
+    """Returns a group for each prompt, with `n` answers (n[i] for prompt i). Its rows have the columns sample and
+    sample_id.
+
+    Args:
+        name: prefix of the names of groups and samples, such as train/3.
+        seed, step: determine the random numbers, together with uid and sample.
+        greedy_too: True to add a greedy answer per prompt, marked in the column is_greedy.
+    """
+    counts = np.broadcast_to(n, len(prompts))
+    sizes = counts + greedy_too
+    rows = prompts.sample_level_repeat(sizes)
+    sample = np.concatenate([np.arange(size) for size in sizes])
+    names = [f"{name}/{uid}/{k}" for uid, k in zip(rows.non_tensor_batch["uid"], sample, strict=True)]
+    rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
+    rows.non_tensor_batch |= {"is_greedy": sample == counts.repeat(sizes)} if greedy_too else {}
+    keys = [f"{name}/{uid}" for uid in prompts.non_tensor_batch["uid"]]
+    columns = rows.select(batch_keys=[ANSWERS] if ANSWERS in rows else [], meta_info_keys=[])
+    plans = answer_plans(rows, sizes.tolist(), keys, seed, step)
+    stops = sizes.cumsum().tolist()
+    return [
+        Group(plan, Rows(columns, stop - size, stop))
+        for plan, size, stop in zip(plans, sizes.tolist(), stops, strict=True)
+    ]
+
+
+class PromptSource:
+    """Draws the training prompts, epoch after epoch. epoch: epoch of the last prompts, from 0.
+
+    A batch is a batch of the data loader, the last of which may be short in an epoch. With algorithm.filter_groups
+    every batch has data.train_batch_size prompts, even if an epoch ends among them, and no prompt twice; the unused
+    rest of a drawn batch is kept for the next prompts and saved in checkpoints.
+    """
+
+    def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
+        self.config, self.epoch = config, 0
+        self.order = build_order(data, config)
+        self.loader: Any = build_train_loader(data, config, self.order)
+        self._prompts, self._greedy_too = len(data), needs_greedy_baseline(config)
+        self._batches = self._epochs()
+        self._waiting: DataProto | None = None
+        self._asked: dict[int, dict[str, int]] = {}  # prompts of the batches being filled: uid -> row in the dataset
+
+    def draw_batch(self, step: int, start_step: int) -> list[Group]:
+        if not self.config.algorithm.filter_groups.enable:
+            return self._groups(next(self._batches), step)
+        oldest = step - self.config.async_training.depth
+        self._asked = {of: asked for of, asked in self._asked.items() if of >= oldest}
+        return self.draw(self.config.data.train_batch_size, step)
+
+    def draw(self, number: int, step: int) -> list[Group]:
+        asked, groups, idle = self._asked.setdefault(step, {}), list[Group](), 0
+        while number and len(set(asked.values())) < self._prompts and idle <= len(self.loader):
+            batch = self._waiting or next(self._batches)
+            uids, rows = batch.non_tensor_batch["uid"], batch.non_tensor_batch["index"]
+            new = np.flatnonzero([uid not in asked for uid in uids])[:number]
+            asked |= dict(zip(uids[new], rows[new].tolist(), strict=True))
+            end = new[-1] + 1 if len(new) == number else len(batch)
+            self._waiting = batch.select_idxs(np.arange(end, len(batch))) if end < len(batch) else None
+            groups += self._groups(batch.select_idxs(new), step) if len(new) else []
+            number, idle = number - len(new), 0 if len(new) else idle + 1
+        return groups
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Passes a finished training batch to the data sampler. Returns the sampler's metrics."""
+        return self.order.update(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"epoch": self.epoch, "loader": self.loader.state_dict()}
+        if not self.config.algorithm.filter_groups.enable:
+            return state
+        waiting = self._waiting and (dict(self._waiting.batch.items()), self._waiting.non_tensor_batch)
+        return state | {"waiting": waiting, "asked": {step: dict(asked) for step, asked in self._asked.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self._batches = state["epoch"], self._epochs()
+        self.loader.load_state_dict(state["loader"])
+        waiting = state.get("waiting")
+        self._waiting = None if waiting is None else DataProto.from_dict(*waiting)
+        self._asked = {step: dict(asked) for step, asked in state.get("asked", {}).items()}
+
+    def _groups(self, prompts: DataProto, step: int) -> list[Group]:
+        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
+        groups = prompt_groups(prompts, n, f"train/{step}", self.config.trainer.seed, step, self._greedy_too)
+        if self.config.async_training.max_off_policy_threshold > 1 and groups[0].columns is not None:
+            columns = groups[0].columns.batch.non_tensor_batch  # two batches with the same prompt may be mixed
+            columns["uid"] = np.array([f"{uid}@{step}" for uid in columns["uid"]], dtype=object)
+        return groups
+
+    def _epochs(self) -> Iterator[DataProto]:
+        """Yields the batches of the loader, epoch after epoch."""
+        while True:
+            yield from self.loader
+            self.epoch += 1
+
+
+@dataclass(frozen=True)
+class EnvGroup:
+    """Environments that share configuration and seed."""
+
+    group_id: int
+    tag: str
+    seed: int
+
+
+class EnvSource:
+    """Draws groups of episodes: one of each group of environments in turn.
+
+    purpose: "train", or "val", whose batches all have the same episodes. batch_size: number of episodes of a batch.
+    next_group: number of the next group; number n is episode n // G of the environments of group n % G.
+    """
+
+    epoch = 0
+
+    def __init__(self, manager: EnvManagerConfig, seed: int, batch_size: int, purpose: str = "train") -> None:
+        self.manager, self.batch_size, self.purpose = manager, batch_size, purpose
+        self.envs = env_groups(manager, seed, purpose)
+        self.next_group = 0
+
+    def draw_batch(self, step: int, start_step: int) -> list[Group]:
+        number, rest = divmod(self.batch_size, self.manager.group_size)
+        if rest:
+            size = self.manager.group_size
+            raise ValueError(f"a batch of {self.batch_size} episodes cannot be cut into groups of {size}")
+        if self.purpose != "train":
+            self.next_group, start_step = 0, 1  # the random numbers depend on the step
+        return self._draw(number, start_step)
+
+    def draw(self, number: int, step: int) -> list[Group]:
+        return self._draw(number, step)
+
+    def _draw(self, number: int, start_step: int) -> list[Group]:
+        first, self.next_group = self.next_group, self.next_group + number
+        return [Group(self._plan(index, start_step)) for index in range(first, self.next_group)]
+
+    def _plan(self, number: int, start_step: int) -> GroupPlan:
+        """Returns the plan of group `number`. The names of its episodes are ROLL's."""
+        episode_id, place = divmod(number, len(self.envs))
+        env, manager = self.envs[place], self.manager
+        name = f"{env.tag}_{env.group_id}_{episode_id}_{env.seed}"
+        members = manager.group_size + manager.group_size_redundancy
+        specs = tuple(
+            EpisodeSpec(
+                traj_id=f"{name}_{env_id}",
+                traj_group_id=name,
+                tag=env.tag,
+                env_id=env_id,
+                group_id=env.group_id,
+                episode_id=episode_id,
+                seed=(env.seed + episode_id) % SEEDS,
+                group_size=manager.group_size,
+                start_step=start_step,
+                purpose=self.purpose,
+            )
+            for env_id in range(env.group_id * members, (env.group_id + 1) * members)
+        )
+        return GroupPlan(f"{self.purpose}/{name}", specs)
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Returns no metrics: environments do not choose their episodes by the results."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_group": self.next_group}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_group = state["next_group"]
+
+
+def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
+    """Returns the groups of environments in the order of use, which interleaves the tags in the proportions of
+    num_groups_partition. The ids are ROLL's: groups of the same tag have consecutive ids."""
+    share, rest = divmod(manager.num_env_groups, len(manager.tags))
+    counts = manager.num_groups_partition or [share + (index < rest) for index in range(len(manager.tags))]
+    groups: list[tuple[float, EnvGroup]] = []
+    for tag, count in zip(manager.tags, counts, strict=True):
+        for rank in range(count):
+            group_id = len(groups)
+            group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
+            groups.append(((rank + 0.5) / count, EnvGroup(group_id, tag, group_seed)))
+    return [group for _, group in sorted(groups, key=lambda entry: (entry[0], entry[1].group_id))]
