@@ -280,6 +280,14 @@ def validation_gain(series: Series) -> Finding | None:
     return Finding(grade, "val-core", f"validation before and after: {'; '.join(words)}{doubt}")
 
 
+def mismatch(series: Series) -> Finding | None:
+    """Whether sampler and trainer have the same probabilities. Stale samples differ by design."""
+    name = "training/rollout_probs_diff_mean"
+    if name not in series or any(value > 0 for _, value in series.get("async/staleness/mean", ())):
+        return None
+    return in_range(name, series[name], Range(high=0.005, alarm_high=0.01))
+
+
 def waiting(series: Series) -> Finding | None:
     """Which side of an asynchronous run waits for the other, over the second half of the run."""
     names = ("async/trainer_idle_frac", "async/engine_idle_frac")
@@ -337,7 +345,7 @@ RULES = (
         "see reward_failures.jsonl or env_failures.jsonl in the run folder" + _SCORE,
     ),
     Rule(  # verl's FAQ: below 0.005 is rounding, above 0.01 an error; fp32: 1e-6
-        ("training/rollout_probs_diff_mean",), Range(high=0.005, alarm_high=0.01),
+        ("training/rollout_probs_diff_mean",), mismatch,
         ("rollout.dtype", "rollout.top_p", "rollout.enable_prefix_caching", "algorithm.rollout_correction.rollout_is"),
         "sampler and trainer have different probabilities: missing weight updates, a stale cache, precision, or top_p",
         "sample in the trainer's precision without top_p and top_k, or enable the rollout correction",

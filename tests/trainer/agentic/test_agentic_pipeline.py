@@ -71,7 +71,7 @@ class Agent(Parts):
         self.samplings.append(sampling)
 
     def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
-        self.calls.append(f"finish {keys[0].partition('/')[0]}")
+        self.calls += [f"finish {key.partition('/')[0]}" for key in keys[:1]]
         reports, parts = [], []
         for plan in self.running:
             episodes = [self.episode(spec) for spec in plan.samples]
@@ -82,7 +82,7 @@ class Agent(Parts):
             counts = EpisodeCounts(len(episodes), failed, 0, "Traceback: the cliff gave way" if failed else None)
             reports.append(GroupReport(plan.key, len(parts[-1]), counts))
         self.running = []
-        return [GroupResults(reports, DataProto.concat(parts))]
+        return [GroupResults(reports, DataProto.concat(parts) if parts else None)]
 
     def episode(self, spec: EpisodeSpec) -> Trajectory:
         self.begun.append(spec)

@@ -152,3 +152,24 @@ def loss(points: list[tuple[int, float]]) -> Series:
 def test_what_needs_a_whole_series_is_found_where_it_is(series: Series, grades: list[str], word: str) -> None:
     found = found_in(series)
     assert [finding.grade for finding in found] == grades and word in "".join(finding.text for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "grade", "said"),
+    [
+        (0.6, 0.1, LOOK, "sampling limits the run"),
+        (0.05, 0.7, OK, "training limits the run"),
+        (0.1, 0.15, OK, "neither side limits the other"),
+    ],
+)
+def test_which_side_of_an_asynchronous_run_waits(trainer: float, engines: float, grade: str, said: str) -> None:
+    """By the second half of the run. Stale samples have other probabilities, which is no finding."""
+    series = {
+        "async/trainer_idle_frac": steps(*[0.3] * 10, *[trainer] * 10),
+        "async/engine_idle_frac": steps(*[0.3] * 10, *[engines] * 10),
+        "async/staleness/mean": steps(*[1.0] * 20),
+        "training/rollout_probs_diff_mean": steps(*[0.05] * 20),
+    }
+    [found] = judge(series, {"async_training.max_off_policy_threshold": "1"})
+    assert found.grade == grade and said in found.text and f"{trainer:.0%}" in found.text
+    assert "async_training.max_off_policy_threshold=1" in found.advice or grade == OK
