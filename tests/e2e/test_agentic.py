@@ -116,12 +116,15 @@ RAY = [
 ]  # fmt: skip
 
 
+NO_BYPASS = "algorithm.rollout_correction.bypass_mode=false"  # the update does not read the engine's log-probs
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ratio", [0, 1])
 def test_with_ray_a_run_that_is_killed_and_goes_on_is_the_run(ratio: int, tmp_path: Path) -> None:
     """Both are killed within step 5. At ratio 1 its episodes are in the checkpoint of step 4, with the seconds that
     they took and the last bits of the engine's log-probs."""
-    options = [*RAY, "trainer.n_gpus_per_node=2", f"agentic.async_generation_ratio={ratio}"]
+    options = [*RAY, "trainer.n_gpus_per_node=2", f"agentic.async_generation_ratio={ratio}", NO_BYPASS]
     runs = Episodes(tmp_path, *options, "trainer.total_training_steps=1000")
     whole = runs.kill_after(4, "whole")
     start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_2"]
@@ -136,7 +139,7 @@ def test_with_ray_a_run_that_is_killed_and_goes_on_is_the_run(ratio: int, tmp_pa
 
 TENSOR_PARALLEL = [
     "rollout.name=vllm", "trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2",
-    "agentic.async_generation_ratio=1",
+    "agentic.async_generation_ratio=1", NO_BYPASS,
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import pytest
 from tests.forked_runs import ACTOR, CRITIC, Runs, assert_same_end, differences, history
 from tests.tiny_run import good_row, write_rows
 from trainer.checkpoint import MARKER
+from trainer.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +107,8 @@ def test_train_kill_resume_is_train(
     start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_{resumed_from}"]
     if set(AHEAD) <= set(options):  # the last step of a run starts nothing ahead, so that its checkpoint would differ
         resumed = runs.kill_after(total, "resumed", f"trainer.total_training_steps={FOREVER}", *start)
+        rows = read_metrics(whole / "metrics.jsonl")
+        assert rows[total]["rollout/seconds_beside_training"] > 0, "nothing was sampled during training"
     else:
         resumed = runs.finish("resumed", f"trainer.total_training_steps={total}", *start)
     assert_same_end(whole, resumed, total, parts)

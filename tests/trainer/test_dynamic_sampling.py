@@ -91,6 +91,7 @@ class Answers(Parts):
         self.scores, self.seconds, self.versions = scores, seconds, [0]
         self.random = None if seed is None else np.random.default_rng(seed)
         self.submitted: list[str] = []
+        self.ready: set[str] = set()
 
     def some(self, items: list[Any]) -> list[Any]:
         return items if self.random is None else [item for item in items if self.random.integers(2)]
@@ -107,11 +108,13 @@ class Answers(Parts):
 
     def call(self, method: str, keys: Sequence[Any] = ()) -> Any:
         if method == "ready":
-            return set(self.some(list(keys)))
+            self.ready = set(self.some(list(keys)))
+            return self.ready
         if method == "submit":
             self.submitted += [item.key for item in keys]
         if method != "collect":
             return 0
+        assert not self.running or set(keys) <= self.ready, "the engines would wait for rewards"
         time.sleep(self.seconds[1])
         self.calls.append("reward")
         names = [key.split("/")[-2:] for key in keys]

@@ -366,3 +366,21 @@ def test_a_step_whose_rewards_all_failed(tmp_path: Path, estimator: str) -> None
     assert logged["reward/error_rate"] == 1.0
     assert all(math.isfinite(value) for value in logged.values())
     assert "critic/score/mean" not in logged, "a mean over nothing is left out"
+
+
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_a_validation_beside_samples_of_later_steps_has_the_newest_weights(threshold: int, tmp_path: Path) -> None:
+    begun: list[tuple[str, int]] = []
+
+    class Noting(Parts):
+        def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+            begun.append((plans[0].key.split("/")[0].rstrip("01"), self.versions[-1]))
+            super().begin_groups(plans, sampling)
+
+    settings = {"async_training__max_off_policy_threshold": threshold, "trainer__test_freq": 1}
+    parts = Noting()
+    make(tmp_path, parts, trainer__val_before_train=False, **settings).fit()
+    assert [version for purpose, version in begun if purpose == "val"] == [1, 2, 3]
+    assert [version for purpose, version in begun if purpose == "train"] == [0, 0, 1]
+    oldest = [row["async/staleness/oldest"] for _, row in parts.logged if "async/staleness/oldest" in row]
+    assert oldest == [0, 1, 1]
