@@ -160,8 +160,8 @@ def test_the_batch_is_the_first_groups_that_differ_in_whatever_order_they_are_co
 
 
 def test_the_share_of_wasted_tokens(tmp_path: Path) -> None:
-    """Answers have 1, 2 and 3 tokens in turn. The first 2 of 3 groups, with 3 and 4 tokens, are dropped; the others
-    have 5, and then 3 and 4, because the answers of a further generation are counted anew."""
+    """The answers of a generation have 1, 2 and 3 tokens in turn. The groups p0 and p1, with 3 and 4 tokens, are
+    dropped. p2 has 5 tokens, and p3 and p4 of the second generation have 3 and 4."""
     parts = Answers({"p0": RIGHT, "p1": WRONG})
     batch = trainer_of(tmp_path, parts, 3, data__shuffle=False).scheduler.get_batch(1)
     assert uids(batch) == ["p2", "p3", "p4"]

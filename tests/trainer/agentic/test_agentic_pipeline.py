@@ -161,6 +161,12 @@ def test_ahead_of_the_training_by_one_step_the_next_episodes_run_while_this_ones
     assert starts == [1] * 4 + [1] * 4 + [2] * 4, "a trajectory of step s began in step max(1, s - 1)"
 
 
+def test_after_a_checkpoint_the_engines_have_the_weights_that_a_resumed_run_starts_with(tmp_path: Path) -> None:
+    """Groups that replace dropped ones in step 3 are sampled with them. Without the checkpoint they have version 1."""
+    make(tmp_path, agent := Agent(), **{THRESHOLD: 1}, trainer__save_freq=2).fit()
+    assert agent.versions == [0, 1, 2]
+
+
 def test_weights_go_to_the_engines_every_few_steps(tmp_path: Path) -> None:
     agent = Agent()
     settings = {"agentic__model_update_frequency": 2, "trainer__total_training_steps": 5}
