@@ -95,7 +95,7 @@ ALL_LINEAR = ["model.lora_rank=4", "model.lora_alpha=8", *GAE, "trainer.critic_w
         pytest.param(12, 4, 2, 4, LORA, ACTOR, id="LoRA on named layers, its own reference, a sampler that learns"),
         pytest.param(14, 4, 3, 4, FILTERED, ACTOR, id="dynamic sampling, prompts with their own number of answers"),
         pytest.param(10, 4, 2, 5, AHEAD, ACTOR, id="a batch ahead"),
-        pytest.param(14, 4, 2, 4, [*FILTERED, *AHEAD], ACTOR, id="a batch ahead, dynamic sampling"),
+        pytest.param(14, 4, 1, 4, [*FILTERED, *AHEAD], ACTOR, id="a batch ahead, dynamic sampling"),
         pytest.param(10, 4, 2, 4, ALL_LINEAR, CRITIC, id="LoRA on all layers, critic", marks=pytest.mark.long),
     ],
 )

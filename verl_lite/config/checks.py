@@ -223,6 +223,11 @@ def _async_training(config: PPOConfig) -> Problems:
             f"{key} samples during training, which needs the engine's memory: set rollout.free_cache_engine=false, and "
             "a rollout.gpu_memory_utilization that leaves memory for training"
         )
+    if threshold > 1 and options.depth and config.rollout.router_replay:
+        yield (
+            f"{key} with rollout.router_replay=true: samples that continue under new weights have experts of several "
+            "versions: set async_training.max_off_policy_threshold=1"
+        )
     every = config.agentic.model_update_frequency
     if threshold < (needed := options.depth + every - 1):
         yield (

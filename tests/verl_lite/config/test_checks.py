@@ -194,6 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({LATE: -1}, f"{LATE}=-1: at least 0"),
     ({LATE: 1, AHEAD: 2}, f"{AHEAD}=2 gives samples a staleness of 2, .* {LATE}=1: set"),
     ({LATE: 1, "trainer.device": "cuda"}, f"{LATE}=1 .*which needs the engine's memory"),
+    ({LATE: 2, "rollout.router_replay": True}, f"{LATE}=2 with rollout.router_replay=true: samples that continue"),
     ({**AGENT, "agentic.model_update_frequency": 2}, f"{LATE}=0 with .*_frequency=2: .* up to 1 weight updates old"),
     ({**AGENT, "agentic.model_update_frequency": 3, LATE: 2}, f"{LATE}=2 with .*_frequency=3: .* up to 3 weight"),
     *[(changes, f"{LATE}=2 with actor.policy_loss.loss_mode={loss}, which does not bound .*rollout_is=token")
