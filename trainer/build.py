@@ -164,7 +164,9 @@ class PPOJob(Job[PPOConfig]):
         config = self.config
         correction, threshold = config.algorithm.rollout_correction, config.async_training.max_off_policy_threshold
         if correction.bypass_mode is None:
-            correction.bypass_mode = threshold > 0
+            # with rollout_is, importance weights correct the ratio to recomputed old_log_probs instead
+            is_corrected = correction.rollout_is is not None and correction.loss_type == "ppo_clip"
+            correction.bypass_mode = threshold > 0 and not is_corrected
         validate(config, engines=engine_names(), slots=self.slots, available=available)
         if config.rollout.name == "auto":
             problem = vllm_problem(config.model, config.rollout, device_type(config.trainer.device))

@@ -153,6 +153,10 @@ def test_bypass_takes_effect(folder: Path, plain: dict[str, float]) -> None:
     assert wide["actor/ppo_kl"] == pytest.approx(SHIFT, abs=1e-4)
     late = step_of(folder, "late", "async_training.max_off_policy_threshold=1", "actor.clip_ratio=0.5")
     assert late["actor/grad_norm"] == wide["actor/grad_norm"], "it is the default if samples may be stale"
+    weights = ["async_training.max_off_policy_threshold=1", f"{CORRECTION}.rollout_is=token"]
+    assert "timing_s/old_log_prob" in step_of(folder, "late-weights", *weights), (
+        "weights and bypass would correct twice"
+    )
     narrow = step_of(folder, "narrow", f"{CORRECTION}.bypass_mode=true", "actor.clip_ratio=0.1")
     assert 0 < narrow["actor/pg_clipfrac"] < 1
     assert narrow["actor/grad_norm"] < wide["actor/grad_norm"]

@@ -36,7 +36,7 @@ class RolloutCorrectionConfig(Options):
     rollout_is_batch_normalize: bool = opt(False, "divide the weights by their mean over the batch")
     rollout_rs: str | None = opt(None, "rejection: LEVEL_MEASURE, such as token_k1, or a comma list; null = none")
     rollout_rs_threshold: str | None = opt(None, "bound for all or one each: low_high or high; k2, k3: high")
-    bypass_mode: bool | None = opt(None, "old_log_probs = the rollout's log-probs; null = true if samples may be stale")
+    bypass_mode: bool | None = opt(None, "old_log_probs = the rollout's log-probs; null = true if samples are stale")
     loss_type: str = opt("ppo_clip", "bypass_mode: ppo_clip = policy_loss.loss_mode", ("ppo_clip", "reinforce"))
 
     def check(self) -> Problems:
