@@ -199,10 +199,11 @@ class RolloutScheduler:
     def run(self, groups: Sequence[Group], sampling: SamplingParams) -> DataProto:
         """Samples these groups and returns their rows, for example of a validation. Training groups that are running
         continue beside them."""
+        of_training, self._metrics = self._metrics, []
         self.engines.begin_groups([group.plan for group in groups], sampling)
         self._collect([group.plan.key for group in groups], [*groups, *self.groups])
         batch = assembled(groups)
-        batch.meta_info["metrics"] = self._take_metrics()
+        batch.meta_info["metrics"], self._metrics = self._take_metrics(), of_training
         _add_counts(batch, groups)
         return batch
 

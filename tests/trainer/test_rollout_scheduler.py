@@ -21,7 +21,7 @@ from trainer.agentic.agent_trainer import EpisodeFilter
 from trainer.group_sources import EnvSource, env_groups
 from trainer.rollout_scheduler import Group, GroupFilter, RolloutScheduler
 from verl_lite.config import EnvManagerConfig, PPOConfig
-from verl_lite.metrics import values
+from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.episodes import EpisodeCounts
@@ -463,3 +463,11 @@ def test_a_group_that_is_lost_or_repeated_or_too_old_is_an_error(threshold: int)
         change(subject.groups)
         with pytest.raises(RuntimeError, match=message):
             subject.get_batch(4)
+
+
+def test_a_validation_does_not_take_the_metrics_of_training_groups() -> None:
+    subject, val = episodes(Engines(lambda key: 3), manager(), 8, threshold=1), EnvSource(manager(), 1, 16, "val")
+    subject._metrics = [{"env/processes_replaced": Metric.sum(2)}]
+    batch = subject.run(val.draw_batch(1, 1), SamplingParams())
+    assert "env/processes_replaced" not in values(batch.meta_info["metrics"])
+    assert values(subject.get_batch(1).meta_info["metrics"])["env/processes_replaced"] == 2
