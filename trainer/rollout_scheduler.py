@@ -105,7 +105,7 @@ class GroupFilter:
         return wanted
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
-        """Called if no more groups may be drawn and `missing` of them lack: keeps dropped groups, or raises."""
+        """Keeps `missing` of the dropped groups, or raises. Called if no more groups may be drawn to replace them."""
         raise NotImplementedError
 
     def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
@@ -197,8 +197,8 @@ class RolloutScheduler:
                 self._begin_batch(later, step)
 
     def run(self, groups: Sequence[Group], sampling: SamplingParams) -> DataProto:
-        """Samples these groups and returns their rows, for example of a validation. Training groups that are running
-        continue beside them."""
+        """Samples these groups and returns their rows, for example of a validation. Running training
+        groups continue during the call."""
         of_training, self._metrics = self._metrics, []
         self.engines.begin_groups([group.plan for group in groups], sampling)
         self._collect([group.plan.key for group in groups], [*groups, *self.groups])

@@ -169,7 +169,7 @@ class RewardPool:
             return {key: self._results.pop(key) for key in keys}
 
     def ready(self, keys: Iterable[Hashable]) -> set[Hashable]:
-        """Returns those of the keys whose results are available. Raises RewardError as `collect`."""
+        """Returns the keys whose results are available. Raises RewardError as `collect`."""
         with self._changed:
             self._raise_failure()
             return {key for key in keys if key in self._results}
