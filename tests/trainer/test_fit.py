@@ -384,3 +384,24 @@ def test_a_validation_beside_samples_of_later_steps_has_the_newest_weights(thres
     assert [version for purpose, version in begun if purpose == "train"] == [0, 0, 1]
     oldest = [row["async/staleness/oldest"] for _, row in parts.logged if "async/staleness/oldest" in row]
     assert oldest == [0, 1, 1]
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_group_waits_for_its_rewards_only_if_they_are_computed_during_sampling(
+    has_model: bool, tmp_path: Path
+) -> None:
+    """Scores of a reward model are computed after sampling, so no group may wait for them."""
+    settings = {"async_training__max_off_policy_threshold": 2, "reward_model__enable": has_model}
+
+    class NotReady(Parts):
+        def call(self, method: str, keys: Sequence[str] = ()) -> Any:
+            return set() if method == "ready" else super().call(method, keys)
+
+    parts = NotReady()
+    trainer = make(tmp_path, parts, **settings)
+    parts.versions.append(0)
+    trainer.scheduler.begin_ahead(1)
+    group = trainer.scheduler.groups[0]
+    trainer.scheduler._collect([group.plan.key], trainer.scheduler.groups)
+    trainer.scheduler.filter.judge([group], wait=False)
+    assert group.kind == ("kept" if has_model else None)
