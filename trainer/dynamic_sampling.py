@@ -42,6 +42,12 @@ class AnswerGroups(GroupFilter):
         ready = self.rewards.are_ready(assembled(groups))
         return [group for group, is_ready in zip(groups, _by_group(ready, groups), strict=True) if is_ready.all()]
 
+    def discard(self, groups: Sequence[Group]) -> None:
+        """Cancels the rewards of answers that will not be trained on."""
+        parts = [part for group in groups if (part := group.columns or group.sampled) is not None]
+        ids = [part.batch.non_tensor_batch["sample_id"][part.start : part.stop] for part in parts]
+        self.rewards.cancel([str(one) for of_group in ids for one in of_group])
+
     def restore(self, groups: Sequence[Group]) -> None:
         """Submits the answers again whose rewards were not collected before the checkpoint."""
         if unscored := [group for group in groups if group.sampled and "token_level_scores" not in group.sampled.batch]:

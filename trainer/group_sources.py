@@ -56,9 +56,9 @@ def prompt_groups(
 class PromptSource:
     """Draws the training prompts, epoch after epoch. epoch: epoch of the last prompts, from 0.
 
-    A batch is a batch of the data loader, the last of which may be short in an epoch. With algorithm.filter_groups
-    every batch has data.train_batch_size prompts, even if an epoch ends among them, and no prompt twice; the unused
-    rest of a drawn batch is kept for the next prompts and saved in checkpoints.
+    A batch is a batch of the data loader, the last of which may be short in an epoch. With algorithm.filter_groups or
+    rollout.oversample every batch has data.train_batch_size prompts, even if an epoch ends among them, and no prompt
+    twice; the unused rest of a drawn batch is kept for the next prompts and saved in checkpoints.
     """
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
@@ -66,12 +66,13 @@ class PromptSource:
         self.order = build_order(data, config)
         self.loader: Any = build_train_loader(data, config, self.order)
         self._prompts, self._greedy_too = len(data), needs_greedy_baseline(config)
+        self._cuts = config.algorithm.filter_groups.enable or config.rollout.oversample > 1
         self._batches = self._epochs()
         self._waiting: DataProto | None = None
         self._asked: dict[int, dict[str, int]] = {}  # prompts of the batches being filled: uid -> row in the dataset
 
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
-        if not self.config.algorithm.filter_groups.enable:
+        if not self._cuts:
             return self._groups(next(self._batches), step)
         oldest = step - self.config.async_training.depth
         self._asked = {of: asked for of, asked in self._asked.items() if of >= oldest}
@@ -96,7 +97,7 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         state = {"epoch": self.epoch, "loader": self.loader.state_dict()}
-        if not self.config.algorithm.filter_groups.enable:
+        if not self._cuts:
             return state
         waiting = self._waiting and (dict(self._waiting.batch.items()), self._waiting.non_tensor_batch)
         return state | {"waiting": waiting, "asked": {step: dict(asked) for step, asked in self._asked.items()}}
@@ -111,7 +112,7 @@ class PromptSource:
     def _groups(self, prompts: DataProto, step: int) -> list[Group]:
         n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
         groups = prompt_groups(prompts, n, f"train/{step}", self.config.trainer.seed, step, self._greedy_too)
-        if self.config.async_training.max_off_policy_threshold > 1 and groups[0].columns is not None:
+        if self.config.spans_updates and groups[0].columns is not None:
             columns = groups[0].columns.batch.non_tensor_batch  # two batches with the same prompt may be mixed
             columns["uid"] = np.array([f"{uid}@{step}" for uid in columns["uid"]], dtype=object)
         return groups

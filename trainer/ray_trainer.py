@@ -156,8 +156,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         if self.config.algorithm.filter_groups.enable:
             return DynamicSampling(self.config, self.rewards, self.score_groups)
         # a reward model scores the batch after sampling, so its groups are complete when they are sampled
-        may_overtake = self.config.async_training.max_off_policy_threshold > 1
-        return AnswerGroups(self.rewards, waits=may_overtake and not self.config.reward_model.enable)
+        return AnswerGroups(self.rewards, waits=self.config.spans_updates and not self.config.reward_model.enable)
 
     def score_groups(self, groups: DataProto) -> DataProto:
         """Scores the rows of complete groups for the filter. Combines the metrics with those of the step's other

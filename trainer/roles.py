@@ -160,6 +160,16 @@ class ActorRole(ModelRole, SavedByWorkers):
                 del self._engine_of[report.key]
         return collected
 
+    def snapshot_groups(self) -> list[GroupPlan]:
+        """Returns plans that continue the running groups whose samples can be continued."""
+        return [plan for plans in self.group.snapshot_groups() for plan in plans]
+
+    def abort_groups(self, keys: Sequence[str]) -> int:
+        """Ends groups without rows. Returns the number of tokens that they had sampled."""
+        for key in keys:
+            del self._engine_of[key]
+        return sum(self.group.abort_groups(list(keys)))
+
     def compute_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
         """Computes old_log_probs and entropys under the current weights, and sum_pi_squared if the estimator takes it.
         blocking=False returns a future."""

@@ -8,11 +8,15 @@ at once. The result does not depend on time.
 With async_training.batches_ahead = A, groups of the next A steps are sampled while the trainer works. Version v denotes
 the weights after step v. The staleness of a group in step s is s - 1 minus the version with which it was started. No
 group with a staleness above async_training.max_off_policy_threshold = K is trained on, because `get_batch` waits for a
-group that would otherwise become too old. For K <= 1 each batch consists of the groups that were drawn for it, and the
-weights change only when none is running. For K > 1 groups continue under new weights, and the oldest complete groups
-are trained on first, so that they may overtake running ones.
+group that would otherwise become too old. Without async_training.partial_rollout each batch consists of the groups that
+were drawn for it, and the weights change only when none is running. With it (default for K > 1) groups continue under
+new weights, and the oldest complete groups are trained on first, so that they may overtake running ones.
+
+With rollout.oversample = 1.25, a quarter more groups run than a batch needs, and the first complete ones form it. The
+others are aborted, or with partial rollouts carried over to the next step.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -48,13 +52,15 @@ class Group:
     """A group that was drawn and is not resolved yet, that is, neither trained on nor dropped.
 
     columns: the columns that the source knows; None if the ranks return all columns. version: weights with which the
-    group was started. sampled: its rows when it is complete, and their scores if the filter needed them. counts: of its
-    episodes. kind: verdict of the filter, "kept" or a reason to drop the group; None before that.
+    group was started. step: batch for which it was started. sampled: its rows when it is complete, and their scores if
+    the filter needed them. counts: of its episodes. kind: verdict of the filter, "kept" or a reason to drop the group;
+    None before that.
     """
 
     plan: GroupPlan
     columns: Rows | None = None
     version: int = 0
+    step: int = 0
     sampled: Rows | None = None
     counts: EpisodeCounts | None = None
     kind: str | None = None
@@ -66,6 +72,10 @@ class Engines(Protocol):
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
 
     def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]: ...
+
+    def snapshot_groups(self) -> list[GroupPlan]: ...
+
+    def abort_groups(self, keys: Sequence[str]) -> int: ...
 
 
 class GroupSource(Protocol):
@@ -112,6 +122,9 @@ class GroupFilter:
         """Returns metrics of the batch of this step. dropped: groups that were dropped since the last batch."""
         return {}
 
+    def discard(self, groups: Sequence[Group]) -> None:
+        """Called with groups that were aborted, whose scores are not needed."""
+
     def restore(self, groups: Sequence[Group]) -> None:
         """Called with the complete groups of a checkpoint, whose scores may have been lost with the processes."""
 
@@ -137,6 +150,7 @@ class RolloutScheduler:
         self.source, self.engines, self.sampling = source, engines, sampling
         self.filter, self.last_step = group_filter or GroupFilter(), last_step
         self.threshold, self.batches_ahead = config.async_training.max_off_policy_threshold, config.async_training.depth
+        self.spans_updates, self.oversample = config.spans_updates, config.rollout.oversample
         self.warmup = config.trainer.critic_warmup  # the weights after these steps are those of version 0
         self.version: int | None = None  # of the weights in the engines
         self.groups: list[Group] = []  # unresolved groups in the order of the source
@@ -146,11 +160,6 @@ class RolloutScheduler:
         self._num_engines = 1
         self._is_restored = False  # True until the groups of a restored state are started again
         self._ended_at: float | None = None  # end of the last `get_batch`
-
-    @property
-    def spans_updates(self) -> bool:
-        """True if groups continue under new weights."""
-        return self.threshold > 1 and self.batches_ahead > 0
 
     # ----------------------------------------------------------------------------------------------------- batches
 
@@ -165,7 +174,7 @@ class RolloutScheduler:
             self._begin_batch(step, step)
         started = time.perf_counter()
         # groups of this batch that an earlier step dropped without a replacement are replaced in addition
-        budget = self.filter.most(self.sizes[step]) - self.sizes[step] + self._missing
+        budget = self.filter.most(self.sizes[step]) - self.sizes[step] + max(0, self._missing(step))
         while (chosen := self._chosen(step)) is None:
             budget -= self._advance(step, budget)
         if self._is_sliced:
@@ -174,13 +183,16 @@ class RolloutScheduler:
         taken = {id(group) for group in chosen}
         dropped = [group for group in self.groups if group.kind not in ("kept", None) and id(group) not in taken]
         gone = taken | {id(group) for group in dropped}
+        surplus = [group for group in self._candidates(step) if id(group) not in gone] if self._aborts else []
+        gone |= {id(group) for group in surplus}
         self.groups = [group for group in self.groups if id(group) not in gone]
         del self.sizes[step]
-        self._account(step, chosen, dropped)
         batch = assembled(chosen)
+        bias = self._abort(batch, len(chosen), surplus)
+        self._account(step, chosen, dropped)
         metrics = self._take_metrics()
-        batch.meta_info["metrics"] = metrics | self.filter.metrics(step, chosen, dropped)
-        if self.batches_ahead:
+        batch.meta_info["metrics"] = metrics | bias | self.filter.metrics(step, chosen, dropped)
+        if self.batches_ahead or self.spans_updates:
             batch.meta_info["metrics"] |= self._async_metrics(step, chosen, waited, metrics)
         self._ended_at = time.perf_counter()
         _add_counts(batch, [*chosen, *dropped])
@@ -217,13 +229,17 @@ class RolloutScheduler:
     def _chosen(self, step: int) -> list[Group] | None:
         """Returns the groups of the batch of this step, or None while it must wait."""
         wanted = self.sizes[step]
-        chosen = [group for group in self.groups if group.kind == "kept"][:wanted]
+        chosen = [group for group in self._candidates(step) if group.kind == "kept"][:wanted]
         if len(chosen) < wanted:
             return None
+        if self._aborts:
+            return chosen
         taken = {id(group) for group in chosen}
         rest = [group for group in self.groups if group.kind in ("kept", None) and id(group) not in taken]
         # group number i of the rest is trained on in this step at the earliest, if older ones are trained on first
         earliest = [later for later in sorted(self.sizes) if later > step for _ in range(self.sizes[later])]
+        last = max(self.sizes)
+        earliest += [last + 1 + number // self.sizes[last] for number in range(len(rest) - len(earliest))]
         are_in_time = all(later <= self._last_step_of(group) for later, group in zip(earliest, rest, strict=False))
         are_complete = all(group.kind is not None for group in rest)
         return chosen if are_in_time or are_complete else None
@@ -237,13 +253,40 @@ class RolloutScheduler:
         return max(step - 1, self.warmup) - max(group.version, self.warmup)
 
     @property
-    def _missing(self) -> int:
-        """Number of groups that the begun batches lack because of dropped ones."""
-        return sum(self.sizes.values()) - sum(group.kind in ("kept", None) for group in self.groups)
+    def _aborts(self) -> bool:
+        """True if the surplus groups of a batch are aborted when the batch is complete."""
+        return self.oversample > 1 and not self.spans_updates
+
+    def _candidates(self, step: int) -> list[Group]:
+        """Returns the groups that the batch of this step may consist of."""
+        return [group for group in self.groups if group.step <= step] if self._aborts else self.groups
+
+    def _missing(self, step: int) -> int:
+        """Returns the number of groups that the begun batches lack because of dropped ones; negative for a surplus."""
+        sizes = self.sizes[step] if self._aborts else sum(self.sizes.values())
+        return sizes - sum(group.kind in ("kept", None) for group in self._candidates(step))
 
     @property
     def _is_sliced(self) -> bool:
-        return self.filter.drops or self.spans_updates
+        return self.filter.drops or self.spans_updates or self.oversample > 1
+
+    def _abort(self, batch: DataProto, chosen: int, surplus: Sequence[Group]) -> dict[str, Metric]:
+        """Aborts the surplus groups of a batch. Returns their number and the bias of the lengths: mean tokens of the
+        chosen groups, relative to that of all. The aborted ones count with the tokens that they have, so the bias
+        without the abort is at least as large."""
+        if not surplus:
+            return {}
+        aborted = self.engines.abort_groups([group.plan.key for group in surplus if group.sampled is None])
+        complete = [group for group in surplus if group.sampled is not None]
+        aborted += int(assembled(complete).batch["response_mask"].sum()) if complete else 0
+        self.filter.discard(surplus)
+        self.counts["aborted"] += len(surplus)
+        kept = int(batch.batch["response_mask"].sum())
+        mean = (kept + aborted) / (chosen + len(surplus))
+        return {
+            "rollout/oversample/aborted_groups": Metric.last(len(surplus)),
+            "rollout/oversample/length_bias": Metric.last(kept / chosen / max(mean, 1e-9) - 1),
+        }
 
     def _advance(self, step: int, budget: float) -> int:
         """Runs groups, judges those that are complete and replaces dropped ones, at most `budget`. Returns the number
@@ -253,22 +296,25 @@ class RolloutScheduler:
         is_running = bool(self._running())
         unjudged = [group for group in self.groups if group.sampled is not None and group.kind is None]
         self.filter.judge(unjudged, wait=not is_running)
-        missing = self._missing
+        missing = self._missing(step)
         replacements = self.source.draw(int(min(missing, budget)), step) if missing > 0 and budget > 0 else []
         if replacements:
-            self._begin(replacements)
+            self._begin(replacements, step)
         elif missing > 0 and not is_running:
             self.filter.complete(step, self.groups, missing)
         return len(replacements)
 
     def _begin_batch(self, step: int, start_step: int) -> None:
         groups = self.source.draw_batch(step, start_step)
-        self.sizes[step] = len(groups)
-        self._begin(groups)
+        self.sizes[step] = size = len(groups)
+        more = math.ceil(size * (self.oversample - 1)) if step < self.last_step or self._aborts else 0
+        if self.spans_updates:  # the surplus that earlier batches left over counts
+            more += self._missing(step) - size
+        self._begin(groups + (self.source.draw(more, step) if more > 0 else []), step)
 
-    def _begin(self, groups: Sequence[Group]) -> None:
+    def _begin(self, groups: Sequence[Group], step: int) -> None:
         for group in groups:
-            group.version = self.version or 0
+            group.version, group.step = self.version or 0, step
         self.groups += groups
         self.counts["started"] += len(groups)
         self.engines.begin_groups([group.plan for group in groups], self.sampling)
@@ -293,9 +339,9 @@ class RolloutScheduler:
     # -------------------------------------------------------------------------------------------- numbers and state
 
     def _account(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
-        """Checks that every started group is trained on, dropped or still here, and that none is too old."""
+        """Checks that every started group is trained on, dropped, aborted or still here, and that none is too old."""
         self.counts.update(trained=len(chosen), dropped=len(dropped))
-        started, resolved = self.counts["started"], self.counts["trained"] + self.counts["dropped"]
+        started, resolved = self.counts["started"], sum(self.counts[name] for name in ("trained", "dropped", "aborted"))
         if started != resolved + len(self.groups):
             raise RuntimeError(f"step {step}: {started} groups started, {resolved} resolved, {len(self.groups)} left")
         oldest = max(self.staleness(step, group) for group in chosen)
@@ -354,21 +400,32 @@ class RolloutScheduler:
         self._is_restored = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint. Waits for the running groups, whose rows are part of it."""
-        self.finish()
+        """Returns the state for a checkpoint. Groups that continue under new weights are saved as far as they were
+        sampled, if their samples can be continued in another process. Waits for all others."""
+        plans = {plan.key: plan for plan in self.engines.snapshot_groups()} if self.spans_updates else {}
+        if others := [key for key in self._running() if key not in plans]:
+            self._collect(others, self.groups)
         groups = []
         for group in self.groups:
-            rows = assembled([group])
-            columns = dict(rows.batch.items()), rows.non_tensor_batch
-            groups.append((group.plan.key, group.version, group.counts, group.kind, *columns))
+            plan, rows = GroupPlan(group.plan.key, ()), group.columns
+            if group.sampled is None:
+                plan = plans[group.plan.key]
+            else:
+                whole = assembled([group])
+                rows = Rows(whole, 0, len(whole))
+            saved = None if rows is None else rows.batch.select_idxs(np.arange(rows.start, rows.stop))
+            columns = None if saved is None else (dict(saved.batch.items()), saved.non_tensor_batch)
+            groups.append((plan, group.version, group.step, group.counts, group.kind, columns))
         return self.snapshot() | {"groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the result of `state_dict`."""
         groups = []
-        for key, version, counts, kind, tensors, others in state["groups"]:
-            rows = DataProto.from_dict(tensors, others)
-            groups.append(Group(GroupPlan(key, ()), None, version, Rows(rows, 0, len(rows)), counts, kind))
+        for plan, version, step, counts, kind, columns in state["groups"]:
+            saved = None if columns is None else DataProto.from_dict(*columns)
+            rows = None if saved is None else Rows(saved, 0, len(saved))
+            known, sampled = (rows, None) if plan.samples else (None, rows)
+            groups.append(Group(plan, known, version, step, sampled, counts, kind))
         self.restore(state | {"groups": groups})
 
     def _begin_again(self) -> None:

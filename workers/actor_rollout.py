@@ -85,7 +85,7 @@ class ActorWorker(TrainingWorker):
         )
         self.runner: Runner[Any] = Runner(self.rollout, group_of_engine(tensor_parallel))
         self.groups = GroupRun(self.sample_runner())
-        if config.async_training.depth:
+        if config.async_training.depth or config.spans_updates:
             for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
                 if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
                     trained.interleave = self._run_slice
@@ -122,8 +122,23 @@ class ActorWorker(TrainingWorker):
         with self.runner.lead() as leads:
             return self.groups.run(keys, seconds) if leads else None
 
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def snapshot_groups(self) -> list[GroupPlan]:
+        """Returns plans that continue the running groups; see `GroupRun.snapshot`. Empty except on the first rank of
+        each engine."""
+        return self.groups.snapshot()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def abort_groups(self, keys: Sequence[str]) -> int:
+        """Ends groups without rows; see `GroupRun.abort`. Returns 0 except on the first rank of each engine."""
+        self.enter_rollout()
+        with self.runner.lead() as leads:
+            return self.groups.abort(keys) if leads else 0
+
     def _run_slice(self) -> None:
-        """Runs the groups for a slice of time between micro-batches."""
+        """Runs the groups for a slice of time between micro-batches, unless the engine sleeps during training."""
+        if not self.rollout.has_weights:
+            return
         with self.runner.lead() as leads:
             if leads:
                 self.groups.run_slice()
@@ -237,7 +252,7 @@ class ActorWorker(TrainingWorker):
         version: number of the weights, which later samples carry. Raises RuntimeError if groups are running and the
         run is not allowed to change the weights under them.
         """
-        if not self.groups.is_idle and self.config.async_training.max_off_policy_threshold < 2:
+        if not (self.groups.is_idle or self.config.spans_updates):
             raise RuntimeError(
                 "groups are running, and new weights would change the policy within them: wait for them with "
                 "RolloutScheduler.finish() first"

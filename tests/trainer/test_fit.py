@@ -58,7 +58,9 @@ class Parts:
         prompts = left_padded([spec.prompt_ids for spec in samples], 2, 0)
         lengths = [1 + row % 3 for row in range(len(samples))]
         rows = [
-            Response([5, 6, 1][:length], [1] * length, [-0.5, -0.4, -0.3][:length], "stop", self.versions[-1], {})
+            Response(
+                [5, 6, 1][:length], [1] * length, [-0.5, -0.4, -0.3][:length], [self.versions[-1]] * length, "stop", {}
+            )
             for length in lengths
         ]
         reports = [GroupReport(plan.key, len(plan.samples)) for plan in plans]

@@ -5,7 +5,7 @@ Workers send finished samples to the pool of reward functions while other sample
 runs the reward model and collects the remaining results of the pool. A sample whose reward failed has no weight.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -75,6 +75,11 @@ class Rewards:
             source, answer, info = columns["data_source"][row], self.failures.decode(ids), columns["extra_info"][row]
             items.append(RewardItem(key, source, answer, truth, info, prompt))
         self.pool.call("submit", items)
+
+    def cancel(self, sample_ids: Sequence[str]) -> None:
+        """Cancels the rewards of these answers without waiting for the calls that are running."""
+        if self.pool is not None:
+            self.pool.call("cancel", sample_ids)
 
     def score(self, batch: DataProto) -> DataProto:
         """Computes or waits for the batch's rewards.

@@ -5,6 +5,7 @@ a registry. They reject options that cannot work or would give other results tha
 is not an error.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -218,21 +219,30 @@ def _async_training(config: PPOConfig) -> Problems:
     options, correction = config.async_training, config.algorithm.rollout_correction
     threshold, mode = options.max_off_policy_threshold, config.actor.policy_loss.loss_mode
     key = f"async_training.max_off_policy_threshold={threshold}"
-    if options.depth and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device):
+    sleeps = config.rollout.free_cache_engine and not _on_cpu(config.trainer.device)
+    if options.depth and sleeps and not config.spans_updates:
         yield (
             f"{key} samples during training, which needs the engine's memory: set rollout.free_cache_engine=false, and "
-            "a rollout.gpu_memory_utilization that leaves memory for training"
+            "a rollout.gpu_memory_utilization that leaves memory for training; or "
+            "async_training.partial_rollout=true, which interrupts the samples instead"
         )
-    if threshold > 1 and options.depth and config.rollout.router_replay:
+    if options.partial_rollout and not config.spans_updates:
+        yield (
+            f"async_training.partial_rollout=true with {key} and rollout.oversample={config.rollout.oversample}: no "
+            "sample is running when the weights change: set async_training.max_off_policy_threshold=1"
+        )
+    if config.spans_updates and config.rollout.router_replay:
         yield (
             f"{key} with rollout.router_replay=true: samples that continue under new weights have experts of several "
-            "versions: set async_training.max_off_policy_threshold=1"
+            "versions: set async_training.partial_rollout=false"
         )
-    every = config.agentic.model_update_frequency
-    if threshold < (needed := options.depth + every - 1):
+    every, surplus = config.agentic.model_update_frequency, config.rollout.oversample - 1
+    carried = math.ceil(surplus) if config.spans_updates else 0
+    if threshold < (needed := options.depth + carried + every - 1):
         yield (
-            f"{key} with agentic.model_update_frequency={every}: samples are up to {needed} weight updates old: set "
-            f"async_training.max_off_policy_threshold={needed} async_training.batches_ahead={options.depth}"
+            f"{key} with agentic.model_update_frequency={every} and rollout.oversample={config.rollout.oversample}: "
+            f"samples are up to {needed} weight updates old: set async_training.max_off_policy_threshold={needed} "
+            f"async_training.batches_ahead={options.depth}"
         )
     is_bounded = POLICY_LOSS_REGISTRY.facts.get(mode, {}).get("bounds_ratio") and correction.loss_type == "ppo_clip"
     if threshold and not is_bounded and correction.rollout_is is None and correction.rollout_rs is None:

@@ -39,6 +39,13 @@ class PPOConfig(RunOptions):
         return bool(self.agentic.train_env_manager.tags)
 
     @property
+    def spans_updates(self) -> bool:
+        """True if running samples continue under new weights."""
+        options = self.async_training
+        continues = options.max_off_policy_threshold > 1 if options.partial_rollout is None else options.partial_rollout
+        return continues and (options.depth > 0 or self.rollout.oversample > 1)
+
+    @property
     def validates(self) -> bool:
         """True if the run has validation prompts or environments."""
         return bool(self.agentic.val_env_manager.tags if self.is_agentic else self.data.val_files)

@@ -55,6 +55,8 @@ class RolloutConfig(Options):
     enforce_eager: bool = opt(False, "CUDA: run without CUDA graphs")
     enable_chunked_prefill: bool = opt(True, "vLLM: split long prompts over several engine steps")
     enable_prefix_caching: bool = opt(True, "vLLM: share the KV cache of equal prompts; reset at each weight update")
+    recompute_kv_on_update: bool = opt(True, "encode running samples again after a weight update")
+    oversample: float = opt(1.0, "groups to start per group of a batch; the first complete ones are used", at_least(1))
     free_cache_engine: bool = opt(True, "CUDA: free the engine's memory during training")
     update_weights_bucket_megabytes: int = opt(512, "size of one bucket of a weight update in MiB", at_least(1))
     calculate_log_probs: bool = opt(True, "keep the engine's log-probs and log their distance to the trainer's")
@@ -74,6 +76,9 @@ class AsyncTrainingConfig(Options):
         0, "largest staleness of a sample in weight updates; 0 = on-policy", at_least(0)
     )
     batches_ahead: int | None = opt(None, "batches started before they are needed; null = 1 if allowed", at_least(0))
+    partial_rollout: bool | None = opt(
+        None, "continue running samples under new weights; null = true if max_off_policy_threshold is above 1"
+    )
 
     @property
     def depth(self) -> int:

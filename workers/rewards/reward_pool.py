@@ -174,6 +174,13 @@ class RewardPool:
             self._raise_failure()
             return {key for key in keys if key in self._results}
 
+    def cancel(self, keys: Iterable[Hashable]) -> None:
+        """Forgets these samples: those in the queue are not scored, and the results of the others are discarded."""
+        with self._changed:
+            for key in keys:
+                self._expected.discard(key)
+                self._results.pop(key, None)
+
     def dry_run(
         self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()
     ) -> list[dict[str, float | str]]:
@@ -228,7 +235,11 @@ class RewardPool:
     def _store_results(self, items: Sequence[RewardItem], results: Sequence[RewardResult]) -> None:
         """Stores results and notifies the waiting threads."""
         with self._changed:
-            self._results.update((item.key, result) for item, result in zip(items, results, strict=True))
+            self._results.update(
+                (item.key, result)
+                for item, result in zip(items, results, strict=True)
+                if item.key in self._expected  # otherwise it was cancelled
+            )
             self._expected.difference_update(item.key for item in items)
             self._changed.notify_all()
 
@@ -262,6 +273,9 @@ class RewardPool:
         delay any sample.
         """
         while (items := self._alone or self._queue) and (process := pool.emptiest()).is_loaded:
+            if items[0].key not in self._expected:  # it was cancelled
+                items.popleft()
+                continue
             share = math.ceil(len(items) / self._spec.num_workers)
             size = min(share, self._config.batch_size) if pool.style == "batch" and items is self._queue else 1
             in_flight = len(process.sessions)

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.rewards.reward_pool import RewardItem
-from workers.rollout.base import Completion, Request, SamplingParams, derive_seed
+from workers.rollout.base import Completion, FinishReason, Request, Sampled, SamplingParams, derive_seed
 from workers.rollout.group_run import GroupPlan
 from workers.rollout.rows import Response, left_padded, write_rows
 from workers.rollout.runner import Runner
 
-EMPTY = Response([], [], [], "", -1, {})
+EMPTY = Response([], [], [], [], "", {})
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class AnswerSpec:
 
     prompt_length: width P of the columns of its row. is_greedy: True to decode greedily instead of as the sampling
     parameters say. is_padding: True for a row that is not sampled. item: arguments of the reward function, without the
-    answer; None = no reward function is called.
+    answer; None = no reward function is called. sampled: tokens that were sampled before, for example before the
+    checkpoint from which a run resumes. finish_reason: None unless these are the whole answer.
     """
 
     prompt_ids: tuple[int, ...]
@@ -35,6 +37,11 @@ class AnswerSpec:
     is_greedy: bool = False
     is_padding: bool = False
     item: RewardItem | None = None
+    sampled: Sampled = Sampled()
+    finish_reason: FinishReason | None = None
+
+
+torch.serialization.add_safe_globals([AnswerSpec, RewardItem, Sampled, GroupPlan])  # running groups in checkpoints
 
 
 def answer_plans(
@@ -94,15 +101,23 @@ class AnswerRunner:
         self._groups[key] = samples, {}
         sampled = replace(sampling, stop_token_ids=self._stop_token_ids)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=-1)
+        done: list[tuple[tuple[str, int], Completion]] = []
         for number, spec in enumerate(samples):
-            if not spec.is_padding:
-                chosen = replace(greedy if spec.is_greedy else sampled, seed=spec.seed)
-                self._runner.submit(Request(f"{key}/{number}", spec.prompt_ids, chosen), (key, number))
+            name, chosen = f"{key}/{number}", replace(greedy if spec.is_greedy else sampled, seed=spec.seed)
+            if spec.finish_reason is not None:
+                tokens, log_probs, versions = spec.sampled.lists()
+                done.append(((key, number), Completion(name, tokens, log_probs, spec.finish_reason, versions)))
+            elif not spec.is_padding:
+                self._runner.submit(Request(name, spec.prompt_ids, chosen, spec.sampled), (key, number))
+        self._store(done)
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         if not self._runner.is_decoding:
             return
-        finished = self._runner.step(until_completion)
+        self._store(self._runner.step(until_completion))
+
+    def _store(self, finished: Iterable[tuple[tuple[str, int], Completion]]) -> None:
+        """Stores completions and reports those with a reward function."""
         done: list[tuple[RewardItem, list[int]]] = []
         for (key, number), completion in finished:
             samples, completions = self._groups[key]
@@ -115,6 +130,28 @@ class AnswerRunner:
     def is_finished(self, key: str) -> bool:
         samples, completions = self._groups[key]
         return len(completions) == sum(not spec.is_padding for spec in samples)
+
+    def snapshot(self, key: str) -> tuple[AnswerSpec, ...]:
+        samples, completions = self._groups[key]
+        running = [number for number, spec in enumerate(samples) if not (spec.is_padding or number in completions)]
+        requests = self._runner.engine.snapshot([f"{key}/{number}" for number in running])
+        sampled = {number: request.sampled for number, request in zip(running, requests, strict=True)}
+        result = []
+        for number, spec in enumerate(samples):
+            if (done := completions.get(number)) is not None:
+                whole = Sampled(tuple(done.token_ids), tuple(done.log_probs), tuple(done.versions))
+                result.append(replace(spec, sampled=whole, finish_reason=done.finish_reason))
+            else:
+                result.append(replace(spec, sampled=sampled.get(number, Sampled())))
+        return tuple(result)
+
+    def abort(self, key: str) -> int:
+        samples, completions = self._groups.pop(key)
+        running = [n for n, spec in enumerate(samples) if not (spec.is_padding or n in completions)]
+        requests = self._runner.engine.snapshot([f"{key}/{number}" for number in running])
+        self._runner.abort([request.request_id for request in requests])
+        lengths = [len(request.sampled.token_ids) for request in requests]
+        return sum(lengths) + sum(len(done.token_ids) for done in completions.values())
 
     def take(self, key: str) -> tuple[DataProto, None]:
         samples, completions = self._groups.pop(key)
@@ -133,4 +170,4 @@ class AnswerRunner:
 
 def _response(done: Completion) -> Response:
     ones = [1] * len(done.token_ids)
-    return Response(done.token_ids, ones, done.log_probs, done.finish_reason, done.policy_version, done.extra)
+    return Response(done.token_ids, ones, done.log_probs, done.versions, done.finish_reason, done.extra)

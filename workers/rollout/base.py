@@ -11,7 +11,8 @@ Guarantees of every engine (tests/workers/rollout/test_engines.py checks them fo
 - log_probs belong to the distribution that the trainer differentiates: log-softmax(logits / temperature) over the full
   vocabulary in fp32; at temperature 0 (greedy) they use temperature 1. With top_p < 1 or top_k >= 1, tokens are drawn
   from a truncated distribution, and log_probs must not be used because engines define them differently.
-- After `reset_cache`, no result computed with earlier weights is used: running requests are encoded again and continue.
+- After `reset_cache`, running requests are encoded again and continue. With rollout.recompute_kv_on_update=false they
+  keep the keys and values of earlier weights; requests that are submitted afterwards never use these.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -52,13 +53,27 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
+class Sampled(NamedTuple):
+    """The first tokens of a response, with the log-prob and the version of the weights that sampled each of them."""
+
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    def lists(self) -> tuple[list[int], list[float], list[int]]:
+        """Returns the three as lists."""
+        return list(self.token_ids), list(self.log_probs), list(self.versions)
+
+
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. request_id is unique among the unfinished requests of an engine."""
+    """One prompt to continue. request_id is unique among the unfinished requests of an engine. sampled: tokens of the
+    response that were sampled before, by this or another engine; max_tokens includes them."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    sampled: Sampled = Sampled()
 
 
 @dataclass
@@ -67,7 +82,7 @@ class Completion:
 
     token_ids, log_probs: tokens of the response including the stop token, and one log-prob per token.
     finish_reason: "stop" (a stop token) or "length" (max_tokens or the end of the context).
-    policy_version: version of the weights at the time of submission, the oldest that sampled any of the tokens.
+    versions: the version of the weights that sampled each token.
     extra: values (n, ...) of the engine's extra outputs for all tokens of prompt and response, possibly without the
         last token, which no forward has read.
     """
@@ -76,7 +91,7 @@ class Completion:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
-    policy_version: int
+    versions: list[int]
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -108,17 +123,21 @@ class RolloutEngine(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests now, without a completion. Ignores ids of unknown or finished requests."""
 
+    def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
+        """Returns requests that continue these unfinished ones from the tokens sampled so far, on any engine."""
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Loads all parameters, given under their Hugging Face names on any device. Consumes the iterator lazily.
 
-        Call `reset_cache` afterwards. `version` is the `policy_version` of requests submitted from now on.
+        Call `reset_cache` afterwards. `version` is the version of the tokens sampled from now on.
         """
 
     def reset_cache(self) -> None:
-        """Discards all results computed with earlier weights. Running requests are encoded again."""
+        """Discards results computed with earlier weights, as the module's guarantees say."""
 
     def sleep(self) -> None:
-        """Frees the device memory of weights and KV cache, which discards both. Does nothing on a CPU."""
+        """Frees the device memory of weights and KV cache, which discards both. Unfinished requests continue in the
+        first step after the next weights are loaded. Does nothing on a CPU."""
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Allocates the freed memory again; weights must then be loaded. Does nothing if the engine is awake."""
@@ -226,10 +245,11 @@ def derive_seed(root: int, step: int, uid: str | int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def check_request(request: Request, max_model_len: int, in_use: Iterable[str], version: int | None) -> tuple[int, int]:
-    """Checks a request. Returns its maximum response length (max_tokens, cut to the context) and policy version.
+def check_request(request: Request, max_model_len: int, in_use: Iterable[str], version: int | None) -> int:
+    """Checks a request. Returns its maximum response length (max_tokens, cut to the context).
 
-    Raises ValueError for an empty or too long prompt or an id in use, RuntimeError if the engine has no weights.
+    Raises ValueError for an empty or too long prompt, an id in use or a response that has its maximum length already,
+    RuntimeError if the engine has no weights.
     """
     length = len(request.prompt_ids)
     if not 1 <= length < max_model_len:
@@ -242,7 +262,10 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str], v
         raise ValueError(f"request {request.request_id!r} is running already; each unfinished request needs its own id")
     if version is None:
         raise RuntimeError("the rollout engine has no weights; call load_weights before the first request")
-    return min(request.sampling.max_tokens, max_model_len - length), version
+    limit = min(request.sampling.max_tokens, max_model_len - length)
+    if len(request.sampled.token_ids) >= limit:
+        raise ValueError(f"request {request.request_id!r}: its response has {limit} tokens already, its maximum length")
+    return limit
 
 
 def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:

@@ -217,7 +217,7 @@ class Turn:
 
     messages, prompt_ids: the part of the prompt that this turn adds to the earlier turns; the whole prompt in step mode
         (`EnvTemplate.by_step`).
-    response_ids, log_probs, finish_reason, policy_version: see `Completion`.
+    response_ids, log_probs, versions, finish_reason: see `Completion`.
     action: text of the response without its stop token.
     observation, state_hash: the observation before the action, and the name of its state.
     reward: reward of the step, including a format penalty.
@@ -231,7 +231,7 @@ class Turn:
     response_ids: list[int]
     log_probs: list[float]
     finish_reason: str
-    policy_version: int
+    versions: list[int]
     action: str
     observation: str
     state_hash: str

@@ -227,6 +227,16 @@ class EpisodeRunner:
         trajectories = [episode.trajectory for episode in self._groups.pop(key)]
         return self._to_rows(trajectories), EpisodeCounts.of(trajectories)
 
+    def snapshot(self, key: str) -> None:
+        """Returns None, because a running environment cannot be copied."""
+
+    def abort(self, key: str) -> int:
+        episodes = self._groups.pop(key)
+        for episode in episodes:
+            if not episode.is_ended:
+                self._end(episode, "surplus")
+        return sum(len(turn.response_ids) for episode in episodes for turn in episode.trajectory.turns)
+
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         """Processes replies of environments, submits turns to the engine, and makes at most one engine step.
 
@@ -365,7 +375,7 @@ class EpisodeRunner:
                 response_ids=response_ids,
                 log_probs=completion.log_probs,
                 finish_reason=completion.finish_reason,
-                policy_version=completion.policy_version,
+                versions=completion.versions,
                 action=action,
                 observation=episode.observation,
                 state_hash=str(state_hash),
@@ -382,7 +392,7 @@ class EpisodeRunner:
         trajectory.metrics = aggregate_metrics(trajectory.turns)
         episode.context = []
         if episode.request_id is not None:
-            self._runner.abort(episode.request_id)
+            self._runner.abort([episode.request_id])
         if self._live.pop(episode.key, None) is not None:
             self._pool.discard(episode.key)
         group.open.remove(episode)

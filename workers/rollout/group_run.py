@@ -59,6 +59,12 @@ class SampleRunner(Protocol):
     def is_finished(self, key: str) -> bool:
         """Returns True if no sample of the group is running."""
 
+    def snapshot(self, key: str) -> tuple[Any, ...] | None:
+        """Returns specifications that continue the samples of a running group; None if they cannot be continued."""
+
+    def abort(self, key: str) -> int:
+        """Ends a group without rows. Returns the number of tokens that it had sampled."""
+
     def take(self, key: str) -> tuple[DataProto, Any]:
         """Removes a finished group. Returns its rows and the counts of its report."""
 
@@ -108,6 +114,18 @@ class GroupRun:
         rows = DataProto.concat([rows for _, rows in complete]) if complete else None
         metrics = self._take_metrics() if seconds is None else {}
         return GroupResults([report for report, _ in complete], rows, metrics)
+
+    def snapshot(self) -> list[GroupPlan]:
+        """Returns plans that continue the running groups, as far as their samples can be continued."""
+        found = {key: self._runner.snapshot(key) for key in self._open}
+        return [GroupPlan(key, samples) for key, samples in found.items() if samples is not None]
+
+    def abort(self, keys: Collection[str]) -> int:
+        """Ends running groups without rows, and forgets complete ones. Returns the number of tokens of the former."""
+        running = [key for key in self._open if key in keys]
+        self._open = [key for key in self._open if key not in keys]
+        self._complete = [entry for entry in self._complete if entry[0].key not in keys]
+        return sum(map(self._runner.abort, running))
 
     def run_slice(self) -> None:
         """Runs the groups between two parts of other work of the process: at most as long as that work took since the

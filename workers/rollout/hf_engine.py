@@ -9,7 +9,7 @@ sequences. If a prompt begins with one of them (the next turn of a conversation)
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from workers.rollout.base import (
     Completion,
     FinishReason,
     Request,
+    Sampled,
     check_names,
     check_request,
     parameter_names,
@@ -44,19 +45,26 @@ _REFILL_SHARE = 1 / 8
 
 @dataclass
 class _Sequence:
-    """An unfinished request. limit: maximum number of response tokens. stops: ids of the tokens that end it."""
+    """An unfinished request. limit: maximum number of response tokens. stops: ids of the tokens that end it.
+    encoded_by: version of the weights of its first keys and values."""
 
     request: Request
     limit: int
-    version: int
     stops: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    encoded_by: int | None = None
 
     @property
     def length(self) -> int:
         """Number of tokens so far. All but the last are in the cache; the last is the input of the next step."""
         return len(self.request.prompt_ids) + len(self.token_ids)
+
+    def so_far(self) -> Request:
+        """Returns a request that continues this one."""
+        sampled = Sampled(tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions))
+        return replace(self.request, sampled=sampled)
 
     def encoded(self) -> tuple[int, ...]:
         """Returns the tokens that the cache must hold before the next step: all but the last."""
@@ -118,10 +126,10 @@ class HFEngine:
         self._floats = torch.zeros(2, slots, device=device)  # temperature, top_p
 
     def submit(self, request: Request) -> None:
-        limit, version = check_request(request, self._max_model_len, self._ids, self._version)
+        limit = check_request(request, self._max_model_len, self._ids, self._version)
         stops = frozenset() if request.sampling.ignore_eos else frozenset(request.sampling.stop_token_ids)
         self._ids.add(request.request_id)
-        self._waiting.append(_Sequence(request, limit, version, stops))
+        self._waiting.append(_Sequence(request, limit, stops, *request.sampled.lists()))
 
     @property
     def unfinished(self) -> int:
@@ -171,12 +179,14 @@ class HFEngine:
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[Completion]:
         """Appends the new tokens, removes the sequences that ended and returns their completions."""
         ended: dict[int, Completion] = {}
+        assert self._version is not None
         for slot, (row, token, log_prob) in enumerate(zip(self._running, tokens, log_probs, strict=True)):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
+            row.versions.append(self._version)
             if token in row.stops or len(row.token_ids) >= row.limit:
                 reason: FinishReason = "stop" if token in row.stops else "length"
-                ended[slot] = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.version)
+                ended[slot] = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.versions)
                 if self._cache is not None and (routes := self._cache.routes) is not None:
                     ended[slot].extra[ROUTED_EXPERTS] = routes[slot, : row.length - 1].to("cpu", copy=True)
         self._remove(list(ended))
@@ -188,8 +198,8 @@ class HFEngine:
         The last running sequence swaps its slot with the removed one, so running sequences occupy the first slots. The
         removed sequence stays in the cache for requests that continue it.
         """
-        assert self._cache is not None
-        for slot in sorted(slots, reverse=True):
+        assert self._cache is not None or not slots
+        for slot in sorted(slots, reverse=True) if self._cache is not None else ():
             removed = self._running[slot]
             self._ids.discard(removed.request.request_id)
             last = len(self._running) - 1
@@ -199,7 +209,8 @@ class HFEngine:
                 self._cache.swap(slot, last, max(row.length, removed.length) - 1)
                 self._integers[:, slot] = self._integers[:, last]
                 self._floats[:, slot] = self._floats[:, last]
-            self._kept.keep(last, removed.encoded())
+            if removed.encoded_by == self._version:  # later requests must not use keys and values of earlier weights
+                self._kept.keep(last, removed.encoded())
 
     def _admit(self) -> None:
         """Moves waiting sequences into free slots and encodes them, once enough slots are free to justify a prefill."""
@@ -212,6 +223,8 @@ class HFEngine:
         continued = self._claim_kept(fresh, first)
         rows = [row for row, _ in continued] + fresh
         self._running += rows
+        for row in rows:
+            row.encoded_by = self._version
         slots = slice(first, first + len(rows))
         sampling = [row.request.sampling for row in rows]
         self._integers[:, slots] = torch.tensor(
@@ -295,11 +308,16 @@ class HFEngine:
                 position_ids=torch.arange(ids.shape[1], device=self._device).expand(len(prompts), -1),
             )
 
+    @torch.inference_mode()
     def abort(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
         self._remove([slot for slot, row in enumerate(self._running) if row.request.request_id in wanted])
         self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
         self._ids -= wanted
+
+    def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
+        rows = {row.request.request_id: row for row in (*self._running, *self._waiting)}
+        return [rows[request_id].so_far() for request_id in request_ids]
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -320,19 +338,23 @@ class HFEngine:
         # the caller resets the cache too, but stale keys and values would go unnoticed, so the engine does it itself
         self.reset_cache()
 
+    @torch.inference_mode()
     def reset_cache(self) -> None:
-        # the keys and values of running sequences are outdated: return the sequences to the head of the queue
-        self._waiting.extendleft(reversed(self._running))
-        self._running.clear()
+        if self._config.recompute_kv_on_update:
+            self._requeue()
         self._kept.clear()
         if self._cache is not None:
-            self._cache.clear()
+            self._cache.clear(len(self._running))
+
+    def _requeue(self) -> None:
+        """Returns the running sequences to the head of the queue, where they lose their keys and values."""
+        self._waiting.extendleft(reversed(self._running))
+        self._running.clear()
 
     def sleep(self) -> None:
         if self._device.type == "cpu" or self._asleep:
             return
-        if self._ids:
-            raise RuntimeError(f"the rollout engine cannot sleep with {len(self._ids)} unfinished requests")
+        self._requeue()
         self.reset_cache()
         self._asleep = {"weights", "kv_cache"}
         self._version, self._cache = None, None

@@ -14,15 +14,15 @@ from workers.rollout.base import ExtraOutputs
 class Response(NamedTuple):
     """The part of a row that follows its prompt.
 
-    token_ids, mask, log_probs: of equal length; mask is 1 on tokens that the policy sampled. policy_version: oldest
-    version that sampled any of these tokens; -1 without a token. extra: see `Completion.extra`.
+    token_ids, mask, log_probs, versions: of equal length; mask is 1 on tokens that the policy sampled. versions: of the
+    weights that sampled each token; -1 for other tokens. extra: see `Completion.extra`.
     """
 
     token_ids: Sequence[int]
     mask: Sequence[int]
     log_probs: Sequence[float]
+    versions: Sequence[int]
     finish_reason: str
-    policy_version: int
     extra: Mapping[str, torch.Tensor]
 
 
@@ -45,6 +45,7 @@ def write_rows(
     padded = right_padded([response.token_ids for response in responses], response_length, pad_token_id)
     attention_mask = torch.cat([prompt_mask.long(), right_padded(attended, response_length)], dim=1)
     log_probs = [response.log_probs for response in responses]
+    versions = [response.versions for response in responses]
     tensors = {
         "prompts": prompts,
         "responses": padded,
@@ -53,7 +54,8 @@ def write_rows(
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
         "rollout_log_probs": right_padded(log_probs, response_length, dtype=torch.float32),
-        "policy_version": torch.tensor([response.policy_version for response in responses]),
+        "rollout_versions": right_padded(versions, response_length, fill=-1, dtype=torch.int32),
+        "policy_version": torch.tensor([min((v for v in row if v >= 0), default=-1) for row in versions]),
         **_extra_columns(extra_outputs, prompt_mask, [response.extra for response in responses], response_length),
     }
     reasons = np.array([response.finish_reason for response in responses], dtype=object)

@@ -6,7 +6,7 @@ environments. It broadcasts its calls, and the other ranks repeat them in `Runne
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Generic, NamedTuple, TypeVar
@@ -67,11 +67,12 @@ class Runner(Generic[Owner]):
         self._owners[request.request_id] = owner
         self._requests.append(request)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request without a completion."""
-        self.engine.abort([request_id])
-        del self._owners[request_id]
-        self._aborted.append(request_id)
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends these requests without a completion."""
+        self.engine.abort(request_ids)
+        for request_id in request_ids:
+            del self._owners[request_id]
+        self._aborted += request_ids
 
     @property
     def is_decoding(self) -> bool:

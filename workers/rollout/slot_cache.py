@@ -117,10 +117,12 @@ class SlotCache(Cache):
         self._dirty_slots = max(self._dirty_slots, first + 1, second + 1)
         self._dirty_length = max(self._dirty_length, length)
 
-    def clear(self) -> None:
-        """Sets all written positions to zero. Attention multiplies masked positions by 0, so a NaN would spread."""
-        self._storage[:, :, : self._dirty_slots, :, : self._dirty_length] = 0
-        self._dirty_slots = self._dirty_length = 0
+    def clear(self, first: int = 0) -> None:
+        """Sets the written positions of the slots from `first` on to zero. Attention multiplies masked positions by 0,
+        so a NaN would spread."""
+        self._storage[:, :, first : self._dirty_slots, :, : self._dirty_length] = 0
+        self._dirty_slots = min(first, self._dirty_slots)
+        self._dirty_length = self._dirty_length if first else 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns 0. Some models call this to derive positions, but the engine always passes positions."""

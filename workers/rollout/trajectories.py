@@ -21,7 +21,7 @@ from workers.rollout.rows import Response, left_padded, right_padded, write_rows
 
 @dataclass
 class _Row:
-    """One row. response_ids, response_mask, log_probs and scores have equal length."""
+    """One row. response_ids, response_mask, log_probs, versions and scores have equal length."""
 
     trajectory: Trajectory
     step: int
@@ -31,11 +31,11 @@ class _Row:
     messages: list[Message]
     step_scores: Any
     finish_reason: str
-    policy_version: int
     extra: Mapping[str, torch.Tensor]
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
 
 
@@ -50,8 +50,7 @@ def trajectory_rows(
     """Returns the rows of the kept trajectories in order, with the columns of `rows.write_rows` and those that
     verl_lite/schema.py assigns to this file.
 
-    A trajectory that failed or has no turn is one row without a sampled token, marked reward_failed. policy_version is
-    the oldest version that sampled any token of the row, -1 without a token.
+    A trajectory that failed or has no turn is one row without a sampled token, marked reward_failed.
 
     Args:
         prompt_length, response_length: widths P and R of the columns; the runner's limits keep within them.
@@ -66,7 +65,7 @@ def trajectory_rows(
             rows += [_row(one, part, step) for step, part in enumerate(parts)]
     prompts, prompt_mask = left_padded([row.prompt_ids for row in rows], prompt_length, pad_token_id)
     responses = [
-        Response(row.response_ids, row.response_mask, row.log_probs, row.finish_reason, row.policy_version, row.extra)
+        Response(row.response_ids, row.response_mask, row.log_probs, row.versions, row.finish_reason, row.extra)
         for row in rows
     ]
     batch = write_rows(prompts, prompt_mask, responses, response_length, pad_token_id, extra_outputs)
@@ -92,7 +91,6 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         messages=messages_of(turns) if of_step else trajectory.messages,
         step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
         finish_reason=finish_reason,
-        policy_version=min((turn.policy_version for turn in told), default=-1),
         extra=turns[-1].extra if turns else {},
     )
     for number, turn in enumerate(turns):
@@ -100,6 +98,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         row.response_ids += [*joined, *turn.response_ids]
         row.response_mask += [0] * len(joined) + [1] * len(turn.response_ids)
         row.log_probs += [0.0] * len(joined) + turn.log_probs
+        row.versions += [-1] * len(joined) + turn.versions
         row.scores += [0.0] * (len(joined) + len(turn.response_ids) - 1) + [turn.reward]
     return row
 

@@ -18,6 +18,7 @@ import sys
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.rollout.base import (
     Completion,
     Request,
+    Sampled,
     SamplingParams,
     check_names,
     check_request,
+    derive_seed,
     parameter_names,
     register_rollout_engine,
 )
@@ -44,6 +47,24 @@ from workers.rollout.slot_cache import check_full_attention, check_layers
 
 # the engines of a process share vLLM's process groups, which are module globals: the last open engine destroys them
 _open_engines = 0
+
+
+@dataclass
+class _Unfinished:
+    """An unfinished request. id: its id inside vLLM; None while the engine sleeps. starts: (number of tokens that vLLM
+    had sampled, version of the weights from there on)."""
+
+    request: Request
+    id: str | None = None
+    starts: list[tuple[int, int]] = field(default_factory=list)
+
+    def sampled(self, token_ids: Iterable[int], log_probs: Iterable[float]) -> Sampled:
+        """Returns the whole response. token_ids, log_probs: those of vLLM, which starts after `request.sampled`."""
+        before, tokens, ends = self.request.sampled, tuple(token_ids), [start for start, _ in self.starts[1:]]
+        versions: list[int] = []
+        for end, (_, version) in zip([*ends, len(tokens)], self.starts, strict=True):
+            versions += [version] * (end - len(versions))
+        return Sampled(before.token_ids + tokens, (*before.log_probs, *log_probs), (*before.versions, *versions))
 
 
 @register_rollout_engine("vllm")
@@ -110,18 +131,35 @@ class VLLMEngine:
                 self._routers = None  # the engine's first rank returns the experts
         _open_engines += 1
         self._version: int | None = None
-        self._running: dict[str, tuple[str, int]] = {}  # request id -> (its id inside vLLM, its policy version)
+        self._running: dict[str, _Unfinished] = {}  # by request id
         self._asleep: set[str] = set()
+        self._slept_with_requests = False
 
     def submit(self, request: Request) -> None:
+        check_request(request, self._max_model_len, self._running, self._version)
+        self.wake()
+        self._running[request.request_id] = _Unfinished(request)
+        try:
+            self._start(self._running[request.request_id])
+        except BaseException:
+            del self._running[request.request_id]
+            raise
+
+    def _start(self, unfinished: _Unfinished) -> None:
+        """Submits a request to vLLM."""
         from vllm.inputs import tokens_input
 
-        limit, version = check_request(request, self._max_model_len, self._running, self._version)
-        self.wake()
-        internal_id = self._engine.add_request(
-            request.request_id, tokens_input(list(request.prompt_ids)), _sampling_params(request.sampling, limit)
-        )
-        self._running[request.request_id] = internal_id, version
+        request, version = unfinished.request, self._version
+        assert version is not None
+        before, sampling = request.sampled.token_ids, request.sampling
+        limit = check_request(request, self._max_model_len, (), version) - len(before)
+        if before:  # vLLM's generator of random numbers starts anew
+            sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
+        # entries of the prefix cache with another salt are not used: they are those of earlier weights
+        salt = None if self._config.recompute_kv_on_update else str(version)
+        prompt = tokens_input([*request.prompt_ids, *before], cache_salt=salt)
+        unfinished.id = self._engine.add_request(request.request_id, prompt, _sampling_params(sampling, limit))
+        unfinished.starts = [(0, version)]
 
     @property
     def unfinished(self) -> int:
@@ -132,6 +170,12 @@ class VLLMEngine:
         return self._version is not None
 
     def step(self) -> list[Completion]:
+        if self._slept_with_requests:
+            self.wake()
+            for unfinished in self._running.values():
+                if unfinished.id is None:
+                    self._start(unfinished)
+            self._slept_with_requests = False
         with self._raise_with_model_type("generate with"):
             outputs = self._engine.step() if self._running else []
         return [self._completion(output) for output in outputs if output.finished]
@@ -140,14 +184,10 @@ class VLLMEngine:
         """Converts a finished vllm.RequestOutput into a `Completion` and removes its request."""
         self._has_answered = True
         result = output.outputs[0]
-        return Completion(
-            output.request_id,
-            list(result.token_ids),
-            list(result.logprobs.logprobs),
-            result.finish_reason,
-            self._running.pop(output.request_id)[1],
-            {} if self._routers is None else {ROUTED_EXPERTS: self._routes_of(output, self._routers)},
-        )
+        sampled = self._running.pop(output.request_id).sampled(result.token_ids, result.logprobs.logprobs)
+        tokens, log_probs, versions = sampled.lists()
+        extra = {} if self._routers is None else {ROUTED_EXPERTS: self._routes_of(output, self._routers)}
+        return Completion(output.request_id, tokens, log_probs, result.finish_reason, versions, extra)
 
     def _routes_of(self, output: Any, routers: Routers) -> torch.Tensor:
         """Returns the experts of each token. vLLM returns all layers, zeros for those without experts."""
@@ -167,8 +207,19 @@ class VLLMEngine:
         )
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        internal_ids = [self._running.pop(request_id)[0] for request_id in request_ids if request_id in self._running]
-        self._engine.abort_request(internal_ids, internal=True)
+        ids = [self._running.pop(request_id).id for request_id in request_ids if request_id in self._running]
+        self._engine.abort_request([one for one in ids if one is not None], internal=True)
+
+    def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
+        return [self._so_far(self._running[request_id]) for request_id in request_ids]
+
+    def _so_far(self, unfinished: _Unfinished) -> Request:
+        """Returns a request that continues this one."""
+        if unfinished.id is None:
+            return unfinished.request
+        state = self._engine.output_processor.request_states[unfinished.id]
+        log_probs = state.logprobs_processor.logprobs.logprobs
+        return replace(unfinished.request, sampled=unfinished.sampled(state.detokenizer.output_token_ids, log_probs))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         given: set[str] = set()
@@ -194,21 +245,33 @@ class VLLMEngine:
                 if any(self._engine.collective_rpc(_has_stale_experts)):
                     raise NotImplementedError("its experts are not reloaded")
         check_names(given, self._names)
+        for unfinished in self._running.values():
+            if unfinished.id is not None:
+                sampled = self._so_far(unfinished).sampled.token_ids
+                unfinished.starts.append((len(sampled) - len(unfinished.request.sampled.token_ids), version))
         self._version = version
         # the caller resets the cache too, but a stale prefix cache would go unnoticed, so the engine does it itself
         self.reset_cache()
 
     def reset_cache(self) -> None:
+        if not self._config.recompute_kv_on_update:
+            return  # `_start` gives the requests of each version a prefix cache of their own
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache after a weight update; its samples would be stale")
 
     def sleep(self) -> None:
         if self._device.type == "cpu" or self._asleep:
             return
-        if self._running:
-            raise RuntimeError(f"the rollout engine cannot sleep with {len(self._running)} unfinished requests")
+        self._park()
         self._engine.sleep(level=2)
         self._asleep, self._version = {"weights", "kv_cache"}, None
+
+    def _park(self) -> None:
+        """Removes all unfinished requests from vLLM, and keeps them for the first step after the next weights."""
+        running = {key: one for key, one in self._running.items() if one.id is not None}
+        self._running |= {key: _Unfinished(self._so_far(one)) for key, one in running.items()}
+        self._engine.abort_request([one.id for one in running.values()], internal=True)
+        self._slept_with_requests = bool(self._running)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         wanted = [tag for tag in tags if tag in self._asleep]

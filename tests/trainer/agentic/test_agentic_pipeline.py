@@ -43,7 +43,7 @@ def turn(words: str, observation: str, reward: float, first: bool, version: int)
         response_ids=[5, 1],
         log_probs=[-0.5, -0.25],
         finish_reason="stop",
-        policy_version=version,
+        versions=[version, version],
         action=words,
         observation=observation,
         state_hash=observation,

@@ -57,7 +57,7 @@ def config(path: str, **options: object) -> PPOConfig:
 def answered(tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """The questions with the answers above, as a rollout lays them out; the last answer is empty."""
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in ANSWERS]
-    done = [Response(row, [1] * len(row), [0.0] * len(row), "stop", 0, {}) for row in ids]
+    done = [Response(row, [1] * len(row), [0.0] * len(row), [0] * len(row), "stop", {}) for row in ids]
     prompts = torch.full((len(ids), 4), 9)
     batch = write_rows(prompts, torch.ones_like(prompts), done, response_length=12, pad_token_id=0, extra_outputs={})
     chats = np.empty(len(ids), dtype=object)

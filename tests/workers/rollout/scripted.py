@@ -118,7 +118,7 @@ class ScriptedEngine:
             if self.progress[name] >= len(ids):
                 del self.running[name]
                 reason = "stop" if ids[-1] in request.sampling.stop_token_ids else "length"
-                done.append(Completion(name, ids, [log_prob(token) for token in ids], reason, version))
+                done.append(Completion(name, ids, [log_prob(token) for token in ids], reason, [version] * len(ids)))
         return done
 
     def abort(self, request_ids: Sequence[str]) -> None:

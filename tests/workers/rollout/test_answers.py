@@ -41,7 +41,7 @@ class ScriptedEngine:
     def step(self) -> list[Completion]:
         request = self.requests.pop()
         tokens = list(reversed(request.prompt_ids))
-        return [Completion(request.request_id, tokens, [-0.1 * token for token in tokens], "stop", policy_version=7)]
+        return [Completion(request.request_id, tokens, [-0.1 * token for token in tokens], "stop", [7] * len(tokens))]
 
 
 def prompts() -> DataProto:

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,15 @@ from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.workers.rollout.scripted import END, ScriptedPool, answer, run_groups, spec, template
 from verl_lite.config import RolloutConfig
 from verl_lite.protocol import DataProto
-from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, build_rollout_engine, derive_seed
+from workers.rollout.base import (
+    Completion,
+    Request,
+    RolloutEngine,
+    Sampled,
+    SamplingParams,
+    build_rollout_engine,
+    derive_seed,
+)
 from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
 from workers.rollout.runner import Runner
 from workers.rollout.trajectories import trajectory_rows
@@ -151,7 +160,7 @@ def test_new_weights_answer_for_a_prompt_that_is_in_the_cache(
     load(engine, models[1], 2)
     new = run(engine, [request])
     expect_plain(new, models[1], [request])
-    assert (old["r"].policy_version, new["r"].policy_version) == (1, 2)
+    assert (set(old["r"].versions), set(new["r"].versions)) == ({1}, {2})
     assert old["r"].token_ids == old["again"].token_ids != new["r"].token_ids
     if hasattr(engine, "_engine"):  # without the reset of vLLM's prefix cache the comparison fails
         monkeypatch.setattr(engine._engine, "reset_prefix_cache", lambda **kwargs: True)
@@ -167,12 +176,131 @@ def test_running_requests_go_on_with_new_weights(engine: RolloutEngine, models: 
         engine.step()
     load(engine, models[1], 2)
     result = drain(engine)["r"]
-    assert len(result.token_ids) == 30 and result.policy_version == 1
-    old, new = (plain_log_probs(model, request.prompt_ids, result.token_ids, 1.0) for model in models)
-    given = torch.tensor(result.log_probs)
-    changed_at = int(((given - old).abs() > 1e-4).nonzero()[0])
-    assert 8 <= changed_at <= 10  # one token a step
-    torch.testing.assert_close(given[changed_at:], new[changed_at:], atol=1e-4, rtol=0)
+    expect_versions(result, request, {1: models[0], 2: models[1]})
+    assert len(result.token_ids) == 30 and 8 <= result.versions.index(2) <= 10  # one token a step
+
+
+def expect_versions(result: Completion, request: Request, models: dict[int, Any]) -> None:
+    """Each log-prob is that of the model with the token's version, and not that of another one."""
+    given, versions = torch.tensor(result.log_probs), torch.tensor(result.versions)
+    for version, model in models.items():
+        mine = versions == version
+        plain = plain_log_probs(model, request.prompt_ids, result.token_ids, 1.0)
+        torch.testing.assert_close(given[mine], plain[mine], atol=1e-4, rtol=0)
+        assert ((given - plain)[~mine].abs() > 1e-4).float().mean() > 0.8
+    assert versions.diff().ge(0).all() and set(result.versions) == set(models)
+
+
+def test_a_snapshot_continues_on_an_engine_with_other_weights(engine: RolloutEngine, models: Any) -> None:
+    request = ask("r", prompt(20), max_tokens=30, seed=5, ignore_eos=True)
+    other = ask("other", prompt(9, 1), max_tokens=30, seed=6, ignore_eos=True)
+    whole = run(engine, [request, other])
+    for each in (request, other):
+        engine.submit(each)
+    for _ in range(10):
+        engine.step()
+    [so_far] = engine.snapshot(["r"])
+    assert 8 <= len(so_far.sampled.token_ids) <= 10 and set(so_far.sampled.versions) == {1}
+    assert whole["r"].token_ids[: len(so_far.sampled.token_ids)] == list(so_far.sampled.token_ids)
+    engine.abort(["r"])
+    assert drain(engine)["other"].token_ids == whole["other"].token_ids  # a snapshot and an abort disturb nobody
+    load(engine, models[1], 2)
+    engine.submit(so_far)
+    for _ in range(5):
+        engine.step()
+    [later] = engine.snapshot(["r"])
+    engine.abort(["r"])
+    load(engine, models[0], 3)
+    result = run(engine, [later])["r"]
+    expected = {2: models[1]}
+    assert len(result.token_ids) == 30 and result.token_ids[:8] == whole["r"].token_ids[:8]
+    given, versions = torch.tensor(result.log_probs), torch.tensor(result.versions)
+    for version, model in (expected | {1: models[0], 3: models[0]}).items():
+        plain = plain_log_probs(model, request.prompt_ids, result.token_ids, 1.0)
+        torch.testing.assert_close(given[versions == version], plain[versions == version], atol=1e-4, rtol=0)
+    assert result.versions == sorted(result.versions) and set(result.versions) == {1, 2, 3}
+
+
+def test_a_continued_request_does_not_repeat_its_random_numbers(engine: RolloutEngine) -> None:
+    """A generator that starts anew with the same seed would sample from the same numbers again."""
+    requests = [ask(n, prompt(1), max_tokens=40, seed=n, temperature=2.0, ignore_eos=True) for n in range(8)]
+    for request in requests:
+        engine.submit(request)
+    for _ in range(20):
+        engine.step()
+    so_far = engine.snapshot([request.request_id for request in requests])
+    engine.abort([request.request_id for request in requests])
+    for result in run(engine, so_far).values():  # almost uniform, so that equal numbers give mostly equal tokens
+        half = len(so_far[int(result.request_id)].sampled.token_ids)
+        equal = [a == b for a, b in zip(result.token_ids, result.token_ids[half:], strict=False)]
+        assert sum(equal) < len(equal) / 2
+
+
+def test_a_response_of_its_maximum_length_is_not_continued(engine: RolloutEngine) -> None:
+    sampled = Sampled((5, 6), (-1.0, -1.0), (0, 0))
+    with pytest.raises(ValueError, match="'full'.*2 tokens already"):
+        engine.submit(Request("full", prompt(3), SamplingParams(max_tokens=2), sampled))
+
+
+def test_unfinished_requests_continue_after_a_sleep(engine: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [ask(n, prompt(9 + n, n), max_tokens=30, seed=n, ignore_eos=True) for n in range(5)]
+    for request in requests[:4]:
+        engine.submit(request)
+    for _ in range(10):
+        engine.step()
+    with monkeypatch.context() as asleep:  # on a CPU an engine does not sleep
+        asleep.setattr(engine, "_device", SimpleNamespace(type="cuda"))
+        if hasattr(engine, "_engine"):
+            asleep.setattr(engine._engine, "sleep", lambda level: None)
+        engine.sleep()
+    assert engine.unfinished == 4 and not engine.has_weights
+    assert [len(one.sampled.token_ids) >= 8 for one in engine.snapshot("0123")] == [True] * 4
+    engine.abort(["3"])
+    if hasattr(engine, "_engine"):
+        monkeypatch.setattr(engine._engine, "wake_up", lambda tags: None)
+    engine.wake(("weights",))
+    load(engine, models[1], 2)
+    done = run(engine, requests[4:])
+    for request in requests[:3]:
+        expect_versions(done[request.request_id], request, {1: models[0], 2: models[1]})
+    assert set(done) == {"0", "1", "2", "4"} and set(done["4"].versions) == {2}
+
+
+def test_kept_keys_and_values_never_serve_later_requests(
+    engine: Any, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rollout.recompute_kv_on_update=false, over 3 updates, with prompts longer than a block of vLLM's prefix cache."""
+    monkeypatch.setattr(engine._config, "recompute_kv_on_update", False)
+    load(engine, models[0], 1)
+    running = ask("running", prompt(100), max_tokens=60, seed=5, ignore_eos=True)
+    ended = ask("ended", prompt(150, 1), max_tokens=12, seed=6, ignore_eos=True)
+    engine.submit(running)
+    for _ in range(10):
+        engine.step()
+    engine.submit(ended)
+    engine.step()
+    load(engine, models[1], 2)
+    done = {}
+    while "ended" not in done:  # sampled by both versions, with keys and values of the first
+        done |= {one.request_id: one for one in engine.step()}
+    assert set(done["ended"].versions) == {1, 2}
+    again = [
+        Request("prompt again", ended.prompt_ids, ended.sampling),
+        ask("next turn", (*ended.prompt_ids, *done["ended"].token_ids), max_tokens=8, seed=3, ignore_eos=True),
+        Request("running again", running.prompt_ids, ended.sampling),
+    ]
+    for request in again:
+        engine.submit(request)
+    while not {one.request_id for one in again} <= set(done):
+        done |= {one.request_id: one for one in engine.step()}
+    expect_plain(done, models[1], again)
+    assert "running" not in done
+    load(engine, models[0], 3)
+    result = drain(engine)["running"]
+    assert set(result.versions) == {1, 2, 3}
+    mixed, last = torch.tensor(result.log_probs), torch.tensor(result.versions) == 2
+    plain = plain_log_probs(models[1], running.prompt_ids, result.token_ids, 1.0)
+    assert (mixed - plain)[last].abs().max() > 1e-4  # the keys and values of the prompt are still those of version 1
 
 
 def test_a_prompt_that_continues_a_finished_request(engine: RolloutEngine, models: Any) -> None:
