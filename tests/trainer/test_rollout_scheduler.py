@@ -6,12 +6,13 @@ The engines have no model. They complete a group after a given number of calls.
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,21 +29,47 @@ from workers.rollout.episodes import EpisodeCounts
 from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
 
 
+class Continued(NamedTuple):
+    """The first sample of a group that was saved in a checkpoint."""
+
+    sample: Any
+    version: int
+    calls_left: int
+
+
 class Engines:
     """Complete each group after calls_of(key) calls of `run_groups`. A call without a time limit counts as many as its
-    groups need. An episode has one to three rows, depending on its seed."""
+    groups need. An episode has one to three rows, depending on its seed. continues: True if a group in a checkpoint
+    continues after a resume, as answers do and episodes do not."""
+
+    continues = True
 
     def __init__(self, calls_of: Callable[[str], int] = lambda key: 1, ranks: int = 2) -> None:
         self.calls_of, self.ranks, self.version, self.calls, self.most_calls = calls_of, ranks, 0, 0, 10**9
         self.running: dict[str, tuple[GroupPlan, int]] = {}
         self.left: Counter[str] = Counter()
         self.begun: list[Any] = []  # samples, in the order of their start
+        self.aborted: list[str] = []
 
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         for plan in plans:
             assert plan.key not in self.running and plan.samples
+            if isinstance(saved := plan.samples[0], Continued):
+                whole = GroupPlan(plan.key, (saved.sample, *plan.samples[1:]))
+                self.running[plan.key], self.left[plan.key] = (whole, saved.version), saved.calls_left
+                continue
             self.running[plan.key], self.left[plan.key] = (plan, self.version), self.calls_of(plan.key)
             self.begun += plan.samples
+
+    def snapshot_groups(self) -> list[GroupPlan]:
+        return [
+            GroupPlan(key, (Continued(plan.samples[0], version, self.left[key]), *plan.samples[1:]))
+            for key, (plan, version) in self.running.items() if self.continues
+        ]  # fmt: skip
+
+    def abort_groups(self, keys: Sequence[str]) -> int:
+        self.aborted += keys
+        return sum(self.calls_of(key) - self.left[key] for key in keys if self.running.pop(key))
 
     def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
         if self.calls >= self.most_calls:
@@ -51,23 +78,25 @@ class Engines:
         self.calls += calls
         self.left.subtract(dict.fromkeys(self.running, calls))
         ended = [self.running.pop(key) for key in reversed(list(self.running)) if self.left[key] <= 0]
-        return [results(ended[rank :: self.ranks]) for rank in range(self.ranks)]
+        return [self.results(ended[rank :: self.ranks]) for rank in range(self.ranks)]
 
-
-def results(groups: Sequence[tuple[GroupPlan, int]]) -> GroupResults:
-    """The rows of these groups, which were started with these versions."""
-    reports, rows = [], list[tuple[Any, int]]()
-    for plan, version in groups:
-        kept = plan.samples[: getattr(plan.samples[0], "group_size", None)]
-        of_group = [(sample, version) for sample in kept for _ in range(1 + getattr(sample, "seed", 0) % 3)]
-        reports.append(GroupReport(plan.key, len(of_group), EpisodeCounts(len(plan.samples))))
-        rows += of_group
-    samples, names = (np.empty(len(rows), dtype=object) for _ in range(2))
-    samples[:] = [sample for sample, _ in rows]
-    names[:] = [getattr(sample, "traj_id", None) for sample in samples]
-    versions = torch.tensor([version for _, version in rows])
-    batch = DataProto.from_dict({"version": versions}, {"sample": samples, "traj_id": names}) if rows else None
-    return GroupResults(reports, batch)
+    def results(self, groups: Sequence[tuple[GroupPlan, int]]) -> GroupResults:
+        """The rows of these groups, which were started with these versions. A row has a token for each call."""
+        reports, rows = [], list[tuple[Any, int]]()
+        for plan, version in groups:
+            kept = plan.samples[: getattr(plan.samples[0], "group_size", None)]
+            of_group = [(sample, version) for sample in kept for _ in range(1 + getattr(sample, "seed", 0) % 3)]
+            reports.append(GroupReport(plan.key, len(of_group), EpisodeCounts(len(plan.samples))))
+            rows += of_group
+        samples, names = (np.empty(len(rows), dtype=object) for _ in range(2))
+        samples[:] = [sample for sample, _ in rows]
+        names[:] = [getattr(sample, "traj_id", None) for sample in samples]
+        versions = torch.tensor([version for _, version in rows])
+        counts = {plan.key: max(1, self.calls_of(plan.key)) for plan, _ in groups}
+        lengths = [counts[report.key] for report in reports for _ in range(report.num_rows)]
+        tensors = {"version": versions, "response_mask": torch.tensor(lengths)[:, None]}
+        batch = DataProto.from_dict(tensors, {"sample": samples, "traj_id": names}) if rows else None
+        return GroupResults(reports, batch)
 
 
 def at_random(random: np.random.Generator, ranks: int = 2) -> Engines:
@@ -120,9 +149,11 @@ class Sieve(GroupFilter):
 
 
 def numbers(engines: Engines, threshold: int, ahead: int | None = None, size: int = 2, *,
-            sieve: Sieve | None = None, end: int = 10**6, last_step: int = 100) -> RolloutScheduler:  # fmt: skip
+            sieve: Sieve | None = None, end: int = 10**6, last_step: int = 100, partial: bool | None = None,
+            oversample: float = 1.0) -> RolloutScheduler:  # fmt: skip
     """A scheduler of `Numbers` in batches of this size."""
     config, source = PPOConfig(), Numbers(size, end)
+    config.async_training.partial_rollout, config.rollout.oversample = partial, oversample
     config.async_training.max_off_policy_threshold, config.async_training.batches_ahead = threshold, ahead
     return RolloutScheduler(config, source, engines, SamplingParams(), sieve, last_step)
 
@@ -315,20 +346,29 @@ def test_a_resumed_scheduler_continues_exactly(threshold: int, stop: int, filter
 
 
 def check_run_with_crashes(threshold: int, filtered: bool, random: np.random.Generator) -> None:
-    """A run that saves and crashes after random steps."""
-    ahead, size, last_step = int(random.integers(1, threshold + 1)), int(random.integers(1, 6)), 24
-    every = int(random.integers(1, threshold - ahead + 2)) if threshold > 1 else 1
+    """A run that saves and crashes after random steps, with random settings."""
+    ahead, size, last_step = int(random.integers(0, threshold + 1)), int(random.integers(1, 6)), 24
+    partial, oversample = bool(random.random() < 0.7), 1.0
+    if ahead < threshold and random.random() < 0.5:
+        oversample = 1 + random.random() * (threshold - ahead)
+    elif ahead == 0:
+        ahead = 1
+    spare = threshold - ahead - (oversample > 1) * partial * math.ceil(oversample - 1)
+    every = int(random.integers(1, spare + 2)) if partial else 1
+    aborts = oversample > 1 and not partial
     sieve = Sieve(set(np.flatnonzero(random.random(2000) < 0.3).tolist())) if filtered else None
     trained, saved = dict[int, list[int]](), (0, b"")
     while True:
         engines = at_random(random, int(random.integers(1, 4)))
-        subject = numbers(engines, threshold, ahead, size, sieve=sieve, last_step=last_step)
+        subject = numbers(engines, threshold, ahead, size, sieve=sieve, last_step=last_step, partial=partial,
+                          oversample=oversample)  # fmt: skip
         if saved[0]:
             subject.load_state_dict(pickle.loads(saved[1]))
         for step, batch in enumerate(train(subject, range(saved[0] + 1, last_step + 1), every), start=saved[0] + 1):
             trained[step], staleness = samples(batch), step - 1 - batch.batch["version"]
             assert len(trained[step]) == size and 0 <= staleness.min() and staleness.max() <= threshold
-            assert logged(batch, "async/staleness/oldest") == staleness.max()
+            if ahead or partial:
+                assert logged(batch, "async/staleness/oldest") == staleness.max()
             if random.random() < 0.3:
                 saved = step, save(subject, step)
             if step < last_step and random.random() < 0.1:
@@ -337,13 +377,19 @@ def check_run_with_crashes(threshold: int, filtered: bool, random: np.random.Gen
             break
     source: Any = subject.source
     expected = [number for number in range(source.next) if sieve is None or number not in sieve.dropped]
-    assert sorted(itertools.chain(*trained.values())) == expected and not subject.groups
+    found = sorted(itertools.chain(*trained.values()))
+    left = [number for group in subject.groups if (number := int(group.plan.key)) in expected]
+    assert len(set(found)) == len(found) and len(left) <= math.ceil(size * (oversample - 1))  # of the last batch
+    if aborts:
+        assert set(found) <= set(expected) and not left
+    else:
+        assert sorted([*found, *left]) == expected
 
 
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("threshold", [1, 2, 4])
 def test_after_resumes_no_group_is_too_old_lost_or_repeated(threshold: int, filtered: bool) -> None:
-    for seed in range(16):
+    for seed in range(40):
         check_run_with_crashes(threshold, filtered, np.random.default_rng([threshold, seed]))
 
 
@@ -383,6 +429,69 @@ def test_the_oldest_complete_groups_overtake_running_ones() -> None:
     assert [samples(batch) for batch in train(subject, [1, 2])] == [[1, 3], [0, 2]]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_partial_rollouts_with_a_threshold_of_1_continue_once(ahead: int) -> None:
+    """Group 1 is long. Step 2 waits for it, because its first tokens would be two updates old in step 3."""
+    engines = Engines(lambda key: 40 if key == "1" else 1)
+    subject = numbers(engines, 1, ahead, partial=True, oversample=1.0 if ahead else 1.5)
+    assert [samples(batch) for batch in train(subject, [1, 2, 3])] == [[0, 2], [1, 3], [4, 5]]
+    assert engines.calls < 50
+
+
+def lengths(engines: Engines, subject: RolloutScheduler, steps: int) -> tuple[float, float]:
+    """Mean number of calls of the groups that were trained on, and of all that were started."""
+    trained = [engines.calls_of(str(one)) for batch in train(subject, range(1, steps + 1)) for one in samples(batch)]
+    started = [engines.calls_of(str(one)) for one in engines.begun]
+    return float(np.mean(trained)), float(np.mean(started))
+
+
+def test_oversampling_prefers_short_groups_unless_the_others_are_carried_over() -> None:
+    calls = np.random.default_rng(0).lognormal(2, 1, 10_000).astype(int) + 1
+    engines = Engines(lambda key: int(calls[int(key)]))
+    subject = numbers(engines, 0, size=8, oversample=1.5, last_step=30)
+    trained, started = lengths(engines, subject, 30)
+    assert trained < 0.7 * started and len(engines.aborted) <= subject.counts["aborted"] == 30 * 4
+    assert not engines.running and subject.counts["trained"] == 30 * 8
+
+    engines = Engines(engines.calls_of)
+    subject = numbers(engines, 1, 0, size=8, oversample=1.5, partial=True, last_step=30)
+    trained, started = lengths(engines, subject, 30)
+    waiting = [engines.calls_of(group.plan.key) for group in subject.groups]
+    assert not engines.aborted and len(waiting) <= 4
+    assert trained * 240 + sum(waiting) == pytest.approx(started * (240 + len(waiting)))  # no other group is missing
+
+
+def test_the_bias_of_an_aborted_surplus_is_logged() -> None:
+    """Of the groups 0, 1 and 2, with 1, 50 and 3 tokens, group 1 is aborted when it has 4."""
+    engines = Engines(lambda key: {"0": 1, "1": 50, "2": 3}[key])
+    batch = numbers(engines, 0, oversample=1.5).get_batch(1)
+    assert samples(batch) == [0, 2] and engines.aborted == ["1"]
+    assert logged(batch, "rollout/oversample/aborted_groups") == 1
+    assert logged(batch, "rollout/oversample/length_bias") == pytest.approx(2 / (8 / 3) - 1)
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_after_a_barrier_every_group_is_started_again(threshold: int) -> None:
+    """A checkpoint and a resume interrupt all running groups; the next step starts whole batches, not one group."""
+    subject = numbers(Engines(lambda key: 5), threshold, threshold, size=6)
+    next(train(subject, [1]))
+    subject.finish()
+    state = save(subject, 1)
+    resumed = numbers(engines := Engines(lambda key: 5), threshold, threshold, size=6)
+    resumed.load_state_dict(pickle.loads(state))
+    next(train(resumed, [2]))
+    assert len(engines.begun) == 6  # the batch that is now the last ahead
+    resumed = numbers(engines := Engines(lambda key: 5), threshold, threshold, size=6)
+    resumed.restore(pickle.loads(pickle.dumps(subject.snapshot())))
+    for group in resumed.groups:
+        group.sampled = group.kind = None
+    resumed.groups = [
+        replace(group, plan=GroupPlan(group.plan.key, (int(group.plan.key),))) for group in resumed.groups
+    ]
+    next(train(resumed, [2]))
+    assert len(engines.begun) == 6 * (threshold + 1)
+
+
 def stuck() -> Engines:
     """Engines in which group 0 ends at its deadline, after 500 calls, and every other group after one."""
     return Engines(lambda key: 500 if key == "0" else 1)
@@ -399,19 +508,22 @@ def test_a_stuck_group_is_overtaken_until_it_would_become_too_old_and_then_waite
 
 
 def test_after_a_resume_a_stuck_group_blocks_no_step() -> None:
-    """A checkpoint waits until the deadline. A step that is repeated from a snapshot starts the group again."""
-    engines = stuck()
-    subject = numbers(engines, 2)
-    run = train(subject, range(1, 3))
-    next(run)
-    snapshot = pickle.dumps(subject.snapshot())
-    next(run)
-    state = save(subject, 2)
-    assert engines.calls >= 500
-    resumed = numbers(engines := stuck(), 2)
-    resumed.load_state_dict(pickle.loads(state))
-    assert [samples(batch) for batch in train(resumed, [3, 4])] == [[0, 5], [6, 7]]
-    assert engines.begun == [6, 7, 8, 9] and engines.calls < 10
+    """A checkpoint has the group as far as it was sampled, and does not wait for it. Episodes cannot be continued, so
+    that a checkpoint waits until their deadline. A step that is repeated from a snapshot starts the group again."""
+    for continues in (True, False):
+        engines = stuck()
+        engines.continues = continues
+        subject = numbers(engines, 2)
+        run = train(subject, range(1, 3))
+        next(run)
+        snapshot = pickle.dumps(subject.snapshot())
+        next(run)
+        state, calls = save(subject, 2), engines.calls
+        assert (calls < 10) == continues
+        resumed = numbers(engines := stuck(), 2)
+        resumed.load_state_dict(pickle.loads(state))
+        assert [samples(batch) for batch in train(resumed, [3, 4])] == [[0, 5], [6, 7]]
+        assert engines.begun == [6, 7, 8, 9] and (engines.calls + calls < 510 if continues else engines.calls < 10)
     repeated = numbers(engines := stuck(), 2)
     repeated.restore(pickle.loads(snapshot))
     assert samples(next(train(repeated, [2]))) == [3, 4] and engines.begun == [0, 4, 5] and engines.calls < 10
