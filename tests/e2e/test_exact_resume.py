@@ -136,12 +136,16 @@ def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing
     assert differences(history(whole), history(ended)) == []
 
 
+@pytest.mark.parametrize("threshold", [1, 2])
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
-def test_an_asynchronous_run_killed_at_random_times_trains_on_every_prompt_once(kills: int, tmp_path: Path) -> None:
-    """For K = 2 time decides which groups are complete first, so resumed runs differ; but none is lost or repeated."""
+def test_a_run_with_partial_rollouts_killed_at_random_times_trains_on_every_prompt_once(
+    kills: int, threshold: int, tmp_path: Path
+) -> None:
+    """Time decides which groups are complete first, so resumed runs differ; but none is lost or repeated."""
     random, steps, batch = np.random.default_rng(kills), 4 * kills, 4
     options = [
-        "async_training.max_off_policy_threshold=2", "async_training.batches_ahead=2", "trainer.resume_mode=auto",
+        f"async_training.max_off_policy_threshold={threshold}", f"async_training.batches_ahead={threshold}",
+        "async_training.partial_rollout=true", "trainer.resume_mode=auto",
         f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=2",
     ]  # fmt: skip
     runs = Runs(tmp_path, 10, batch, options)
@@ -163,7 +167,7 @@ def test_an_asynchronous_run_killed_at_random_times_trains_on_every_prompt_once(
         runs.finish("run")
     rows = history(tmp_path / "run")
     assert sorted(rows) == list(range(1, steps + 1))
-    assert max(row["async/staleness/oldest"] for row in rows.values()) <= 2
+    assert max(row["async/staleness/oldest"] for row in rows.values()) <= threshold
     files = sorted((tmp_path / "run" / "samples" / "train").glob("*.parquet"))
     uids = Counter(uid for file in files for uid in pq.read_table(file)["uid"].to_pylist())
     drawn = [2 if step % 3 == 0 else batch for step in range(1, steps + 1)]  # 10 prompts an epoch

@@ -239,10 +239,10 @@ def _async_training(config: PPOConfig) -> Problems:
     every, surplus = config.agentic.model_update_frequency, config.rollout.oversample - 1
     carried = math.ceil(surplus) if config.spans_updates else 0
     if threshold < (needed := options.depth + carried + every - 1):
+        shown = f"rollout.oversample={config.rollout.oversample} and " if carried else ""
         yield (
-            f"{key} with agentic.model_update_frequency={every} and rollout.oversample={config.rollout.oversample}: "
-            f"samples are up to {needed} weight updates old: set async_training.max_off_policy_threshold={needed} "
-            f"async_training.batches_ahead={options.depth}"
+            f"{key} with {shown}agentic.model_update_frequency={every}: samples are up to {needed} weight updates old: "
+            f"set async_training.max_off_policy_threshold={needed} async_training.batches_ahead={options.depth}"
         )
     is_bounded = POLICY_LOSS_REGISTRY.facts.get(mode, {}).get("bounds_ratio") and correction.loss_type == "ppo_clip"
     if threshold and not is_bounded and correction.rollout_is is None and correction.rollout_rs is None:

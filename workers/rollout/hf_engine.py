@@ -198,8 +198,10 @@ class HFEngine:
         The last running sequence swaps its slot with the removed one, so running sequences occupy the first slots. The
         removed sequence stays in the cache for requests that continue it.
         """
-        assert self._cache is not None or not slots
-        for slot in sorted(slots, reverse=True) if self._cache is not None else ():
+        if not slots:
+            return
+        assert self._cache is not None
+        for slot in sorted(slots, reverse=True):
             removed = self._running[slot]
             self._ids.discard(removed.request.request_id)
             last = len(self._running) - 1

@@ -18,7 +18,7 @@ import sys
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +51,18 @@ _open_engines = 0
 
 @dataclass
 class _Unfinished:
-    """An unfinished request. id: its id inside vLLM; None while the engine sleeps. starts: (number of tokens that vLLM
-    had sampled, version of the weights from there on)."""
+    """An unfinished request, and its response so far. id: its id inside vLLM; None while the engine sleeps."""
 
     request: Request
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
     id: str | None = None
-    starts: list[tuple[int, int]] = field(default_factory=list)
 
-    def sampled(self, token_ids: Iterable[int], log_probs: Iterable[float]) -> Sampled:
-        """Returns the whole response. token_ids, log_probs: those of vLLM, which starts after `request.sampled`."""
-        before, tokens, ends = self.request.sampled, tuple(token_ids), [start for start, _ in self.starts[1:]]
-        versions: list[int] = []
-        for end, (_, version) in zip([*ends, len(tokens)], self.starts, strict=True):
-            versions += [version] * (end - len(versions))
-        return Sampled(before.token_ids + tokens, (*before.log_probs, *log_probs), (*before.versions, *versions))
+    def so_far(self) -> Request:
+        """Returns a request that continues this one."""
+        sampled = Sampled(tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions))
+        return replace(self.request, sampled=sampled)
 
 
 @register_rollout_engine("vllm")
@@ -138,7 +136,7 @@ class VLLMEngine:
     def submit(self, request: Request) -> None:
         check_request(request, self._max_model_len, self._running, self._version)
         self.wake()
-        self._running[request.request_id] = _Unfinished(request)
+        self._running[request.request_id] = _Unfinished(request, *request.sampled.lists())
         try:
             self._start(self._running[request.request_id])
         except BaseException:
@@ -149,17 +147,15 @@ class VLLMEngine:
         """Submits a request to vLLM."""
         from vllm.inputs import tokens_input
 
-        request, version = unfinished.request, self._version
-        assert version is not None
-        before, sampling = request.sampled.token_ids, request.sampling
-        limit = check_request(request, self._max_model_len, (), version) - len(before)
+        request, before, sampling = unfinished.request, unfinished.token_ids, unfinished.request.sampling
+        limit = check_request(request, self._max_model_len, (), self._version) - len(before)
         if before:  # vLLM's generator of random numbers starts anew
             sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
         # entries of the prefix cache with another salt are not used: they are those of earlier weights
-        salt = None if self._config.recompute_kv_on_update else str(version)
+        salt = None if self._config.recompute_kv_on_update else str(self._version)
         prompt = tokens_input([*request.prompt_ids, *before], cache_salt=salt)
-        unfinished.id = self._engine.add_request(request.request_id, prompt, _sampling_params(sampling, limit))
-        unfinished.starts = [(0, version)]
+        given = _sampling_params(sampling, limit, streams=self._routers is None)
+        unfinished.id = self._engine.add_request(request.request_id, prompt, given)
 
     @property
     def unfinished(self) -> int:
@@ -178,16 +174,22 @@ class VLLMEngine:
             self._slept_with_requests = False
         with self._raise_with_model_type("generate with"):
             outputs = self._engine.step() if self._running else []
-        return [self._completion(output) for output in outputs if output.finished]
+        return [done for output in outputs if (done := self._store(output)) is not None]
 
-    def _completion(self, output: Any) -> Completion:
-        """Converts a finished vllm.RequestOutput into a `Completion` and removes its request."""
+    def _store(self, output: Any) -> Completion | None:
+        """Stores the new tokens of a vllm.RequestOutput. Returns the completion if it was the last of its request."""
+        unfinished, result = self._running[output.request_id], output.outputs[0]
+        unfinished.token_ids += result.token_ids
+        unfinished.log_probs += result.logprobs.logprobs
+        assert self._version is not None
+        unfinished.versions += [self._version] * len(result.token_ids)
+        if not output.finished:
+            return None
         self._has_answered = True
-        result = output.outputs[0]
-        sampled = self._running.pop(output.request_id).sampled(result.token_ids, result.logprobs.logprobs)
-        tokens, log_probs, versions = sampled.lists()
         extra = {} if self._routers is None else {ROUTED_EXPERTS: self._routes_of(output, self._routers)}
-        return Completion(output.request_id, tokens, log_probs, result.finish_reason, versions, extra)
+        del self._running[output.request_id]
+        sampled = unfinished.token_ids, unfinished.log_probs
+        return Completion(output.request_id, *sampled, result.finish_reason, unfinished.versions, extra)
 
     def _routes_of(self, output: Any, routers: Routers) -> torch.Tensor:
         """Returns the experts of each token. vLLM returns all layers, zeros for those without experts."""
@@ -211,15 +213,7 @@ class VLLMEngine:
         self._engine.abort_request([one for one in ids if one is not None], internal=True)
 
     def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
-        return [self._so_far(self._running[request_id]) for request_id in request_ids]
-
-    def _so_far(self, unfinished: _Unfinished) -> Request:
-        """Returns a request that continues this one."""
-        if unfinished.id is None:
-            return unfinished.request
-        state = self._engine.output_processor.request_states[unfinished.id]
-        log_probs = state.logprobs_processor.logprobs.logprobs
-        return replace(unfinished.request, sampled=unfinished.sampled(state.detokenizer.output_token_ids, log_probs))
+        return [self._running[request_id].so_far() for request_id in request_ids]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         given: set[str] = set()
@@ -245,10 +239,6 @@ class VLLMEngine:
                 if any(self._engine.collective_rpc(_has_stale_experts)):
                     raise NotImplementedError("its experts are not reloaded")
         check_names(given, self._names)
-        for unfinished in self._running.values():
-            if unfinished.id is not None:
-                sampled = self._so_far(unfinished).sampled.token_ids
-                unfinished.starts.append((len(sampled) - len(unfinished.request.sampled.token_ids), version))
         self._version = version
         # the caller resets the cache too, but a stale prefix cache would go unnoticed, so the engine does it itself
         self.reset_cache()
@@ -268,9 +258,10 @@ class VLLMEngine:
 
     def _park(self) -> None:
         """Removes all unfinished requests from vLLM, and keeps them for the first step after the next weights."""
-        running = {key: one for key, one in self._running.items() if one.id is not None}
-        self._running |= {key: _Unfinished(self._so_far(one)) for key, one in running.items()}
-        self._engine.abort_request([one.id for one in running.values()], internal=True)
+        ids = [one.id for one in self._running.values() if one.id is not None]
+        self._engine.abort_request(ids, internal=True)
+        for unfinished in self._running.values():
+            unfinished.id = None
         self._slept_with_requests = bool(self._running)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -491,10 +482,11 @@ def _head_dtype(dtype: torch.dtype) -> dict[str, str]:
     return {} if dtype == torch.float32 else {"head_dtype": "float32"}
 
 
-def _sampling_params(sampling: SamplingParams, limit: int) -> Any:
-    """Converts sampling parameters to vllm.SamplingParams."""
+def _sampling_params(sampling: SamplingParams, limit: int, streams: bool) -> Any:
+    """Converts sampling parameters to vllm.SamplingParams. streams: False to return all tokens together at the end."""
     import vllm
 
+    kinds = vllm.sampling_params.RequestOutputKind
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -506,7 +498,7 @@ def _sampling_params(sampling: SamplingParams, limit: int) -> Any:
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        output_kind=kinds.DELTA if streams else kinds.FINAL_ONLY,
     )
 
 

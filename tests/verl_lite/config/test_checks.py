@@ -51,6 +51,7 @@ UNBOUNDED = {
     loss: {LATE: 2, "actor.policy_loss.loss_mode": loss, "actor.policy_loss.dro_beta": 0.1}
     for loss in ("gpg", "kl_cov", "dro", "kimi15")
 }
+PARTIAL = "async_training.partial_rollout"
 STEPS = {"world": {"env_type": ENV, "env_manager_cls": "step"}, "maze": {"env_type": ENV}}
 
 
@@ -195,6 +196,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({LATE: 1, AHEAD: 2}, f"{AHEAD}=2 gives samples a staleness of 2, .* {LATE}=1: set"),
     ({LATE: 1, "trainer.device": "cuda"}, f"{LATE}=1 .*which needs the engine's memory"),
     ({LATE: 2, "rollout.router_replay": True}, f"{LATE}=2 with rollout.router_replay=true: samples that continue"),
+    ({PARTIAL: True}, f"{PARTIAL}=true with {LATE}=0 and rollout.oversample=1.0: no sample is running"),
+    ({LATE: 1, PARTIAL: True, "rollout.router_replay": True}, f"{LATE}=1 with .*router_replay=true: .*{PARTIAL}=false"),
+    ({"rollout.oversample": 0.5}, "rollout.oversample=0.5: at least 1"),
+    ({LATE: 1, PARTIAL: True, "rollout.oversample": 1.25}, f"{LATE}=1 with rollout.oversample=1.25 .* up to 2 weight"),
     ({**AGENT, "agentic.model_update_frequency": 2}, f"{LATE}=0 with .*_frequency=2: .* up to 1 weight updates old"),
     ({**AGENT, "agentic.model_update_frequency": 3, LATE: 2}, f"{LATE}=2 with .*_frequency=3: .* up to 3 weight"),
     *[(changes, f"{LATE}=2 with actor.policy_loss.loss_mode={loss}, which does not bound .*rollout_is=token")
@@ -233,6 +238,9 @@ def test_what_cannot_work_is_refused_and_settings_that_it_names_mend_it(
         {LATE: 3, AHEAD: 3, "actor.policy_loss.loss_mode": "cispo"},
         {**AGENT, "agentic.model_update_frequency": 2, LATE: 2},
         {LATE: 1, "trainer.device": "cuda", "rollout.free_cache_engine": False},
+        {LATE: 1, "trainer.device": "cuda", PARTIAL: True},
+        {LATE: 1, AHEAD: 0, PARTIAL: True, "rollout.oversample": 1.25},
+        {LATE: 2, PARTIAL: False, "rollout.router_replay": True},
         *[{**changes, f"{CORRECTION}.rollout_is": "token"} for changes in UNBOUNDED.values()],
     ],
     ids=str,

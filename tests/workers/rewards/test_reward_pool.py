@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,30 @@ def test_an_idle_pool_uses_no_processor_time(make_pool: MakePool) -> None:
 def test_no_more_than_max_concurrent_are_under_way(make_pool: MakePool) -> None:
     results = score(make_pool(ASYNC, max_concurrent=5), *["sleep|0.05"] * 40)
     assert max(result.extra["most"] for result in results) == 5
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_cancelled_samples_cost_nothing_and_their_keys_are_free(make_pool: MakePool, num_workers: int) -> None:
+    """An abort that waits for a slow judge would hang here: one sample is being scored, the others are queued."""
+    pool = make_pool(num_workers=num_workers, timeout_s=100.0)
+    slow = "sleep|1000" if num_workers else "fine"
+    score(pool, "fine")
+    pool.submit(items(slow, *[slow] * 20))
+    pool.cancel(range(21))
+    assert pool.ready(range(21)) == set()
+    if num_workers:
+        return  # the process is busy until its deadline
+    pool.submit(items("fine"))
+    assert len(pool.collect([0])) == 1
+
+
+def test_a_queued_sample_that_is_cancelled_is_not_scored(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool(timeout_s=100.0)
+    pool.submit(items("sleep|0.5", f"leave|{tmp_path / 'scored'}", "fine"))
+    pool.cancel([0, 1])
+    assert not pool.collect([2])[2].failed and not (tmp_path / "scored").exists()
+    pool.submit([replace(items("fine")[0], key=1)])  # the key is free again
+    assert not pool.collect([1])[1].failed and pool.ready([0]) == set()
 
 
 def test_a_hanging_call_is_cancelled_and_nobody_is_killed(make_pool: MakePool) -> None:

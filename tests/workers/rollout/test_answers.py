@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,11 @@ import torch
 from tests.workers.rollout.scripted import answer
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardItem
-from workers.rollout.base import Completion, ExtraOutputs, Request, SamplingParams, derive_seed
+from verl_lite.safe_state import read_state, write_state
+from workers.rollout.answers import AnswerRunner, answer_plans
+from workers.rollout.base import Completion, ExtraOutputs, Request, Sampled, SamplingParams, derive_seed
+from workers.rollout.group_run import GroupPlan, GroupRun
+from workers.rollout.runner import Runner
 
 SAMPLING = SamplingParams(max_tokens=4, top_p=0.9, top_k=5, stop_token_ids=(2,))
 
@@ -37,6 +43,17 @@ class ScriptedEngine:
     @property
     def seeds(self) -> list[int]:
         return [request.sampling.seed for request in self.submitted]
+
+    def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
+        """Of each running request, one token is sampled."""
+        running = {request.request_id: request for request in self.requests}
+        return [
+            replace(running[name], sampled=Sampled(running[name].prompt_ids[-1:], (-0.5,), (6,)))
+            for name in request_ids
+        ]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.requests = [request for request in self.requests if request.request_id not in request_ids]
 
     def step(self) -> list[Completion]:
         request = self.requests.pop()
@@ -109,3 +126,39 @@ def test_padding_rows_are_not_run() -> None:
     assert [[item.key for item, _ in done] for done in finished] == [["a/1"], ["a/0"]]
     assert result.batch["response_mask"][2].sum() == 0
     assert result.batch["policy_version"][2] == -1
+
+
+def groups_on(engine: ScriptedEngine, reported: list[Any]) -> GroupRun:
+    options: Any = {"pad_token_id": 0, "stop_token_ids": (2,), "on_finished": reported.append}
+    return GroupRun(AnswerRunner(Runner(engine), response_length=4, **options))  # type: ignore[arg-type]
+
+
+def test_a_group_in_a_checkpoint_continues_and_its_finished_answers_are_scored_again(tmp_path: Path) -> None:
+    """The state goes through a file that may name no code, as a checkpoint does."""
+    engine, reported = ScriptedEngine(), list[Any]()
+    groups = groups_on(engine, reported)
+    groups.begin(list(answer_plans(prompts(), [3], ["g"], seed=3, step=1)), SAMPLING)
+    assert [item.key for item, _ in reported.pop()] == ["b/0"]  # the first step of `begin` completed the last answer
+    write_state(tmp_path / "state", groups.snapshot())
+    saved = read_state(tmp_path / "state")
+    assert isinstance(saved[0], GroupPlan) and not groups.is_idle
+
+    engine = ScriptedEngine()
+    resumed = groups_on(engine, reported)
+    resumed.begin(saved, SAMPLING)
+    assert [item.key for item, _ in reported[0]] == ["b/0"] and reported[0][0][1] == [9, 8, 7]
+    results = resumed.run(["g"])
+    assert [request.sampled.versions for request in engine.submitted] == [(6,), (6,)]
+    assert [request.sampled.token_ids for request in engine.submitted] == [(6,), (6,)]
+    assert results.rows is not None and results.rows.batch["responses"].tolist()[2] == [9, 8, 7, 0]
+    assert results.rows.batch["rollout_versions"].tolist()[2] == [7, 7, 7, -1]
+    assert results.rows.batch["policy_version"].tolist() == [7, 7, 7]
+
+
+def test_an_aborted_group_leaves_no_request_and_no_row() -> None:
+    engine = ScriptedEngine()
+    groups = groups_on(engine, [])
+    groups.begin(list(answer_plans(prompts(), [2, 1], ["a", "b"], seed=3, step=1)), SAMPLING)
+    assert groups.abort(["a", "b"]) == 2  # a token of each running answer; "b" is complete already
+    assert groups.is_idle and not engine.requests
+    assert groups.run(["a", "b"]).reports == []
