@@ -193,7 +193,7 @@ class RolloutScheduler:
         metrics = self._take_metrics()
         batch.meta_info["metrics"] = metrics | bias | self.filter.metrics(step, chosen, dropped)
         if self.batches_ahead or self.spans_updates:
-            batch.meta_info["metrics"] |= self._async_metrics(step, chosen, waited, metrics)
+            batch.meta_info["metrics"] |= self._async_metrics(step, chosen, waited, metrics) | _version_metrics(batch)
         self._ended_at = time.perf_counter()
         _add_counts(batch, [*chosen, *dropped])
         return batch
@@ -457,6 +457,15 @@ def _gathered(parts: Sequence[Rows]) -> DataProto:
         complete.append(batch)
     order = np.concatenate([starts[id(part.batch)] + np.arange(part.start, part.stop) for part in parts])
     return DataProto.concat(complete).select_idxs(order.astype(np.int64))
+
+
+def _version_metrics(batch: DataProto) -> dict[str, Metric]:
+    """Returns the number of versions of the weights that sampled each row."""
+    if "rollout_versions" not in batch:
+        return {}
+    counts = [len(set(row) - {-1}) for row in batch.batch["rollout_versions"].tolist()]
+    name = "async/versions_per_sample"
+    return {f"{name}/mean": Metric.mean(sum(counts), len(counts)), f"{name}/max": Metric.max(max(counts))}
 
 
 def _add_counts(batch: DataProto, groups: Sequence[Group]) -> None:

@@ -1,0 +1,16 @@
+"""An hf engine that frees its memory on a CPU too, as engines do on CUDA with rollout.free_cache_engine=true."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from workers.rollout.hf_engine import HFEngine
+
+
+class SleepingEngine(HFEngine):
+    def sleep(self) -> None:
+        device: Any = self._device
+        self._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        try:
+            super().sleep()
+        finally:
+            self._device = device
