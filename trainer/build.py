@@ -56,7 +56,7 @@ from workers.policy.loading import empty_network, load_model_config, longest_con
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
-from workers.rollout.base import engine_names, resolve_engine_name, vllm_problem
+from workers.rollout.base import ROLLOUT_ENGINES, engine_names, resolve_engine_name, vllm_problem
 from workers.rollout.slot_cache import check_layers
 from workers.rollout.vllm_engine import check_replay
 
@@ -266,6 +266,12 @@ def check_context(config: PPOConfig) -> None:
 def check_engine(config: PPOConfig) -> None:
     """Raises UserError if the chosen engine cannot run the model; vLLM itself would fail only after its start."""
     name = resolve_engine_name(config.rollout.name)
+    if config.spans_updates and name not in ("hf", "vllm") and not hasattr(ROLLOUT_ENGINES.get_fn(name), "snapshot"):
+        raise UserError(
+            f"async_training.partial_rollout=true with rollout.name={name}: the engine has no method snapshot, which "
+            "returns its running samples: add it (see workers.rollout.base.RolloutEngine), or set "
+            "async_training.partial_rollout=false"
+        )
     if name == "hf":
         try:
             check_layers(empty_network(config.model))

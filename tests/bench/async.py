@@ -1,4 +1,5 @@
-"""Asynchronous training, simulated: tokens per second and idle share for K = async_training.max_off_policy_threshold.
+"""Asynchronous training, simulated: tokens per second and idle share for K = async_training.max_off_policy_threshold,
+partial rollouts and oversampling.
 
 The real `RolloutScheduler` decides what runs; the engines have a simulated clock. Every device trains and generates, as
 in a run: between the micro-batches of an update, its engine runs for as long as the update did. A device has 8 prompts
@@ -9,8 +10,9 @@ them a token. Answer lengths are log-normal and cut at 32,768 tokens:
     (b) median and sigma such that the mean is 12,700, as in a published run of verl: median 8,690, sigma 1.2
 
 An update takes half of the mean generation time of a synchronous step, and in case (c), with the lengths of (a), twice
-that time. Printed are tokens per time unit relative to K = 0, the share of device time without work, and the largest
-staleness. Options: --steps N (training steps), --most N (largest number of devices).
+that time. Printed are tokens per time unit relative to K = 0 and to a run without a threshold (limit), the share of
+device time without work, the largest staleness, and the mean length of the trained answers relative to the drawn ones.
+Options: --steps N (training steps), --most N (largest number of devices).
 """
 
 from __future__ import annotations
@@ -31,6 +33,16 @@ from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
 PROMPTS, SAMPLES, CAP, SIGMA = 8, 8, 32_768, 1.2
 MEDIANS = {"a": 1_000, "b": 8_690}
 CASES = (("a", 0.5), ("b", 0.5), ("c", 2.0))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "K=0": {},
+    "K=0, oversample=1.25": {"oversample": 1.25},
+    "K=1": {"threshold": 1},
+    "K=1, partial": {"threshold": 1, "partial": True},
+    "K=1, partial, oversample=1.25, 0 ahead": {"threshold": 1, "partial": True, "oversample": 1.25, "ahead": 0},
+    "K=2": {"threshold": 2},
+    "K=4": {"threshold": 4},
+    "limit": {"threshold": 10**6},
+}
 TICKS = 400  # parts of the time of the longest possible answer
 
 
@@ -40,11 +52,13 @@ class Engines:
     def __init__(self, devices: int) -> None:
         self.devices, self.clock, self.busy, self.load = devices, 0.0, 0.0, np.zeros(devices, dtype=np.int64)
         self.keys: list[str] = []
+        self.lengths: dict[str, tuple[float, ...]] = {}
         self.left, self.of = np.zeros((0, SAMPLES)), np.zeros(0, dtype=np.int64)  # tokens; engine of each group
 
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         engines = np.arange(len(plans)) * self.devices // len(plans)
         self.keys += [plan.key for plan in plans]
+        self.lengths |= {plan.key: plan.samples for plan in plans}
         self.left = np.concatenate([self.left, np.array([plan.samples for plan in plans], dtype=float)])
         self.of = np.concatenate([self.of, engines])
 
@@ -63,11 +77,24 @@ class Engines:
             self.advance(CAP / TICKS)
             self.clock += CAP / TICKS
         ended = (self.left <= 0).all(1)
-        reports = [GroupReport(key, 1) for key, is_ended in zip(self.keys, ended, strict=True) if is_ended]
-        self.keys = [key for key, is_ended in zip(self.keys, ended, strict=True) if not is_ended]
-        self.left, self.of = self.left[~ended], self.of[~ended]
-        rows = DataProto.from_dict({"x": torch.zeros(len(reports))}) if reports else None
-        return [GroupResults(reports, rows)]
+        keys = [key for key, is_ended in zip(self.keys, ended, strict=True) if is_ended]
+        self._remove(ended)
+        tokens = torch.tensor([sum(self.lengths[key]) for key in keys]).round().long()
+        rows = DataProto.from_dict({"response_mask": tokens[:, None]}) if keys else None
+        return [GroupResults([GroupReport(key, 1) for key in keys], rows)]
+
+    def snapshot_groups(self) -> list[GroupPlan]:
+        return []
+
+    def abort_groups(self, keys: Sequence[str]) -> int:
+        aborted = np.isin(self.keys, list(keys))
+        done = sum(sum(self.lengths[key]) for key in keys) - self.left[aborted].clip(0).sum()
+        self._remove(aborted)
+        return int(done)
+
+    def _remove(self, which: np.ndarray) -> None:
+        self.keys = [key for key, is_gone in zip(self.keys, which, strict=True) if not is_gone]
+        self.left, self.of = self.left[~which], self.of[~which]
 
     def train(self, seconds: float) -> None:
         """An update of this duration, during which the engines get as much time if they have something to decode."""
@@ -81,38 +108,48 @@ class Engines:
 
 
 class Source:
-    """Groups with random lengths, the same for every K."""
+    """Groups with random lengths, the same for all settings."""
 
     epoch = 0
 
     def __init__(self, median: float, prompts: int) -> None:
-        self.median, self.prompts, self.random, self.tokens = (
-            median,
-            prompts,
-            np.random.default_rng(1),
-            dict[str, float](),
-        )
+        self.median, self.prompts, self.random = median, prompts, np.random.default_rng(1)
+        self.drawn = 0
 
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
-        lengths = np.minimum(self.random.lognormal(np.log(self.median), SIGMA, (self.prompts, SAMPLES)), CAP)
-        plans = [GroupPlan(f"{step}/{number}", tuple(row)) for number, row in enumerate(lengths)]
-        self.tokens |= {plan.key: float(sum(plan.samples)) for plan in plans}
-        return [Group(plan) for plan in plans]
+        return self.draw(self.prompts, step)
+
+    def draw(self, number: int, step: int) -> list[Group]:
+        lengths = np.minimum(self.random.lognormal(np.log(self.median), SIGMA, (number, SAMPLES)), CAP)
+        first, self.drawn = self.drawn, self.drawn + number
+        return [Group(GroupPlan(str(first + row), tuple(lengths[row]))) for row in range(number)]
 
 
-def simulate(devices: int, median: float, threshold: int, update: float, steps: int) -> tuple[float, float, int]:
-    """Returns tokens per time unit, the idle share and the largest staleness. update: duration of an update."""
+def simulate(
+    devices: int,
+    median: float,
+    update: float,
+    steps: int,
+    *,
+    threshold: int = 0,
+    ahead: int | None = None,
+    partial: bool | None = None,
+    oversample: float = 1.0,
+) -> tuple[float, float, int, float]:
+    """Returns tokens per time unit, the idle share, the largest staleness, and the mean length of the trained answers
+    relative to the drawn ones. update: duration of an update."""
     config = PPOConfig()
-    config.async_training.max_off_policy_threshold = threshold
+    config.async_training.max_off_policy_threshold, config.async_training.batches_ahead = threshold, ahead
+    config.async_training.partial_rollout, config.rollout.oversample = partial, oversample
     engines, source = Engines(devices), Source(median, PROMPTS * devices)
     fake: Any = source
     scheduler = RolloutScheduler(config, fake, engines, SamplingParams(), last_step=steps)
-    scheduler.version, tokens, oldest = 0, 0.0, 0
+    scheduler.version, tokens, oldest = 0, 0, 0
     for step in range(1, steps + 1):
         if scheduler.spans_updates:
             scheduler.begin_ahead(step)
         before = {group.plan.key: group for group in scheduler.groups}
-        scheduler.get_batch(step)
+        tokens += int(scheduler.get_batch(step).batch["response_mask"].sum())
         left = {group.plan.key for group in scheduler.groups}
         oldest = max([oldest, *(step - 1 - group.version for key, group in before.items() if key not in left)])
         if scheduler.batches_ahead and not scheduler.spans_updates:
@@ -121,8 +158,9 @@ def simulate(devices: int, median: float, threshold: int, update: float, steps: 
         engines.train(update)
         if scheduler.spans_updates or not scheduler.batches_ahead:
             scheduler.version = step
-    tokens = sum(source.tokens.values())
-    return tokens / engines.clock, 1 - engines.busy / (engines.clock * devices), oldest
+    drawn = sum(map(sum, engines.lengths.values())) / len(engines.lengths)
+    bias = tokens / (steps * PROMPTS * devices) / drawn
+    return tokens / engines.clock, 1 - engines.busy / (engines.clock * devices), oldest, bias
 
 
 def generation_time(median: float, steps: int) -> float:
@@ -140,25 +178,17 @@ def main(argv: list[str]) -> int:
     given = options("async", __doc__, argv, steps=12, most=1024)
     lengths = np.minimum(np.random.default_rng(0).lognormal(np.log(MEDIANS["b"]), SIGMA, 10**6), CAP)
     print(f"lengths (b): mean {lengths.mean():,.0f} tokens")
-    head = [
-        "case",
-        "devices",
-        "update / generation",
-        "K",
-        "tokens per unit and device",
-        "to K = 0",
-        "idle",
-        "staleness",
-    ]
-    print_row(head, head=True)
+    head = ["case", "devices", "update / generation", "setting", "tokens per unit and device"]
+    print_row([*head, "to K=0", "to the limit", "idle", "staleness", "length"], head=True)
     for case, share in CASES:
         median = MEDIANS.get(case, MEDIANS["a"])
         update = share * generation_time(median, given.steps)
         for devices in (number for number in (8, 64, 512, 1024) if number <= given.most):
-            base = 0.0
-            for threshold in (0, 1, 2, 4):
-                speed, idle, oldest = simulate(devices, median, threshold, update, given.steps)
-                base = base or speed
-                row = [case, f"{devices:,}", share, threshold, f"{speed / devices:.1f}", f"{speed / base:.2f}"]
-                print_row([*row, f"{idle:.0%}", oldest])
+            found = {
+                name: simulate(devices, median, update, given.steps, **setting) for name, setting in SETTINGS.items()
+            }
+            for name, (speed, idle, oldest, bias) in found.items():
+                ratios = [f"{speed / found[peer][0]:.2f}" for peer in ("K=0", "limit")]
+                row = [case, f"{devices:,}", share, name, f"{speed / devices:.1f}", *ratios, f"{idle:.0%}"]
+                print_row([*row, oldest, f"{bias:.2f}"])
     return 0

@@ -233,6 +233,17 @@ def test_heads_that_vllm_does_not_have_on_a_cpu_are_refused_before_it_starts_and
     assert re.search("auto chooses hf: .* heads of 16.*rollout engine +2 x hf", capsys.readouterr().out, re.DOTALL)
 
 
+class OldEngine:
+    """A user's engine without the method that partial rollouts need."""
+
+
+def test_partial_rollouts_with_an_engine_that_cannot_continue_samples_are_refused() -> None:
+    config = PPOConfig()
+    config.rollout.name, config.async_training.max_off_policy_threshold = f"{__name__}:OldEngine", 2
+    with pytest.raises(UserError, match="OldEngine: the engine has no method snapshot.*partial_rollout=false"):
+        check_engine(config)
+
+
 def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
     config = PPOConfig(model=ModelConfig(path=tiny_qwen2(tmp_path / "model", vocab=64)))
     row = good_row(1)

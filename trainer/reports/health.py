@@ -400,7 +400,8 @@ RULES = (
         ("async/trainer_idle_frac",), waiting,
         ("async_training.max_off_policy_threshold", "async_training.batches_ahead", "data.max_response_length"),
         "the engines do not produce samples as fast as the trainer uses them, or idle while the longest ones end",
-        "raise max_off_policy_threshold to 2 or more, so that short samples need not wait for long ones",
+        "set async_training.partial_rollout=true or raise max_off_policy_threshold to 2 or more, so that the engines "
+        "have samples to work on while the longest ones end",
     ),
     Rule(  # all memory is allocated after the first steps
         ("actor/perf/host_rss_gb", "actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb"),
