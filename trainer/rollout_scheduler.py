@@ -271,9 +271,9 @@ class RolloutScheduler:
         return self.filter.drops or self.spans_updates or self.oversample > 1
 
     def _abort(self, batch: DataProto, chosen: int, surplus: Sequence[Group]) -> dict[str, Metric]:
-        """Aborts the surplus groups of a batch. Returns their number and the bias of the lengths: mean tokens of the
-        chosen groups, relative to that of all. The aborted ones count with the tokens that they have, so the bias
-        without the abort is at least as large."""
+        """Aborts the surplus groups of a batch. Returns metrics: their number, and the bias of the lengths, which is
+        the mean number of tokens of the chosen groups relative to that of all groups, minus 1. An aborted group counts
+        with the tokens that it had sampled, so the true bias is at least as large."""
         if not surplus:
             return {}
         aborted = self.engines.abort_groups([group.plan.key for group in surplus if group.sampled is None])

@@ -1,8 +1,9 @@
-"""Asynchronous training, live: seconds per step for K = async_training.max_off_policy_threshold against K = 0.
+"""Asynchronous training, live: seconds per step for K = async_training.max_off_policy_threshold against K = 0, and for
+partial rollouts.
 
 The main job on the task of `bench step` (1.06M parameters, 16 prompts x 8 samples of skewed lengths) with a reward that
-takes `--seconds` for each sample, all samples at once, as a judge or a sandbox does. Runs with different K take turns.
-Printed is the median over rounds of the ratio of K to K = 0 in the same round, with the smallest and largest. Options:
+takes `--seconds` for each sample, all samples at once, as a judge or a sandbox does. Runs of all settings take turns.
+Printed is the median over rounds of the ratio to K = 0 in the same round, with the smallest and largest. Options:
 --rounds N, --steps N, --seconds S, --engines hf vllm.
 """
 
@@ -19,7 +20,12 @@ from tests.bench.frame import options
 from tests.bench.step_task import SIZES, arguments, make_task
 from trainer.tracking import read_metrics
 
-THRESHOLDS = (0, 1, 2)
+SETTINGS: dict[str, dict[str, object]] = {
+    "K=0": {},
+    "K=1": {"async_training.max_off_policy_threshold": 1},
+    "K=1, partial": {"async_training.max_off_policy_threshold": 1, "async_training.partial_rollout": "true"},
+    "K=2": {"async_training.max_off_policy_threshold": 2},
+}
 WARM_UP = 3
 REWARD = """
 import asyncio, zlib
@@ -31,11 +37,13 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 """
 
 
-def seconds_per_step(folder: Path, name: str, engine: str, threshold: int, steps: int, seconds: float) -> float:
+def seconds_per_step(
+    folder: Path, name: str, engine: str, setting: dict[str, object], steps: int, seconds: float
+) -> float:
     """Returns the mean time of a step after the first ones, from their times in the log."""
     own = {
         "rollout.name": engine,
-        "async_training.max_off_policy_threshold": threshold,
+        **setting,
         "reward.custom_reward_function.path": folder / "reward.py",
         "reward.reward_kwargs": f"{{seconds: {seconds}}}",
         "reward.max_concurrent": 512,
@@ -55,25 +63,25 @@ def seconds_per_step(folder: Path, name: str, engine: str, threshold: int, steps
 
 
 def main(argv: list[str]) -> int:
-    """Runs all engines and thresholds in turn."""
+    """Runs all engines and settings in turn."""
     given = options("async_live", __doc__, argv, rounds=3, steps=14, seconds=0.5, engines=["hf", "vllm"])
-    with tempfile.TemporaryDirectory(prefix="bench-async-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="bench-async-", ignore_cleanup_errors=True) as root:
+        folder = Path(root)
         make_task(folder, SIZES[0])
         (folder / "reward.py").write_text(REWARD)
         for engine in given.engines:
-            ratios: dict[int, list[float]] = {threshold: [] for threshold in THRESHOLDS}
+            ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}
             base = list[float]()
             for round_number in range(given.rounds):
-                times = {
-                    k: seconds_per_step(folder, f"{engine}-{round_number}-{k}", engine, k, given.steps, given.seconds)
-                    for k in THRESHOLDS
-                }
-                base.append(times[0])
-                for k in THRESHOLDS:
-                    ratios[k].append(times[k] / times[0])
+                for number, (name, setting) in enumerate(SETTINGS.items()):
+                    place = f"{engine}-{round_number}-{number}"
+                    took = seconds_per_step(folder, place, engine, setting, given.steps, given.seconds)
+                    base += [took] if not setting else []
+                    ratios[name].append(took / base[-1])
             print(f"{engine}, reward of {given.seconds} s, K=0: {statistics.median(base):.2f} s per step")
-            for k in THRESHOLDS[1:]:
-                low, high = min(ratios[k]), max(ratios[k])
-                print(f"  K={k}: {statistics.median(ratios[k]):.2f} x the time ({low:.2f} to {high:.2f})", flush=True)
+            for name in list(SETTINGS)[1:]:
+                low, high = min(ratios[name]), max(ratios[name])
+                print(
+                    f"  {name}: {statistics.median(ratios[name]):.2f} x the time ({low:.2f} to {high:.2f})", flush=True
+                )
     return 0

@@ -194,6 +194,18 @@ def test_each_call_returns_the_groups_that_are_complete() -> None:
     assert last.rows is not None and set(last.rows.non_tensor_batch["uid"]) == {"world_2"}
 
 
+def test_an_aborted_group_of_episodes_leaves_no_request_and_no_environment() -> None:
+    engine, pool = ScriptedEngine(digits), ScriptedPool(world)
+    groups = group_run(pool, engine)
+    groups.begin([GroupPlan("a", members(1)), GroupPlan("b", members(2))], SamplingParams(max_tokens=40))
+    while not engine.running:
+        groups.advance()
+    assert groups.snapshot() == [], "a running environment cannot be copied"
+    groups.abort(["a", "b"])
+    assert groups.is_idle and not engine.running and not pool.seeds
+    assert groups.run(["a", "b"]).reports == []
+
+
 class SlowEngine(ScriptedEngine):
     """A step takes 2 ms."""
 
