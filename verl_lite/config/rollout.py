@@ -10,7 +10,7 @@ _TRUNCATED = "log-probs of a truncated distribution differ from the trainer's: {
 _WHOLE_P = Range(_TRUNCATED.format("1"), lambda value: value == 1)
 _WHOLE_K = Range(_TRUNCATED.format("-1"), lambda value: value == -1)
 _SAMPLES = Range("training has to sample: a number above 0 is expected, usually 1.0", lambda value: value > 0)
-
+_OVERSAMPLE = Range("a number from 1 to 8 is expected, such as 1.25", lambda value: 1 <= value <= 8)
 
 SAMPLED = "rollout.val_kwargs.n={} rollout.val_kwargs.do_sample=true rollout.val_kwargs.temperature=1.0"
 """Command line options for several sampled answers to each validation prompt."""
@@ -56,7 +56,7 @@ class RolloutConfig(Options):
     enable_chunked_prefill: bool = opt(True, "vLLM: split long prompts over several engine steps")
     enable_prefix_caching: bool = opt(True, "vLLM: share the KV cache of equal prompts; reset at each weight update")
     recompute_kv_on_update: bool = opt(True, "encode running samples again after a weight update")
-    oversample: float = opt(1.0, "groups to start per group of a batch; the first complete ones are used", at_least(1))
+    oversample: float = opt(1.0, "groups to start per group of a batch; the first complete ones are used", _OVERSAMPLE)
     free_cache_engine: bool = opt(True, "CUDA: free the engine's memory during training")
     update_weights_bucket_megabytes: int = opt(512, "size of one bucket of a weight update in MiB", at_least(1))
     calculate_log_probs: bool = opt(True, "keep the engine's log-probs and log their distance to the trainer's")

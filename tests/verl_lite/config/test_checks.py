@@ -3,6 +3,7 @@ key, value and remedy. A good configuration passes, and so does an option withou
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({LATE: 2, "rollout.router_replay": True}, f"{LATE}=2 with rollout.router_replay=true: samples that continue"),
     ({PARTIAL: True}, f"{PARTIAL}=true with {LATE}=0 and rollout.oversample=1.0: no sample is running"),
     ({LATE: 1, PARTIAL: True, "rollout.router_replay": True}, f"{LATE}=1 with .*router_replay=true: .*{PARTIAL}=false"),
-    ({"rollout.oversample": 0.5}, "rollout.oversample=0.5: at least 1"),
+    ({"rollout.oversample": 0.5}, "rollout.oversample=0.5: a number from 1 to 8"),
+    ({"rollout.oversample": math.inf}, "rollout.oversample=inf: a number from 1 to 8"),
     ({LATE: 1, PARTIAL: True, "rollout.oversample": 1.25}, f"{LATE}=1 with rollout.oversample=1.25 .* up to 2 weight"),
     ({**AGENT, "agentic.model_update_frequency": 2}, f"{LATE}=0 with .*_frequency=2: .* up to 1 weight updates old"),
     ({**AGENT, "agentic.model_update_frequency": 3, LATE: 2}, f"{LATE}=2 with .*_frequency=3: .* up to 3 weight"),
