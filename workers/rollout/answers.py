@@ -132,25 +132,27 @@ class AnswerRunner:
         return len(completions) == sum(not spec.is_padding for spec in samples)
 
     def snapshot(self, key: str) -> tuple[AnswerSpec, ...]:
-        samples, completions = self._groups[key]
-        running = [number for number, spec in enumerate(samples) if not (spec.is_padding or number in completions)]
-        requests = self._runner.engine.snapshot([f"{key}/{number}" for number in running])
-        sampled = {number: request.sampled for number, request in zip(running, requests, strict=True)}
-        result = []
+        (samples, completions), running, result = self._groups[key], self._unfinished(key), list[AnswerSpec]()
         for number, spec in enumerate(samples):
             if (done := completions.get(number)) is not None:
                 whole = Sampled(tuple(done.token_ids), tuple(done.log_probs), tuple(done.versions))
                 result.append(replace(spec, sampled=whole, finish_reason=done.finish_reason))
             else:
-                result.append(replace(spec, sampled=sampled.get(number, Sampled())))
+                result.append(replace(spec, sampled=running[number].sampled) if number in running else spec)
         return tuple(result)
 
+    def _unfinished(self, key: str) -> dict[int, Request]:
+        """Returns requests that continue the running answers of a group, by their number."""
+        samples, completions = self._groups[key]
+        numbers = [n for n, spec in enumerate(samples) if not (spec.is_padding or n in completions)]
+        requests = self._runner.engine.snapshot([f"{key}/{number}" for number in numbers])
+        return dict(zip(numbers, requests, strict=True))
+
     def abort(self, key: str) -> int:
-        samples, completions = self._groups.pop(key)
-        running = [n for n, spec in enumerate(samples) if not (spec.is_padding or n in completions)]
-        requests = self._runner.engine.snapshot([f"{key}/{number}" for number in running])
-        self._runner.abort([request.request_id for request in requests])
-        lengths = [len(request.sampled.token_ids) for request in requests]
+        running = self._unfinished(key).values()
+        self._runner.abort([request.request_id for request in running])
+        _, completions = self._groups.pop(key)
+        lengths = [len(request.sampled.token_ids) for request in running]
         return sum(lengths) + sum(len(done.token_ids) for done in completions.values())
 
     def take(self, key: str) -> tuple[DataProto, None]:

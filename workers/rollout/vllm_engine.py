@@ -244,8 +244,10 @@ class VLLMEngine:
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        if not self._config.recompute_kv_on_update:
-            return  # `_start` gives the requests of each version a prefix cache of their own
+        if self._config.recompute_kv_on_update:
+            self._reset_prefix_cache()  # otherwise `_start` gives the requests of each version a cache of their own
+
+    def _reset_prefix_cache(self) -> None:
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache after a weight update; its samples would be stale")
 
@@ -253,6 +255,7 @@ class VLLMEngine:
         if self._device.type == "cpu" or self._asleep:
             return
         self._park()
+        self._reset_prefix_cache()  # its blocks lose their contents
         self._engine.sleep(level=2)
         self._asleep, self._version = {"weights", "kv_cache"}, None
 
