@@ -83,7 +83,8 @@ class ActorWorker(TrainingWorker):
             dp_size=self.world_size // tensor_parallel,
             is_collect=self.rank % tensor_parallel == 0,
         )
-        self.runner: Runner[Any] = Runner(self.rollout, group_of_engine(tensor_parallel))
+        interrupts = config.spans_updates or config.rollout.oversample > 1
+        self.runner: Runner[Any] = Runner(self.rollout, group_of_engine(tensor_parallel), interrupts)
         self.groups = GroupRun(self.sample_runner())
         if config.async_training.depth or config.spans_updates:
             for role in self.slot.roles.values():  # critic and reference too: they are built before this worker

@@ -67,13 +67,18 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. request_id is unique among the unfinished requests of an engine. sampled: tokens of the
-    response that were sampled before, by this or another engine; max_tokens includes them."""
+    """One prompt to continue. request_id is unique among the unfinished requests of an engine.
+
+    sampled: tokens of the response that were sampled before, by this or another engine; max_tokens includes them.
+    is_interruptible: False if the request ends under the weights that it starts with and needs no `snapshot`; an engine
+        may then return all its tokens together, which takes less time.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     sampled: Sampled = Sampled()
+    is_interruptible: bool = True
 
 
 @dataclass
@@ -124,7 +129,8 @@ class RolloutEngine(Protocol):
         """Ends these requests now, without a completion. Ignores ids of unknown or finished requests."""
 
     def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
-        """Returns requests that continue these unfinished ones from the tokens sampled so far, on any engine."""
+        """Returns requests that continue these unfinished, interruptible ones from the tokens sampled so far, on any
+        engine."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Loads all parameters, given under their Hugging Face names on any device. Consumes the iterator lazily.

@@ -8,6 +8,7 @@ environments. It broadcasts its calls, and the other ranks repeat them in `Runne
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Generic, NamedTuple, TypeVar
 
@@ -34,10 +35,11 @@ class Runner(Generic[Owner]):
     Args:
         engine: the engine; nothing else may submit requests to it.
         group: process group of the engine's ranks; None if the engine runs in this process alone.
+        interrupts: False if no request is interrupted; see `Request.is_interruptible`.
     """
 
-    def __init__(self, engine: RolloutEngine, group: dist.ProcessGroup | None = None) -> None:
-        self.engine, self._group = engine, group
+    def __init__(self, engine: RolloutEngine, group: dist.ProcessGroup | None = None, interrupts: bool = True) -> None:
+        self.engine, self._group, self._interrupts = engine, group, interrupts
         self.leads = group is None or dist.get_rank(group) == 0
         self._owners: dict[str, Owner] = {}
         self._requests: list[Request] = []  # submitted and aborted here, and not yet sent to the other ranks
@@ -63,6 +65,7 @@ class Runner(Generic[Owner]):
 
     def submit(self, request: Request, owner: Owner) -> None:
         """Submits a request. Raises ValueError as `RolloutEngine.submit`."""
+        request = replace(request, is_interruptible=self._interrupts)
         self.engine.submit(request)
         self._owners[request.request_id] = owner
         self._requests.append(request)

@@ -154,7 +154,7 @@ class VLLMEngine:
         # entries of the prefix cache with another salt are not used: they are those of earlier weights
         salt = None if self._config.recompute_kv_on_update else str(self._version)
         prompt = tokens_input([*request.prompt_ids, *before], cache_salt=salt)
-        given = _sampling_params(sampling, limit, streams=self._routers is None)
+        given = _sampling_params(sampling, limit, streams=request.is_interruptible and self._routers is None)
         unfinished.id = self._engine.add_request(request.request_id, prompt, given)
 
     @property
@@ -261,6 +261,8 @@ class VLLMEngine:
 
     def _park(self) -> None:
         """Removes all unfinished requests from vLLM, and keeps them for the first step after the next weights."""
+        if not all(one.request.is_interruptible for one in self._running.values()):
+            raise RuntimeError(f"the rollout engine cannot sleep with {len(self._running)} unfinished requests")
         ids = [one.id for one in self._running.values() if one.id is not None]
         self._engine.abort_request(ids, internal=True)
         for unfinished in self._running.values():
