@@ -8,6 +8,7 @@ import importlib.util
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +235,16 @@ def test_a_continued_request_does_not_repeat_its_random_numbers(engine: RolloutE
         half = len(so_far[int(result.request_id)].sampled.token_ids)
         equal = [a == b for a, b in zip(result.token_ids, result.token_ids[half:], strict=False)]
         assert sum(equal) < len(equal) / 2
+
+
+def test_requests_that_are_not_interrupted_have_the_same_completions(engine: RolloutEngine) -> None:
+    requests = mixed_requests(12, temperature=1.0, max_tokens=20)
+    streamed = run(engine, requests)
+    whole = run(engine, [replace(request, is_interruptible=False) for request in requests])
+    for name, completion in streamed.items():
+        other = whole[name]
+        assert (completion.token_ids, completion.versions) == (other.token_ids, other.versions)
+        assert completion.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
 def test_a_response_of_its_maximum_length_is_not_continued(engine: RolloutEngine) -> None:
