@@ -131,7 +131,6 @@ class VLLMEngine:
         self._version: int | None = None
         self._running: dict[str, _Unfinished] = {}  # by request id
         self._asleep: set[str] = set()
-        self._slept_with_requests = False
 
     def submit(self, request: Request) -> None:
         check_request(request, self._max_model_len, self._running, self._version)
@@ -166,12 +165,10 @@ class VLLMEngine:
         return self._version is not None
 
     def step(self) -> list[Completion]:
-        if self._slept_with_requests:
+        if parked := [unfinished for unfinished in self._running.values() if unfinished.id is None]:
             self.wake()
-            for unfinished in self._running.values():
-                if unfinished.id is None:
-                    self._start(unfinished)
-            self._slept_with_requests = False
+            for unfinished in parked:
+                self._start(unfinished)
         with self._raise_with_model_type("generate with"):
             outputs = self._engine.step() if self._running else []
         return [done for output in outputs if (done := self._store(output)) is not None]
@@ -267,7 +264,6 @@ class VLLMEngine:
         self._engine.abort_request(ids, internal=True)
         for unfinished in self._running.values():
             unfinished.id = None
-        self._slept_with_requests = bool(self._running)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         wanted = [tag for tag in tags if tag in self._asleep]

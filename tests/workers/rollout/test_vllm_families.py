@@ -20,8 +20,8 @@ from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
 from tests.workers.rollout.test_engines import ask, make_engine, plain_log_probs, run, vllm_missing
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
-from workers.rollout.base import HF_ONLY_ON_CPU
-from workers.rollout.vllm_engine import VLLMEngine
+from workers.rollout.base import HF_ONLY_ON_CPU, Request, SamplingParams
+from workers.rollout.vllm_engine import VLLMEngine, _Unfinished
 
 pytestmark = [pytest.mark.slow, vllm_missing]
 
@@ -135,7 +135,7 @@ def test_only_an_error_of_vllm_s_own_before_its_first_answer_names_the_family(ac
     engine = VLLMEngine.__new__(VLLMEngine)
     engine._config, engine._model = RolloutConfig(engine_kwargs={"vllm": {"block_size": 7}}), tiny_network("qwen2")
     engine._device, engine._max_model_len, engine._has_answered = torch.device("cpu"), 8, False
-    engine._running = {"0": ("0", 1)}
+    engine._running = {"0": _Unfinished(Request("0", (1,), SamplingParams()), [], [], [], id="0")}
     own, memory, theirs = RuntimeError("no such kernel"), torch.OutOfMemoryError("CUDA out of memory"), KeyError("rank")
 
     def weights(error: Exception | None = None) -> Iterator[tuple[str, torch.Tensor]]:
