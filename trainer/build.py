@@ -268,7 +268,7 @@ def check_engine(config: PPOConfig) -> None:
     name = resolve_engine_name(config.rollout.name)
     if config.spans_updates and name not in ("hf", "vllm") and not hasattr(ROLLOUT_ENGINES.get_fn(name), "snapshot"):
         raise UserError(
-            f"async_training.partial_rollout=true with rollout.name={name}: the engine has no method snapshot, which "
+            f"partial rollouts with rollout.name={name}: the engine has no method snapshot, which "
             "returns its running samples: add it (see workers.rollout.base.RolloutEngine), or set "
             "async_training.partial_rollout=false"
         )
