@@ -54,6 +54,11 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
+def python_path() -> str:
+    """Returns a PYTHONPATH with this project before the folders of the present one."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 class TinyRun:
     """One run in a process of its own."""
 
@@ -66,7 +71,7 @@ class TinyRun:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "trainer.main_ppo", *argv, f"trainer.default_local_dir={run_dir}"],
                 cwd=run_dir.parent,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temp), MARK: self.mark, **env},
+                env={**os.environ, "PYTHONPATH": python_path(), "TMPDIR": str(self.temp), MARK: self.mark, **env},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,13 +51,21 @@ def engine(request: pytest.FixtureRequest, folders: list[str]) -> Iterator[Rollo
 
 
 @torch.no_grad()
-def mean_difference(model: Any, request: Request, result: Completion) -> float:
-    """Of the engine's log-probs to those of one ordinary forward."""
+def plain_log_probs(model: Any, request: Request, result: Completion) -> torch.Tensor:
+    """Returns the log-probs (n,) of a response from one ordinary forward."""
     ids = torch.tensor([[*request.prompt_ids, *result.token_ids]], device="cuda")
     logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
     expected = torch.log_softmax(logits / (request.sampling.temperature or 1.0), dim=-1)
-    expected = expected.gather(1, torch.tensor(result.token_ids, device="cuda")[:, None])[:, 0].cpu()
-    return (torch.tensor(result.log_probs) - expected).abs().mean().item()
+    return expected.gather(1, torch.tensor(result.token_ids, device="cuda")[:, None])[:, 0].cpu()
+
+
+def distances(model: Any, request: Request, result: Completion) -> tuple[float, float]:
+    """Returns the mean distance of the engine's log-probs and of transformers' bf16 log-probs to those of an fp32
+    forward with the same weights. The weights of these models are spread widely, so that bf16 costs 0.05 nats."""
+    exact = plain_log_probs(copy.deepcopy(model).float(), request, result)
+    found = torch.tensor(result.log_probs), plain_log_probs(model, request, result)
+    engine, plain = ((each - exact).abs().mean().item() for each in found)
+    return engine, plain
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 0.0])
@@ -64,8 +73,9 @@ def test_log_probs_equal_a_plain_forward(engine: RolloutEngine, models: list[Any
     load(engine, models[0], 1)
     requests = mixed_requests(40, temperature=temperature, max_tokens=24)
     done = run(engine, requests)
-    differences = [mean_difference(models[0], request, done[request.request_id]) for request in requests]
-    assert sum(differences) / len(differences) < 0.02  # bf16
+    pairs = [distances(models[0], request, done[request.request_id]) for request in requests]
+    engine, plain = (sum(each) / len(pairs) for each in zip(*pairs, strict=True))
+    assert engine < 1.25 * plain  # measured on an H200: 0.052 and 0.059
 
 
 def test_weights_survive_neither_sleep_nor_an_update(engine: RolloutEngine, models: list[Any]) -> None:
@@ -83,7 +93,8 @@ def test_weights_survive_neither_sleep_nor_an_update(engine: RolloutEngine, mode
     load(engine, models[1], 2)
     result = run(engine, [request])["r"]
     assert set(result.versions) == {2}
-    assert mean_difference(models[1], request, result) < 0.05 < mean_difference(models[0], request, result)
+    (right, plain), (wrong, _) = (distances(model, request, result) for model in (models[1], models[0]))
+    assert right < 2 * plain and wrong > 1.0  # other weights are nats away
 
 
 def test_memory_does_not_grow_over_sleep_and_wake(engine: RolloutEngine, models: list[Any]) -> None:
