@@ -7,14 +7,13 @@ change meanwhile.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from verl_lite.config import PPOConfig
-from verl_lite.device import compute_dtype, device_memory
+from verl_lite.device import device_memory
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -23,12 +22,11 @@ from workers.frozen_models import ref_log_prob
 from workers.losses import actor_loss, check_loss_is_additive, loss_of_batch, user_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
-from workers.policy.tokenizer import load_tokenizer, stop_token_ids
-from workers.rewards.reward_pool import RewardItem
-from workers.rollout.answers import AnswerRunner, answer_plans
-from workers.rollout.base import RolloutEngine, SamplingParams, build_rollout_engine
-from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun, SampleRunner
-from workers.rollout.runner import Runner, group_of_engine
+from workers.policy.tokenizer import load_tokenizer
+from workers.rollout.answers import answer_plans
+from workers.rollout.base import RolloutEngine, SamplingParams
+from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
+from workers.sampling_worker import SamplingWorker
 from workers.training_worker import TrainingWorker
 
 USER_LOSS_REMEDY = (
@@ -37,11 +35,10 @@ USER_LOSS_REMEDY = (
 )
 
 
-class ActorWorker(TrainingWorker):
+class ActorWorker(SamplingWorker, TrainingWorker):
     """Generates with the policy and trains it.
 
-    rewards: handle of the reward pool, to which finished samples are sent while others are still being generated;
-        None = no reward function is called. The other arguments are those of `ModelWorker`.
+    rewards: see `SamplingWorker`. The other arguments are those of `ModelWorker`.
     """
 
     config: PPOConfig
@@ -56,25 +53,11 @@ class ActorWorker(TrainingWorker):
     def init_model(self) -> None:
         """Builds the training engine, then the rollout engine, which sees the remaining memory."""
         config, model = self.config, self.config.model
-        assert model.path is not None
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
         with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
         network = token_network(model, causal_lm(config.actor.log_prob_chunk_tokens, with_routers))
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
-        self.max_model_len = (
-            config.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
-        )
-        self.rollout = build_rollout_engine(
-            config.rollout.name,
-            model.path,
-            config.rollout,
-            max_model_len=self.max_model_len,
-            device=self.device,
-            dtype=compute_dtype(config.rollout.dtype, self.device),
-            seed=config.trainer.seed,
-            override_config=model.override_config,
-            trust_remote_code=model.trust_remote_code,
-        )
+        self.build_rollout()
         self.phases.add(self.rollout)
         tensor_parallel = config.rollout.tensor_model_parallel_size
         self.register_mesh(
@@ -83,29 +66,10 @@ class ActorWorker(TrainingWorker):
             dp_size=self.world_size // tensor_parallel,
             is_collect=self.rank % tensor_parallel == 0,
         )
-        interrupts = config.spans_updates or config.rollout.oversample > 1
-        self.runner: Runner[Any] = Runner(self.rollout, group_of_engine(tensor_parallel), interrupts)
-        self.groups = GroupRun(self.sample_runner())
         if config.async_training.depth or config.spans_updates:
             for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
                 if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
                     trained.interleave = self._run_slice
-
-    def sample_runner(self) -> SampleRunner:
-        """Returns the runner of this worker's kind of samples: answers, whose rewards the pool computes meanwhile."""
-        return AnswerRunner(
-            self.runner,
-            response_length=self.config.data.max_response_length,
-            pad_token_id=self.tokenizer.pad_token_id,
-            stop_token_ids=stop_token_ids(self.config.model, self.tokenizer),
-            on_finished=self._send_rewards,
-        )
-
-    def _send_rewards(self, finished: list[tuple[RewardItem, list[int]]]) -> None:
-        """Sends finished answers to the reward pool."""
-        if self.rewards:
-            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-            self.rewards.send("submit", [replace(item, solution_str=str(decode(ids))) for item, ids in finished])
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
@@ -265,11 +229,6 @@ class ActorWorker(TrainingWorker):
         metrics = sync_weights(self.engine, self.rollout, version, self.config.rollout.update_weights_bucket_megabytes)
         self.engine.move_out()
         return metrics
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def close(self) -> None:
-        """Closes the rollout engine and releases its resources."""
-        self.rollout.close()
 
 
 ActorRolloutWorker = ActorWorker
