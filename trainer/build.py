@@ -20,6 +20,7 @@ from trainer.cli import worker_environment
 from trainer.console import Console
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
+from trainer.engine_pool import EnginePool, SeparateActorRole
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
 from trainer.picture import draw_curve
@@ -29,7 +30,7 @@ from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules
 from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
-from trainer.resources import DeviceHolder, join_ray, start_workers
+from trainer.resources import DeviceHolder, create_groups, engine_devices, join_ray, start_workers
 from trainer.rewards.failures import LEAST_REWARDS, FailureLog
 from trainer.rewards.groups import ACCURACY, SCORE
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
@@ -48,8 +49,9 @@ from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
 from verl_lite.rewards import reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
+from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorWorker
-from workers.agent_rollout import AgentRolloutWorker
+from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
 from workers.critic import CriticWorker
 from workers.frozen_models import ReferenceWorker, RewardModelWorker
 from workers.policy.loading import empty_network, load_model_config, longest_context, packing_note
@@ -57,10 +59,13 @@ from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
 from workers.rollout.base import ROLLOUT_ENGINES, engine_names, resolve_engine_name, vllm_problem
+from workers.rollout.group_queue import GroupQueue
 from workers.rollout.slot_cache import check_layers
 from workers.rollout.vllm_engine import check_replay
+from workers.rollout_worker import RolloutWorker
 
 GIB = 1 << 30
+QUEUE_CALLS_AT_ONCE = 16
 REWARD_CALLS_AT_ONCE = 8  # one call of the driver waits for scores while calls of workers submit samples
 
 
@@ -235,7 +240,7 @@ def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
             f"data.sampler: its update(batch) receives the results {ahead} steps later than without "
             f"async_training.batches_ahead={ahead}, because it draws that many batches earlier"
         )
-    engines = max(1, slots // config.rollout.tensor_model_parallel_size)
+    engines = config.num_engines(slots)
     episodes = math.ceil(manager.num_env_groups / engines) * (manager.group_size + manager.group_size_redundancy)
     if config.is_agentic and 0 < (calls := pool.num_workers * pool.threads) < episodes:
         yield (
@@ -312,7 +317,8 @@ def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
     """Returns the devices and the memory share that the run needs on each machine."""
     is_vllm = resolve_engine_name(config.rollout.name) == "vllm"
     share = config.rollout.gpu_memory_utilization if is_vllm else 0.0
-    return ResourceRequest(slots // config.trainer.nnodes, share, config.trainer.share_devices)
+    here = slots // config.trainer.nnodes
+    return ResourceRequest(here + engine_devices(config, here), share, config.trainer.share_devices)
 
 
 def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> ServiceHandle | None:
@@ -346,7 +352,7 @@ def worker_classes(
     """
     roles = {}
     if config.ray_kwargs.ray_init.address is not None and device_type(config.trainer.device) == "cuda":
-        roles["devices"] = ClassWithInitArgs(DeviceHolder, replace(request_of(config, 1), count=1))
+        roles["devices"] = device_holder(config)
     if kind.trains and needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
     if kind.trains and needs_reference_model(config):
@@ -354,12 +360,59 @@ def worker_classes(
     if kind.scores and config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
-    if config.is_agentic:
+    if config.is_agentic and config.hybrid_engine:
         modules, log_dir = env_modules(), str(run_dir / "logs")
         roles["actor_rollout"] = ClassWithInitArgs(AgentRolloutWorker, config, actor_steps, modules, log_dir)
     else:
         roles["actor_rollout"] = ClassWithInitArgs(ActorWorker, config, actor_steps, pool)
     return roles
+
+
+def start_engines(
+    config: PPOConfig,
+    actor: WorkerGroup,
+    pool: ServiceHandle | None,
+    run_dir: Path,
+    tracking: Tracking,
+    stack: ExitStack,
+) -> SeparateActorRole:
+    """Starts the rollout engines of a separate pool, which `stack` ends. Returns the role of trainer and engines."""
+    log_dir, trainer = run_dir / "logs", config.trainer
+    count = config.num_engines(trainer.nnodes * (trainer.n_gpus_per_node or 1))
+    kept = replace(config, rollout=replace(config.rollout, free_cache_engine=False))  # such an engine never sleeps
+    queue = start_service(
+        trainer.backend,
+        ClassWithInitArgs(GroupQueue),
+        env=worker_environment(cpu=True, threads=1),
+        log_dir=log_dir,
+        max_concurrency=QUEUE_CALLS_AT_ONCE,
+        stall_timeout_s=trainer.stall_timeout_s,
+    )
+    stack.callback(queue.stop)
+
+    def start(engine: int) -> WorkerGroup:
+        if config.is_agentic:
+            recipe = ClassWithInitArgs(AgentEngineWorker, kept, queue, engine, count, env_modules(), str(log_dir))
+        else:
+            recipe = ClassWithInitArgs(RolloutWorker, kept, pool, queue, engine, count)
+        roles = {f"engine_{engine}": recipe}
+        if config.ray_kwargs.ray_init.address is not None and device_type(trainer.device) == "cuda":
+            roles = {f"devices_{engine}": device_holder(config)} | roles
+        groups = create_groups(
+            config, [config.rollout.tensor_model_parallel_size], roles, worker_modules(config), log_dir
+        )
+        for group in groups.values():
+            group.init_model()
+        return groups[f"engine_{engine}"]
+
+    engines = EnginePool(start, count, tracking.note)
+    stack.callback(engines.shutdown)
+    return SeparateActorRole(actor, config, engines, queue, pool)
+
+
+def device_holder(config: PPOConfig) -> ClassWithInitArgs:
+    """Returns the worker that reserves the device of a process in an existing Ray cluster."""
+    return ClassWithInitArgs(DeviceHolder, replace(request_of(config, 1), count=1))
 
 
 @contextmanager
@@ -376,7 +429,10 @@ def build_trainer(
         pool = start_reward_pool(config, run_dir / "logs", stack) if kind.scores else None
         roles = worker_classes(config, total_steps, pool, run_dir, kind)
         groups = start_workers(config, roles, worker_modules(config), run_dir / "logs", stack)
-        actor = ActorRole(groups["actor_rollout"], config)
+        if config.hybrid_engine:
+            actor = ActorRole(groups["actor_rollout"], config)
+        else:
+            actor = start_engines(config, groups["actor_rollout"], pool, run_dir, tracking, stack)
         if data.train is None:
             parts = episode_parts(config, run_dir, tracking.note)
         else:
@@ -409,6 +465,6 @@ def build_trainer(
         built.policy_work = policy_work(config)
         yield built
         # only after success: closing a dead process would raise and hide the first error
-        groups["actor_rollout"].close()
+        actor.close()
         if pool is not None:
             pool.call("close")

@@ -290,7 +290,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Generates and scores the validation prompts. The scores do not depend on data.val_batch_size."""
         assert self.val_data is not None
         kept = self.kept_answers()
-        engines = self.actor.world_size // self.config.rollout.tensor_model_parallel_size
+        engines = self.actor.num_engines
         return chunks.generate_in_chunks(
             self.val_data,
             chunks.val_samplings(self.config),

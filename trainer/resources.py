@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trainer.cli import worker_environment
-from verl_lite.config import RolloutConfig, RunOptions
+from verl_lite.config import PPOConfig, RolloutConfig, RunOptions
 from verl_lite.device import cpu_count, device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
@@ -31,8 +31,16 @@ def resolve_slots(config: RunOptions) -> int:
     if trainer.n_gpus_per_node is None:
         kind = device_type(trainer.device)
         most = MOST_DEFAULT_CPU_SLOTS if kind == "cpu" else sys.maxsize
-        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else min(most, visible_devices(kind))
+        here = min(most, visible_devices(kind)) - engine_devices(config, 0)
+        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else max(1, here)
     return trainer.n_gpus_per_node * trainer.nnodes
+
+
+def engine_devices(config: RunOptions, slots: int) -> int:
+    """Returns the number of devices of this machine with rollout engines of a separate pool. Such devices are in
+    addition to those of the trainer. slots: devices of the trainer, as many as the engines have by default."""
+    is_here = isinstance(config, PPOConfig) and not config.hybrid_engine and config.ray_kwargs.ray_init.address is None
+    return config.rollout_devices(slots) if is_here and isinstance(config, PPOConfig) else 0
 
 
 @contextmanager
@@ -72,7 +80,8 @@ def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: 
         return
     from verl_lite.single_controller.ray_cluster import ray_running
 
-    num_gpus = (trainer.n_gpus_per_node or 0) if device_type(trainer.device) == "cuda" else 0
+    slots = trainer.n_gpus_per_node or 0
+    num_gpus = slots + engine_devices(config, slots) if device_type(trainer.device) == "cuda" else 0
     stack.enter_context(ray_running(config.ray_kwargs.ray_init, name, num_gpus=num_gpus, tell=tell))
 
 
@@ -88,20 +97,7 @@ def start_workers(
     trainer = config.trainer
     slots = trainer.n_gpus_per_node
     assert slots is not None
-    on_cpu = device_type(trainer.device) == "cpu"
-    rollout = getattr(config, "rollout", None)
-    sleeps = (
-        isinstance(rollout, RolloutConfig) and resolve_engine_name(rollout.name) == "vllm" and rollout.free_cache_engine
-    )
-    groups = create_worker_groups(
-        trainer.backend,
-        ResourcePool([slots] * trainer.nnodes, use_gpu=not on_cpu),
-        roles,
-        modules=modules,
-        env=worker_environment(on_cpu, max(1, cpu_count() // slots), sleeps=sleeps),
-        log_dir=log_dir,
-        stall_timeout_s=trainer.stall_timeout_s,
-    )
+    groups = create_groups(config, [slots] * trainer.nnodes, roles, modules, log_dir)
     for group in groups.values():
         stack.callback(group.shutdown)
     if config.ray_kwargs.ray_init.address is not None:
@@ -111,6 +107,27 @@ def start_workers(
     _groups.extend(groups.values())
     stack.callback(_groups.clear)
     return groups
+
+
+def create_groups(
+    config: RunOptions, processes: list[int], roles: dict[str, ClassWithInitArgs], modules: Sequence[str], log_dir: Path
+) -> dict[str, WorkerGroup]:
+    """Creates worker groups. processes: number of processes on each machine. See `create_worker_groups`."""
+    trainer, rollout = config.trainer, getattr(config, "rollout", None)
+    on_cpu = device_type(trainer.device) == "cpu"
+    sleeps = (
+        isinstance(rollout, RolloutConfig) and resolve_engine_name(rollout.name) == "vllm" and rollout.free_cache_engine
+    ) and getattr(config, "hybrid_engine", True)
+    slots = processes[0] + engine_devices(config, processes[0])
+    return create_worker_groups(
+        trainer.backend,
+        ResourcePool(processes, use_gpu=not on_cpu),
+        roles,
+        modules=modules,
+        env=worker_environment(on_cpu, max(1, cpu_count() // slots), sleeps=sleeps),
+        log_dir=log_dir,
+        stall_timeout_s=trainer.stall_timeout_s,
+    )
 
 
 def require_shared_folder(group: WorkerGroup, run_dir: Path) -> None:

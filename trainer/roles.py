@@ -137,6 +137,11 @@ class ActorRole(ModelRole, SavedByWorkers):
         super().__init__(group, config)
         self._engine_of: dict[str, int] = {}  # engines of the running groups
 
+    @property
+    def num_engines(self) -> int:
+        """Number of rollout engines."""
+        return self.group.mesh("rollout").dp_size
+
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         """Starts groups of samples without waiting for them. Each engine receives a contiguous block of whole groups;
         fewer groups than engines go to those that run the fewest."""
@@ -215,6 +220,10 @@ class ActorRole(ModelRole, SavedByWorkers):
     def update_weights(self, version: int) -> Metrics:
         """Copies the trained weights to the rollout engines. New samples carry `version`."""
         return combine(self.group.update_weights(version))
+
+    def close(self) -> None:
+        """Closes the rollout engines."""
+        self.group.close()
 
 
 def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, torch.Tensor]:

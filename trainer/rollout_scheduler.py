@@ -69,6 +69,9 @@ class Group:
 class Engines(Protocol):
     """Runs groups on the rollout engines, as `trainer.roles.ActorRole` does."""
 
+    @property
+    def num_engines(self) -> int: ...
+
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
 
     def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]: ...
@@ -157,7 +160,6 @@ class RolloutScheduler:
         self.sizes: dict[int, int] = {}  # number of groups of each batch that was begun, by step
         self.counts: Counter[str] = Counter()
         self._metrics: list[dict[str, Metric]] = []
-        self._num_engines = 1
         self._is_restored = False  # True until the groups of a restored state are started again
         self._ended_at: float | None = None  # end of the last `get_batch`
 
@@ -326,7 +328,6 @@ class RolloutScheduler:
         """Runs the engines and stores the rows of the groups that are complete."""
         of_key = {group.plan.key: group for group in groups}
         results = self.engines.run_groups(keys, seconds)
-        self._num_engines = len(results)
         for result in results:
             self._metrics.append(result.metrics)
             start = 0
@@ -375,7 +376,7 @@ class RolloutScheduler:
         busy = engines.get("rollout/engine_busy_frac")
         if self._ended_at is not None and busy is not None:
             period = time.perf_counter() - self._ended_at
-            idle = max(0.0, period - float(busy.total) / self._num_engines)
+            idle = max(0.0, period - float(busy.total) / self.engines.num_engines)
             metrics["async/engine_wait_seconds"] = Metric.last(idle)
             metrics["async/engine_idle_frac"] = Metric.last(idle / period)
             metrics["async/trainer_idle_frac"] = Metric.last(min(1.0, waited / period))

@@ -52,6 +52,13 @@ def dist_backend(device: torch.device) -> str:
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
 
 
+def set_deterministic(wanted: bool) -> None:
+    """Sets the variables of `DETERMINISTIC` if `wanted`. Call it before CUDA and vLLM start."""
+    if wanted:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+
+
 @contextmanager
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
     """Restricts torch to deterministic operations within the block if `wanted` is set, and allows all if it is not.

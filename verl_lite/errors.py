@@ -39,6 +39,10 @@ class NoRoomError(UserError):
     """The cluster does not answer, or has fewer machines, devices or cores than the run requests."""
 
 
+class TransferError(RuntimeError):
+    """New weights did not reach all rollout engines. The message names those that are late."""
+
+
 class StalledError(RuntimeError):
     """Workers did not answer within `trainer.stall_timeout_s`; their logs contain their stacks."""
 

@@ -14,9 +14,11 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.device import device_memory
+from verl_lite.errors import TransferError
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_lite.single_controller.worker import host_store
 from workers.engine.fsdp import FSDPEngine
 from workers.frozen_models import ref_log_prob
 from workers.losses import actor_loss, check_loss_is_additive, loss_of_batch, user_loss
@@ -28,6 +30,7 @@ from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 from workers.sampling_worker import SamplingWorker
 from workers.training_worker import TrainingWorker
+from workers.weight_transfer import ChannelEnd
 
 USER_LOSS_REMEDY = (
     "divide by the counts of the mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; "
@@ -46,17 +49,22 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
         super().__init__(config, total_training_steps)
         self.rewards = rewards
+        self.engine_index, self.num_engines = self.rank, config.num_engines(self.world_size)
         self.version = 0
+        self._channel: Any = None  # to engines in separate pools; on ranks without an end, the description of one
         self._is_additive = False  # True after the first successful check of a subclass's loss
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the training engine, then the rollout engine, which sees the remaining memory."""
+        """Builds the training engine, then the rollout engine, which sees the remaining memory. With
+        hybrid_engine=false the rollout engines are workers of their own (`workers.rollout_worker`)."""
         config, model = self.config, self.config.model
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
         with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
         network = token_network(model, causal_lm(config.actor.log_prob_chunk_tokens, with_routers))
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
+        if not config.hybrid_engine:
+            return
         self.build_rollout()
         self.phases.add(self.rollout)
         tensor_parallel = config.rollout.tensor_model_parallel_size
@@ -230,6 +238,40 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.engine.move_out()
         return metrics
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_channel(self) -> tuple[str, int]:
+        """Opens the store of a new channel to engines in separate pools. Returns its address."""
+        host = "127.0.0.1" if self.slot.store is None else self.slot.store[0]
+        self._channel, self._channel_store = None, host_store(host)
+        return host, self._channel_store.port
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, end: ChannelEnd) -> dict[str, Metric] | TransferError:
+        """Sends the trained weights to the engines of the channel, from the first rank. If only an adapter is trained,
+        the base model is sent through each channel once.
+
+        Returns seconds and megabytes as metrics, or the error if an engine did not receive the weights.
+        """
+        self.phases.enter(self.engine)
+        started, sent = time.perf_counter(), 0
+        is_new, bucket_bytes = self._channel is None, self.config.rollout.update_weights_bucket_megabytes << 20
+        if self.config.model.lora_rank:
+            weights = self.engine.unmerged_params(is_new, bucket_bytes)
+        else:
+            weights = self.engine.full_params(bucket_bytes)
+        failure = None
+        if self.rank == 0:
+            try:
+                self._channel = self._channel or end.connect(self.device, self._channel_store)
+                sent = self._channel.send(weights, bucket_bytes)
+            except TransferError as error:
+                self._channel, failure = None, error
+        else:
+            self._channel = end
+        for _ in weights:  # gathering is collective: the ranks do it together, also after a failure
+            pass
+        return failure or _sync_metrics(started, sent)
+
 
 ActorRolloutWorker = ActorWorker
 """Deprecated alias of `ActorWorker`."""
@@ -250,6 +292,10 @@ def sync_weights(source: FSDPEngine, rollout: RolloutEngine, version: int, bucke
 
     rollout.load_weights(counted(), version)
     rollout.reset_cache()
+    return _sync_metrics(started, sent)
+
+
+def _sync_metrics(started: float, sent: int) -> dict[str, Metric]:
     return {
         "weight_sync/seconds": Metric.max(time.perf_counter() - started),
         "weight_sync/megabytes": Metric.max(sent / 1e6),

@@ -1,4 +1,4 @@
-"""The policy's worker of agentic runs: an `ActorWorker` whose samples are episodes in environments.
+"""The workers of agentic runs, whose samples are episodes in environments.
 
 The environments run in child processes of the first rank of each rollout engine.
 """
@@ -10,38 +10,36 @@ from pathlib import Path
 from verl_lite.config import PPOConfig
 from verl_lite.envs import env_templates
 from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.actor_rollout import ActorWorker
 from workers.envs.env_pool import EnvPool
 from workers.policy.tokenizer import stop_token_ids
 from workers.rollout.episodes import EpisodeRunner, TokenLimits
 from workers.rollout.trajectories import trajectory_rows
+from workers.rollout_worker import RolloutWorker
+from workers.sampling_worker import SamplingWorker
 
 
-class AgentRolloutWorker(ActorWorker):
-    """Runs episodes with the policy and trains it.
+class AgentSampling(SamplingWorker):
+    """A worker with a rollout engine whose samples are episodes.
 
-    Args:
-        modules: modules that the environments' processes import because they register environments
-            (`verl_lite.envs.env_modules()`).
-        log_dir: folder for the logs of the environments; None discards them.
+    modules: modules that the environments' processes import because they register environments
+        (`verl_lite.envs.env_modules()`).
+    log_dir: folder for the logs of the environments; None discards them.
     """
 
-    def __init__(
-        self, config: PPOConfig, total_training_steps: int, modules: Sequence[str] = (), log_dir: str | None = None
-    ) -> None:
-        super().__init__(config, total_training_steps, rewards=None)
-        self.modules, self.log_dir = tuple(modules), log_dir
+    modules: tuple[str, ...]
+    log_dir: str | None
 
     def sample_runner(self) -> EpisodeRunner:
         """Starts the processes of the environments. Returns the runner of the episodes."""
         agentic, data = self.config.agentic, self.config.data
         templates = env_templates(agentic.custom_envs)
-        log_dir = None if self.log_dir is None else str(Path(self.log_dir) / f"environments-{self.rank}")
+        log_dir = None if self.log_dir is None else str(Path(self.log_dir) / f"environments-{self.engine_index}")
         self.pool = EnvPool(agentic.env_pool, templates, modules=self.modules, log_dir=log_dir)
         if self.runner.leads:
             self.pool.start()
         managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
-        parts = self.world_size // self.config.rollout.tensor_model_parallel_size
         return EpisodeRunner(
             self.runner,
             self.pool,
@@ -52,8 +50,8 @@ class AgentRolloutWorker(ActorWorker):
             stop_token_ids=stop_token_ids(self.config.model, self.tokenizer),
             chat_template_kwargs=data.apply_chat_template_kwargs,
             format_penalty={purpose: manager.format_penalty for purpose, manager in managers.items()},
-            max_live=max(  # this rank's share of num_env_groups
-                -(-manager.num_env_groups // parts) * (manager.group_size + manager.group_size_redundancy)
+            max_live=max(  # this engine's share of num_env_groups
+                -(-manager.num_env_groups // self.num_engines) * (manager.group_size + manager.group_size_redundancy)
                 for manager in managers.values()
                 if manager.tags
             ),
@@ -71,3 +69,30 @@ class AgentRolloutWorker(ActorWorker):
         """Closes the environments and the rollout engine."""
         self.pool.close()
         super().close()
+
+
+class AgentRolloutWorker(AgentSampling, ActorWorker):
+    """Runs episodes with the policy and trains it. For `modules` and `log_dir` see `AgentSampling`."""
+
+    def __init__(
+        self, config: PPOConfig, total_training_steps: int, modules: Sequence[str] = (), log_dir: str | None = None
+    ) -> None:
+        super().__init__(config, total_training_steps, rewards=None)
+        self.modules, self.log_dir = tuple(modules), log_dir
+
+
+class AgentEngineWorker(AgentSampling, RolloutWorker):
+    """Runs episodes with an engine in a separate pool. For `modules` and `log_dir` see `AgentSampling`, for the other
+    arguments `RolloutWorker`."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        groups_queue: ServiceHandle,
+        engine: int,
+        num_engines: int,
+        modules: Sequence[str] = (),
+        log_dir: str | None = None,
+    ) -> None:
+        super().__init__(config, None, groups_queue, engine, num_engines)
+        self.modules, self.log_dir = tuple(modules), log_dir

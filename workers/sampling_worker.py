@@ -24,12 +24,16 @@ class SamplingWorker(Worker):
 
     rewards: handle of the reward pool, to which finished samples are sent while others are still being generated;
         None = no reward function is called.
+    engine_index: number that distinguishes this worker from the others with an engine.
+    num_engines: number of engines of the run.
     """
 
     config: PPOConfig
     device: torch.device
     tokenizer: PreTrainedTokenizerBase
     rewards: Any
+    engine_index: int
+    num_engines: int
     rollout: RolloutEngine
 
     def build_rollout(self) -> None:

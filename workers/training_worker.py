@@ -1,11 +1,9 @@
 """Base classes of workers with an FSDP engine: construction of the engine and checkpoints of trained models."""
 
-import os
-
 import torch
 
 from verl_lite.config import FSDPConfig, OptimConfig, RunOptions
-from verl_lite.device import DETERMINISTIC, dist_backend, get_device
+from verl_lite.device import dist_backend, get_device, set_deterministic
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
@@ -36,9 +34,7 @@ class ModelWorker(Worker):
 
         optim_config: optimizer options; None for a network that is never trained.
         """
-        if self.config.trainer.deterministic:
-            for name, value in DETERMINISTIC.items():
-                os.environ.setdefault(name, value)
+        set_deterministic(self.config.trainer.deterministic)
         self.device = get_device(self.config.trainer.device)
         # vLLM creates gloo groups of some of the ranks. If a device is bound to the default group, torch makes the
         # ranks outside of such a group split NCCL's communicator (`_new_process_group_helper`) and wait for the ranks

@@ -85,7 +85,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     limit = f"trainer.total_training_steps={trainer.total_training_steps}"
     if trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={trainer.total_epochs}"
-    engines = max(1, slots // rollout.tensor_model_parallel_size)
+    engines = config.num_engines(slots)
     rows.append(PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit))
     engine = resolve_engine_name(rollout.name)
     is_small = (

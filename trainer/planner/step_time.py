@@ -115,7 +115,7 @@ def step_stages(
     """Returns the stages of a training step by name."""
     rollout, policy, actor, (prompt, answer) = config.rollout, networks.policy, config.actor, mean
     rows, fsdp = memory.rows_per_step(config), actor.fsdp_config
-    engines = max(1, slots // rollout.tensor_model_parallel_size)
+    engines = config.num_engines(slots)
     plan = memory.memory_plan(config, networks, slots, device)
     prefill, decode = generation_stages(
         policy,

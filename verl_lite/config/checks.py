@@ -53,6 +53,7 @@ def validate(
         *_engine(config, slots, engines),
         *(_agent(config) if config.is_agentic else ()),
         *_async_training(config),
+        *_pools(config, slots, available),
         *machine_problems(config, slots, available),
         *_models(config),
     ]
@@ -185,7 +186,7 @@ def _engine(config: PPOConfig, count: int | None, engines: Collection[str]) -> P
     rollout, parallel = config.rollout, config.rollout.tensor_model_parallel_size
     yield from _registered("rollout.name", rollout.name, engines, "Class")
     here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
-    if parallel > 1 and (rollout.name == "hf" or here % parallel):
+    if parallel > 1 and (rollout.name == "hf" or (config.hybrid_engine and here % parallel)):
         fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}"
         yield f"rollout.tensor_model_parallel_size={parallel}: set {fits}"
     for name, entries in rollout.engine_kwargs.items():
@@ -219,7 +220,7 @@ def _async_training(config: PPOConfig) -> Problems:
     options, correction = config.async_training, config.algorithm.rollout_correction
     threshold, mode = options.max_off_policy_threshold, config.actor.policy_loss.loss_mode
     key = f"async_training.max_off_policy_threshold={threshold}"
-    sleeps = config.rollout.free_cache_engine and not _on_cpu(config.trainer.device)
+    sleeps = config.hybrid_engine and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device)
     if options.depth and sleeps and not config.spans_updates:
         yield (
             f"{key} samples during training, which needs the engine's memory: set rollout.free_cache_engine=false, and "
@@ -252,6 +253,39 @@ def _async_training(config: PPOConfig) -> Problems:
             f"{key} with {shown}, which does not bound the ratio of policy and rollout, so that stale samples can have "
             f"any weight: set loss_mode to one of {', '.join(bounded)}, or truncate the weights with "
             "algorithm.rollout_correction.rollout_is=token"
+        )
+
+
+def _pools(config: PPOConfig, count: int | None, available: int | None) -> Problems:
+    """Checks the devices of rollout engines in a separate pool. For the arguments see `machine_problems`."""
+    rollout, trainer, address = config.rollout, config.trainer, config.ray_kwargs.ray_init.address
+    nodes, here, parallel = rollout.nnodes, rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
+    shown = f"rollout.nnodes={nodes} with hybrid_engine={str(config.hybrid_engine).lower()}"
+    if config.hybrid_engine:
+        if nodes:
+            yield f"{shown}: the engines share the trainer's devices: set hybrid_engine=false, or rollout.nnodes=0"
+        return
+    if not nodes:
+        yield f"{shown}: there are no devices for the engines: set rollout.nnodes=1 rollout.n_gpus_per_node=1, or more"
+        return
+    if trainer.backend == "inline":
+        yield "trainer.backend=inline with hybrid_engine=false: the engines need processes: set trainer.backend=ray"
+    if nodes > 1 and address is None:
+        yield f"rollout.nnodes={nodes} needs a Ray cluster: set ray_kwargs.ray_init.address=HOST:PORT"
+    if count is None or trainer.nnodes < 1:
+        return
+    here = config.rollout_devices(count) // nodes
+    if here % parallel:
+        yield (
+            f"rollout.n_gpus_per_node={here} with rollout.tensor_model_parallel_size={parallel}: each engine has "
+            f"{parallel} devices of one machine: set a multiple of {parallel} devices, or one of {_divisors(here)}"
+        )
+    total = count // trainer.nnodes + here
+    if available is not None and address is None and count <= available < total:
+        noun = "cores" if _on_cpu(trainer.device) else "GPUs"
+        yield (
+            f"trainer.n_gpus_per_node={count} and rollout.n_gpus_per_node={here} are more than the {available} {noun} "
+            "of this machine: set fewer of either, or join a cluster with ray_kwargs.ray_init.address"
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from verl_lite.config.agentic import AgenticConfig
 from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.data import DataConfig
-from verl_lite.config.fields import Problems, section
+from verl_lite.config.fields import Problems, opt, section
 from verl_lite.config.learners import ActorConfig, CriticConfig, ModelConfig, RefConfig, RewardModelConfig
 from verl_lite.config.reward import RewardConfig
 from verl_lite.config.rollout import AsyncTrainingConfig, RolloutConfig
@@ -26,6 +26,9 @@ class PPOConfig(RunOptions):
     ref: RefConfig = section(RefConfig, "frozen reference model")
     critic: CriticConfig = section(CriticConfig, "value function, for estimators that need one")
     rollout: RolloutConfig = section(RolloutConfig, "generation by the policy")
+    hybrid_engine: bool = opt(
+        True, "training and generation share their devices; false = engines on rollout.nnodes x n_gpus_per_node others"
+    )
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "sampling ahead of training")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "rewards and advantages")
     reward: RewardConfig = section(RewardConfig, "reward function")
@@ -44,6 +47,15 @@ class PPOConfig(RunOptions):
         options = self.async_training
         continues = options.max_off_policy_threshold > 1 if options.partial_rollout is None else options.partial_rollout
         return continues and (options.depth > 0 or self.rollout.oversample > 1)
+
+    def rollout_devices(self, slots: int) -> int:
+        """Returns the number of devices with a rollout engine. slots: devices of the trainer."""
+        rollout, here = self.rollout, self.rollout.n_gpus_per_node or slots // max(1, self.trainer.nnodes)
+        return slots if self.hybrid_engine else rollout.nnodes * here
+
+    def num_engines(self, slots: int) -> int:
+        """Returns the number of rollout engines. slots: devices of the trainer."""
+        return max(1, self.rollout_devices(slots) // self.rollout.tensor_model_parallel_size)
 
     @property
     def validates(self) -> bool:

@@ -41,6 +41,8 @@ class RolloutConfig(Options):
 
     name: str = opt("auto", "rollout engine: auto (vllm if it runs, else hf) | vllm | hf | a registered engine")
     n: int = opt(1, "samples per prompt", at_least(1))
+    nnodes: int = opt(0, "machines with rollout engines, for hybrid_engine=false", at_least(0))
+    n_gpus_per_node: int | None = opt(None, "devices of engines per machine; null = the trainer's", at_least(1))
     temperature: float = opt(1.0, "sampling temperature; the trainer's log-probs use the same", _SAMPLES)
     top_p: float = opt(1.0, "must be 1 in training; val_kwargs.top_p is free", _WHOLE_P)
     top_k: int = opt(-1, "must be -1 in training; val_kwargs.top_k is free", _WHOLE_K)

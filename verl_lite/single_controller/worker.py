@@ -128,14 +128,19 @@ class Worker:
 
 def open_store(host: str) -> int:
     """Opens the store of the ranks in this process, keeps it for the life of the process, and returns its port."""
-    from torch.distributed import TCPStore
-
     global _held_store
     if _held_store is None:
-        listener = socket.create_server((host, 0))  # torch's own server would listen on all interfaces
-        port = listener.getsockname()[1]
-        _held_store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        _held_store = host_store(host)
     return _held_store.port
+
+
+def host_store(host: str) -> TCPStore:
+    """Opens a store at a port that the system chooses."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((host, 0))  # torch's own server would listen on all interfaces
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def close_process_group() -> None:

@@ -246,6 +246,17 @@ class FSDPEngine:
         with torch.no_grad():
             yield from merged(base, adapter, scale_of(self.policy.adapter))
 
+    def unmerged_params(self, with_base: bool, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the adapter's parameters in fp32 with their names in the network. with_base: True to yield the buffers
+        and the frozen parameters before them. `policy.adapter.merged` makes the weights of `full_params` from both.
+        Collective."""
+        trained = self.trained
+        if with_base:
+            yield from self.buffers.items()
+            frozen = {name: value for name, value in self.parameters.items() if name not in trained}
+            yield from gather_full(frozen, self.param_dtype, self.shard_group, bucket_bytes)
+        yield from gather_full(trained, torch.float32, self.shard_group, bucket_bytes)
+
     def save(self, path: str, *, background: bool = False) -> None:
         """Writes model, optimizer, schedule, random states and the network's assets under `path`. Collective.
 

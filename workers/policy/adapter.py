@@ -141,6 +141,11 @@ def scale_of(config: LoraConfig) -> float:
     return float(config.lora_alpha) / int(config.r)
 
 
+def is_adapter_parameter(name: str) -> bool:
+    """True if this is the name of a parameter of an adapter in a network."""
+    return _IN_NETWORK in name and (".lora_A." in name or ".lora_B." in name)
+
+
 def merged(
     weights: Iterable[tuple[str, torch.Tensor]], adapter: Mapping[str, torch.Tensor], scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:

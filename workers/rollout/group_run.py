@@ -1,8 +1,8 @@
 """Runs the groups of samples of one rollout engine: answers to a prompt, or episodes of an environment.
 
 The driver (`trainer.rollout_scheduler`) decides which groups run. `GroupRun` starts them (`begin`), runs them until the
-driver's call ends (`run`) or in slices of time between training micro-batches (`run_slice`), and returns the groups
-that are complete.
+driver's call ends (`run`), in slices between training micro-batches (`run_slice`), or in slices of a thread that does
+nothing else (`run_for`), and returns the groups that are complete.
 """
 
 import time
@@ -81,7 +81,7 @@ class GroupRun:
 
     def __init__(self, runner: SampleRunner) -> None:
         self._runner = runner
-        self._open: list[str] = []  # keys of the running groups
+        self._open: dict[str, int] = {}  # number of samples of each running group, by key
         self._complete: list[tuple[GroupReport, DataProto]] = []
         self._sliced_at = time.perf_counter()
         self._active_s = self._beside_s = 0.0
@@ -91,12 +91,22 @@ class GroupRun:
         """True if no group is running."""
         return not self._open
 
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the running groups."""
+        return sum(self._open.values())
+
+    @property
+    def has_complete(self) -> bool:
+        """True if a group is complete and was not taken yet."""
+        return bool(self._complete)
+
     def begin(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         """Starts these groups."""
         started = time.perf_counter()
         for plan in plans:
             self._runner.begin(plan.key, plan.samples, sampling)
-            self._open.append(plan.key)
+            self._open[plan.key] = len(plan.samples)
         if plans:
             self.advance()
         self._active_s += time.perf_counter() - started
@@ -110,10 +120,20 @@ class GroupRun:
                 break
             self.advance(WAIT_S, until_completion=seconds is None)
         self._active_s += time.perf_counter() - started
+        return self.take(with_metrics=seconds is None)
+
+    def run_for(self, seconds: float) -> None:
+        """Runs the groups for this time, or until one of them is complete."""
+        started = time.perf_counter()
+        while self._open and not self._complete and time.perf_counter() - started < seconds:
+            self.advance(WAIT_S)
+        self._active_s += time.perf_counter() - started
+
+    def take(self, with_metrics: bool) -> GroupResults:
+        """Returns the complete groups, and the metrics since they were last taken."""
         complete, self._complete = self._complete, []
         rows = DataProto.concat([rows for _, rows in complete]) if complete else None
-        metrics = self._take_metrics() if seconds is None else {}
-        return GroupResults([report for report, _ in complete], rows, metrics)
+        return GroupResults([report for report, _ in complete], rows, self._take_metrics() if with_metrics else {})
 
     def snapshot(self) -> list[GroupPlan]:
         """Returns plans that continue the running groups, as far as their samples can be continued."""
@@ -123,7 +143,8 @@ class GroupRun:
     def abort(self, keys: Collection[str]) -> int:
         """Ends running groups without rows, and forgets complete ones. Returns the number of tokens of the former."""
         running = [key for key in self._open if key in keys]
-        self._open = [key for key in self._open if key not in keys]
+        for key in running:
+            del self._open[key]
         self._complete = [entry for entry in self._complete if entry[0].key not in keys]
         return sum(map(self._runner.abort, running))
 
@@ -144,7 +165,7 @@ class GroupRun:
         """Advances the samples (see `SampleRunner.advance`) and collects the groups that are complete."""
         self._runner.advance(wait_s, until_completion)
         for key in [key for key in self._open if self._runner.is_finished(key)]:
-            self._open.remove(key)
+            del self._open[key]
             rows, counts = self._runner.take(key)
             self._complete.append((GroupReport(key, len(rows), counts), rows))
 

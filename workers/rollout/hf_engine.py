@@ -323,6 +323,7 @@ class HFEngine:
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._version = None  # after an interrupted update the weights are a mixture, which must not sample
         targets = self._model.state_dict(keep_vars=True)
         given: set[str] = set()
         for name, tensor in weights:

@@ -63,6 +63,14 @@ class Runner(Generic[Owner]):
                 self._repeat(calls)
             yield False
 
+    def agree(self, value: bool) -> bool:
+        """Returns the leader's value on all ranks of the engine. Collective, outside of `lead`."""
+        if self._group is None:
+            return value
+        sent = [value]
+        dist.broadcast_object_list(sent, group=self._group, group_src=0)
+        return sent[0]
+
     def submit(self, request: Request, owner: Owner) -> None:
         """Submits a request. Raises ValueError as `RolloutEngine.submit`."""
         request = replace(request, is_interruptible=self._interrupts)

@@ -213,6 +213,7 @@ class VLLMEngine:
         return [self._running[request_id].so_far() for request_id in request_ids]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._version = None  # after an interrupted update the weights are a mixture, which must not sample
         given: set[str] = set()
         failed: list[Exception] = []
 

@@ -1,0 +1,221 @@
+"""Rollout engines on devices of their own (hybrid_engine=false): starts them, replaces those whose process died, and
+gives them groups and weights.
+
+Each engine is a worker group of its own, so that the failure of one leaves the others running. With
+async_training.max_off_policy_threshold=0 each engine runs the groups that it would run on the trainer's devices.
+Otherwise an engine pulls its next groups from a queue when it has room for them.
+"""
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from trainer.roles import ActorRole, Metrics
+from verl_lite.config import PPOConfig
+from verl_lite.errors import StalledError, TransferError, WorkerDiedError
+from verl_lite.metrics import combine
+from verl_lite.protocol import chunk_bounds
+from verl_lite.single_controller.resource_pool import ServiceHandle
+from verl_lite.single_controller.worker_group import WorkerGroup
+from workers.rollout.base import SamplingParams
+from workers.rollout.group_queue import QueuedGroup
+from workers.rollout.group_run import GroupPlan, GroupResults
+from workers.weight_transfer import ChannelEnd
+
+POLL_S = 0.1
+MOST_TRANSFER_S = 600.0
+_STARTS_AT_ONCE = 8
+
+
+class EnginePool:
+    """The worker groups of the engines.
+
+    Args:
+        start: starts the engine with this index and builds its model.
+        num_engines: number of engines.
+        tell: shows a sentence to the user.
+    """
+
+    def __init__(self, start: Callable[[int], WorkerGroup], num_engines: int, tell: Callable[[str], None]) -> None:
+        self._start, self._tell = start, tell
+        self._failure: WorkerDiedError | None = None  # since the last weight update
+        self.groups: list[WorkerGroup | None] = [None] * num_engines
+        with ThreadPoolExecutor(_STARTS_AT_ONCE) as threads:
+            started = [threads.submit(start, engine) for engine in range(num_engines)]
+        for engine, future in enumerate(started):  # after the block: all of them have started or failed
+            if future.exception() is None:
+                self.groups[engine] = future.result()
+        try:
+            for future in started:
+                future.result()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[list[Any], list[int]]:
+        """Calls a method of all engines at the same time. Returns the results of the first ranks, and the engines whose
+        process died and was replaced. Raises the first cause if an engine dies again before the next weight update."""
+        futures = [getattr(group, method)(*args, blocking=False, **kwargs) for group in self.groups]
+        return self.gather(futures)
+
+    def gather(self, futures: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """Waits for one call of each engine; see `call`."""
+        results, died = [], list[tuple[int, WorkerDiedError]]()
+        for engine, future in enumerate(futures):
+            try:
+                results.append(future.get()[0])
+            except WorkerDiedError as error:
+                died.append((engine, error))
+        for engine, death in died:
+            self._replace(engine, death)
+        return results, [engine for engine, _ in died]
+
+    def _replace(self, engine: int, error: WorkerDiedError) -> None:
+        if self._failure is not None:
+            self._failure.add_note(f"the engine that replaced it, or another one, died in the same step: {error}")
+            raise self._failure
+        self._failure = error
+        self._tell(f"{error}. The engine is replaced, and its samples are sampled again")
+        if (group := self.groups[engine]) is not None:
+            group.shutdown()
+        self.groups[engine] = self._start(engine)
+
+    def settle(self) -> None:
+        """Forgets a failure, after all engines have received new weights."""
+        self._failure = None
+
+    def shutdown(self) -> None:
+        """Ends the processes of all engines."""
+        for group in filter(None, self.groups):
+            group.shutdown()
+
+
+class SeparateActorRole(ActorRole):
+    """The driver's interface to policy workers that train and to engines in a separate pool.
+
+    queue: the queue of the engines (`workers.rollout.group_queue`). rewards: handle of the reward pool; None if there
+    is none.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, config: PPOConfig, engines: EnginePool, queue: ServiceHandle, rewards: Any
+    ) -> None:
+        super().__init__(group, config)
+        self.engines, self._queue, self._rewards = engines, queue, rewards
+        self._open: dict[str, tuple[GroupPlan, SamplingParams]] = {}  # groups that are not complete
+        self._version = self._trained = 0  # version of the engines' weights, and of the trainer's
+        self._address: tuple[str, int] | None = None  # of the channel to all engines
+        limit_s = config.trainer.stall_timeout_s
+        self._transfer_s = MOST_TRANSFER_S if limit_s is None else min(MOST_TRANSFER_S, limit_s / 2)
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.engines.groups)
+
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        owners: list[int | None] = [None] * len(plans)
+        if not self.config.async_training.max_off_policy_threshold:
+            blocks = enumerate(chunk_bounds(len(plans), self.num_engines))
+            owners = [engine for engine, (start, stop) in blocks for _ in range(start, stop)]
+        self._open |= {plan.key: (plan, sampling) for plan in plans}
+        self._queue.call("put", [self._queued(plan.key, owner) for plan, owner in zip(plans, owners, strict=True)])
+
+    def _queued(self, key: str, engine: int | None) -> QueuedGroup:
+        plan, _ = self._open[key]
+        return QueuedGroup(key, len(plan.samples), pickle.dumps(self._open[key]), engine)
+
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
+        started = progress = time.monotonic()
+        wanted, collected, limit_s = set(keys), list[GroupResults](), self.config.trainer.stall_timeout_s
+        while wanted & self._open.keys():
+            now = time.monotonic()
+            if seconds is not None and now - started >= seconds:
+                break
+            if limit_s is not None and now - progress > limit_s:
+                raise StalledError(f"no rollout engine has completed a group for {limit_s:g} s")
+            if found := self._take(POLL_S if seconds is None else min(POLL_S, seconds), with_metrics=False):
+                progress = time.monotonic()
+                collected += found
+        return collected + self._take(0.0, with_metrics=seconds is None)
+
+    def _take(self, seconds: float, with_metrics: bool) -> list[GroupResults]:
+        results, replaced = self.engines.call("take_groups", seconds, with_metrics)
+        self._restore(replaced)
+        complete = [report.key for result in results for report in result.reports]
+        for key in complete:
+            del self._open[key]
+        if complete:
+            self._queue.send("remove", complete)
+        return [result for result in results if result.reports or with_metrics]
+
+    def _restore(self, replaced: Sequence[int]) -> None:
+        """Queues the groups of replaced engines again, and gives these engines the weights."""
+        if replaced:
+            self._requeue(replaced)
+            self._address = None
+            self._transfer(max(self._version, self._trained))
+
+    def _requeue(self, replaced: Sequence[int]) -> None:
+        for engine in replaced:
+            lost = [key for key in self._queue.call("taken_by", engine) if key in self._open]
+            samples = [spec for key in lost for spec in self._open[key][0].samples]
+            items = [spec.item.key for spec in samples if getattr(spec, "item", None) is not None]
+            if self._rewards is not None and items:
+                self._rewards.call("cancel", items)
+            owner = None if self.config.async_training.max_off_policy_threshold else engine
+            self._queue.call("put", [self._queued(key, owner) for key in lost], first=True)
+
+    def snapshot_groups(self) -> list[GroupPlan]:
+        found, replaced = self.engines.call("snapshot_groups")
+        self._restore(replaced)
+        running = {plan.key: plan for plans in found for plan in plans}
+        return [running.get(key, plan) for key, (plan, _) in self._open.items()]
+
+    def abort_groups(self, keys: Sequence[str]) -> int:
+        for key in keys:
+            del self._open[key]
+        self._queue.call("remove", keys)
+        tokens, replaced = self.engines.call("abort_groups", list(keys))
+        self._restore(replaced)
+        return sum(tokens)
+
+    def train_step(self, batch: Any, step: int, blocking: bool = True) -> Any:
+        self._trained = step
+        return super().train_step(batch, step, blocking)
+
+    def update_weights(self, version: int) -> Metrics:
+        metrics = self._transfer(version)
+        self.engines.settle()
+        return metrics
+
+    def _transfer(self, version: int) -> Metrics:
+        """Sends the trainer's weights to all engines, again if one of them was replaced meanwhile."""
+        self._version, size = version, self.config.rollout.tensor_model_parallel_size
+        names = ["the trainer"]
+        for engine in range(self.num_engines):
+            names += [f"engine {engine}" + (f" (rank {rank})" if size > 1 else "") for rank in range(size)]
+        while True:
+            address = self._address or self.group.open_channel()
+            ends = [ChannelEnd(address, tuple(names), rank, self._transfer_s) for rank in range(len(names))]
+            sending = self.group.send_weights(ends[0], blocking=False)
+            receiving = [
+                group.receive_weights(version, ends[1 + engine * size], blocking=False)
+                for engine, group in enumerate(self.engines.groups)
+                if group is not None
+            ]
+            sent = sending.get()
+            received, replaced = self.engines.gather(receiving)
+            failures = [each for each in (*sent, *received) if isinstance(each, TransferError)]
+            self._address = None if failures or replaced else address
+            if replaced:
+                self._requeue(replaced)
+            elif failures:
+                raise failures[0]
+            else:
+                return combine(sent)
+
+    def close(self) -> None:
+        """Closes the engines."""
+        self.engines.call("close")

@@ -1,0 +1,68 @@
+"""The groups that no engine has started yet. Rollout engines of a separate pool pull them from here, so that a slow
+engine delays no group.
+
+The queue is a service in a process of its own. The plans are pickled, so that this process does not import torch.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+
+class QueuedGroup(NamedTuple):
+    """A group in the queue. num_samples: number of its samples. data: pickled (`GroupPlan`, `SamplingParams`).
+    engine: index of the engine that must run it; None = the first engine with room."""
+
+    key: str
+    num_samples: int
+    data: bytes
+    engine: int | None = None
+
+
+class GroupQueue:
+    """The queue. All methods can be called from several threads."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[QueuedGroup] = deque()
+        self._engine_of: dict[str, int] = {}  # engines of the groups that were taken and not removed
+        self._lock = threading.Lock()
+
+    def put(self, groups: Iterable[QueuedGroup], first: bool = False) -> None:
+        """Adds groups, at the head of the queue if `first`."""
+        with self._lock:
+            if first:
+                self._waiting.extendleft(reversed(list(groups)))
+            else:
+                self._waiting.extend(groups)
+
+    def take(self, engine: int, room: int) -> list[bytes]:
+        """Removes the groups that this engine should start, in order: all that it must run, and others while it has
+        room for samples. Returns their data."""
+        with self._lock:
+            taken, waiting = [], deque[QueuedGroup]()
+            for group in self._waiting:
+                if group.engine == engine or (group.engine is None and room > 0):
+                    room -= group.num_samples
+                    self._engine_of[group.key] = engine
+                    taken.append(group.data)
+                else:
+                    waiting.append(group)
+            self._waiting = waiting
+            return taken
+
+    def remove(self, keys: Collection[str]) -> None:
+        """Forgets groups, whether they wait or were taken."""
+        with self._lock:
+            keys = set(keys)
+            self._waiting = deque(group for group in self._waiting if group.key not in keys)
+            for key in keys:
+                self._engine_of.pop(key, None)
+
+    def taken_by(self, engine: int) -> list[str]:
+        """Returns the keys of the groups that this engine has taken and that were not removed."""
+        with self._lock:
+            return list(self._keys_of(engine))
+
+    def _keys_of(self, engine: int) -> Iterator[str]:
+        return (key for key, owner in self._engine_of.items() if owner == engine)

@@ -1,0 +1,160 @@
+"""Transfer of weights from the trainer's first rank to rollout engines in other processes, over a collective.
+
+`WeightChannel` connects the trainer's first rank (rank 0) with all ranks of the engines (ranks 1 and up) by a process
+group of its own: NCCL between GPUs, gloo otherwise. Parameters are packed into buckets, and each bucket is one
+broadcast. Names and shapes travel through the group's store, in which the receivers also count their buckets, so that
+an error names the receiver that is late.
+
+Ray's direct transport cannot replace this module (Ray 2.60): it sends each tensor to one receiver at a time, cannot
+interrupt a transfer, and answers a failed one by killing the actors at both ends, one of which is the trainer.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_lite.errors import TransferError
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+_ALIGNMENT = 16  # bytes; tensors in a bucket start at multiples of it, so that they can be viewed in their dtype
+
+
+@dataclass(frozen=True)
+class ChannelEnd:
+    """Where an end of a channel is. address: of the store, which the sender hosts. names: name of each end for error
+    messages, by rank. rank: rank of this end; 0 is the sender. timeout_s: see `WeightChannel`."""
+
+    address: tuple[str, int]
+    names: tuple[str, ...]
+    rank: int
+    timeout_s: float
+
+    def connect(self, device: torch.device, store: dist.TCPStore | None = None) -> "WeightChannel":
+        """Returns this end, connected to all others. store: the store itself; None = connects to its address."""
+        try:
+            limit = timedelta(seconds=self.timeout_s)
+            store = store or dist.TCPStore(*self.address, is_master=False, timeout=limit)
+        except RuntimeError as error:
+            raise TransferError(f"{self.names[self.rank]} cannot reach the trainer at {self.address}") from error
+        return WeightChannel(store, self.names, self.rank, device, self.timeout_s)
+
+
+class WeightChannel:
+    """One end of the channel. Collective: all ends are constructed at the same time.
+
+    store: store of the channel. timeout_s: time limit of one bucket, and of loading the last one. The other arguments
+    are those of `ChannelEnd`. device: device on which tensors are packed and received.
+    """
+
+    def __init__(
+        self, store: dist.TCPStore, names: Sequence[str], rank: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self._store, self._names, self._rank, self._device = store, names, rank, device
+        self._limit, self._number = timedelta(seconds=timeout_s), 0
+        store.set_timeout(self._limit)
+        connections = dist.PrefixStore("group", store)
+        self._group: Any
+        try:
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._limit
+                self._group = dist.ProcessGroupNCCL(connections, rank, len(names), options)
+            else:
+                self._group = dist.ProcessGroupGloo(connections, rank, len(names), self._limit)
+        except RuntimeError as error:
+            raise TransferError(f"no connection between {', '.join(names)} within {timeout_s:g} s") from error
+
+    def send(self, weights: Weights, bucket_bytes: int) -> int:
+        """Sends all weights and waits until the receivers have loaded them. Returns the number of bytes.
+
+        bucket_bytes: maximum size of a bucket; a larger tensor is a bucket of its own. Raises TransferError with the
+        names of the receivers that are late.
+        """
+        sent = 0
+        try:
+            for header, packed in _buckets(weights, bucket_bytes, self._device):
+                self._store.set(f"header/{self._number}", json.dumps(header))
+                self._number += 1
+                self._group.broadcast(packed, 0).wait(self._limit)
+                sent += packed.numel()
+            self._store.set(f"header/{self._number}", "null")
+            self._number += 1
+            self._store.wait([_loaded(rank, self._number) for rank in range(1, len(self._names))], self._limit)
+        except RuntimeError as error:
+            raise TransferError(f"weight update: {self._late()}") from error
+        return sent
+
+    def _late(self) -> str:
+        """Describes the receivers that do not have the last bucket. Those that can still finish get a second."""
+        time.sleep(1.0)
+        ranks = range(1, len(self._names))
+        late = [self._names[rank] for rank in ranks if not self._store.check([_loaded(rank, self._number)])]
+        return f"{', '.join(late) or 'the connection'} failed, or did not answer for {self._limit.total_seconds():g} s"
+
+    def receive(self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+        """Calls `load` with the weights of one `send`. If `load` raises, receives the rest nevertheless, so that the
+        other receivers get their weights. Raises TransferError if the weights do not arrive."""
+        stream = self._stream()
+        try:
+            load(stream)
+        finally:
+            for _ in stream:
+                pass
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            while (bucket := self._next_bucket()) is not None:
+                yield from bucket
+            self._store.set(_loaded(self._rank, self._number), "")
+        except RuntimeError as error:
+            raise TransferError(f"weight update: {self._names[self._rank]} received no weights: {error}") from error
+
+    def _next_bucket(self) -> list[tuple[str, torch.Tensor]] | None:
+        header = json.loads(self._store.get(f"header/{self._number}"))
+        self._number += 1
+        if header is None:
+            return None
+        packed = torch.empty(header["bytes"], dtype=torch.uint8, device=self._device)
+        self._group.broadcast(packed, 0).wait(self._limit)
+        self._store.set(_loaded(self._rank, self._number), "")
+        tensors = []
+        for name, dtype, shape, start in header["tensors"]:
+            kind = getattr(torch, dtype)
+            stop = start + math.prod(shape) * kind.itemsize
+            tensors.append((name, packed[start:stop].view(kind).view(shape)))
+        return tensors
+
+
+def _loaded(rank: int, number: int) -> str:
+    """Returns the key that exists in the store once this receiver has this number of buckets."""
+    return f"loaded/{rank}/{number}"
+
+
+def _buckets(weights: Weights, most: int, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Yields buckets of at most this number of bytes as a header and their bytes."""
+    tensors: list[torch.Tensor] = []
+    entries: list[tuple[str, str, list[int], int]] = []
+    size = 0
+
+    def bucket() -> tuple[dict[str, Any], torch.Tensor]:
+        packed = torch.empty(size, dtype=torch.uint8, device=device)
+        for tensor, (_, _, _, start) in zip(tensors, entries, strict=True):
+            packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return {"bytes": size, "tensors": entries}, packed
+
+    for name, tensor in weights:
+        if tensors and size + tensor.nbytes > most:
+            yield bucket()
+            tensors, entries, size = [], [], 0
+        tensors.append(tensor)
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if tensors:
+        yield bucket()
