@@ -281,11 +281,14 @@ def _pools(config: PPOConfig, count: int | None, available: int | None) -> Probl
             f"{parallel} devices of one machine: set a multiple of {parallel} devices, or one of {_divisors(here)}"
         )
     total = count // trainer.nnodes + here
+    if available is not None and _on_cpu(trainer.device):  # several processes may share a core
+        available = max(available, config.ray_kwargs.ray_init.num_cpus or 0)
     if available is not None and address is None and count <= available < total:
         noun = "cores" if _on_cpu(trainer.device) else "GPUs"
         yield (
             f"trainer.n_gpus_per_node={count} and rollout.n_gpus_per_node={here} are more than the {available} {noun} "
             "of this machine: set fewer of either, or join a cluster with ray_kwargs.ray_init.address"
+            + (", or share cores with ray_kwargs.ray_init.num_cpus" if _on_cpu(trainer.device) else "")
         )
 
 
