@@ -42,6 +42,7 @@ from trainer.steps import count_steps
 from trainer.tracking import Tracking
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
+from verl_lite.config.pools import num_engines
 from verl_lite.config.rollout import SAMPLED
 from verl_lite.device import device_type
 from verl_lite.envs import env_modules
@@ -240,7 +241,7 @@ def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
             f"data.sampler: its update(batch) receives the results {ahead} steps later than without "
             f"async_training.batches_ahead={ahead}, because it draws that many batches earlier"
         )
-    engines = config.num_engines(slots)
+    engines = num_engines(config, slots)
     episodes = math.ceil(manager.num_env_groups / engines) * (manager.group_size + manager.group_size_redundancy)
     if config.is_agentic and 0 < (calls := pool.num_workers * pool.threads) < episodes:
         yield (
@@ -378,7 +379,7 @@ def start_engines(
 ) -> SeparateActorRole:
     """Starts the rollout engines of a separate pool, which `stack` ends. Returns the role of trainer and engines."""
     log_dir, trainer = run_dir / "logs", config.trainer
-    count = config.num_engines(trainer.nnodes * (trainer.n_gpus_per_node or 1))
+    count = num_engines(config, trainer.nnodes * (trainer.n_gpus_per_node or 1))
     kept = replace(config, rollout=replace(config.rollout, free_cache_engine=False))  # such an engine never sleeps
     queue = start_service(
         trainer.backend,

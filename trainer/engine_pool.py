@@ -8,7 +8,7 @@ Otherwise an engine pulls its next groups from a queue when it has room for them
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,29 +41,23 @@ class EnginePool:
     def __init__(self, start: Callable[[int], WorkerGroup], num_engines: int, tell: Callable[[str], None]) -> None:
         self._start, self._tell = start, tell
         self._failure: WorkerDiedError | None = None  # since the last weight update
-        self.groups: list[WorkerGroup | None] = [None] * num_engines
         with ThreadPoolExecutor(_STARTS_AT_ONCE) as threads:
             started = [threads.submit(start, engine) for engine in range(num_engines)]
-        for engine, future in enumerate(started):  # after the block: all of them have started or failed
-            if future.exception() is None:
-                self.groups[engine] = future.result()
-        try:
-            for future in started:
-                future.result()
-        except BaseException:
+        self.groups: list[WorkerGroup] = [future.result() for future in started if future.exception() is None]
+        if failures := [error for future in started if (error := future.exception()) is not None]:
             self.shutdown()
-            raise
+            raise failures[0]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[list[Any], list[int]]:
         """Calls a method of all engines at the same time. Returns the results of the first ranks, and the engines whose
         process died and was replaced. Raises the first cause if an engine dies again before the next weight update."""
-        futures = [getattr(group, method)(*args, blocking=False, **kwargs) for group in self.groups]
-        return self.gather(futures)
+        calls = {engine: getattr(group, method) for engine, group in enumerate(self.groups)}
+        return self.gather({engine: call(*args, blocking=False, **kwargs) for engine, call in calls.items()})
 
-    def gather(self, futures: Sequence[Any]) -> tuple[list[Any], list[int]]:
-        """Waits for one call of each engine; see `call`."""
+    def gather(self, futures: Mapping[int, Any]) -> tuple[list[Any], list[int]]:
+        """Waits for calls of engines, by engine; see `call`."""
         results, died = [], list[tuple[int, WorkerDiedError]]()
-        for engine, future in enumerate(futures):
+        for engine, future in futures.items():
             try:
                 results.append(future.get()[0])
             except WorkerDiedError as error:
@@ -78,8 +72,7 @@ class EnginePool:
             raise self._failure
         self._failure = error
         self._tell(f"{error}. The engine is replaced, and its samples are sampled again")
-        if (group := self.groups[engine]) is not None:
-            group.shutdown()
+        self.groups[engine].shutdown()
         self.groups[engine] = self._start(engine)
 
     def settle(self) -> None:
@@ -88,7 +81,7 @@ class EnginePool:
 
     def shutdown(self) -> None:
         """Ends the processes of all engines."""
-        for group in filter(None, self.groups):
+        for group in self.groups:
             group.shutdown()
 
 
@@ -155,7 +148,7 @@ class SeparateActorRole(ActorRole):
         if replaced:
             self._requeue(replaced)
             self._address = None
-            self._transfer(max(self._version, self._trained))
+            self._transfer(max(self._version, self._trained), replaced)
 
     def _requeue(self, replaced: Sequence[int]) -> None:
         for engine in replaced:
@@ -186,29 +179,29 @@ class SeparateActorRole(ActorRole):
         return super().train_step(batch, step, blocking)
 
     def update_weights(self, version: int) -> Metrics:
-        metrics = self._transfer(version)
+        self._version = version
+        metrics = self._transfer(version, range(self.num_engines))
         self.engines.settle()
         return metrics
 
-    def _transfer(self, version: int) -> Metrics:
-        """Sends the trainer's weights to all engines, again if one of them was replaced meanwhile."""
-        self._version, size = version, self.config.rollout.tensor_model_parallel_size
-        names = ["the trainer"]
-        for engine in range(self.num_engines):
+    def _transfer(self, version: int, engines: Sequence[int]) -> Metrics:
+        """Sends the trainer's weights to these engines, again if one of them was replaced meanwhile."""
+        size, names = self.config.rollout.tensor_model_parallel_size, ["the trainer"]
+        for engine in engines:
             names += [f"engine {engine}" + (f" (rank {rank})" if size > 1 else "") for rank in range(size)]
         while True:
             address = self._address or self.group.open_channel()
             ends = [ChannelEnd(address, tuple(names), rank, self._transfer_s) for rank in range(len(names))]
             sending = self.group.send_weights(ends[0], blocking=False)
-            receiving = [
-                group.receive_weights(version, ends[1 + engine * size], blocking=False)
-                for engine, group in enumerate(self.engines.groups)
-                if group is not None
-            ]
+            receivers = {engine: self.engines.groups[engine] for engine in engines}
+            receiving = {
+                engine: group.receive_weights(version, ends[1 + number * size], blocking=False)
+                for number, (engine, group) in enumerate(receivers.items())
+            }
             sent = sending.get()
             received, replaced = self.engines.gather(receiving)
             failures = [each for each in (*sent, *received) if isinstance(each, TransferError)]
-            self._address = None if failures or replaced else address
+            self._address = address if len(engines) == self.num_engines and not failures and not replaced else None
             if replaced:
                 self._requeue(replaced)
             elif failures:

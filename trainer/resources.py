@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.cli import worker_environment
 from verl_lite.config import PPOConfig, RolloutConfig, RunOptions
+from verl_lite.config.pools import rollout_devices
 from verl_lite.device import cpu_count, device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
@@ -40,7 +41,7 @@ def engine_devices(config: RunOptions, slots: int) -> int:
     """Returns the number of devices of this machine with rollout engines of a separate pool. Such devices are in
     addition to those of the trainer. slots: devices of the trainer, as many as the engines have by default."""
     is_here = isinstance(config, PPOConfig) and not config.hybrid_engine and config.ray_kwargs.ray_init.address is None
-    return config.rollout_devices(slots) if is_here and isinstance(config, PPOConfig) else 0
+    return rollout_devices(config, slots) if is_here and isinstance(config, PPOConfig) else 0
 
 
 @contextmanager

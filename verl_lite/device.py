@@ -43,6 +43,11 @@ def get_device(name: str = "auto") -> torch.device:
     return torch.device("cuda", index)
 
 
+def is_on_cpu(device: str) -> bool:
+    """True if the value of `trainer.device` means the CPU on this machine."""
+    return (device_type() if device == "auto" else device) == "cpu"
+
+
 def dist_backend(device: torch.device) -> str:
     """Returns the torch.distributed backend for tensors on `device`. The backend for CUDA also sends host tensors."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

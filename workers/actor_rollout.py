@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verl_lite.config import PPOConfig
+from verl_lite.config.pools import num_engines
 from verl_lite.device import device_memory
 from verl_lite.errors import TransferError
 from verl_lite.metrics import Metric, values
@@ -49,7 +50,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
         super().__init__(config, total_training_steps)
         self.rewards = rewards
-        self.engine_index, self.num_engines = self.rank, config.num_engines(self.world_size)
+        self.engine_index, self.num_engines = self.rank, num_engines(config, self.world_size)
         self.version = 0
         self._channel: Any = None  # to engines in separate pools; on ranks without an end, the description of one
         self._is_additive = False  # True after the first successful check of a subclass's loss

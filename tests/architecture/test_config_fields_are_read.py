@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ONLY_SHOWN = ("verl_lite/config/", "trainer/plan.py", "trainer/planner/", "trainer/diffusion_plan.py")
 """How paths begin of modules that load, check, plan with or show options; a value that only they read has no effect."""
 
-READS = ("verl_lite/config/rollout_correction.py",)
+READS = ("verl_lite/config/rollout_correction.py", "verl_lite/config/pools.py")
 """What of these makes numbers of options for the code that computes with them."""
 
 READ_BY_THE_LOADER = {"recipe"}

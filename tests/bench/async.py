@@ -50,6 +50,7 @@ class Engines:
     """One engine per device, with a common clock. busy: device time in which an engine had something to decode."""
 
     def __init__(self, devices: int) -> None:
+        self.num_engines = devices
         self.devices, self.clock, self.busy, self.load = devices, 0.0, 0.0, np.zeros(devices, dtype=np.int64)
         self.keys: list[str] = []
         self.lengths: dict[str, tuple[float, ...]] = {}

@@ -25,6 +25,7 @@ from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.memory import Networks
 from trainer.planner.model_shape import config_like, shape_of
 from trainer.step_metrics import compute_mfu
+from verl_lite import device as verl_device
 from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.device import DETERMINISTIC
@@ -56,7 +57,7 @@ def test_a_worker_meets_the_others_on_its_device_and_knows_what_repeats(
     config.trainer.deterministic = deterministic
     worker, device, given = ModelWorker(config), torch.device("cuda", 0), {}
     environment = {name: value for name, value in os.environ.items() if name not in DETERMINISTIC}
-    monkeypatch.setattr(training_worker.os, "environ", environment)
+    monkeypatch.setattr(verl_device.os, "environ", environment)
     monkeypatch.setattr(training_worker, "get_device", lambda name: device)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))

@@ -40,7 +40,8 @@ class Parts:
         self.calls: list[str] = []
         self.batches: dict[str, DataProto] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.needs_old_log_prob, self.failing, self.world_size = not on_policy, failing, 1
+        self.needs_old_log_prob, self.failing, self.num_engines = not on_policy, failing, 1
+        self.world_size = 1
         self.versions: list[int] = []
         self.running: list[GroupPlan] = []
         self.logged_before_save: list[list[int]] = []

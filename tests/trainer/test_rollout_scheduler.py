@@ -45,6 +45,7 @@ class Engines:
     continues = True
 
     def __init__(self, calls_of: Callable[[str], int] = lambda key: 1, ranks: int = 2) -> None:
+        self.num_engines = ranks
         self.calls_of, self.ranks, self.version, self.calls, self.most_calls = calls_of, ranks, 0, 0, 10**9
         self.running: dict[str, tuple[GroupPlan, int]] = {}
         self.left: Counter[str] = Counter()

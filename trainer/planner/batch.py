@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from trainer import requirements
 from verl_lite.config import PPOConfig, RunConfig
-from verl_lite.device import device_type
+from verl_lite.config.pools import num_engines
+from verl_lite.device import is_on_cpu
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import resolve_engine_name
 
@@ -35,14 +36,9 @@ def launch_table(
     return "\n".join(f"{row.what:<{what}}  {row.value:>{value}}   {row.options}" for row in rows)
 
 
-def is_on_cpu(trainer: RunConfig) -> bool:
-    """Returns True if the run computes on the CPU. trainer.device=cuda can be planned on a machine without a GPU."""
-    return trainer.device != "cuda" and device_type(trainer.device) == "cpu"
-
-
 def slots_text(trainer: RunConfig, slots: int) -> str:
     """Returns the number of devices of a run as text ("8 devices"), or of processes on a CPU ("2 processes")."""
-    one, several = ("process", "processes") if is_on_cpu(trainer) else ("device", "devices")
+    one, several = ("process", "processes") if is_on_cpu(trainer.device) else ("device", "devices")
     return f"{slots} {one if slots == 1 else several}"
 
 
@@ -85,11 +81,14 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     limit = f"trainer.total_training_steps={trainer.total_training_steps}"
     if trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={trainer.total_epochs}"
-    engines = config.num_engines(slots)
+    engines = num_engines(config, slots)
     rows.append(PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit))
     engine = resolve_engine_name(rollout.name)
     is_small = (
-        engine == "vllm" and is_on_cpu(trainer) and model.path is not None and count_parameters(model) < SMALL_ON_CPU
+        engine == "vllm"
+        and is_on_cpu(trainer.device)
+        and model.path is not None
+        and count_parameters(model) < SMALL_ON_CPU
     )
     advice = "; on a CPU rollout.name=hf is faster for a model this small" if is_small else ""
     rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{advice}"))

@@ -17,6 +17,7 @@ from trainer.planner.memory import Networks
 from trainer.planner.model_shape import ModelShape
 from trainer.requirements import needs_old_log_prob, needs_reference
 from verl_lite.config import PPOConfig
+from verl_lite.config.pools import num_engines
 
 TRAINING, PREFILL, BANDWIDTH = 0.4, 0.5, 0.5
 """Assumed shares of the peak: for matrix products in training, for matrix products in prefill, and for bandwidth."""
@@ -115,7 +116,7 @@ def step_stages(
     """Returns the stages of a training step by name."""
     rollout, policy, actor, (prompt, answer) = config.rollout, networks.policy, config.actor, mean
     rows, fsdp = memory.rows_per_step(config), actor.fsdp_config
-    engines = config.num_engines(slots)
+    engines = num_engines(config, slots)
     plan = memory.memory_plan(config, networks, slots, device)
     prefill, decode = generation_stages(
         policy,

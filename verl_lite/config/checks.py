@@ -15,10 +15,11 @@ from verl_lite.config.data import python_file
 from verl_lite.config.fields import Options, Problems, unknown_value
 from verl_lite.config.learners import ActorConfig
 from verl_lite.config.option_table import ConfigError, schema_of, value_of
+from verl_lite.config.pools import divisors, pool_problems
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.run import RunOptions
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-from verl_lite.device import device_type
+from verl_lite.device import is_on_cpu
 from verl_lite.envs import env_templates
 from verl_lite.errors import UserError
 from verl_lite.group_filters import GROUP_FILTERS
@@ -53,7 +54,7 @@ def validate(
         *_engine(config, slots, engines),
         *(_agent(config) if config.is_agentic else ()),
         *_async_training(config),
-        *_pools(config, slots, available),
+        *pool_problems(config, slots, available),
         *machine_problems(config, slots, available),
         *_models(config),
     ]
@@ -101,12 +102,12 @@ def machine_problems(config: RunOptions, count: int | None, available: int | Non
     if trainer.backend == "inline" and count > 1:
         yield f"trainer.backend=inline runs in one process and cannot use {count} devices: set trainer.backend=ray"
     if available is not None and address is None and here > available:
-        noun = "cores" if _on_cpu(trainer.device) else "GPUs"
+        noun = "cores" if is_on_cpu(trainer.device) else "GPUs"
         yield f"trainer.n_gpus_per_node={here} is more than this machine has: set at most its {available} {noun}"
     for key in schema_of(type(config)).keys.values():
         size = value_of(config, key.name) if key.path[-1] == "fsdp_size" else -1
         if size is not None and size > 0 and count % size:
-            yield f"{key.name}={size} does not divide the {count} devices; use -1 or one of {_divisors(count)}"
+            yield f"{key.name}={size} does not divide the {count} devices; use -1 or one of {divisors(count)}"
 
 
 def loss_problems(actor: ActorConfig) -> Problems:
@@ -187,7 +188,7 @@ def _engine(config: PPOConfig, count: int | None, engines: Collection[str]) -> P
     yield from _registered("rollout.name", rollout.name, engines, "Class")
     here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
     if parallel > 1 and (rollout.name == "hf" or (config.hybrid_engine and here % parallel)):
-        fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {_divisors(here)}"
+        fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {divisors(here)}"
         yield f"rollout.tensor_model_parallel_size={parallel}: set {fits}"
     for name, entries in rollout.engine_kwargs.items():
         if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
@@ -220,7 +221,7 @@ def _async_training(config: PPOConfig) -> Problems:
     options, correction = config.async_training, config.algorithm.rollout_correction
     threshold, mode = options.max_off_policy_threshold, config.actor.policy_loss.loss_mode
     key = f"async_training.max_off_policy_threshold={threshold}"
-    sleeps = config.hybrid_engine and config.rollout.free_cache_engine and not _on_cpu(config.trainer.device)
+    sleeps = config.hybrid_engine and config.rollout.free_cache_engine and not is_on_cpu(config.trainer.device)
     if options.depth and sleeps and not config.spans_updates:
         yield (
             f"{key} samples during training, which needs the engine's memory: set rollout.free_cache_engine=false, and "
@@ -256,42 +257,6 @@ def _async_training(config: PPOConfig) -> Problems:
         )
 
 
-def _pools(config: PPOConfig, count: int | None, available: int | None) -> Problems:
-    """Checks the devices of rollout engines in a separate pool. For the arguments see `machine_problems`."""
-    rollout, trainer, address = config.rollout, config.trainer, config.ray_kwargs.ray_init.address
-    nodes, here, parallel = rollout.nnodes, rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
-    shown = f"rollout.nnodes={nodes} with hybrid_engine={str(config.hybrid_engine).lower()}"
-    if config.hybrid_engine:
-        if nodes:
-            yield f"{shown}: the engines share the trainer's devices: set hybrid_engine=false, or rollout.nnodes=0"
-        return
-    if not nodes:
-        yield f"{shown}: there are no devices for the engines: set rollout.nnodes=1 rollout.n_gpus_per_node=1, or more"
-        return
-    if trainer.backend == "inline":
-        yield "trainer.backend=inline with hybrid_engine=false: the engines need processes: set trainer.backend=ray"
-    if nodes > 1 and address is None:
-        yield f"rollout.nnodes={nodes} needs a Ray cluster: set ray_kwargs.ray_init.address=HOST:PORT"
-    if count is None or trainer.nnodes < 1:
-        return
-    here = config.rollout_devices(count) // nodes
-    if here % parallel:
-        yield (
-            f"rollout.n_gpus_per_node={here} with rollout.tensor_model_parallel_size={parallel}: each engine has "
-            f"{parallel} devices of one machine: set a multiple of {parallel} devices, or one of {_divisors(here)}"
-        )
-    total = count // trainer.nnodes + here
-    if available is not None and _on_cpu(trainer.device):  # several processes may share a core
-        available = max(available, config.ray_kwargs.ray_init.num_cpus or 0)
-    if available is not None and address is None and count <= available < total:
-        noun = "cores" if _on_cpu(trainer.device) else "GPUs"
-        yield (
-            f"trainer.n_gpus_per_node={count} and rollout.n_gpus_per_node={here} are more than the {available} {noun} "
-            "of this machine: set fewer of either, or join a cluster with ray_kwargs.ray_init.address"
-            + (", or share cores with ray_kwargs.ray_init.num_cpus" if _on_cpu(trainer.device) else "")
-        )
-
-
 def _models(config: PPOConfig) -> Problems:
     """Checks that model folders exist. Names in the form of the Hugging Face hub are looked up when they are loaded."""
     for name in ("model.path", "model.tokenizer_path", "reward_model.model.path", "critic.model.path"):
@@ -304,11 +269,3 @@ def _registered(key: str, value: str, known: Collection[str], kind: str) -> Prob
     """Yields a problem if `value` is neither registered nor has the form module:object."""
     if ":" not in value and value not in known:
         yield f"{unknown_value(key, value, known)}; or pkg.module:{kind}"
-
-
-def _on_cpu(device: str) -> bool:
-    return (device_type() if device == "auto" else device) == "cpu"
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -48,15 +48,6 @@ class PPOConfig(RunOptions):
         continues = options.max_off_policy_threshold > 1 if options.partial_rollout is None else options.partial_rollout
         return continues and (options.depth > 0 or self.rollout.oversample > 1)
 
-    def rollout_devices(self, slots: int) -> int:
-        """Returns the number of devices with a rollout engine. slots: devices of the trainer."""
-        rollout, here = self.rollout, self.rollout.n_gpus_per_node or slots // max(1, self.trainer.nnodes)
-        return slots if self.hybrid_engine else rollout.nnodes * here
-
-    def num_engines(self, slots: int) -> int:
-        """Returns the number of rollout engines. slots: devices of the trainer."""
-        return max(1, self.rollout_devices(slots) // self.rollout.tensor_model_parallel_size)
-
     @property
     def validates(self) -> bool:
         """True if the run has validation prompts or environments."""

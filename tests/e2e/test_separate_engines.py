@@ -1,0 +1,155 @@
+"""Runs whose engines are on devices of their own: the colocated run's numbers, and engines that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_run import TinyRun, TinyTask
+
+pytestmark = pytest.mark.slow
+
+POOL = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1", "rollout.n_gpus_per_node=1"]
+DIES = """
+import os
+from workers.rollout.hf_engine import HFEngine
+
+class Engine(HFEngine):
+    def submit(self, request):
+        os._exit(7)
+"""
+TIMES = ("timing", "seconds", "perf/", "_frac", "per_second", "weight_sync", "idle", "host_", "rollout/engine_")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
+    return TinyTask(tmp_path_factory.mktemp("separate"))
+
+
+@contextmanager
+def cores(count: int) -> Iterator[None]:
+    """Processes that start inside use so many cores. A run gives its workers as many threads as it has cores for each,
+    and the number of threads decides the last bits of sums."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set(sorted(before)[:count]))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def numbers(run: TinyRun) -> dict[int, dict[str, float]]:
+    """All metrics of each step except those that measure time."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in (run.run_dir / "metrics.jsonl").read_text().splitlines():
+        row: dict[str, Any] = json.loads(line)
+        kept = {name: value for name, value in row["data"].items() if not any(part in name for part in TIMES)}
+        steps.setdefault(row["step"], {}).update(kept)
+    return steps
+
+
+def finish(run: TinyRun) -> TinyRun:
+    assert run.wait() == 0, run.output()
+    run.leaves_nothing(20)
+    return run
+
+
+def engine_processes(run: TinyRun) -> list[int]:
+    """The processes whose output is the log of an engine."""
+    return [pid for pid in run.processes() if "engine_" in os.readlink(f"/proc/{pid}/fd/1")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task: TinyTask) -> dict[int, dict[str, float]]:
+    with cores(2):
+        return numbers(finish(task.start("undisturbed", *POOL, steps=6)))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_on_policy_numbers_are_those_of_the_colocated_run(
+    task: TinyTask, undisturbed: dict[int, dict[str, float]]
+) -> None:
+    with cores(1):
+        colocated = finish(task.start("colocated", steps=6))
+    assert numbers(colocated) == undisturbed
+    assert len(undisturbed) == 6 and len(undisturbed[1]) > 50
+
+
+def test_a_killed_engine_is_replaced_and_changes_no_number(
+    task: TinyTask, undisturbed: dict[int, dict[str, float]]
+) -> None:
+    with cores(2):
+        run = task.start("killed", *POOL, steps=6)
+    run.wait_for_step(2)
+    for pid in engine_processes(run):
+        os.kill(pid, signal.SIGKILL)
+    finish(run)
+    assert "engine_0 rank 0 died" in run.output() and "The engine is replaced" in run.output()
+    assert numbers(run) == undisturbed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["async_training.max_off_policy_threshold=1"],
+        ["async_training.max_off_policy_threshold=2", "data.max_response_length=40", "rollout.oversample=1.5"],
+        ["model.lora_rank=4", "model.lora_alpha=8", "trainer.save_freq=2"],
+    ],
+    ids=["stale", "partial", "adapter"],
+)
+def test_other_settings_survive_a_kill_too(task: TinyTask, request: pytest.FixtureRequest, options: list[str]) -> None:
+    run = task.start(request.node.callspec.id, *POOL, *options, steps=8)
+    run.wait_for_step(3)
+    for pid in engine_processes(run):
+        os.kill(pid, signal.SIGKILL)
+    finish(run)
+    assert len(numbers(run)) == 8
+    sent = [json.loads(line)["data"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    megabytes = {row["weight_sync/megabytes"] for row in sent if "weight_sync/megabytes" in row}
+    if "model.lora_rank=4" in options:
+        assert max(megabytes) < 0.1, "the base model is 0.56 MB"
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run_with_the_first_cause(task: TinyTask) -> None:
+    (task.folder / "dies.py").write_text(DIES)
+    options = ["rollout.name=dies:Engine", "trainer.save_freq=0"]
+    run = task.start("dies", *POOL, *options, env={"PYTHONPATH": os.pathsep.join([str(task.folder), os.getcwd()])})
+    assert run.wait() == 1
+    run.leaves_nothing(20)
+    assert "engine_0 rank 0 died in take_groups" in run.output() and "The engine is replaced" in run.output()
+
+
+def test_when_the_trainer_is_killed_no_engine_stays(task: TinyTask) -> None:
+    run = task.start("orphan", *POOL, steps=400)
+    run.wait_for_step(2)
+    assert engine_processes(run)
+    run.send(signal.SIGKILL)  # the driver
+    run.process.wait()
+    run.leaves_nothing(30)
+
+
+def test_when_a_rank_of_the_trainer_is_killed_the_run_ends_and_no_engine_stays(task: TinyTask) -> None:
+    run = task.start("rank", *POOL, steps=400)
+    run.wait_for_step(2)
+    trainers = [pid for pid in run.processes() if "actor_rollout" in os.readlink(f"/proc/{pid}/fd/1")]
+    os.kill(trainers[0], signal.SIGKILL)
+    assert run.wait() == 1
+    assert "actor_rollout rank 0 died" in run.output()
+    run.leaves_nothing(20)
+
+
+def test_a_run_with_separate_engines_resumes_as_a_colocated_one(
+    task: TinyTask, undisturbed: dict[int, dict[str, float]], tmp_path: Path
+) -> None:
+    with cores(2):
+        finish(task.start("resumed", *POOL, "trainer.save_freq=3", steps=3))
+        again = finish(task.start("resumed", *POOL, "trainer.save_freq=3", "trainer.resume_mode=auto", steps=6))
+    found = numbers(again)
+    assert {step: found[step] for step in (4, 5, 6)} == {step: undisturbed[step] for step in (4, 5, 6)}
