@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.roles import ActorRole, Metrics
 from verl_lite.config import PPOConfig
-from verl_lite.errors import StalledError, TransferError, WorkerDiedError
+from verl_lite.errors import NoRoomError, StalledError, TransferError, WorkerDiedError
 from verl_lite.metrics import combine
 from verl_lite.protocol import chunk_bounds
 from verl_lite.single_controller.resource_pool import ServiceHandle
@@ -73,7 +73,11 @@ class EnginePool:
         self._failure = error
         self._tell(f"{error}. The engine is replaced, and its samples are sampled again")
         self.groups[engine].shutdown()
-        self.groups[engine] = self._start(engine)
+        try:
+            self.groups[engine] = self._start(engine)
+        except NoRoomError as full:
+            error.add_note(f"it cannot be replaced: {full}")
+            raise error from None
 
     def settle(self) -> None:
         """Forgets a failure, after all engines have received new weights."""

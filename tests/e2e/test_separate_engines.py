@@ -98,7 +98,7 @@ def test_a_killed_engine_is_replaced_and_changes_no_number(
 @pytest.mark.parametrize(
     "options",
     [
-        ["async_training.max_off_policy_threshold=1"],
+        pytest.param(["async_training.max_off_policy_threshold=1"], marks=pytest.mark.long),
         ["async_training.max_off_policy_threshold=2", "data.max_response_length=40", "rollout.oversample=1.5"],
         ["model.lora_rank=4", "model.lora_alpha=8", "trainer.save_freq=2"],
     ],
@@ -135,6 +135,7 @@ def test_when_the_trainer_is_killed_no_engine_stays(task: TinyTask) -> None:
     run.leaves_nothing(30)
 
 
+@pytest.mark.long
 def test_when_a_rank_of_the_trainer_is_killed_the_run_ends_and_no_engine_stays(task: TinyTask) -> None:
     run = task.start("rank", *POOL, steps=400)
     run.wait_for_step(2)
