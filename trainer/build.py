@@ -234,12 +234,17 @@ class PPOJob(Job[PPOConfig]):
 
 
 def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
-    """Yields what a user should know about samplers that learn and about environments that wait for each other."""
+    """Yields notes on samplers that learn, on devices that wait and on environments that wait for each other."""
     ahead, manager, pool = config.async_training.depth, config.agentic.train_env_manager, config.agentic.env_pool
     if ahead and config.data.sampler.class_path is not None:
         yield (
             f"data.sampler: its update(batch) receives the results {ahead} steps later than without "
             f"async_training.batches_ahead={ahead}, because it draws that many batches earlier"
+        )
+    if not (config.hybrid_engine or config.async_training.max_off_policy_threshold):
+        yield (
+            "hybrid_engine=false with async_training.max_off_policy_threshold=0: the trainer's devices wait during "
+            "generation, and those of the engines during training: set async_training.max_off_policy_threshold=1 or more"
         )
     engines = num_engines(config, slots)
     episodes = math.ceil(manager.num_env_groups / engines) * (manager.group_size + manager.group_size_redundancy)

@@ -4,7 +4,8 @@
 #   sbatch --nodes=2 recipes/launch/slurm.sh recipe=grpo model.path=/models/Qwen2.5-7B trainer.save_freq=20
 #
 # Submit it from the project's folder, on a file system that all machines share. Arguments after the script are options of
-# trainer.main_ppo. RUN sets the run folder, PYTHON the interpreter of the environment.
+# trainer.main_ppo. RUN sets the run folder, PYTHON the interpreter of the environment, ENGINE_NODES the number of machines
+# with rollout engines instead of trainers (README.md).
 #SBATCH --job-name=verl_lite
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -20,12 +21,14 @@ set -euo pipefail
 
 python=${PYTHON:-.venv/bin/python}
 nodes=${SLURM_JOB_NUM_NODES:-1}
+engines=${ENGINE_NODES:-0}
 options=(
     "trainer.default_local_dir=${RUN:-runs/slurm-$SLURM_JOB_ID}"
     "trainer.resume_mode=auto"
-    "trainer.nnodes=$nodes"
+    "trainer.nnodes=$((nodes - engines))"
 )
 if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then options+=("trainer.n_gpus_per_node=$SLURM_GPUS_ON_NODE"); fi
+if [ "$engines" -gt 0 ]; then options+=("hybrid_engine=false" "rollout.nnodes=$engines"); fi
 
 if [ "$nodes" -gt 1 ]; then
     # The job's own Ray cluster, in which nobody without its token can run code.

@@ -4,6 +4,7 @@ one slot each (`tests/ray_machines.py`)."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,19 @@ import psutil
 import pytest
 
 from tests.ray_machines import AUTH, RayMachines
-from tests.tiny_run import TinyRun, TinyTask
+from tests.tiny_run import ROOT, TinyRun, TinyTask
 from trainer.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 
 POOL = ["hybrid_engine=false", "rollout.nnodes=1", "rollout.n_gpus_per_node=1", "trainer.save_freq=1"]
+
+
+def guide_commands() -> list[list[str]]:
+    """The options of the guide's commands, for a small task and with one device per machine."""
+    guide = (ROOT / "recipes" / "launch" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.findall(r"python -m trainer.main_ppo (recipe=grpo ray_kwargs.*)", guide)
+    return [[re.sub(r"(n_gpus_per_node)=\d+", r"\1=1", word) for word in words.split()[2:]] for words in found]
 
 
 class Site:
@@ -89,6 +97,19 @@ def test_without_room_the_run_ends_names_the_machine_and_continues_when_there_is
     assert again.wait() == 0, again.output()
     assert sorted(read_metrics(again.run_dir / "metrics.jsonl")) == list(range(1, 13))
     again.leaves_nothing(within_s=20)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_commands_of_the_guide_run(site: Site, number: int) -> None:
+    commands = guide_commands()
+    assert len(commands) == 3
+    site.join()
+    address = f"ray_kwargs.ray_init.address={site.machines.address}"
+    run = site.task.start(f"guide-{number}", address, *commands[number], steps=3, env=AUTH)
+    assert run.wait() == 0, run.output()
+    assert len(read_metrics(run.run_dir / "metrics.jsonl")) == 3
+    run.leaves_nothing(within_s=20)
 
 
 @pytest.mark.long
