@@ -244,7 +244,7 @@ def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
     if not (config.hybrid_engine or config.async_training.max_off_policy_threshold):
         yield (
             "hybrid_engine=false with async_training.max_off_policy_threshold=0: the trainer's devices wait during "
-            "generation, and those of the engines during training: set async_training.max_off_policy_threshold=1 or more"
+            "generation, and the others during training: set async_training.max_off_policy_threshold=1 or more"
         )
     engines = num_engines(config, slots)
     episodes = math.ceil(manager.num_env_groups / engines) * (manager.group_size + manager.group_size_redundancy)

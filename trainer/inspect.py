@@ -23,7 +23,7 @@ from trainer.cli import command
 from trainer.console import Terminal, format_seconds
 from trainer.final_report import shortened, validation_means, validation_table
 from trainer.reports.health import BAD, LOOK, OK, Finding, findings_of, number
-from trainer.reports.page_data import PANELS
+from trainer.reports.page_data import panels_of
 from trainer.reports.run_data import METRICS, Answer, Run, chosen, read_run, run_titles, stage_seconds
 
 EVERY_S = 2.0
@@ -75,7 +75,7 @@ def overview(run: Run, width: int) -> RenderableType:
     if validated:
         parts.append(validation_table({f"step {at}": validated[at] for at in (min(validated), max(validated))}))
     table, series = _table("Curves"), run.series()
-    for name in (name for _, _, names in PANELS for name in names if len(series.get(name, ())) > 1):
+    for name in (name for _, _, names in panels_of(series) for name in names if len(series.get(name, ())) > 1):
         values = [value for _, value in series[name]]
         trend = Text(sparkline(values, max(10, min(60, width - 62))), style="cyan")
         table.add_row(name, number(values[0]), trend, Text(number(values[-1]), style="bold"))

@@ -1,5 +1,5 @@
 """`python -m trainer.plan [--like MODEL] [--device h100] [--memory_gb 80] [--mean_prompt 100] [--mean_response 700]
-key=value ...`: predicts memory and time of a run from its options.
+[--placement] key=value ...`: predicts memory and time of a run from its options.
 
 Reads the options of `trainer.main_ppo` and the config.json of `model.path` (no weights), or the sizes of a published
 model. Needs no device, data or cluster, whatever `trainer.n_gpus_per_node` and `trainer.nnodes` are. Prints the batch
@@ -35,6 +35,7 @@ from trainer.saving import checkpoint_bytes, most_checkpoints
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.config import PPOConfig, load_schema
 from verl_lite.config.checks import validate
+from verl_lite.config.pools import rollout_devices
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.host import available_memory
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> int:
     add("--memory_gb", type=float, help="memory of one device in GiB; default: that of --device")
     add("--mean_prompt", type=float, help="mean prompt tokens, for the time; default: data.max_prompt_length")
     add("--mean_response", type=float, help="mean response tokens, for the time; default: data.max_response_length")
+    add("--placement", action="store_true", help="compare shared devices with engines on devices of their own")
     given, rest = parser.parse_known_args(argv)
     device = ACCELERATORS[given.device or "h100"]
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
@@ -96,6 +98,11 @@ def main(argv: list[str]) -> int:
         print("\n".join(plan.lines(device.name, memory)))
         mean = Lengths(given.mean_prompt or longest.prompt, given.mean_response or longest.response)
         print("", *time_lines(config, networks, slots, device, mean), sep="\n")
+        if given.placement:
+            from trainer.planner.placement import placement_lines  # imports the scheduler
+
+            devices = slots if config.hybrid_engine else slots + rollout_devices(config, slots)
+            print("", *placement_lines(config, networks, devices, device, memory, mean), sep="\n")
         return int(memory is not None and not plan.fits(memory * GIB))
 
 

@@ -45,6 +45,7 @@ class MemoryPlan:
         phases: For each phase, its additional bytes by name.
         base: Bytes of a process's libraries on a CPU; None for a GPU, which adds its context and fragmentation.
         host: Bytes in host memory of each rank, by name, for offloaded tensors.
+        engine: Bytes on a device of the rollout engines by name, if they have devices of their own.
         sequences: Number of sequences that decode concurrently.
         notes: Problems that stop the run even if the memory is enough.
     """
@@ -53,6 +54,7 @@ class MemoryPlan:
     phases: dict[str, dict[str, float]]
     base: float | None = None
     host: dict[str, float] = field(default_factory=dict)
+    engine: dict[str, float] = field(default_factory=dict)
     sequences: int = 0
     micro_batches: int = 1
     notes: list[str] = field(default_factory=list)
@@ -74,11 +76,19 @@ class MemoryPlan:
     @property
     def device_bytes(self) -> float:
         """Memory that the device needs, in bytes."""
-        return self.peak * (1 + FRAGMENTATION) + CONTEXT_GIB * GIB if self.base is None else self.peak + self.base
+        return self._with_base(self.peak)
+
+    @property
+    def engine_bytes(self) -> float:
+        """Memory that a device of a rollout engine in a separate pool needs, in bytes; 0 without such a pool."""
+        return self._with_base(sum(self.engine.values())) if self.engine else 0.0
+
+    def _with_base(self, tensors: float) -> float:
+        return tensors * (1 + FRAGMENTATION) + CONTEXT_GIB * GIB if self.base is None else tensors + self.base
 
     def fits(self, memory_bytes: float) -> bool:
         """Returns True if the plan fits a device with this much memory and has no notes."""
-        return self.device_bytes <= memory_bytes and not self.notes
+        return max(self.device_bytes, self.engine_bytes) <= memory_bytes and not self.notes
 
     def lines(self, device: str, memory_gib: float | None) -> Iterator[str]:
         """Yields the plan as lines of text. memory_gib: memory of one device to compare with; None: no comparison."""
@@ -94,6 +104,8 @@ class MemoryPlan:
             more = f"with {self.base / GIB:.2f} GiB of libraries, measured"
         yield f"\n{'peak of tensors':<44}{self.peak / GIB:8.2f}   in the phase marked *"
         yield f"{f'one {where}':<44}{self.device_bytes / GIB:8.2f}   {more}"
+        if self.engine:
+            yield f"{'one ' + where + ' of an engine':<44}{self.engine_bytes / GIB:8.2f}   {_listed(self.engine)}"
         if self.host:
             host = sum(self.host.values()) / GIB
             yield f"{'additional host memory of each rank':<44}{host:8.2f}   {_listed(self.host)}"
@@ -103,13 +115,15 @@ class MemoryPlan:
             yield "\n".join(["", *self.notes])
             if self.fits(memory_gib * GIB):
                 yield f"fits {memory_gib:.1f} GiB"
+            elif self.engine_bytes > memory_gib * GIB:
+                yield f"does not fit {memory_gib:.1f} GiB: an engine needs {self.engine_bytes / GIB:.2f}"
             elif self.device_bytes > memory_gib * GIB:
                 yield (
                     f"does not fit {memory_gib:.1f} GiB: the phase {self.worst!r} needs {self.device_bytes / GIB:.2f}. "
                     "trainer/PLANNING.md lists the options that reduce each part"
                 )
         if self.base is None:
-            yield "Calculated from shapes; the formulas were checked against measurements on a CPU, not on a GPU."
+            yield "Calculated from shapes; the formulas were checked on a CPU, and on a GPU only in two small runs."
 
 
 def _listed(parts: Mapping[str, float]) -> str:
@@ -153,15 +167,20 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
                 plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
             elif size:
                 plan.always[f"{role}: {name}"] = size
-    rollout = plan.phases["rollout"] = _rollout_parts(config, networks.policy, device, plan, slots)
-    asleep = config.rollout.free_cache_engine and not on_cpu
+    rollout = _rollout_parts(config, networks.policy, device, plan, slots)
+    if config.hybrid_engine:
+        plan.phases["rollout"] = rollout
+    asleep = (config.rollout.free_cache_engine and not on_cpu) or not config.hybrid_engine
     for name, role, parts in _train_phases(config, held, slots, plan):
         brought = weights[role] | (moments[role] if name.endswith("update") else {})
         plan.phases[name] = {**({} if asleep else rollout), **brought, **parts}
     awake = {name: size for name, size in rollout.items() if name == "engine: weights" or not asleep}
+    awake = awake if config.hybrid_engine else {}
     awake.pop("engine: a step", None)
     bucket = sync_bytes(held["actor"], config.rollout.update_weights_bucket_megabytes << 20)
     plan.phases["weight sync"] = awake | weights["actor"] | {"bucket": bucket}
+    if not config.hybrid_engine:
+        plan.engine = rollout | {"bucket": float(config.rollout.update_weights_bucket_megabytes << 20)}
     return plan
 
 

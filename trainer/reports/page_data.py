@@ -13,7 +13,7 @@ import re
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -63,8 +63,22 @@ PANELS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
         {f"actor/perf/{x}_gb": x for x in ("host_rss", "max_memory_allocated", "max_memory_reserved")},
     ),
     ("Idle devices in generation", "share", {"rollout/idle_frac": ""}),
+    ("Weight versions of a sample", "", {f"async/versions_per_sample/{x}": x for x in ("mean", "max")}),
+    ("Time of a weight update", "seconds", {"weight_sync/seconds": ""}),
+    ("Weights sent in an update", "MB", {"weight_sync/megabytes": ""}),
 )
 """Charts of a run: title, unit, and the label of each metric's line. Metrics that were not logged are not drawn."""
+
+
+def panels_of(names: Iterable[str]) -> list[tuple[str, str, Mapping[str, str]]]:
+    """Returns the charts of runs that logged these metrics: `PANELS`, one for the engines of a separate pool, and one
+    for the entries that the reward function returns."""
+    names = list(names)
+    engines = {name: name.rpartition("/")[2] for name in names if name.startswith("rollout/active_frac/")}
+    parts = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
+    entries = ("Entries of the reward function's result, means", "", parts)
+    return [*PANELS, ("Activity of each engine", "share", engines), entries]
+
 
 Json = dict[str, Any]
 
@@ -91,8 +105,7 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
     names = list(dict.fromkeys(name for run in shown for name in run["series"]))
     docs = {name: doc for name in names if (doc := find(name)) is not None}
     seen = {name for run in runs for metrics in run.steps.values() for name, value in metrics.items() if value}
-    parts = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
-    panels = [*PANELS, ("Entries of the reward function's result, means", "", parts)]
+    panels = panels_of(names)
     charts = [_panel(runs, shown, title, unit, of) for title, unit, of in panels if seen & set(of)]
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),

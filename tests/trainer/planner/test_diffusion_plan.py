@@ -84,7 +84,7 @@ def test_the_command_and_wrong_input(folder: str, tmp_path: Path, capsys: pytest
     arguments.append("--memory_gb")
     assert diffusion_plan.main([*arguments, "0.1"]) == 1
     out = capsys.readouterr().out
-    assert "clip 5 x 64 x 64; 1 device" in out and "does not fit 0.1 GiB" in out and "not on a GPU" in out
+    assert "clip 5 x 64 x 64; 1 device" in out and "does not fit 0.1 GiB" in out and "on a GPU only" in out
     assert diffusion_plan.main([*arguments, "0"]) == 2
     made = config()
     made.model.path = str(tmp_path / "copy")

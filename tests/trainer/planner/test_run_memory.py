@@ -133,7 +133,7 @@ def test_the_command_plans_a_cluster_from_a_config_alone(tmp_path: Path, capsys:
     assert "on 128 x h100 in 16 machines" in text and "fits 79.1 GiB" in text and "a step" in text
     assert main([*options, "--memory_gb", "2", "rollout.name=vllm"]) == 1
     told = capsys.readouterr().out
-    assert "does not fit 2.0 GiB" in told and "not on a GPU" in told
+    assert "does not fit 2.0 GiB" in told and "on a GPU only" in told
     assert re.search("generation: answers .* reading weights, keys and values", told)
     assert main([*options, "--mean_prompt", "100", "--mean_response", "300"]) == 0
     assert "prompts of 100 tokens (--mean_prompt), answers of 300 (--mean_response)" in capsys.readouterr().out
