@@ -41,6 +41,7 @@ WORKERS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+)\.py$")  # files above the training loop
+SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # vLLM 0.26 reads only the second
 DRIVER = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # CUDA_VISIBLE_DEVICES counts devices in the order of nvidia-smi
@@ -59,7 +60,9 @@ def worker_environment(cpu: bool, threads: int, *, sleeps: bool = True) -> dict[
     """
     environment = {**WORKERS, "OMP_NUM_THREADS": str(threads)}
     if cpu:
-        return environment | {"TORCHDYNAMO_DISABLE": "1"}
+        # threads that spin while they wait for each other stop a worker almost completely if others use the cores, too
+        spin = {} if any(name in os.environ for name in SPINNING) else {SPINNING[0]: "1000"}
+        return environment | {"TORCHDYNAMO_DISABLE": "1"} | spin
     if not sleeps and not any(name in os.environ for name in ALLOCATOR):
         environment |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
     return environment

@@ -40,7 +40,7 @@ class EnginePool:
 
     def __init__(self, start: Callable[[int], WorkerGroup], num_engines: int, tell: Callable[[str], None]) -> None:
         self._start, self._tell = start, tell
-        self._failure: WorkerDiedError | None = None  # since the last weight update
+        self._failures: dict[int, WorkerDiedError] = {}  # since the last weight update, by engine
         with ThreadPoolExecutor(_STARTS_AT_ONCE) as threads:
             started = [threads.submit(start, engine) for engine in range(num_engines)]
         self.groups: list[WorkerGroup] = [future.result() for future in started if future.exception() is None]
@@ -50,7 +50,7 @@ class EnginePool:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[list[Any], list[int]]:
         """Calls a method of all engines at the same time. Returns the results of the first ranks, and the engines whose
-        process died and was replaced. Raises the first cause if an engine dies again before the next weight update."""
+        process died and was replaced. Raises the first cause if its replacement dies before the next weight update."""
         calls = {engine: getattr(group, method) for engine, group in enumerate(self.groups)}
         return self.gather({engine: call(*args, blocking=False, **kwargs) for engine, call in calls.items()})
 
@@ -67,10 +67,10 @@ class EnginePool:
         return results, [engine for engine, _ in died]
 
     def _replace(self, engine: int, error: WorkerDiedError) -> None:
-        if self._failure is not None:
-            self._failure.add_note(f"the engine that replaced it, or another one, died in the same step: {error}")
-            raise self._failure
-        self._failure = error
+        if (first := self._failures.get(engine)) is not None:
+            first.add_note(f"the engine that replaced it died in the same step: {error}")
+            raise first
+        self._failures[engine] = error
         self._tell(f"{error}. The engine is replaced, and its samples are sampled again")
         self.groups[engine].shutdown()
         try:
@@ -80,8 +80,8 @@ class EnginePool:
             raise error from None
 
     def settle(self) -> None:
-        """Forgets a failure, after all engines have received new weights."""
-        self._failure = None
+        """Forgets the failures, after all engines have received new weights."""
+        self._failures.clear()
 
     def shutdown(self) -> None:
         """Ends the processes of all engines."""

@@ -50,7 +50,6 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
         super().__init__(config, total_training_steps)
         self.rewards = rewards
-        self.engine_index, self.num_engines = self.rank, num_engines(config, self.world_size)
         self.version = 0
         self._channel: Any = None  # to engines in separate pools; on ranks without an end, the description of one
         self._is_additive = False  # True after the first successful check of a subclass's loss
@@ -66,6 +65,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         if not config.hybrid_engine:
             return
+        self.engine_index, self.num_engines = self.rank, num_engines(config, self.world_size)
         self.build_rollout()
         self.phases.add(self.rollout)
         tensor_parallel = config.rollout.tensor_model_parallel_size

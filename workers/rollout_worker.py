@@ -34,7 +34,7 @@ from workers.weight_transfer import ChannelEnd, WeightChannel
 
 SLICE_S = 0.1
 """Longest time between two looks at the driver's commands and at the queue, besides the duration of an engine step."""
-_IDLE_S = 0.02
+_IDLE_S, _MOST_IDLE_S = 0.01, 0.1  # between two looks of an idle engine; each is twice as long as the last one
 
 Result = TypeVar("Result")
 
@@ -195,13 +195,16 @@ class RolloutWorker(SamplingWorker):
 
     def _next(self) -> "_Command | None":
         """Returns the driver's next command, or None if there are groups to run. Waits for one of them."""
+        idle_s = 0.0
         while True:
             with suppress(queue.Empty):
-                return self._commands.get(block=not self.rollout.has_weights)
+                if not self.rollout.has_weights:
+                    return self._commands.get()
+                return self._commands.get(block=idle_s > 0, timeout=idle_s)
             self._pull()
             if self._pulled or not self.groups.is_idle:
                 return None
-            time.sleep(_IDLE_S)
+            idle_s = min(max(2 * idle_s, _IDLE_S), _MOST_IDLE_S)
 
     def _pull(self) -> None:
         """Takes groups from the queue as far as the engine has room for their samples."""

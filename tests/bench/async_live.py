@@ -43,7 +43,6 @@ def seconds_per_step(
     """Returns the mean time of a step after the first ones, from their times in the log."""
     own = {
         "rollout.name": engine,
-        **setting,
         "reward.custom_reward_function.path": folder / "reward.py",
         "reward.reward_kwargs": f"{{seconds: {seconds}}}",
         "reward.max_concurrent": 512,
@@ -52,6 +51,7 @@ def seconds_per_step(
         "trainer.device": "cpu",
         "trainer.total_training_steps": steps,
         "trainer.default_local_dir": folder / name,
+        **setting,
     }
     command = [sys.executable, "-m", "trainer.main_ppo", *arguments(folder, SIZES[0].lengths[1], own)]
     with (folder / f"{name}.log").open("w") as log:

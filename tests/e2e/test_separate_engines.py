@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_run import TinyRun, TinyTask
+from tests.tiny_run import ROOT, TinyRun, TinyTask
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +26,10 @@ from workers.rollout.hf_engine import HFEngine
 class Engine(HFEngine):
     def submit(self, request):
         os._exit(7)
+"""
+BROKEN = """
+def loss(*args, **kwargs):
+    raise ArithmeticError("the loss is broken")
 """
 TIMES = ("timing", "seconds", "perf/", "_frac", "per_second", "weight_sync", "idle", "host_", "rollout/engine_")
 
@@ -120,7 +126,7 @@ def test_other_settings_survive_a_kill_too(task: TinyTask, request: pytest.Fixtu
 def test_an_engine_that_dies_again_and_again_ends_the_run_with_the_first_cause(task: TinyTask) -> None:
     (task.folder / "dies.py").write_text(DIES)
     options = ["rollout.name=dies:Engine", "trainer.save_freq=0"]
-    run = task.start("dies", *POOL, *options, env={"PYTHONPATH": os.pathsep.join([str(task.folder), os.getcwd()])})
+    run = task.start("dies", *POOL, *options, env={"PYTHONPATH": os.pathsep.join([str(task.folder), str(ROOT)])})
     assert run.wait() == 1
     run.leaves_nothing(20)
     assert "engine_0 rank 0 died in take_groups" in run.output() and "The engine is replaced" in run.output()
@@ -146,11 +152,23 @@ def test_when_a_rank_of_the_trainer_is_killed_the_run_ends_and_no_engine_stays(t
     run.leaves_nothing(20)
 
 
-def test_a_run_with_separate_engines_resumes_as_a_colocated_one(
+def test_a_checkpoint_of_shared_devices_continues_on_separate_ones_with_the_same_numbers(
     task: TinyTask, undisturbed: dict[int, dict[str, float]], tmp_path: Path
 ) -> None:
     with cores(2):
-        finish(task.start("resumed", *POOL, "trainer.save_freq=3", steps=3))
+        with cores(1):
+            finish(task.start("resumed", "trainer.save_freq=3", steps=3))  # on shared devices
         again = finish(task.start("resumed", *POOL, "trainer.save_freq=3", "trainer.resume_mode=auto", steps=6))
     found = numbers(again)
     assert {step: found[step] for step in (4, 5, 6)} == {step: undisturbed[step] for step in (4, 5, 6)}
+
+
+def test_a_failed_step_is_repeated_in_one_process(task: TinyTask) -> None:
+    (task.folder / "broken_loss.py").write_text(BROKEN)
+    env = {"PYTHONPATH": os.pathsep.join([str(task.folder), str(ROOT)])}
+    run = task.start("broken", *POOL, "actor.policy_loss.loss_mode=broken_loss:loss", env=env)
+    assert run.wait() == 1
+    run.leaves_nothing(20)
+    command = [sys.executable, "-m", "trainer.replay", str(run.run_dir / "crash" / "step_1")]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 1 and "the loss is broken" in done.stderr, done.stdout + done.stderr

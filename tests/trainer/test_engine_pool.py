@@ -197,6 +197,18 @@ def test_a_second_death_before_the_next_update_ends_the_run_with_the_first_cause
     assert "died in receive_weights" in caught.value.__notes__[0]
 
 
+def test_all_engines_of_a_lost_machine_are_replaced() -> None:
+    world = World(engines=4)
+    world.role.update_weights(0)
+    world.begin(*"abcd")
+    for engine in (1, 2):
+        world.engine(engine).dies = {"take_groups"}
+    world.role.run_groups(["a"], seconds=0.0)
+    world.engine(3).dies = {"take_groups"}  # noticed later
+    assert reports(world.role.run_groups(list("abcd"))) == list("abcd")
+    assert [engine.index for engine in world.started] == [0, 1, 2, 3, 1, 2, 3]
+
+
 def test_deaths_in_different_steps_do_not_add_up() -> None:
     world = World(engines=1)
     for version in range(3):

@@ -223,15 +223,16 @@ class VLLMEngine:
                     given.add(name)
                     # vLLM expects the names of checkpoint files, which store each expert as a separate tensor
                     yield from revert_weight_conversion(self._model, {name: tensor}).items()
-            except Exception as error:
+            except Exception as error:  # the reload ends early, because vLLM cannot reload again after an exception
                 failed.append(error)
-                raise
 
         arguments = {"weights_iterator": recorded(), "is_checkpoint_format": True}
         with self._raise_with_model_type("load the weights of", failed):
             if self._device.type == "cpu":
                 self._engine.collective_rpc(_unpack_experts)
             self._engine.collective_rpc("reload_weights", kwargs=arguments)
+            if failed:
+                raise failed[0]
             if self._device.type == "cpu":
                 self._engine.collective_rpc(_repack_tied_head)
                 if any(self._engine.collective_rpc(_has_stale_experts)):

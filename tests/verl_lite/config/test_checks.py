@@ -53,6 +53,7 @@ UNBOUNDED = {
     for loss in ("gpg", "kl_cov", "dro", "kimi15")
 }
 PARTIAL = "async_training.partial_rollout"
+POOL = {"hybrid_engine": False, "rollout.nnodes": 1, "trainer.n_gpus_per_node": 1, "rollout.n_gpus_per_node": 1}
 STEPS = {"world": {"env_type": ENV, "env_manager_cls": "step"}, "maze": {"env_type": ENV}}
 
 
@@ -74,7 +75,7 @@ def found(config: PPOConfig, changes: dict[str, Any], available: int = 2) -> lis
     for name, value in changes.items():
         section, _, leaf = name.rpartition(".")
         assert name in KEYS, name
-        setattr(value_of(config, section), leaf, value)
+        setattr(value_of(config, section) if section else config, leaf, value)
     try:
         validate(config, engines=engine_names(), available=available)
     except ConfigError as error:
@@ -202,6 +203,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout.oversample": 0.5}, "rollout.oversample=0.5: a number from 1 to 8"),
     ({"rollout.oversample": math.inf}, "rollout.oversample=inf: a number from 1 to 8"),
     ({LATE: 1, PARTIAL: True, "rollout.oversample": 1.25}, f"{LATE}=1 with rollout.oversample=1.25 .* up to 2 weight"),
+    # engines in a separate pool
+    ({**POOL, "rollout.nnodes": 0}, "rollout.nnodes=0 with hybrid_engine=false: there are no .*n_gpus_per_node=1"),
+    ({**POOL, "hybrid_engine": True}, "rollout.nnodes=1 with hybrid_engine=true: .*set hybrid_engine=false, or .*=0"),
+    ({**POOL, "rollout.n_gpus_per_node": 0}, "rollout.n_gpus_per_node=0: at least 1"),
+    ({**POOL, "rollout.n_gpus_per_node": 2}, "r.n_gpus_per_node=1 and rollout.n_gpus_per_node=2 .* 2 cores of this"),
+    ({**POOL, "rollout.nnodes": 2}, "rollout.nnodes=2 needs a Ray cluster: set ray_kwargs.ray_init.address"),
+    ({**POOL, "trainer.backend": "inline"}, "trainer.backend=inline with hybrid_engine=false: .*trainer.backend=ray"),
+    ({**POOL, "rollout.name": "vllm", "rollout.tensor_model_parallel_size": 2, "rollout.n_gpus_per_node": 3,
+      "ray_kwargs.ray_init.address": "h:1"}, "n_gpus_per_node=3 with .*parallel_size=2: .*multiple of 2 .*one of 1, 3"),
     ({**AGENT, "agentic.model_update_frequency": 2}, f"{LATE}=0 with .*_frequency=2: .* up to 1 weight updates old"),
     ({**AGENT, "agentic.model_update_frequency": 3, LATE: 2}, f"{LATE}=2 with .*_frequency=3: .* up to 3 weight"),
     *[(changes, f"{LATE}=2 with actor.policy_loss.loss_mode={loss}, which does not bound .*rollout_is=token")
@@ -243,6 +253,10 @@ def test_what_cannot_work_is_refused_and_settings_that_it_names_mend_it(
         {LATE: 1, "trainer.device": "cuda", PARTIAL: True},
         {LATE: 1, AHEAD: 0, PARTIAL: True, "rollout.oversample": 1.25},
         {LATE: 2, PARTIAL: False, "rollout.router_replay": True},
+        POOL,
+        {**POOL, LATE: 1, "trainer.device": "cuda"},
+        {**POOL, "rollout.n_gpus_per_node": 3, "ray_kwargs.ray_init.num_cpus": 4},
+        {**POOL, "rollout.n_gpus_per_node": None, "rollout.nnodes": 3, "ray_kwargs.ray_init.address": "h:1"},
         *[{**changes, f"{CORRECTION}.rollout_is": "token"} for changes in UNBOUNDED.values()],
     ],
     ids=str,

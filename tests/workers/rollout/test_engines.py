@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.workers.rollout.scripted import END, ScriptedPool, answer, run_groups, spec, template
 from verl_lite.config import RolloutConfig
+from verl_lite.errors import TransferError
 from verl_lite.protocol import DataProto
 from workers.rollout.base import (
     Completion,
@@ -477,3 +478,26 @@ def test_what_is_trained_on_is_what_was_sampled_where_it_was_sampled(engine: Any
     torch.testing.assert_close(given[mask], expected[mask], atol=1e-4, rtol=0)
     # one place further it is another token: the comparison sees a shift
     assert (given.roll(1, -1)[mask] - expected[mask]).abs().mean() > 0.3
+
+
+def test_an_interrupted_update_leaves_no_weights_and_a_complete_one_repairs_them(
+    engine: RolloutEngine, models: list[torch.nn.Module]
+) -> None:
+    """Otherwise the engine would sample from a mixture of two sets of weights."""
+    request = ask("r", prompt(20), max_tokens=12, ignore_eos=True)
+    expected = run(engine, [request])["r"].token_ids
+
+    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, parameter) in enumerate(models[1].named_parameters()):
+            if number == 6:
+                raise TransferError("the trainer is gone")
+            yield name, parameter
+
+    with pytest.raises(TransferError, match="the trainer is gone"):
+        engine.load_weights(interrupted(), 2)
+    assert not engine.has_weights
+    with pytest.raises(RuntimeError, match="no weights"):
+        engine.submit(request)
+    load(engine, models[0], 3)
+    result = run(engine, [request])["r"]
+    assert result.token_ids == expected and set(result.versions) == {3}
