@@ -19,7 +19,7 @@ from tests.tiny_model import tiny_qwen2
 from tests.trainer.planner.test_run_memory import H100, grpo
 from tests.workers.engine_cases import TEMPERATURE, Batch, Case, build_engine, planned, ragged_batch
 from trainer import cli, plan
-from trainer.cli import ALLOCATOR, worker_environment
+from trainer.cli import ALLOCATOR, SPINNING, worker_environment
 from trainer.plan import decide_sharding, main, policy_work
 from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.memory import Networks
@@ -43,6 +43,16 @@ def test_segments_grow_where_no_engine_sleeps_and_the_user_has_not_said(monkeypa
     assert not growing.keys() & worker_environment(True, 1, sleeps=False).keys()
     monkeypatch.setitem(cli.os.environ, ALLOCATOR[1], "max_split_size_mb:64")
     assert not growing.keys() & worker_environment(False, 1, sleeps=False).keys()
+
+
+def test_threads_on_a_cpu_do_not_spin_unless_the_user_has_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of two spinning threads each on two cores made no progress in a minute; these took 2 s per step."""
+    for name in SPINNING:
+        monkeypatch.delenv(name, raising=False)
+    assert worker_environment(True, 2)["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in worker_environment(False, 2)
+    monkeypatch.setitem(cli.os.environ, "OMP_WAIT_POLICY", "ACTIVE")
+    assert "GOMP_SPINCOUNT" not in worker_environment(True, 2)
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm", None], ids=["hf", "vllm", "without engines"])
