@@ -214,5 +214,6 @@ class SeparateActorRole(ActorRole):
                 return combine(sent)
 
     def close(self) -> None:
-        """Closes the engines."""
-        self.engines.call("close")
+        """Closes the engines. An engine that dies meanwhile is not replaced."""
+        for future in [group.close(blocking=False) for group in self.engines.groups]:
+            future.get()

@@ -261,6 +261,14 @@ def test_a_group_that_never_ends_does_not_keep_the_run_alive() -> None:
     assert time.monotonic() - started < 5
 
 
+def test_an_engine_that_dies_at_the_end_is_not_replaced() -> None:
+    world = World(engines=2)
+    world.engine(1).dies = {"close"}
+    with pytest.raises(WorkerDiedError, match="died in close"):
+        world.role.close()
+    assert len(world.started) == 2
+
+
 def test_an_engine_that_does_not_start_ends_those_that_did() -> None:
     started: list[Engine] = []
 
