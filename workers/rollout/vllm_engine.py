@@ -230,9 +230,11 @@ class VLLMEngine:
         with self._raise_with_model_type("load the weights of", failed):
             if self._device.type == "cpu":
                 self._engine.collective_rpc(_unpack_experts)
-            self._engine.collective_rpc("reload_weights", kwargs=arguments)
-            if failed:
-                raise failed[0]
+            try:
+                self._engine.collective_rpc("reload_weights", kwargs=arguments)
+            finally:
+                if failed:  # the cause of whatever vLLM raises then
+                    raise failed[0]
             if self._device.type == "cpu":
                 self._engine.collective_rpc(_repack_tied_head)
                 if any(self._engine.collective_rpc(_has_stale_experts)):
