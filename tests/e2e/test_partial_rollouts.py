@@ -34,12 +34,16 @@ def test_samples_continue_on_engines_that_sleep_during_training_and_on_others(en
 
 
 def test_a_surplus_is_carried_over_or_aborted(tmp_path: Path) -> None:
-    carried = trained(tmp_path / "carried", "rollout.oversample=1.5", "async_training.batches_ahead=0")
+    # 6 groups of 2 answers of equal length on 8 seats: the last two groups start when the first four end, and the
+    # engine does not run during the update
+    seats = ["rollout.name=tests.e2e.sleeping_engine:SleepingEngine"]
+    seats += ["rollout.oversample=1.5", "rollout.ignore_eos=true", "rollout.max_num_seqs=8"]
+    carried = trained(tmp_path / "carried", *seats, "async_training.batches_ahead=0")
     assert all("rollout/oversample/aborted_groups" not in row for row in carried)
     assert max(row["async/versions_per_sample/max"] for row in carried) == 2
     assert max(row["async/staleness/oldest"] for row in carried) == 1
     off = ["async_training.max_off_policy_threshold=0", "async_training.partial_rollout=null"]
-    aborted = trained(tmp_path / "aborted", "rollout.oversample=1.5", *off, steps=3)
+    aborted = trained(tmp_path / "aborted", *seats, *off, steps=3)
     assert [row["rollout/oversample/aborted_groups"] for row in aborted] == [2] * 3
 
 

@@ -118,9 +118,9 @@ def test_other_settings_survive_a_kill_too(task: TinyTask, request: pytest.Fixtu
     finish(run)
     assert len(numbers(run)) == 8
     sent = [json.loads(line)["data"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    megabytes = {row["weight_sync/megabytes"] for row in sent if "weight_sync/megabytes" in row}
-    if "model.lora_rank=4" in options:
-        assert max(megabytes) < 0.1, "the base model is 0.56 MB"
+    megabytes = sorted(row["weight_sync/megabytes"] for row in sent if "weight_sync/megabytes" in row)
+    if "model.lora_rank=4" in options:  # the base model, 0.56 MB, is sent again to an engine that was replaced
+        assert megabytes[len(megabytes) // 2] < 0.1
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_run_with_the_first_cause(task: TinyTask) -> None:

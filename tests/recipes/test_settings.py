@@ -110,7 +110,8 @@ def test_the_commands_of_its_page_are_accepted(name: str) -> None:
     for words in commands_of(PAGES[name]):
         config = load_config(words, recipe_loader=recipe_overrides).config
         env_templates(config.agentic.custom_envs)
-    assert f"main_ppo recipe={name} " in (ROOT / "recipes" / name / "run.sh").read_text()
+    if name != "launch":  # its page shows commands for several machines
+        assert f"main_ppo recipe={name} " in (ROOT / "recipes" / name / "run.sh").read_text()
 
 
 @pytest.mark.parametrize("name", OWN)
