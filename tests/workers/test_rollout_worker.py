@@ -110,15 +110,15 @@ def test_an_engine_without_weights_takes_no_group(trainer: Trainer) -> None:
     assert {version for rows in found.values() for row in rows for version in row} == {7}
 
 
+@pytest.mark.parametrize("trainer", [{"response": 200}], indirect=True)
 def test_groups_wait_in_the_queue_until_the_engine_has_room(trainer: Trainer) -> None:
     trainer.send(1)
-    trainer.put(range(40), size=4)
-    time.sleep(0.05)
-    most = 0
-    found: dict[str, Any] = {}
-    while len(found) < 40:
+    trainer.put(range(12), size=4)
+    most, found = 0, dict[str, Any]()
+    while len(found) < 12:
+        time.sleep(0.05)
         most = max(most, len(trainer.queue.call("taken_by", 3)) - len(found))
-        found |= trainer.collect(1)
+        found |= trainer.collect(1) if trainer.worker.groups.has_complete else {}
     assert 1 <= most <= 4, "8 seats hold two groups of 4, and a third starts when a seat is free"
 
 
