@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from verl_lite.config import PPOConfig
-from verl_lite.device import dist_backend, get_device, set_deterministic
+from verl_lite.device import device_memory, dist_backend, get_device, set_deterministic
 from verl_lite.errors import TransferError
 from verl_lite.metrics import Metric
 from verl_lite.single_controller.decorator import Dispatch, register
@@ -93,6 +93,8 @@ class RolloutWorker(SamplingWorker):
             now, active = time.perf_counter(), results.metrics["rollout/slowest_rank_seconds"].value
             share = min(1.0, active / (now - self._reported_at))
             results.metrics[f"rollout/active_frac/engine_{self.engine_index}"] = Metric.last(share)
+            memory = device_memory(self.device)
+            results.metrics.update({f"rollout/perf/{name}": Metric.max(value) for name, value in memory.items()})
             self._reported_at = now
         return results
 

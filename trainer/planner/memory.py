@@ -154,7 +154,8 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     """Predicts the memory of a training step on one of `slots` devices."""
     on_cpu = device.name == "cpu"
     is_vllm = resolve_engine_name(config.rollout.name) == "vllm"
-    plan = MemoryPlan({}, {}, WORKER_BYTES + VLLM_BYTES * is_vllm if on_cpu else None)
+    libraries = float(VLLM_BYTES * is_vllm)  # of the engine, on a CPU
+    plan = MemoryPlan({}, {}, WORKER_BYTES + libraries * config.hybrid_engine if on_cpu else None)
     held = dict(_held_networks(config, networks, slots, device))
     weights: dict[str, dict[str, float]] = {role: {} for role in held}  # offloaded; loaded for all phases of a role
     moments: dict[str, dict[str, float]] = {role: {} for role in held}  # offloaded; loaded only for the role's update
@@ -180,7 +181,9 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     bucket = sync_bytes(held["actor"], config.rollout.update_weights_bucket_megabytes << 20)
     plan.phases["weight sync"] = awake | weights["actor"] | {"bucket": bucket}
     if not config.hybrid_engine:
-        plan.engine = rollout | {"bucket": float(config.rollout.update_weights_bucket_megabytes << 20)}
+        sent = float(held["actor"].compute * networks.policy.parameters)
+        plan.engine = rollout | {"bucket": min(sent, float(config.rollout.update_weights_bucket_megabytes << 20))}
+        plan.engine |= {"libraries of the engine": libraries} if on_cpu else {}
     return plan
 
 
