@@ -82,6 +82,7 @@ def test_an_engine_moves_to_another_machine_when_its_own_is_lost(site: Site) -> 
     run.leaves_nothing(within_s=20)
 
 
+@pytest.mark.long
 def test_without_room_the_run_ends_names_the_machine_and_continues_when_there_is_room(site: Site) -> None:
     run = site.start("ends", "ray_kwargs.ray_init.wait_for_nodes_s=3")
     run.wait_for_step(2)

@@ -163,6 +163,7 @@ def test_a_checkpoint_of_shared_devices_continues_on_separate_ones_with_the_same
     assert {step: found[step] for step in (4, 5, 6)} == {step: undisturbed[step] for step in (4, 5, 6)}
 
 
+@pytest.mark.long
 def test_a_failed_step_is_repeated_in_one_process(task: TinyTask) -> None:
     (task.folder / "broken_loss.py").write_text(BROKEN)
     env = {"PYTHONPATH": os.pathsep.join([str(task.folder), str(ROOT)])}
