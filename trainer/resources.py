@@ -119,7 +119,8 @@ def create_groups(
     sleeps = (
         isinstance(rollout, RolloutConfig) and resolve_engine_name(rollout.name) == "vllm" and rollout.free_cache_engine
     ) and getattr(config, "hybrid_engine", True)
-    slots = processes[0] + engine_devices(config, processes[0])
+    slots = trainer.n_gpus_per_node or 1
+    slots += engine_devices(config, slots)
     return create_worker_groups(
         trainer.backend,
         ResourcePool(processes, use_gpu=not on_cpu),

@@ -31,7 +31,7 @@ from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 from workers.sampling_worker import SamplingWorker
 from workers.training_worker import TrainingWorker
-from workers.weight_transfer import ChannelEnd
+from workers.weight_transfer import ChannelEnd, WeightChannel
 
 USER_LOSS_REMEDY = (
     "divide by the counts of the mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; "
@@ -51,7 +51,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         super().__init__(config, total_training_steps)
         self.rewards = rewards
         self.version = 0
-        self._channel: Any = None  # to engines in separate pools; on ranks without an end, the description of one
+        self._channel: WeightChannel | None = None  # to engines in separate pools, on the first rank
+        self._channel_address: tuple[str, int] | None = None  # on all ranks
         self._is_additive = False  # True after the first successful check of a subclass's loss
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -243,7 +244,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def open_channel(self) -> tuple[str, int]:
         """Opens the store of a new channel to engines in separate pools. Returns its address."""
         host = "127.0.0.1" if self.slot.store is None else self.slot.store[0]
-        self._channel, self._channel_store = None, host_store(host)
+        self._channel_store = host_store(host)
         return host, self._channel_store.port
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -255,7 +256,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         """
         self.phases.enter(self.engine)
         started, sent = time.perf_counter(), 0
-        is_new, bucket_bytes = self._channel is None, self.config.rollout.update_weights_bucket_megabytes << 20
+        bucket_bytes = self.config.rollout.update_weights_bucket_megabytes << 20
+        is_new, self._channel_address = end.address != self._channel_address, end.address
         if self.config.model.lora_rank:
             weights = self.engine.unmerged_params(is_new, bucket_bytes)
         else:
@@ -263,12 +265,11 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         failure = None
         if self.rank == 0:
             try:
-                self._channel = self._channel or end.connect(self.device, self._channel_store)
+                if is_new or self._channel is None:
+                    self._channel = end.connect(self.device, self._channel_store)
                 sent = self._channel.send(weights, bucket_bytes)
             except TransferError as error:
-                self._channel, failure = None, error
-        else:
-            self._channel = end
+                failure = error
         for _ in weights:  # gathering is collective: the ranks do it together, also after a failure
             pass
         return failure or _sync_metrics(started, sent)

@@ -12,6 +12,7 @@ import torch
 from verl_lite.config import PPOConfig
 from workers.actor_rollout import ActorWorker
 from workers.phase import PhaseManager
+from workers.weight_transfer import ChannelEnd
 
 
 class Tenant:
@@ -78,3 +79,23 @@ def test_an_engine_that_slept_gets_the_weights_again_and_the_optimizer_leaves_be
     log.clear()
     worker.enter_rollout()
     assert log == ["trainer out", "rollout in", "optimizer out", *sent[3:]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_gather_the_base_model_for_a_new_channel(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathering is collective: if only the first rank knew of the new channel, the ranks would wait for each other."""
+    asked: list[bool] = []
+
+    def unmerged(with_base: bool, bucket_bytes: int) -> Iterator[Any]:
+        asked.append(with_base)
+        yield "weight", torch.ones(1)
+
+    channel = SimpleNamespace(send=lambda weights, bucket_bytes: len(list(weights)))
+    monkeypatch.setattr(ChannelEnd, "connect", lambda *_: channel)
+    worker: Any = ActorWorker(PPOConfig(), total_training_steps=1, rewards=None)
+    worker.phases, worker.engine, worker.rank = PhaseManager(), Engine("trainer", []), rank
+    worker.engine.unmerged_params, worker.device, worker._channel_store = unmerged, torch.device("cpu"), None
+    worker.config.model.lora_rank = 4
+    for port in (1, 1, 2, 2):
+        worker.send_weights(ChannelEnd(("127.0.0.1", port), ("the trainer", "engine 0"), 0, 1.0))
+    assert asked == [True, False, True, False]
