@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.agentic.agent_trainer import episode_parts, try_environments
+from trainer.agentic.agent_trainer import episode_parts, program_parts, try_environments, try_program
 from trainer.cli import worker_environment
 from trainer.console import Console
 from trainer.data.order import build_order
@@ -48,7 +48,7 @@ from verl_lite.device import device_type
 from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
-from verl_lite.rewards import reward_modules
+from verl_lite.rewards import asks_by_source, reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorWorker
@@ -91,11 +91,14 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     if trains:
         check_experts(config)
     check_engine(config)
-    if config.is_agentic:
+    if not config.reads_prompts:
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
     has_function, files = scores and needs_reward_function(config), config.data
+    if config.is_agentic:
+        try_program(config, tokenizer)
+        has_function = has_function and not asks_by_source(config.reward)  # otherwise the program may return scores
 
     def prompts(split: str, paths: list[str], **more: int) -> PromptDataset:
         return PromptDataset(paths, tokenizer, files, split=split, needs_ground_truth=has_function, **more)
@@ -222,7 +225,7 @@ class PPOJob(Job[PPOConfig]):
         config, run_dir = self.config, self.run_dir
         measured = measured_line(config, self.slots, run_dir) if self.kind.trains else ""
         more = "rollout.val_kwargs.n=8" if config.rollout.val_kwargs.do_sample else SAMPLED.format(8)
-        if config.is_agentic:
+        if not config.reads_prompts:
             more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
         run = shlex.quote(str(run_dir))
         commands = {"look": f"python -m trainer.report {run}"} if self.kind.trains else {}
@@ -248,7 +251,7 @@ def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
         )
     engines = num_engines(config, slots)
     episodes = math.ceil(manager.num_env_groups / engines) * (manager.group_size + manager.group_size_redundancy)
-    if config.is_agentic and 0 < (calls := pool.num_workers * pool.threads) < episodes:
+    if not config.reads_prompts and 0 < (calls := pool.num_workers * pool.threads) < episodes:
         yield (
             f"agentic.env_pool: {episodes} episodes run at once on an engine, and num_workers={pool.num_workers} x "
             f"threads={pool.threads} = {calls} environments can step at once: raise one of them if steps are slow"
@@ -368,7 +371,7 @@ def worker_classes(
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
     if config.is_agentic and config.hybrid_engine:
         modules, log_dir = env_modules(), str(run_dir / "logs")
-        roles["actor_rollout"] = ClassWithInitArgs(AgentRolloutWorker, config, actor_steps, modules, log_dir)
+        roles["actor_rollout"] = ClassWithInitArgs(AgentRolloutWorker, config, actor_steps, modules, log_dir, pool)
     else:
         roles["actor_rollout"] = ClassWithInitArgs(ActorWorker, config, actor_steps, pool)
     return roles
@@ -398,7 +401,8 @@ def start_engines(
 
     def start(engine: int) -> WorkerGroup:
         if config.is_agentic:
-            recipe = ClassWithInitArgs(AgentEngineWorker, kept, queue, engine, count, env_modules(), str(log_dir))
+            modules = env_modules()
+            recipe = ClassWithInitArgs(AgentEngineWorker, kept, queue, engine, count, modules, str(log_dir), pool)
         else:
             recipe = ClassWithInitArgs(RolloutWorker, kept, pool, queue, engine, count)
         roles = {f"engine_{engine}": recipe}
@@ -441,6 +445,8 @@ def build_trainer(
             actor = start_engines(config, groups["actor_rollout"], pool, run_dir, tracking, stack)
         if data.train is None:
             parts = episode_parts(config, run_dir, tracking.note)
+        elif config.is_agentic:
+            parts = program_parts(config, data.train, data.val, run_dir, tracking.note)
         else:
             model = None
             if data.reward_inputs is not None:

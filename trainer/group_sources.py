@@ -1,4 +1,4 @@
-"""The sources of the groups that `trainer.rollout_scheduler` runs: the training prompts, and environments.
+"""The sources of the groups that `trainer.rollout_scheduler` runs: prompts, environments, and tasks of a program.
 
 A source draws groups in an order that depends only on the seed. It names each group and determines the seeds of its
 samples, so the samples depend neither on time nor on the number of ranks.
@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer.data.order import build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
+from trainer.evaluate.sample import plain_value
 from trainer.requirements import needs_greedy_baseline
 from trainer.rollout_scheduler import Group, Rows
 from verl_lite.config import EnvManagerConfig, PPOConfig
@@ -124,6 +125,58 @@ class PromptSource:
             self.epoch += 1
 
 
+class ProgramSource(PromptSource):
+    """Draws the training prompts as tasks of a program: a group is rollout.n episodes of one row."""
+
+    def _groups(self, prompts: DataProto, step: int) -> list[Group]:
+        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
+        return program_groups(prompts, n, f"train/{step}", step)
+
+
+class ProgramValidation:
+    """The validation prompts as tasks of a program."""
+
+    def __init__(self, data: PromptDataset) -> None:
+        self.data = data
+
+    def draw_validation(self, n: int) -> list[Group]:
+        """Returns all prompts, each with `n` episodes."""
+        return program_groups(next(self.data.batches()), n, "val", 1, "val")
+
+
+def program_groups(
+    prompts: DataProto, n: int | np.ndarray, name: str, step: int, purpose: str = "train"
+) -> list[Group]:
+    """Returns a group for each prompt, with `n` episodes of the program (n[i] for prompt i). name: prefix of the names
+    of groups and episodes. step: step in which they start."""
+    columns, groups = prompts.non_tensor_batch, []
+    for place, size in enumerate(np.broadcast_to(n, len(prompts)).tolist()):
+        row = {
+            "prompt": plain_value(columns["raw_prompt"][place]),
+            "index": int(columns["index"][place]),
+            **{key: plain_value(columns[key][place]) for key in ("data_source", "reward_model", "extra_info")},
+        }
+        uid = f"{name}/{columns['uid'][place]}"
+        specs = tuple(
+            EpisodeSpec(
+                traj_id=f"{uid}/{number}",
+                traj_group_id=uid,
+                tag=str(row["data_source"]),
+                env_id=number,
+                group_id=row["index"],
+                episode_id=step,
+                seed=0,
+                group_size=size,
+                start_step=step,
+                purpose=purpose,
+                row=row,
+            )
+            for number in range(size)
+        )
+        groups.append(Group(GroupPlan(uid, specs)))
+    return groups
+
+
 @dataclass(frozen=True)
 class EnvGroup:
     """Environments that share configuration and seed."""
@@ -158,6 +211,10 @@ class EnvSource:
 
     def draw(self, number: int, step: int) -> list[Group]:
         return self._draw(number, step)
+
+    def draw_validation(self, n: int) -> list[Group]:
+        """Returns the groups of a validation, whose sizes the environment manager sets."""
+        return self.draw_batch(1, 1)
 
     def _draw(self, number: int, start_step: int) -> list[Group]:
         first, self.next_group = self.next_group, self.next_group + number

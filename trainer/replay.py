@@ -69,7 +69,7 @@ def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
     from verl_lite.protocol import DataProto
 
     config = load_config(arguments[:2], recipe_loader=recipe_overrides).config
-    alone = EPISODES if config.is_agentic else ["reward.num_workers=0"]
+    alone = ["reward.num_workers=0"] if config.reads_prompts else EPISODES
     trainer = trainer_of(config)
 
     class Replay(trainer):  # type: ignore[misc, valid-type]

@@ -13,9 +13,9 @@ from verl_lite.registry import takes
 
 def is_on_policy(config: PPOConfig) -> bool:
     """Returns True if each batch is used for one optimizer step, so that every ratio is 1 and no old log-probs are
-    needed. Agentic batches vary in size, so they need a mini-batch size of -1 (the whole batch)."""
+    needed. Batches of environments vary in size, so they need a mini-batch size of -1 (the whole batch)."""
     actor = config.actor
-    whole = not config.is_agentic and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    whole = config.reads_prompts and actor.ppo_mini_batch_size >= config.data.train_batch_size
     return actor.ppo_epochs == 1 and (whole or actor.ppo_mini_batch_size == -1)
 
 
@@ -35,8 +35,8 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
 
 
 def needs_reward_function(config: PPOConfig) -> bool:
-    """Returns True if a reward function is called. Otherwise rewards come from a reward model or from environments."""
-    return config.reward.function_weight != 0 and not config.is_agentic
+    """Returns True if a reward function may be called. Otherwise rewards come from a reward model or environments."""
+    return config.reward.function_weight != 0 and config.reads_prompts
 
 
 def needs_critic(config: PPOConfig) -> bool:

@@ -6,6 +6,7 @@ and the global denominators of the loss. Ranks only execute the plan.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,20 @@ Metrics = dict[str, Metric]
 TRAIN_COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
 
-def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
+def rows_of_prompts(
+    batch: DataProto, prompts: int, n: int, groups: Sequence[Sequence[Any]] | None = None
+) -> int | list[int]:
     """Returns the number of rows of `prompts` prompts: prompts * n, or, if the batch has the column answers_per_prompt,
-    a list with the row count of each consecutive chunk of `prompts` prompts. The rows of a prompt must be adjacent."""
-    if "answers_per_prompt" not in batch:
-        return prompts * n
-    counts, sizes, row = batch.batch["answers_per_prompt"].tolist(), [], 0
-    while row < len(counts):
-        sizes.append(counts[row])
-        row += counts[row]
+    a list with the row count of each consecutive chunk of `prompts` prompts. The rows of a prompt must be adjacent.
+    groups: rows of each prompt, if their number varies for another reason."""
+    sizes, row = [len(group) for group in groups or ()], 0
+    if groups is None:
+        if "answers_per_prompt" not in batch:
+            return prompts * n
+        counts = batch.batch["answers_per_prompt"].tolist()
+        while row < len(counts):
+            sizes.append(counts[row])
+            row += counts[row]
     return [sum(sizes[start : start + prompts]) for start in range(0, len(sizes), prompts)]
 
 
@@ -103,9 +109,13 @@ def plan_pass(
 ) -> BatchPlan:
     """Plans a pass; see `ModelRole.plan`. lengths: (B,) tokens of each row. options: arguments of `plan_batch`."""
     cut = micro_batching(config, stage)
+    has_program = config.agentic.has_program
+    groups = [list(rows) for _, rows in groupby(batch.non_tensor_batch["uid"])] if has_program else None
+    steps = None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, config.rollout.n, groups)
     return plan_batch(
         lengths,
-        mini_batch_size=None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, config.rollout.n),
+        mini_batch_size=steps,
+        samples=batch.non_tensor_batch["traj_id"].tolist() if has_program else None,
         max_token_len=cut.max_token_len,
         micro_batch_size=cut.micro_batch_size,
         num_tokens=batch.batch["response_mask"].sum(1).numpy(),

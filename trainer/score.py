@@ -119,7 +119,9 @@ def run_config(target: Path) -> PPOConfig | None:
         return None
     config = load_config(["--config", str(file)]).config
     if config.is_agentic:
-        raise UserError(f"{target}: the rewards of this run come from environments; no reward function can rescore it")
+        raise UserError(
+            f"{target}: the rewards of this run belong to episodes of an agent; no reward function can rescore it"
+        )
     return config
 
 

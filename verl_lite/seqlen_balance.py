@@ -41,7 +41,7 @@ class MiniBatch:
 
     num_micro_batches: int
     num_tokens: int  # valid response tokens on all ranks
-    num_sequences: int  # sequences with at least one valid token
+    num_sequences: int  # samples with at least one valid token
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +110,7 @@ def plan_batch(
     shuffle_seed: int | None = None,
     balance: bool = True,
     num_tokens: ArrayLike,
+    samples: Sequence[str] | None = None,
 ) -> BatchPlan:
     """Plans `epochs` passes over a batch.
 
@@ -117,6 +118,8 @@ def plan_batch(
     mini_batch_size: sequences per optimizer step over all ranks, where the last step may be smaller; a list with the
         number of sequences of each step, which must sum to B; None = all sequences in one step.
     max_token_len, micro_batch_size: bounds of a micro-batch on one rank, in tokens and in sequences; None = no bound.
+    samples: (B,) sample of each row; the rows of a sample in an optimizer step count as one sequence; None = each row
+        is a sample.
     shuffle_seed: draws the mini-batches of each epoch at random; None = rows in order, the same in each epoch.
     balance: give ranks rows of equal total cost L + L^2 / ATTENTION_PARITY_LENGTH within a mini-batch; else rows in
         order. With a shuffle, rows keep their ranks of the first epoch; later epochs are not balanced.
@@ -125,6 +128,7 @@ def plan_batch(
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = np.asarray(num_tokens, dtype=np.int64)
     num_rows = len(sizes)
+    of_sample = np.arange(num_rows) if samples is None else np.unique(np.asarray(samples, str), return_inverse=True)[1]
     _check(sizes, tokens, max_token_len, mini_batch_size)
     at_least_one = {"world_size": world_size, "micro_batch_size": micro_batch_size, "epochs": epochs}
     for name, value in (at_least_one | {"mini_batch_size": mini_batch_size}).items():
@@ -147,7 +151,7 @@ def plan_batch(
         is_padding=is_padding[places].reshape(-1),
         mini_batch=mini_batch[places].reshape(-1, epochs),
         micro_batch=micro_batch[places].reshape(-1, epochs),
-        schedule=[_schedule(steps[:, epoch], tokens, numbers[epoch]) for epoch in range(epochs)],
+        schedule=[_schedule(steps[:, epoch], tokens, of_sample, numbers[epoch]) for epoch in range(epochs)],
     )
 
 
@@ -267,9 +271,10 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
     return rows, mini_batch
 
 
-def _schedule(steps: Ints, num_tokens: Ints, num_micro_batches: list[int]) -> list[MiniBatch]:
+def _schedule(steps: Ints, num_tokens: Ints, samples: Ints, num_micro_batches: list[int]) -> list[MiniBatch]:
     tokens = np.bincount(steps, weights=num_tokens).astype(np.int64)
-    sequences = np.bincount(steps, weights=num_tokens > 0).astype(np.int64)
+    counted = np.unique(np.stack([steps, samples])[:, num_tokens > 0], axis=1)[0]
+    sequences = np.bincount(counted, minlength=len(tokens))
     return [MiniBatch(*each) for each in zip(num_micro_batches, tokens.tolist(), sequences.tolist(), strict=True)]
 
 

@@ -1,24 +1,30 @@
-"""Trains agents that act in environments: `RayPPOTrainer` with batches of episodes.
+"""Trains agents: `RayPPOTrainer` with batches of episodes, in environments or of programs.
 
-`group_sources.EnvSource` chooses the episodes of a batch, and the ranks run them (`workers.agent_rollout`). All other
-stages (log-probs, values, advantages, updates, checkpoints) are those of `RayPPOTrainer`.
+`group_sources.EnvSource` or `ProgramSource` chooses the episodes of a batch, and the ranks run them
+(`workers.agent_rollout`). All other stages (log-probs, values, advantages, updates, checkpoints) are those of
+`RayPPOTrainer`.
 """
 
+import math
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.advantage import ScalarMetrics
+from trainer.advantage import ScalarMetrics, compute_token_reward, estimate_advantages
 from trainer.agentic.agentic_advantage import OF_EPISODES, compute_response_level_rewards
 from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
+from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import rows_of
 from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
-from trainer.group_sources import EnvSource
+from trainer.group_sources import EnvSource, ProgramSource, ProgramValidation
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import Failures
 from trainer.rollout_scheduler import Group, GroupFilter
@@ -27,7 +33,9 @@ from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
+from workers.endpoint.program_host import is_command, program_pool
 from workers.envs.env_pool import EnvPool
+from workers.pool.process_pool import ProcessPool
 from workers.rollout.conversation import ChatJoins
 from workers.rollout.episodes import EpisodeCounts
 
@@ -65,17 +73,19 @@ class EpisodeRewards:
 
 
 class EpisodeFilter(GroupFilter):
-    """Drops groups of episodes with agentic.train_env_manager.group_filter_cls; without one, keeps all.
+    """Drops groups of episodes with agentic.train_env_manager.group_filter_cls, or with algorithm.filter_groups groups
+    of a program whose episodes all have the same score. Without either, keeps all.
 
-    If a batch needs more than max_replaced_groups replacements, dropped groups complete it and are counted. verl's
-    filter_groups ends the run in this case (max_num_gen_batches), which would end the training of a policy that has
-    mastered its environments.
+    If a batch needs more than the allowed replacements (max_replaced_groups, max_num_gen_batches), dropped groups
+    complete it and are counted. verl's filter_groups ends the run in this case, which would end the training of a
+    policy that has mastered its environments.
     """
 
     def __init__(self, config: PPOConfig) -> None:
         self.manager, self.warmup = config.agentic.train_env_manager, config.trainer.critic_warmup
         self._filter = make_group_filter(config.agentic, self.manager, "train")
-        self.drops = self._filter is not None
+        self._options, self._compares = config.algorithm.filter_groups, config.algorithm.filter_groups.enable
+        self.drops = self._filter is not None or self._compares
         self._kept_though_dropped = 0
 
     def judge(self, groups: Sequence[Group], wait: bool) -> None:
@@ -84,9 +94,17 @@ class EpisodeFilter(GroupFilter):
             if self._filter is not None:
                 _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
                 is_dropped = bool(self._filter.filter(int(group_id), int(episode_id), _episodes(rows_of(group))))
+            if self._compares:  # of a program
+                rows = rows_of(group)
+                scores = rows.batch["episode_scores"][
+                    torch.from_numpy(~rows.non_tensor_batch["reward_failed"].astype(bool))
+                ]
+                is_dropped = not len(scores) or bool(scores.min() == scores.max())
             group.kind = "dropped" if is_dropped else "kept"
 
     def most(self, wanted: int) -> float:
+        if self._compares:
+            return self._options.max_num_gen_batches * wanted or math.inf
         manager, replaced = self.manager, self.manager.max_replaced_groups
         most = wanted + (4 * manager.num_env_groups if replaced < 0 else replaced)
         limit = manager.max_traj_per_env
@@ -116,7 +134,7 @@ def _episodes(rows: DataProto) -> list[DataProto]:
 class AgentTrainer(RayPPOTrainer):
     """Trains an agent in environments. val_source: draws the episodes of validations; None without validation."""
 
-    def __init__(self, config: PPOConfig, *, val_source: EnvSource | None, **parts: Any) -> None:
+    def __init__(self, config: PPOConfig, *, val_source: EnvSource | ProgramValidation | None, **parts: Any) -> None:
         super().__init__(config, val_data=None, **parts)
         self.val_source = val_source
 
@@ -132,6 +150,27 @@ class AgentTrainer(RayPPOTrainer):
         batch, metrics = compute_response_level_rewards(batch, self.config.agentic, estimator)
         batch, more = super().normalize_rewards(batch)
         return batch, metrics | more
+
+    def estimate_advantages(self, batch: DataProto) -> DataProto:
+        """Adds advantages and returns. The episodes of a program have different numbers of rows: each episode counts
+        once in the statistics of its group, and its advantage is that of all its rows."""
+        if not self.config.agentic.has_program:
+            return super().estimate_advantages(batch)
+        batch, metrics = compute_token_reward(batch, self.config.algorithm)
+        batch = self.correct_rollout(batch)
+        mask = batch.batch["response_mask"] != 0
+        names, place = np.unique(batch.non_tensor_batch["traj_id"].astype(str), return_inverse=True)
+        valid = mask.any(-1).numpy()
+        heads = np.array([max(np.flatnonzero(place == of), key=valid.__getitem__) for of in range(len(names))])
+        of_episode, score_metrics = self.normalize_rewards(batch.select_idxs(heads))
+        of_episode, more = estimate_advantages(of_episode, self.config.algorithm, self.token_estimator)
+        self.metrics |= {name: Metric.last(value) for name, value in (metrics | score_metrics | more).items()}
+        counts = (of_episode.batch["response_mask"] != 0).sum(-1).clamp(min=1)
+        for name in ("raw_advantages", "advantages", "returns"):
+            values = of_episode.batch[name].sum(-1) / counts  # equal on all tokens of a row
+            batch.batch[name] = torch.where(mask, values[place][:, None], 0)
+        batch.batch["response_level_rewards"] = of_episode.batch["response_level_rewards"][place]
+        return batch
 
     @property
     def token_estimator(self) -> str:
@@ -153,7 +192,7 @@ class AgentTrainer(RayPPOTrainer):
         self.give_weights(self.steps.global_step, must=True)
         for sampling in val_samplings(self.config):
             prefix = sampling.prefix
-            batch = self.scheduler.run(self.val_source.draw_batch(1, 1), sampling.params)
+            batch = self.scheduler.run(self.val_source.draw_validation(sampling.n), sampling.params)
             self.rewards.score(batch)
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
@@ -169,9 +208,16 @@ class AgentTrainer(RayPPOTrainer):
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
         """Returns the metrics of the training batch, by row and by episode."""
+        config, of_sampler = self.config, self.steps.update(batch)
+        size = config.data.train_batch_size * config.rollout.n
+        if config.reads_prompts:
+            of_sampler["training/epoch"] = float(self.steps.epoch)
+        else:
+            size = config.agentic.rollout_batch_size
         return {
             **compute_data_metrics(batch, use_critic=self.critic is not None),
-            "system/samples": float(self.steps.global_step * self.config.agentic.rollout_batch_size),
+            **of_sampler,
+            "system/samples": float(self.steps.global_step * size),
             "system/tps": int(batch.batch["attention_mask"].sum()) / self.timing["step"],
         }
 
@@ -200,6 +246,33 @@ def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> N
         pool.dry_run(list(used))
     finally:
         pool.close()
+
+
+def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Loads the program in a process of its pool, and tests the chat template on two turns. File names in a command
+    line become absolute, because commands run in folders of their own. Raises UserError."""
+    agentic = config.agentic
+    ChatJoins(tokenizer, config.data.apply_chat_template_kwargs)
+    if agentic.program is not None and is_command(agentic.program):
+        words = [str(Path(word).absolute()) if Path(word).is_file() else word for word in shlex.split(agentic.program)]
+        agentic.program = shlex.join(words)
+    pool = ProcessPool(replace(program_pool(agentic), num_workers=1))
+    try:
+        while pool.style is None:
+            pool.poll(1.0)
+    finally:
+        pool.close()
+
+
+def program_parts(
+    config: PPOConfig, train: PromptDataset, val: PromptDataset | None, run_dir: Path, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Returns the arguments of `AgentTrainer` that define the episodes of a program and count their failures."""
+    return {
+        "rewards": EpisodeRewards(config.agentic.env_pool.max_error_rate, run_dir, tell),
+        "source": ProgramSource(config, train),
+        "val_source": None if val is None else ProgramValidation(val),
+    }
 
 
 def episode_parts(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class AgenticPipeline(AgentTrainer):
         self.reference = self.ref and RollCluster(self.ref)
         self.running, self.tracker = self.running_moments, self.tracking
         self.train_rollout_scheduler = RollScheduler(self, parts["source"])
-        self.val_rollout_scheduler = None if val is None else RollScheduler(self, val)
+        self.val_rollout_scheduler = RollScheduler(self, val) if isinstance(val, EnvSource) else None
 
     def set_model_update_pair(self, src_cluster: RollCluster, tgt_cluster: RollCluster, frequency: int = 1) -> None:
         """Sets the number of steps between weight updates from actor_train to actor_infer."""

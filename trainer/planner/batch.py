@@ -50,7 +50,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         total_steps: Number of training steps, or None if the size of the dataset is unknown.
     """
     trainer, model, rollout = config.trainer, config.model, config.rollout
-    rows = list(_episode_rows(config) if config.is_agentic else _prompt_rows(config, slots))
+    rows = list(_prompt_rows(config, slots) if config.reads_prompts else _episode_rows(config))
     correction = config.algorithm.rollout_correction
     is_strict, why = "no", "later optimizer steps train on samples from older weights"
     if config.async_training.max_off_policy_threshold:

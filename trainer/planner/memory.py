@@ -263,14 +263,14 @@ def _rollout_parts(
 
 def rows_per_step(config: PPOConfig) -> int:
     """Returns the number of answers (agentic runs: episodes) in a training step."""
-    if config.is_agentic:
+    if not config.reads_prompts:
         return config.agentic.rollout_batch_size
     return config.data.train_batch_size * config.rollout.n
 
 
 def mini_batch_prompts(config: PPOConfig, size: int) -> int:
     """Returns the prompts (agentic runs: episodes) of an optimizer step. size: as configured; -1: the whole batch."""
-    whole = config.agentic.rollout_batch_size if config.is_agentic else config.data.train_batch_size
+    whole = config.data.train_batch_size if config.reads_prompts else config.agentic.rollout_batch_size
     return whole if size == -1 else min(whole, size)
 
 
@@ -309,7 +309,7 @@ def _train_phases(
 
     def update(role: str, stage: str, size: int, entropy: bool, checkpointing: bool) -> dict[str, float]:
         prompts = mini_batch_prompts(config, size)
-        mini = prompts if config.is_agentic else prompts * config.rollout.n
+        mini = prompts * config.rollout.n if config.reads_prompts else prompts
         network, run, plan.micro_batches = micro_batch(role, stage, math.ceil(mini / slots), prompts, entropy)
         parts = training_pass(network, run, plan.micro_batches, checkpointing=checkpointing)
         kept = {} if plan.base is None else {"freed, kept by the C library": kept_when_freed(parts, plan.micro_batches)}

@@ -123,7 +123,7 @@ def step_stages(
         device,
         mean,
         sequences=rows / engines,
-        prompts=max(1.0, (rows if config.is_agentic else rows / rollout.n) / engines),
+        prompts=max(1.0, (rows / rollout.n if config.reads_prompts else rows) / engines),
         at_once=max(1, plan.sequences),
         size=memory.compute_size(rollout.dtype, device),
         devices=rollout.tensor_model_parallel_size,

@@ -122,7 +122,8 @@ def findings_of(run: Run) -> list[Finding]:
     A crash dump is ignored if the run continued afterwards.
     """
     options = {key: value.value for key, value in run.config.items()}
-    is_agentic = options.get("agentic.train_env_manager.tags", "[]") != "[]"
+    agentic = {"agentic.train_env_manager.tags": "[]", "agentic.program": "null", "agentic.mcp_servers": "{}"}
+    is_agentic = any(options.get(key, default) != default for key, default in agentic.items())
     score = "" if is_agentic else _SCORE.replace("RUN", shlex.quote(str(run.folder)))
     found = [replace(one, advice=one.advice.replace(_SCORE, score)) for one in judge(run.series(), options)]
     dumps = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)

@@ -1,6 +1,13 @@
 """The options of all commands, with defaults, ranges and help, and the loader that reads them from a command line."""
 
-from verl_lite.config.agentic import AgenticConfig, EnvManagerConfig, EnvPoolConfig, RewardNormalizationConfig
+from verl_lite.config.agentic import (
+    AgenticConfig,
+    EndpointConfig,
+    EnvManagerConfig,
+    EnvPoolConfig,
+    ProgramConfig,
+    RewardNormalizationConfig,
+)
 from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.data import HUB_NAME, CustomClassConfig, DataConfig, SamplerConfig
 from verl_lite.config.fields import FINITE, Range, unknown_value

@@ -1,15 +1,18 @@
-"""The options of agents that act in environments: the environments, their groups, and the normalisation of rewards.
+"""The options of agents: environments and their groups, programs and their endpoint, the normalisation of rewards.
 
 Names are those of ROLL. A run is agentic if `agentic.train_env_manager.tags` is not empty: its training samples are
-then episodes of the environments in `agentic.custom_envs`, and it reads no dataset of prompts.
+then episodes of the environments in `agentic.custom_envs`, and it reads no dataset of prompts. With `agentic.program`
+the training samples are episodes of a program, one for each of rollout.n samples of a row of data.train_files.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config.fields import (
     ALL_OR_SOME,
+    PORT,
     POSITIVE,
     SHARE,
     Options,
@@ -77,6 +80,37 @@ class EnvPoolConfig(Options):
 
 
 @dataclass
+class EndpointConfig(Options):
+    """The endpoint with the APIs of OpenAI and Anthropic that programs call."""
+
+    host: str = opt("127.0.0.1", "address on which the endpoint of each engine listens")
+    port: int = opt(0, "port of the first engine; engine i uses port + i; 0 = any free port", PORT)
+    max_request_mb: int = opt(64, "maximum size of a request in MiB", at_least(1))
+    max_requests: int = opt(256, "maximum number of requests of an episode", at_least(1))
+    removed_blocks: list[str] = opt(
+        ["x-anthropic-billing-header"],
+        "beginnings of text blocks in system messages that are removed, because a client changes them in every request",
+    )
+    ignored_fields: list[str] = opt([], "fields of requests that are ignored although they would change the sampling")
+
+
+@dataclass
+class ProgramConfig(Options):
+    """Limits of programs. Those of memory, processes and files apply to commands and MCP servers."""
+
+    timeout_s: float = opt(600.0, "time limit of an episode; it includes the time of weight updates", POSITIVE)
+    memory_mb: int = opt(4096, "maximum resident memory in MiB, descendants included", at_least(1))
+    processes: int = opt(64, "maximum number of processes", at_least(1))
+    file_mb: int = opt(1024, "maximum size of a written file in MiB", at_least(1))
+    environment: list[str] = opt([], "names of the trainer's environment variables that programs may read")
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits that `workers.endpoint.limited` enforces."""
+        return {"memory_mb": self.memory_mb, "processes": self.processes, "file_mb": self.file_mb}
+
+
+@dataclass
 class RewardNormalizationConfig(Options):
     """Normalisation of the scores of episodes."""
 
@@ -101,7 +135,30 @@ class AgenticConfig(Options):
     step_reward_weight: float = opt(1.0, "gigpo: weight of the normalised return of the step")
     step_reward_gamma: float = opt(0.95, "gigpo, step_reinforce: discount factor per environment step", SHARE)
     logging_steps: int = opt(1, "steps between episodes printed to the log; 0 = never", at_least(0))
-    env_pool: EnvPoolConfig = section(EnvPoolConfig, "environment processes")
+    env_pool: EnvPoolConfig = section(EnvPoolConfig, "processes of environments and programs")
+    program: str | None = opt(None, "agent: package.module:function, or a command line; samples are its episodes")
+    program_kwargs: dict[str, Any] = opt({}, "further arguments of the program")
+    program_options: ProgramConfig = section(ProgramConfig, "limits of the program")
+    endpoint: EndpointConfig = section(EndpointConfig, "endpoint that the program calls")
+    mcp_servers: dict[str, Any] = opt({}, "NAME: {command, args, env} or {url}; tools of the built-in agent")
+
+    @property
+    def has_program(self) -> bool:
+        """True if the samples are episodes of a program: `program`, or the built-in agent of `mcp_servers`."""
+        return self.program is not None or bool(self.mcp_servers)
+
+    def check(self) -> Problems:
+        pool = self.env_pool
+        if self.has_program and self.train_env_manager.tags:
+            yield "agentic.program and agentic.train_env_manager.tags both define the episodes: remove one of them"
+        if self.has_program and pool.num_workers == 0:
+            yield "agentic.env_pool.num_workers=0: a program needs a process of its own: set at least 1"
+        if self.program is not None and self.mcp_servers:
+            yield f"agentic.program={self.program} with agentic.mcp_servers, tools of the built-in agent: remove one"
+        for name, entry in self.mcp_servers.items():
+            kinds = [kind for kind in ("command", "url") if isinstance(entry, Mapping) and entry.get(kind)]
+            if len(kinds) != 1 or set(entry) - {"command", "args", "env", "url", "headers"}:
+                yield f"agentic.mcp_servers.{name}={entry}: expected {{command, args, env}} or {{url, headers}}"
 
     def check_run(self) -> Problems:
         """Checks for agentic runs: the groups of both environment managers."""

@@ -27,6 +27,8 @@ from verl_lite.registry import takes
 from verl_lite.rewards import code, judge
 from verl_lite.rewards.scoring import part_problems, reward_parts
 
+PROGRAM_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "gpg")
+"""Estimators with one advantage per row that depends only on the scores of the group."""
 FOREIGN_ENGINES = ("sglang", "trtllm")
 """verl engines whose `rollout.engine_kwargs` entries are accepted and ignored."""
 
@@ -52,7 +54,7 @@ def validate(
         *estimator_problems(config),
         *reward_problems(config.reward, alone=not config.reward_model.enable),
         *_engine(config, slots, engines),
-        *(_agent(config) if config.is_agentic else ()),
+        *(() if config.reads_prompts else _agent(config)),
         *_async_training(config),
         *pool_problems(config, slots, available),
         *machine_problems(config, slots, available),
@@ -130,7 +132,10 @@ def estimator_problems(config: PPOConfig) -> Problems:
     function = ADV_ESTIMATOR_REGISTRY.get(chosen)
     facts = ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {})
     yield from _registered("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY, "function")
-    if facts.get("rows") == "step" and not acts:
+    if acts and config.reads_prompts and chosen not in PROGRAM_ESTIMATORS:
+        known = ", ".join(PROGRAM_ESTIMATORS)
+        yield f"{key} with agentic.program: expected an estimator with one advantage per episode: {known}"
+    elif facts.get("rows") == "step" and config.reads_prompts:
         yield f"{key} needs the steps of episodes: name environments in agentic.train_env_manager.tags"
     if acts and function is not None and (takes(function, "reward_baselines") or chosen == "gdpo"):
         yield f"{key} needs greedy answers or a reward function's dict: for episodes set grpo or agentic_reinforce"
@@ -154,7 +159,7 @@ def _groups(config: PPOConfig, estimator: str | None) -> Problems:
     if user is None:
         return
     key, size = "rollout.n", config.rollout.n
-    if config.is_agentic:
+    if not config.reads_prompts:
         key, size = "agentic.train_env_manager.group_size", config.agentic.train_env_manager.group_size
     single = [name for name, entry in config.data.sources.items() if isinstance(entry, Mapping) and entry.get("n") == 1]
     for name in [key] * (size == 1) + [f"data.sources.{name}.n" for name in single]:

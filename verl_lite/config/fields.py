@@ -34,6 +34,7 @@ FINITE = Range("a finite number is expected", math.isfinite)
 SHARE = Range("a share between 0 and 1 is expected", lambda value: 0 <= value <= 1)
 POSITIVE_SHARE = Range("a share above 0 and at most 1 is expected", lambda value: 0 < value <= 1)
 ALL_OR_SOME = Range("-1 (all) or at least 1 is expected", lambda value: value == -1 or value >= 1)
+PORT = Range("0 or a port up to 65535 is expected", lambda value: 0 <= value <= 65535)
 SEED = Range("a whole number from 0 to 2^63 - 1 is expected", lambda value: 0 <= value < 2**63)
 
 

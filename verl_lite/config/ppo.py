@@ -38,8 +38,13 @@ class PPOConfig(RunOptions):
 
     @property
     def is_agentic(self) -> bool:
-        """True if the training samples are episodes of environments."""
-        return bool(self.agentic.train_env_manager.tags)
+        """True if the training samples are episodes, of environments or of a program."""
+        return not self.reads_prompts or self.agentic.has_program
+
+    @property
+    def reads_prompts(self) -> bool:
+        """True if the training samples belong to rows of data.train_files; False if environments provide the tasks."""
+        return not self.agentic.train_env_manager.tags
 
     @property
     def spans_updates(self) -> bool:
@@ -51,7 +56,7 @@ class PPOConfig(RunOptions):
     @property
     def validates(self) -> bool:
         """True if the run has validation prompts or environments."""
-        return bool(self.agentic.val_env_manager.tags if self.is_agentic else self.data.val_files)
+        return bool(self.data.val_files if self.reads_prompts else self.agentic.val_env_manager.tags)
 
     @property
     def longest_sample(self) -> int:
@@ -74,15 +79,17 @@ class PPOConfig(RunOptions):
             if (value := getattr(correction, name)) and not self.rollout.calculate_log_probs:
                 shown = f"algorithm.rollout_correction.{name}={value}"
                 yield f"rollout.calculate_log_probs=false with {shown}, which needs these log-probs: set true"
-        files = "agentic.val_env_manager.tags" if self.is_agentic else "data.val_files"
+        files = "data.val_files" if self.reads_prompts else "agentic.val_env_manager.tags"
         for name in ("val_only", "test_freq"):
             if (value := getattr(trainer, name)) > 0 and not self.validates:
                 yield f"trainer.{name}={str(value).lower()} needs {files}, which is empty"
         yield from self._check_lengths()
-        if self.is_agentic:
+        if not self.reads_prompts:
             yield from self.agentic.check_run()
             yield from self._check_agent()
             return
+        if self.is_agentic:
+            yield from self._check_program()
         yield from self.data.check_prompts(trains=not trainer.val_only)
         prompts = self.data.train_batch_size
         for name, mini in (("actor", self.actor.ppo_mini_batch_size), ("critic", self.critic.ppo_mini_batch_size)):
@@ -117,6 +124,30 @@ class PPOConfig(RunOptions):
         if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < context:
             shown = f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}"
             yield f"{shown} is shorter than the context: set {context}, or rollout.enable_chunked_prefill=true"
+
+    def _check_program(self) -> Problems:
+        """Checks the options that cannot give each episode the same weight, whatever its number of rows."""
+        algorithm, actor = self.algorithm, self.actor
+        for key, value, expected in (
+            ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward, "actor.use_kl_loss=true instead"),
+            ("algorithm.whiten_advantages", algorithm.whiten_advantages, "false"),
+            ("algorithm.whiten_rewards", algorithm.whiten_rewards, "false"),
+            ("algorithm.use_pf_ppo", algorithm.use_pf_ppo, "false"),
+            ("actor.shuffle", actor.shuffle, "false"),
+            ("reward_model.enable", self.reward_model.enable, "false, and score with reward.* or in the program"),
+            ("reward.overlong_buffer.enable", self.reward.overlong_buffer.enable, "false"),
+        ):
+            if value:
+                yield f"{key}=true with agentic.program, whose episodes have several rows: set {expected}"
+        if actor.loss_agg_mode == "seq-mean-token-mean":
+            yield (
+                "actor.loss_agg_mode=seq-mean-token-mean with agentic.program would give the tokens of short rows more "
+                "weight: set token-mean, seq-mean-token-sum or seq-mean-token-sum-norm"
+            )
+        if self.agentic.train_env_manager.group_filter_cls is not None:
+            yield "agentic.train_env_manager.group_filter_cls with agentic.program: use algorithm.filter_groups"
+        if algorithm.filter_groups.enable and (metric := algorithm.filter_groups.metric) not in (None, "score"):
+            yield f"algorithm.filter_groups.metric={metric} with agentic.program: expected score, the episode's score"
 
     def _check_agent(self) -> Problems:
         """Checks for agentic runs that involve several sections."""

@@ -132,7 +132,7 @@ def read_step(result: object) -> EnvReply:
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         _expect(_is_flag(flag), f"{name} of step", flag, "true or false")
     observation = _text("the observation of step", observation)
-    reward = _number("the reward of step", reward)
+    reward = read_number("the reward of step", reward)
     return EnvReply(None, observation, reward, bool(terminated), bool(truncated), _info("step", info))
 
 
@@ -149,7 +149,8 @@ def _text(what: str, value: Any) -> str:
     return str(value)
 
 
-def _number(what: str, value: Any) -> float:
+def read_number(what: str, value: Any) -> float:
+    """Returns a finite number, also that of a numpy scalar. Raises NonsenseError. what: name of the value."""
     item = getattr(value, "item", None)  # a numpy scalar, or an array of one number
     number = item() if callable(item) and getattr(value, "size", 1) == 1 else value
     _expect(isinstance(number, numbers.Real) and math.isfinite(number), what, number, "a finite number")
@@ -168,7 +169,7 @@ def _info(method: str, info: Any) -> dict[str, Any]:
             checked[key] = _text(f"{key} {where}", checked[key])
     if checked.get("metrics") is not None:
         checked["metrics"] = {
-            str(name): bool(value) if _is_flag(value) else _number(f"metric {name!r} of {method}", value)
+            str(name): bool(value) if _is_flag(value) else read_number(f"metric {name!r} of {method}", value)
             for name, value in _mapping(f"metrics {where}", checked["metrics"]).items()
         }
     for name, mode in _mapping(f"metrics_agg_mode {where}", checked.get("metrics_agg_mode") or {}).items():

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,15 @@ class Process:
     call at a time and gets no new sessions. pinged_at: time of a ping that is not answered yet.
     """
 
-    def __init__(self, make: bytes, threads: int, log_path: str | None, *, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        make: bytes,
+        threads: int,
+        log_path: str | None,
+        *,
+        is_alone: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
         self._stacks = tempfile.TemporaryFile(buffering=0)
@@ -60,7 +69,7 @@ class Process:
                 stderr=stdout,
                 pass_fds=fds,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"},
             )
         self.channel = PoolEnd(ours)
         self.log_path = log_path

@@ -42,7 +42,9 @@ class PoolSpec:
     exception type that is raised if no process can be used. num_workers: processes. threads: calls per process at the
     same time, for handlers that support it. timeout_s: deadline of a call. digest: function of a reply's value, by
     which repeated calls are compared; None if sessions are single calls. log_dir: folder of the logs
-    {name}-{process}.log with the output of the code; None discards the output.
+    {name}-{process}.log with the output of the code; None discards the output. environment: all environment variables
+    of the processes; None = those of this process. on_repeat: receives the number of a session whose running call is
+    repeated in another process.
     """
 
     make: Callable[[], Handler]
@@ -55,6 +57,8 @@ class PoolSpec:
     timeout_s: float
     digest: Callable[[Any], str] | None = None
     log_dir: str | None = None
+    environment: Mapping[str, str] | None = None
+    on_repeat: Callable[[int], None] | None = None
 
 
 @dataclass
@@ -177,7 +181,7 @@ class ProcessPool:
             taken = {process.log_path for process in self._processes}
             paths = (str(Path(spec.log_dir) / f"{spec.name}-{number}.log") for number in range(len(taken) + 1))
             log_path = next(path for path in paths if path not in taken)
-        process = Process(self._make, threads, log_path, is_alone=is_alone)
+        process = Process(self._make, threads, log_path, is_alone=is_alone, environment=spec.environment)
         self._processes.append(process)
         self._next_check = 0.0
         return process
@@ -334,6 +338,8 @@ class ProcessPool:
                 error = f"The {self._spec.what} {how}; its process was replaced.{details}"
                 self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
                 continue
+            if session.number in running and self._spec.on_repeat is not None:
+                self._spec.on_repeat(session.number)
             alone = alone or (self._start(1, is_alone=True) if is_candidate else None)
             session.process = alone if is_candidate and alone else self.emptiest()
             session.process.sessions.add(session.number)

@@ -13,6 +13,7 @@ earlier turns. The sampled tokens stay unchanged in that case, because the polic
 """
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +27,18 @@ from verl_lite.errors import UserError
 from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE
 
-Message = dict[str, str]
-"""role: system, user, assistant or tool; content: text."""
+Message = dict[str, Any]
+"""role: system, user, assistant or tool; content: text; tool_calls of an assistant's message, in OpenAI's format."""
 
 _ANSWER, _OTHER_ANSWER = "verlliteanswer", "verlliteother"
 _PROBE = "verlliteprobe"
 _ODD_CONTENT = f" \t\n\"<a>&'{{}}\\/ <tool_response> {_PROBE} \n "
 _ENCODINGS_KEPT = 1024
+TOOLS = (
+    "You may call one or more of these functions:\n{}\n"
+    'A call: <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>'
+)
+"""Description of tools for templates without tools, in the notation that `verl_lite.envs.tool_calls` parses."""
 _WITHOUT_SYSTEM = "put its text into agent_template and leave agentic.custom_envs.TAG.agent_system_template empty"
 
 
@@ -72,39 +78,76 @@ class ChatJoins:
         self._most_characters = None if longest is None or most_tokens is None else longest * most_tokens + 1
         self._check_joins(system)
         try:
-            takes_tools = _PROBE in self._after_answer([*_SHORT_CHAT, {"role": "tool", "content": _PROBE}])
+            takes_results = _PROBE in self._after_answer([*_SHORT_CHAT, {"role": "tool", "content": _PROBE}])
         except UserError:  # the template rejects the role or omits the answer before the message
-            takes_tools = False
-        self.tool_role = "tool" if takes_tools else "user"
+            takes_results = False
+        self.tool_role = "tool" if takes_results else "user"
+        probe = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
+        try:
+            self._takes_tools = _PROBE in self._render(_SHORT_CHAT[:1], tools=[probe])
+        except UserError:
+            self._takes_tools = False
         self._continuations: dict[str, Callable[[str], str]] = {
             role: self._continuation_renderer(role) for role in {"user", self.tool_role}
         }
         self._closing_length, self.end_of_turn = self._closing_of_turn()
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
         """Returns the token ids of the first prompt, generation prompt included.
 
         A text that certainly has more than `most_tokens` tokens is cut to a beginning that also has more than that.
+        tools: functions in OpenAI's format. If the template ignores tools, a system message describes them.
         """
-        return self._encoded(self._render(messages)[: self._most_characters])
+        if not tools:
+            return self._encoded(self._render(self._accepted(messages))[: self._most_characters])
+        if self._takes_tools:
+            text = self._render(self._accepted(messages), tools=list(tools))
+        else:
+            functions = "\n".join(json.dumps(tool["function"]) for tool in tools)
+            is_first = messages[0]["role"] == "system"
+            system = (f"{messages[0]['content']}\n\n" if is_first else "") + TOOLS.format(functions)
+            text = self._render(self._accepted([{"role": "system", "content": system}, *messages[is_first:]]))
+        return self._encoded(text[: self._most_characters])
 
-    def join(self, response_ids: Sequence[int], message: Message) -> tuple[int, ...]:
-        """Returns the token ids between a sampled turn and the next: end of turn, message and generation prompt.
+    def join(self, response_ids: Sequence[int], *messages: Message) -> tuple[int, ...]:
+        """Returns the token ids between a sampled turn and the next: end of turn, messages and generation prompt.
 
         The end of the turn is left out if `response_ids` already ends with it.
 
         Args:
             response_ids: the sampled turn. Its last token may be the end-of-turn token, another stop token, or any
                 token if a limit cut the turn off.
-            message: the next message, of the role user or tool.
+            messages: the next messages, usually one of the role user or tool.
         """
-        role = self.tool_role if message["role"] == "tool" else message["role"]
-        ids = self._encoded(self._continuations[role](message["content"])[: self._most_characters])
+        messages = tuple(self._accepted(messages))
+        if len(messages) == 1 and (role := messages[0]["role"]) in self._continuations:
+            text = self._continuations[role](messages[0]["content"])
+        else:
+            text = self._after_answer([*_SHORT_CHAT, *messages])
+        ids = self._encoded(text[: self._most_characters])
         ended = bool(response_ids) and response_ids[-1] == self.end_of_turn
         return ids[self._closing_length :] if ended else ids
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return render_chats(self._tokenizer, [messages], add_generation_prompt=True, **self._template_kwargs)[0]
+    def _accepted(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages without parts that the template would reject or omit: messages of tools and tool calls
+        become text if it has no role for them, and the arguments of tool calls become values."""
+        result = []
+        for message in messages:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            if message["role"] == "tool" and self.tool_role != "tool":
+                message = {"role": self.tool_role, "content": message["content"]}
+            elif calls and not self._takes_tools:
+                texts = [json.dumps({"name": call["name"], "arguments": _value(call["arguments"])}) for call in calls]
+                written = "\n".join(f"<tool_call>{text}</tool_call>" for text in texts)
+                message = {"role": message["role"], "content": f"{message['content']}{written}"}
+            elif calls:
+                values = [{**call, "arguments": _value(call["arguments"])} for call in calls]
+                message = message | {"tool_calls": [{"type": "function", "function": call} for call in values]}
+            result.append(message)
+        return result
+
+    def _render(self, messages: Sequence[Message], **more: Any) -> str:
+        return render_chats(self._tokenizer, [messages], add_generation_prompt=True, **self._template_kwargs, **more)[0]
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -192,6 +235,15 @@ class ChatJoins:
             f"The chat template of model.path (or data.chat_template) {problem}. Set data.chat_template to another "
             "template: a file or the Jinja text"
         )
+
+
+def _value(arguments: Any) -> Any:
+    """Returns the arguments of a tool call as a dict if they are one as JSON, else unchanged."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

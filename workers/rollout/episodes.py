@@ -29,7 +29,7 @@ from workers.rollout.base import Completion, Request, SamplingParams, derive_see
 from workers.rollout.conversation import ChatJoins, Message, Turn, turn_messages
 from workers.rollout.runner import Runner
 
-Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]
+Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]  # see Trajectory.stop
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class EpisodeSpec:
 
     traj_id: identifier, unique among the episodes of a runner that were not taken yet. traj_group_id: identifier of the
     group, whose members also share the seed. group_size: number of members that are kept, the first ones to end.
-    start_step: step in which the episode starts, from 1; the random numbers depend on it.
+    start_step: step in which the episode starts, from 1; the random numbers depend on it. row: row of the dataset, for
+    the episode of a program.
     """
 
     traj_id: str
@@ -51,6 +52,7 @@ class EpisodeSpec:
     group_size: int
     start_step: int
     purpose: str = "train"
+    row: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,7 +64,9 @@ class Trajectory:
     long; `error` has the reason, and `is_timeout` is True for a timeout. surplus: its group was complete before it
     ended. is_kept: True if the episode becomes rows; a failed one does only if its group would be incomplete without
     it. prompt_messages, prompt_ids: prompt of the first turn, even if it was too long to be sampled from. metrics:
-    metrics of the environment, aggregated over the turns.
+    metrics of the environment, aggregated over the turns. rows: turns of each training row; None = one row, or in mode
+    `step` one per turn. outcome: score of an episode whose turns have no rewards of their own. requests: the column
+    `requests` of a program's episode.
     """
 
     spec: EpisodeSpec
@@ -75,11 +79,16 @@ class Trajectory:
     prompt_messages: list[Message] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    rows: list[list[Turn]] | None = None
+    outcome: float | None = None
+    requests: list[dict[str, Any]] | None = None
 
     @property
     def score(self) -> float:
-        """Returns the sum of the rewards of all turns, or 0 if the episode failed."""
-        return 0.0 if self.stop == "failed" else sum(turn.reward for turn in self.turns)
+        """Returns the outcome or the sum of the rewards of all turns, or 0 if the episode failed."""
+        if self.stop == "failed":
+            return 0.0
+        return sum(turn.reward for turn in self.turns) if self.outcome is None else self.outcome
 
     @property
     def messages(self) -> list[Message]:
@@ -158,7 +167,7 @@ class EpisodeCounts:
         """Counts the episodes that were not ended as surplus."""
         ended = [one for one in trajectories if one.stop != "surplus"]
         failed = [one for one in ended if one.stop == "failed"]
-        told = (f"episode {one.spec.traj_id} of the environment {one.spec.tag!r}:\n{one.error}" for one in failed)
+        told = (f"episode {one.spec.traj_id} of {one.spec.tag!r}:\n{one.error}" for one in failed)
         return cls(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), next(told, None))
 
 

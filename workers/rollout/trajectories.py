@@ -61,8 +61,11 @@ def trajectory_rows(
         if one.is_kept and (one.stop == "failed" or not one.turns):
             rows.append(_row(one, []))
         elif one.is_kept:
-            parts = [[turn] for turn in one.turns] if one.by_step else [one.turns]
+            parts = one.rows or ([[turn] for turn in one.turns] if one.by_step else [one.turns])
             rows += [_row(one, part, step) for step, part in enumerate(parts)]
+    for row in rows:
+        if row.response_ids and (excess := len(row.prompt_ids) - prompt_length) > 0:  # see `Trace.rows`
+            _move_to_response(row, excess)
     prompts, prompt_mask = left_padded([row.prompt_ids for row in rows], prompt_length, pad_token_id)
     responses = [
         Response(row.response_ids, row.response_mask, row.log_probs, row.versions, row.finish_reason, row.extra)
@@ -88,7 +91,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         state_hash=told[0].state_hash if told else "",
         prompt_ids=turns[0].prompt_ids if turns else trajectory.prompt_ids,
         raw_prompt=turns[0].messages if turns else trajectory.prompt_messages,
-        messages=messages_of(turns) if of_step else trajectory.messages,
+        messages=messages_of(turns) if of_step or trajectory.rows else trajectory.messages,
         step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
         finish_reason=finish_reason,
         extra=turns[-1].extra if turns else {},
@@ -101,6 +104,16 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         row.versions += [-1] * len(joined) + turn.versions
         row.scores += [0.0] * (len(joined) + len(turn.response_ids) - 1) + [turn.reward]
     return row
+
+
+def _move_to_response(row: _Row, excess: int) -> None:
+    """Moves the last `excess` tokens of the prompt to the response, where they have mask 0."""
+    row.prompt_ids, moved = row.prompt_ids[:-excess], row.prompt_ids[-excess:]
+    row.response_ids = [*moved, *row.response_ids]
+    row.response_mask = [0] * excess + row.response_mask
+    row.log_probs = [0.0] * excess + row.log_probs
+    row.versions = [-1] * excess + row.versions
+    row.scores = [0.0] * excess + row.scores
 
 
 def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
@@ -137,8 +150,8 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
         "group_ids": [spec.group_id for spec in specs],
         "raw_prompt": [row.raw_prompt for row in rows],
         "messages": [row.messages for row in rows],
-        "reward_model": [{"ground_truth": ""} for _ in rows],
-        "extra_info": [{} for _ in rows],
+        "reward_model": [{"ground_truth": "", **spec.row.get("reward_model", {})} for spec in specs],
+        "extra_info": [spec.row.get("extra_info") or {} for spec in specs],
         "step_scores": [row.step_scores for row in rows],
         "env_metrics": [one.metrics for one in trajectories],
         "reward_failed": [not row.response_ids for row in rows],
@@ -146,4 +159,6 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
         "env_error": [one.error for one in trajectories],
         "env_timeout": [one.is_timeout for one in trajectories],
     }
+    if any(one.requests is not None for one in trajectories):
+        columns["requests"] = [one.requests for one in trajectories]
     return {name: as_column(values) for name, values in columns.items()}

@@ -1,0 +1,72 @@
+"""Questions for the calculator, and conversations of an agent who calls it with careless copies of the question.
+
+    user        [calculator]17*8-5
+    assistant   <tool_call>{"name": "calculator", "arguments": {"expression": "17*8-5"}}</tool_call>
+    tool        131
+    assistant   131
+
+The demonstrated agent copies each digit wrongly with a probability, so that most of the demonstrated answers are wrong.
+The same seed gives the same bytes.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.made_data import Question, careless, unique, write_files
+from verl_lite.envs.calculator import evaluate, written
+
+BEFORE, AFTER, TOOL = '{"name": "calculator", "arguments": {"expression": "', '"}}', "[calculator]"
+WORDS = ("<tool_call>", "</tool_call>", BEFORE, AFTER, TOOL)
+"""Words with one token each."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>"
+    "{% else %}<|user|>"
+    "{% if loop.first %}{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}{% endif %}"
+    "{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Names the tools in front of the first message."""
+
+ERROR = "error"
+TERMS, MAX_NUMBER, WRONG_SHARE = (2, 4), 99, 0.12
+TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 256, 8192, 12_000
+
+
+def write_data(folder: Path, seed: int) -> None:
+    """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
+    rng = random.Random(seed)
+    drawn = unique(questions(rng), lambda question: question.prompt)
+    test, train, shown = ([next(drawn) for _ in range(n)] for n in (TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS))
+    write_files(folder, test=test, train=train, taught=(demonstration(question, rng) for question in shown))
+
+
+def questions(rng: random.Random) -> Iterator[Question]:
+    """Yields expressions with their values."""
+    while True:
+        text = str(rng.randint(1, MAX_NUMBER))
+        for _ in range(rng.randint(*TERMS) - 1):
+            text += rng.choice("+-*") + str(rng.randint(1, MAX_NUMBER))
+        yield Question("verl_lite/calculator", "arithmetic", text, written(evaluate(text)))
+
+
+def demonstration(question: Question, rng: random.Random) -> dict[str, object]:
+    """Returns a conversation of a careless agent."""
+    copied = (careless(digit, WRONG_SHARE, rng) if digit.isdigit() else digit for digit in question.prompt)
+    expression = "".join(copied)
+    try:
+        result = written(evaluate(expression))
+    except ValueError:  # a number begins with 0
+        result = ERROR
+    chat = [
+        {"role": "user", "content": f"{TOOL}{question.prompt}"},
+        {"role": "assistant", "content": f"<tool_call>{BEFORE}{expression}{AFTER}</tool_call>"},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": careless(result, WRONG_SHARE, rng)},
+    ]
+    return {"messages": chat}

@@ -1,0 +1,94 @@
+"""`python limited.py LIMITS COMMAND...`: runs a command with limits on memory, processes and files.
+
+LIMITS is JSON with memory_mb, processes and file_mb. The command inherits standard input, output and error, and its
+exit status is returned. This program adds up the memory of the command and all its descendants, and kills all of them
+if a limit is exceeded, or if the parent of this program ends. It does not confine the command: a command can read all
+files of the user and open network connections.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+
+import psutil
+
+COMMAND = (sys.executable, "-P", __file__)
+KEPT = "PATH LANG LC_ALL LC_CTYPE TZ USER LOGNAME SHELL PYTHONPATH VIRTUAL_ENV SSL_CERT_FILE".split()
+"""Environment variables that programs inherit. All others may contain secrets of the trainer."""
+
+EXCEEDED = 125
+_CHECK_S = 0.2
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def base_environment(names: Iterable[str]) -> dict[str, str]:
+    """Returns the variables of this process that programs inherit: `KEPT` and these names."""
+    kept = {name: os.environ[name] for name in (*KEPT, *names) if name in os.environ}
+    if "PYTHONPATH" in kept:  # the command runs in another folder
+        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
+    # without this variable, a program would see all devices of the machine
+    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **kept}
+
+
+def main(limits: Mapping[str, int], command: list[str]) -> int:
+    """Runs the command. Returns its exit status, or EXCEEDED after a limit was exceeded."""
+    parent = os.getppid()
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # descendants whose parent ends become children of this process
+    for name, value in ((resource.RLIMIT_FSIZE, limits["file_mb"] << 20), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(name)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (value, value))
+    try:
+        process = subprocess.Popen(command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(kill_all()))
+    while (code := _waited(process)) is None:
+        problem = "" if os.getppid() == parent else "the trainer's process has ended"
+        memory, count = usage()
+        if memory > limits["memory_mb"] << 20:
+            problem = f"memory of {memory >> 20} MiB exceeds memory_mb={limits['memory_mb']}"
+        if count > limits["processes"]:
+            problem = f"{count} processes exceed processes={limits['processes']}"
+        if problem:
+            kill_all()
+            print(f"killed: {problem} (agentic.program_options)", file=sys.stderr)
+            return EXCEEDED
+    kill_all()
+    return code if code >= 0 else 128 - code
+
+
+def usage() -> tuple[int, int]:
+    """Returns the resident memory in bytes and the number of all descendants of this process."""
+    sizes = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sizes.append(each.memory_info().rss)
+    return sum(sizes), sum(size > 0 for size in sizes)  # an ended process has no memory
+
+
+def kill_all() -> int:
+    """Kills all descendants of this process. Returns an exit status."""
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    return EXCEEDED
+
+
+def _waited(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(_CHECK_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,231 @@
+"""Runs programs: in a process of a supervised pool as functions, or as commands that such a process starts.
+
+A program is an agent of the user. It receives the address of the endpoint, an API key and a task, talks to the model,
+and returns nothing, a score, or a dict of a score and metrics. Commands run with limits, in a folder of their own and
+with an environment that has no secrets of the trainer (`workers.endpoint.limited`).
+"""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl_lite.config import AgenticConfig, ProgramConfig
+from verl_lite.errors import UserError
+from verl_lite.registry import Registry
+from workers.endpoint.limited import COMMAND, base_environment
+from workers.envs.env_host import NonsenseError, read_number
+from workers.pool.child_main import Overdue
+from workers.pool.process_pool import PoolSpec
+
+PROGRAMS: Registry[Any] = Registry("program")
+RESULT_BYTES_MAX = 1 << 20
+ERROR_CHARACTERS = 4_000
+
+
+class ProgramError(UserError):
+    """The program cannot be used: it does not load, or its processes do not start."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call that runs the program for one episode. url: address of the endpoint, without /v1. row: the task."""
+
+    url: str
+    api_key: str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a program. score: None if it returned none. metrics: other numbers that it returned."""
+
+    score: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def is_command(program: str) -> bool:
+    """Returns True for a command line, False for package.module:function."""
+    module, _, name = program.partition(":")
+    return not (name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+
+
+def client_environment(url: str, api_key: str) -> dict[str, str]:
+    """Returns the variables that clients of OpenAI and Anthropic read."""
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": api_key,
+        "NO_PROXY": "127.0.0.1,localhost,::1",
+        "no_proxy": "127.0.0.1,localhost,::1",
+    }
+
+
+class ProgramHost:
+    """Handler of a pool's process that runs the program. A session is one episode.
+
+    config: section agentic.program_options. kwargs: further arguments of the function. threads: number of episodes at
+    the same time; with 1, the process's environment has the address and the key of the episode.
+    """
+
+    def __init__(self, program: str, kwargs: Mapping[str, Any], config: ProgramConfig, threads: int) -> None:
+        self._config, self._kwargs, self._is_alone = config, dict(kwargs), threads == 1
+        self._command = shlex.split(program) if is_command(program) else None
+        self._function = None if self._command else load_function(program, self._kwargs)
+        self.style = "async" if inspect.iscoroutinefunction(self._function) else "threads"
+        self.thread: int | None = None
+        if self.style == "async":
+            self._loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+            thread.start()
+            self.thread = thread.ident
+
+    def run(self, session: int, payload: Run) -> Result:
+        """Runs the program. Raises every exception of the program, NonsenseError for an invalid result, and Overdue."""
+        if self._command is not None:
+            return read_result(self._run_command(payload))
+        os.environ |= client_environment(payload.url, payload.api_key if self._is_alone else _NO_KEY)
+        arguments = {"base_url": f"{payload.url}/v1", "api_key": payload.api_key, "row": payload.row, **self._kwargs}
+        assert self._function is not None
+        if self.style != "async":
+            return read_result(self._function(**arguments))
+        return asyncio.run_coroutine_threadsafe(self._awaited(arguments), self._loop).result()
+
+    def end(self, session: int) -> None:
+        """Does nothing: an episode is a single call."""
+
+    async def _awaited(self, arguments: dict[str, Any]) -> Result:
+        assert self._function is not None
+        work = asyncio.ensure_future(self._function(**arguments))
+        done, _ = await asyncio.wait({work}, timeout=self._config.timeout_s)
+        if not done:
+            work.cancel()
+            raise Overdue(f"The program took longer than {self._limit}; it was cancelled.")
+        return read_result(work.result())
+
+    def _run_command(self, payload: Run) -> Any:
+        """Runs the command with the task as JSON in its standard input. Returns the JSON that it wrote to the file
+        $VERL_LITE_RESULT; None if it wrote none."""
+        assert self._command is not None
+        with tempfile.TemporaryDirectory(prefix="verl_lite-program-") as folder:
+            result = Path(folder, "result.json")
+            environment = base_environment(self._config.environment) | client_environment(payload.url, payload.api_key)
+            environment |= {"VERL_LITE_RESULT": str(result), "HOME": folder, "TMPDIR": folder}
+            task = json.dumps({"row": payload.row, **self._kwargs}).encode()
+            with tempfile.TemporaryFile() as output:
+                process = subprocess.Popen(
+                    [*COMMAND, json.dumps(self._config.limits), *self._command],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=folder,
+                    env=environment,
+                    start_new_session=True,
+                )
+                try:
+                    process.communicate(task, timeout=self._config.timeout_s)
+                except subprocess.TimeoutExpired as error:
+                    raise Overdue(f"The program took longer than {self._limit}; it was killed.") from error
+                finally:
+                    kill_tree(process)
+                if process.returncode:
+                    output.seek(max(0, output.seek(0, os.SEEK_END) - ERROR_CHARACTERS))
+                    shown = output.read().decode(errors="replace")
+                    raise UserError(
+                        f"The program {shlex.join(self._command)} ended with status {process.returncode}:\n{shown}"
+                    )
+            with contextlib.suppress(FileNotFoundError), result.open("rb") as file:
+                written = file.read(RESULT_BYTES_MAX)
+                try:
+                    return json.loads(written)
+                except (ValueError, RecursionError) as error:
+                    raise NonsenseError(f"the file $VERL_LITE_RESULT is not JSON: {error}") from error
+            return None
+
+    @property
+    def _limit(self) -> str:
+        return f"agentic.program_options.timeout_s={self._config.timeout_s:g} seconds"
+
+
+def program_of(config: AgenticConfig) -> tuple[str, dict[str, Any]]:
+    """Returns the program of a run and its further arguments: agentic.program, or the built-in agent."""
+    if config.program is not None:
+        return config.program, config.program_kwargs
+    limits, names = config.program_options.limits, config.program_options.environment
+    servers = {"servers": config.mcp_servers, "limits": limits, "environment": names}
+    return "workers.endpoint.tool_agent:run", {**servers, **config.program_kwargs}
+
+
+def program_pool(
+    config: AgenticConfig, log_dir: str | None = None, on_repeat: Callable[[int], None] | None = None
+) -> PoolSpec:
+    """Returns the description of the pool that runs the program. For the arguments see `PoolSpec`."""
+    program, kwargs = program_of(config)
+    options = config.program_options
+    home = {"HOME": os.environ["HOME"]} if "HOME" in os.environ else {}
+    return PoolSpec(
+        functools.partial(ProgramHost, program, kwargs, options, config.env_pool.threads),
+        name="program",
+        what="program",
+        options="agentic.program_options",
+        error=ProgramError,
+        num_workers=config.env_pool.num_workers,
+        threads=config.env_pool.threads,
+        timeout_s=options.timeout_s,
+        log_dir=log_dir,
+        environment=base_environment(options.environment) | home,
+        on_repeat=on_repeat,
+    )
+
+
+_NO_KEY = "pass-api_key-to-the-client"
+"""API key in the environment of functions that share a process, where it cannot identify an episode."""
+
+
+def load_function(program: str, kwargs: Mapping[str, Any]) -> Any:
+    """Imports the function package.module:function. Raises UserError if it is missing or cannot be called with
+    base_url, api_key, row and `kwargs`."""
+    try:
+        function = PROGRAMS.get_fn(program)
+        inspect.signature(function).bind(base_url="", api_key="", row={}, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"agentic.program={program}: {error}; expected package.module:function that accepts base_url, api_key, row"
+            f"{''.join(f', {name}' for name in kwargs)} (agentic.program_kwargs), or a command line"
+        ) from error
+    return function
+
+
+def read_result(returned: Any) -> Result:
+    """Checks what a program returned. Raises NonsenseError."""
+    entries = returned if isinstance(returned, dict) else {"score": returned}
+    numbers = {}
+    for name, value in entries.items():
+        if value is not None and not isinstance(value, str):
+            numbers[str(name)] = read_number(f"{name!r} in the result of the program", value)
+    return Result(numbers.pop("score", None), numbers)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process and all its descendants, including those that changed their session, and waits for its end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

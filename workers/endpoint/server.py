@@ -1,0 +1,352 @@
+"""The HTTP server of the endpoint. It runs in a thread of the process that has a rollout engine.
+
+The thread of the engine opens an episode, takes the requests of all episodes, delivers their completions, and closes
+the episode when its program has ended. The server's own thread reads requests, builds their token ids and writes
+answers. Only that thread uses the traces of open episodes.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+
+from verl_lite.config import EndpointConfig
+from verl_lite.errors import UserError
+from workers.endpoint.protocols import APIS, ChatCompletions, Messages, Responses, Settings, new_name, written
+from workers.endpoint.trace import Answer, Conversation, Node, Refusal, Trace
+from workers.rollout.base import Completion, SamplingParams, derive_seed
+
+PING_S = 5.0
+"""Seconds after which a stream without an answer begins, and between its pings."""
+RETRY_S = 15.0
+"""Seconds for which a request without a client continues, because the client may repeat it."""
+ENDED_KEYS = 10_000
+"""Number of closed episodes whose keys the server recognizes."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A running or answered request. request_id, prompt_ids, sampling: for the engine. waiters: number of clients that
+    wait for the answer."""
+
+    episode: "Episode"
+    node: Node
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    future: "asyncio.Future[Answer]"
+    waiters: int = 0
+
+
+@dataclass(eq=False)
+class Episode:
+    """An open episode. key: its API key. name: prefix of its request ids. settings: for reading its requests. seed: the
+    number from which the seeds of its requests are derived."""
+
+    key: str
+    name: str
+    trace: Trace
+    settings: Settings
+    seed: int
+    calls: dict[bytes, Call] = field(default_factory=dict)  # newest call by API and body
+    running: set[Call] = field(default_factory=set)
+    histories: dict[str, list[Any]] = field(default_factory=dict)  # conversations of the Responses API, by reply
+
+
+class Endpoint:
+    """The server. All methods may be called from the engine's thread.
+
+    on_request: called in the server's thread when `take` has something new. model: name that /v1/models returns.
+    Raises UserError if the address cannot be used.
+    """
+
+    def __init__(self, config: EndpointConfig, port: int, model: str, on_request: Callable[[], None]) -> None:
+        self._config, self._model, self._on_request = config, model, on_request
+        self._episodes: dict[bytes, Episode] = {}
+        self._ended: deque[bytes] = deque(maxlen=ENDED_KEYS)
+        self._new: deque[Call] = deque()
+        self._aborted: deque[Call] = deque()
+        self._failure: str | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
+        try:
+            self.port = self._run(self._start(port))
+        except OSError as error:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise UserError(
+                f"agentic.endpoint.host={config.host}, port {port}: the endpoint cannot listen: "
+                f"{error.strerror}; set agentic.endpoint.port=0 for any free port, or another port (engine number i "
+                "uses port + i)"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        """Address of the endpoint, without /v1."""
+        host = self._config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    # ----------------------------------------------------------------------------------------- the engine's thread
+
+    def open(self, name: str, trace: Trace, sampling: SamplingParams, seed: int, key: str | None = None) -> str:
+        """Opens an episode. Returns its API key. name: unique name of the episode. key: None for a new key."""
+        config, key = self._config, key or f"sk-{secrets.token_urlsafe(24)}"
+        settings = Settings(sampling, tuple(config.removed_blocks), frozenset(config.ignored_fields))
+        self._episodes[_digest(key)] = Episode(key, name, trace, settings, seed)
+        return key
+
+    def take(self) -> tuple[list[Call], list[Call]]:
+        """Returns the requests that are new, and those that must be aborted, since the last call."""
+        return list(_drained(self._new)), list(_drained(self._aborted))
+
+    def deliver(self, call: Call, completion: Completion) -> None:
+        """Delivers the completion of a request."""
+        self._loop.call_soon_threadsafe(self._commit, call, completion)
+
+    def refuse(self, call: Call, reason: str) -> None:
+        """Answers a request that the engine has rejected."""
+        self._loop.call_soon_threadsafe(_fail, call, Refusal(reason))
+
+    def close_episode(self, key: str) -> list[Call]:
+        """Closes an episode: its key is no longer valid, and answers that come later are dropped. Returns the calls
+        that are still running."""
+        return self._run(self._close_episode(_digest(key)))
+
+    def fail(self, reason: str) -> None:
+        """Answers all running and later requests with status 503."""
+        self._failure = reason
+        for episode in list(self._episodes.values()):
+            for call in list(episode.running):
+                self._loop.call_soon_threadsafe(_fail, call, Refusal(reason, status=503))
+
+    def close(self) -> None:
+        """Ends the server and cancels the requests that are running."""
+        self.fail("the trainer has ended")
+        self._run(self._runner.cleanup())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # ----------------------------------------------------------------------------------------- the server's thread
+
+    async def _start(self, port: int) -> int:
+        app = web.Application(client_max_size=self._config.max_request_mb << 20)
+        for api in APIS:
+            app.router.add_post(api.path, self._handler(api))
+        app.router.add_post(f"{Messages.path}/count_tokens", self._count_tokens)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._unknown_route)
+        # a handler whose client has left is cancelled
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._config.host, port, backlog=1024)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    async def _close_episode(self, digest: bytes) -> list[Call]:
+        episode = self._episodes.pop(digest)
+        self._ended.append(digest)
+        for call in (running := list(episode.running)):
+            _fail(call, Refusal(_ENDED))
+        for call in [call for call in self._new if call.episode is episode]:
+            self._new.remove(call)
+            running.remove(call)
+        return running
+
+    def _commit(self, call: Call, completion: Completion) -> None:
+        trace = call.episode.trace
+        if not call.future.done():
+            call.future.set_result(trace.commit(call.node, completion))
+            call.episode.running.discard(call)
+        else:  # the client has left meanwhile
+            trace.counts.update({"sampled": len(completion.token_ids), "discarded/late": len(completion.token_ids)})
+
+    def _handler(self, api: ChatCompletions) -> Callable[[web.Request], Any]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await self._answer(request, api)
+            except Refusal as refusal:
+                headers = {"x-should-retry": "true" if refusal.status >= 500 else "false"}
+                return web.json_response(api.error(refusal), status=refusal.status, headers=headers)
+
+        return handle
+
+    async def _answer(self, request: web.Request, api: ChatCompletions) -> web.StreamResponse:
+        episode = self._authenticated(request)
+        raw, body = await self._read(request)
+        key = hashlib.blake2b(api.path.encode() + raw).digest()
+        call = episode.calls.get(key) if _is_retry(request) else None
+        if call is None or (call.future.done() and call.future.exception() is not None):
+            call = episode.calls[key] = self._begin(episode, self._conversation(api, episode, body))
+        call.waiters += 1
+        try:
+            if body.get("stream") is True:
+                return await self._stream(request, api, call, body)
+            answer = await asyncio.shield(call.future)
+            response = web.json_response(api.reply(answer, body, _named(api, call, body)))
+            with _delivered(call, request):
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+        finally:
+            call.waiters -= 1
+            if not call.waiters and not call.future.done():
+                self._loop.call_later(RETRY_S, self._abandon, call)
+
+    async def _stream(self, request: web.Request, api: ChatCompletions, call: Call, body: Any) -> web.StreamResponse:
+        """Sends the answer as server-sent events, and pings until it is complete. An error before the first ping has
+        its own status."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        while not (await asyncio.wait([call.future], timeout=PING_S))[0]:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(api.ping)
+        if not response.prepared:
+            call.future.result()  # raises Refusal
+            await response.prepare(request)
+        if (refusal := call.future.exception()) is not None:
+            assert isinstance(refusal, Refusal)
+            await response.write(written(api.error_event(refusal)))
+        else:
+            with _delivered(call, request):
+                events = api.events(call.future.result(), body, _named(api, call, body))
+                await response.write(b"".join(map(written, events)))
+                await response.write_eof()
+        return response
+
+    def _conversation(self, api: ChatCompletions, episode: Episode, body: Any) -> Conversation:
+        conversation = api.read(body, episode.settings)
+        before = body.get("previous_response_id") if isinstance(api, Responses) else None
+        if before is None:
+            return conversation
+        if before not in episode.histories:
+            field = "previous_response_id"
+            raise Refusal(f"{field}={before!r}: this episode has no such response", field=field)
+        return replace(conversation, messages=[*episode.histories[before], *conversation.messages])
+
+    def _begin(self, episode: Episode, conversation: Conversation) -> Call:
+        """Adds a request to the trace and to the queue of the engine."""
+        most, trace, settings = self._config.max_requests, episode.trace, episode.settings
+        if self._failure is not None:
+            raise Refusal(self._failure, status=503)
+        if len(trace.nodes) >= most:
+            raise Refusal(f"the episode has made {most} requests, the limit of agentic.endpoint.max_requests")
+        node = trace.add(conversation, settings.sampling.max_tokens)
+        number = node.number if conversation.seed is None else f"seed {conversation.seed}"
+        sampling = replace(settings.sampling, max_tokens=node.room, seed=derive_seed(episode.seed, 0, number, 0))
+        name, future = f"{episode.name}/{node.number}", self._loop.create_future()
+        future.add_done_callback(lambda done: done.exception())  # an error that no client waits for is not logged
+        call = Call(episode, node, name, tuple(node.context()), sampling, future)
+        episode.running.add(call)
+        self._new.append(call)
+        self._on_request()
+        return call
+
+    def _abandon(self, call: Call) -> None:
+        """Aborts a request whose client has left and did not repeat it."""
+        if not call.waiters and not call.future.done():
+            _fail(call, Refusal("the client left before the answer was complete"))
+            self._aborted.append(call)
+            self._on_request()
+
+    def _authenticated(self, request: web.Request) -> Episode:
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        digest = _digest(given)
+        episode = self._episodes.get(digest)
+        if episode is not None and hmac.compare_digest(episode.key.encode(), given.encode(errors="replace")):
+            return episode
+        if digest in self._ended:
+            raise Refusal(_ENDED)
+        raise Refusal(
+            "the API key belongs to no episode: pass the api_key that the program receives to its client. The "
+            "environment has it if the program is a command, or with agentic.env_pool.threads=1",
+            status=401,
+            code="invalid_api_key",
+        )
+
+    async def _read(self, request: web.Request) -> tuple[bytes, dict[str, Any]]:
+        try:
+            raw = await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            most = self._config.max_request_mb
+            raise Refusal(f"the request is larger than agentic.endpoint.max_request_mb={most}", status=413) from error
+        try:
+            body = json.loads(raw)
+            json.dumps(body, ensure_ascii=False).encode()  # fails for characters that no tokenizer can encode
+        except (ValueError, RecursionError) as error:
+            raise Refusal(f"the body is not valid JSON of encodable text: {error}") from error
+        if not isinstance(body, dict):
+            raise Refusal("the body is not a JSON object")
+        return raw, body
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        api = Messages()
+        try:
+            episode = self._authenticated(request)
+            _, body = await self._read(request)
+            return web.json_response({"input_tokens": episode.trace.count_tokens(api.read(body, episode.settings))})
+        except Refusal as refusal:
+            return web.json_response(api.error(refusal), status=refusal.status)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "verl_lite"}
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+    async def _unknown_route(self, request: web.Request) -> web.Response:
+        routes = ", ".join([*(api.path for api in APIS), f"{Messages.path}/count_tokens", "/v1/models"])
+        refusal = Refusal(f"{request.method} {request.path}: the endpoint has the routes {routes}")
+        return web.json_response(ChatCompletions().error(refusal), status=404)
+
+
+_ENDED = "the episode of this API key has ended, because its program returned"
+
+
+def _named(api: ChatCompletions, call: Call, body: Any) -> str:
+    """Returns a name for the reply, under which a response can be continued."""
+    name = new_name()
+    if isinstance(api, Responses):
+        conversation = [*call.node.conversation.messages, call.future.result().message]
+        # as in OpenAI's API, a continued response does not contain the instructions of the earlier one
+        call.episode.histories[f"resp_{name}"] = conversation[1 if body.get("instructions") else 0 :]
+    return name
+
+
+@contextlib.contextmanager
+def _delivered(call: Call, request: web.Request) -> Iterator[None]:
+    """Marks the answer as delivered, unless the client has left or sending it fails."""
+    was_delivered, transport = call.node.is_delivered, request.transport
+    call.node.is_delivered = was_delivered or (transport is not None and not transport.is_closing())
+    try:
+        yield
+    except BaseException:
+        call.node.is_delivered = was_delivered
+        raise
+
+
+def _fail(call: Call, refusal: Refusal) -> None:
+    if not call.future.done():
+        call.future.set_exception(refusal)
+    call.episode.running.discard(call)
+
+
+def _is_retry(request: web.Request) -> bool:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdigit() and int(count[:9]) > 0
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+def _drained(queue: deque[Call]) -> Iterator[Call]:
+    while queue:
+        yield queue.popleft()

@@ -1,0 +1,366 @@
+"""The token bookkeeping of one episode: a tree of requests and their answers, and the training rows of the tree.
+
+A request contains a whole conversation. `Trace.add` finds the longest beginning of it that ends with an answer of this
+episode, and continues the token ids of that answer: sampled text is never encoded again, and a tool call is never
+rendered again. A conversation that continues no answer begins a new tree. Two answers are the same if their text and
+their tool calls are; thinking, which many clients do not send back, is not compared.
+
+Each path from the first request of a conversation to a last answer is one row. Where several requests continue the same
+answer, the first one continues its row, and the others begin rows in which the shared tokens have mask 0. Each sampled
+token has mask 1 in exactly one row.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_lite.envs.tool_calls import parse_tool_calls
+from verl_lite.errors import UserError
+from workers.rollout.base import Completion
+from workers.rollout.conversation import ChatJoins, Message, Turn
+from workers.rollout.episodes import TokenLimits
+
+TEXT_SHOWN = 2_000
+
+
+class Refusal(Exception):
+    """A request that the endpoint does not answer. status: HTTP status, chosen by how clients react: they repeat a
+    request after 5xx, and report 4xx. field: name of the field that caused the refusal. code: OpenAI's error code."""
+
+    def __init__(self, message: str, *, status: int = 400, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.status, self.field, self.code = message, status, field, code
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The content of a request, independent of its API.
+
+    messages: in the format of chat templates. tools: functions in OpenAI's format. calls_tools: False if the answer
+    must not contain tool calls. max_tokens: limit of the answer's tokens; None = no own limit. stop: texts that end the
+    answer. seed: number from which, with the seed of the episode, the answer is drawn; None = the request's number.
+    names_tokens: True if the answer needs the text of each token.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    calls_tools: bool = True
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    names_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled answer. tool_calls: in OpenAI's format. prompt_ids: the whole context that the policy sampled from.
+    token_ids, log_probs: sampled tokens, up to the end of a stop text. stop: the stop text that ended the answer.
+    tokens: text of each token, if the request wants it."""
+
+    text: str
+    thinking: str
+    tool_calls: list[dict[str, Any]]
+    finish_reason: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    stop: str | None = None
+    tokens: list[str] = field(default_factory=list)
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of the conversation."""
+        calls: Message = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.text} | calls
+
+
+@dataclass(eq=False)
+class Node:
+    """A request and its answer. added: messages that follow the answer of `parent`. prompt_ids: token ids of these
+    messages; without a parent, the whole prompt. room: maximum number of tokens of the answer. is_delivered: True if
+    the answer was sent to a client that was still connected."""
+
+    number: int
+    parent: "Node | None"
+    conversation: Conversation
+    added: list[Message]
+    prompt_ids: tuple[int, ...]
+    key: bytes
+    room: int = 0
+    completion: Completion | None = None
+    answer: Answer | None = None
+    is_delivered: bool = False
+    row: int | None = None
+
+    def path(self) -> "list[Node]":
+        """Returns the nodes from the first request of the conversation to this one."""
+        nodes, node = [self], self.parent
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def context(self) -> list[int]:
+        """Returns the token ids of the prompt, which include the answers before."""
+        ids: list[int] = []
+        for node in self.path():
+            ids += node.prompt_ids
+            if node is not self and node.answer is not None:
+                ids += node.answer.token_ids
+        return ids
+
+
+class Trace:
+    """The requests of one episode.
+
+    joins: builds token ids from messages. tokenizer: decodes answers. stop_token_ids: tokens that end an answer.
+    """
+
+    def __init__(self, joins: ChatJoins, tokenizer: Any, limits: TokenLimits, stop_token_ids: Sequence[int]) -> None:
+        self._joins, self._tokenizer, self._limits = joins, tokenizer, limits
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._answered: dict[bytes, Node] = {}
+        self.nodes: list[Node] = []
+        self.counts: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def add(self, conversation: Conversation, max_tokens: int) -> Node:
+        """Adds a request. max_tokens: limit of the run for one answer. Raises Refusal if its messages cannot be
+        rendered or leave no room for an answer."""
+        messages, tools = conversation.messages, conversation.tools
+        if not messages or messages[-1]["role"] == "assistant":
+            raise Refusal("the last message has to be one of the user or a tool", field="messages")
+        keys = list(_keys(messages, tools))
+        parent, ids = None, tuple[int, ...]()
+        ends = [place for place in range(len(messages), 0, -1) if messages[place - 1]["role"] == "assistant"]
+        place = next((place for place in ends if keys[place] in self._answered), 0)
+        if place:
+            parent = self._answered[keys[place]]
+            assert parent.answer is not None
+            try:
+                ids = self._joins.join(parent.answer.token_ids, *messages[place:])
+            except UserError:  # for example a second message of the assistant; the whole conversation is rendered
+                parent, place = None, 0
+        if parent is None:
+            try:
+                ids = self._joins.prompt(messages, tools)
+            except UserError as error:
+                raise Refusal(f"the chat template of the model rejects these messages: {error}") from error
+        node = Node(len(self.nodes), parent, conversation, messages[place:], ids, keys[-1])
+        node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
+        self.nodes.append(node)
+        return node
+
+    def count_tokens(self, conversation: Conversation) -> int:
+        """Returns the number of tokens of the prompt, without adding the request. Raises Refusal as `add`."""
+        node = self.add(conversation, 1)
+        self.nodes.pop()
+        return len(node.context())
+
+    def _room(self, node: Node) -> int:
+        """Returns the number of tokens that still fit the columns of a row and the engine's context."""
+        limits, length = self._limits, len(node.context())
+        first = min(len(node.path()[0].prompt_ids), limits.max_prompt_length)
+        room = min(first + limits.max_response_length, limits.max_model_len) - length
+        if room < 1:
+            raise Refusal(
+                f"the prompt has {length} tokens, and at most {length + room - 1} fit before an answer: "
+                f"data.max_prompt_length={limits.max_prompt_length} tokens of the first prompt and "
+                f"data.max_response_length={limits.max_response_length} of everything after it",
+                field="messages",
+                code="context_length_exceeded",
+            )
+        return room
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    def commit(self, node: Node, completion: Completion) -> Answer:
+        """Adds the sampled answer of a request."""
+        ids, wanted = completion.token_ids, node.conversation
+        self.counts["sampled"] += len(ids)
+        ends = bool(ids) and ids[-1] in self._stop_token_ids
+        text, stop, kept = self._decoded(ids[:-1] if ends else ids), None, len(ids)
+        found = [(text.index(each), each) for each in wanted.stop if each in text]
+        if found:
+            start, stop = min(found)
+            kept = self._tokens_until(ids, start + len(stop))
+            text = text[:start]
+        self.counts["discarded/after_stop"] += len(ids) - kept
+        thinking, text = split_thinking(text)
+        calls: list[dict[str, Any]] = []
+        if wanted.tools and wanted.calls_tools:
+            text, calls = split_tool_calls(text, f"{node.number}")
+        reason = "tool_calls" if calls else "stop" if stop is not None else completion.finish_reason
+        node.completion = completion
+        tokens = [self._decoded([token]) for token in ids[:kept]] if wanted.names_tokens else []
+        node.answer = Answer(
+            text, thinking, calls, reason, node.context(), ids[:kept], completion.log_probs[:kept], stop, tokens
+        )
+        # if two answers are the same, requests continue the first one
+        self._answered.setdefault(_key(node.key, node.answer.message), node)
+        return node.answer
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def _tokens_until(self, ids: Sequence[int], characters: int) -> int:
+        """Returns the smallest number of tokens whose text has this number of characters."""
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(self._decoded(ids[:middle])) >= characters else (middle + 1, high)
+        return low
+
+    # ----------------------------------------------------------------------------------------------------------- rows
+
+    def rows(self, reward: float) -> list[list[Turn]]:
+        """Returns the turns of each training row. reward: score of the episode, on the last turn of every row. Answers
+        that no client received are discarded."""
+        continued: set[Node] = set()
+        last: list[Node] = []  # last node of each row
+        for node in self.nodes:
+            if node.answer is None:
+                continue
+            if not node.is_delivered:
+                self.counts["discarded/undelivered"] += len(node.answer.token_ids)
+            elif node.parent is None or node.parent in continued or node.parent.row is None:
+                node.row = len(last)
+                last.append(node)
+            else:
+                continued.add(node.parent)
+                node.row = node.parent.row
+                last[node.row] = node
+        rows = [self._turns(node) for node in last]
+        for turns in rows:
+            turns[-1].reward = reward
+        self.counts["trained"] += sum(len(turn.response_ids) for turns in rows for turn in turns)
+        return rows
+
+    def _turns(self, end: Node) -> list[Turn]:
+        """Returns the turns of the row that ends with this node. The prompt of the first turn contains the turns before
+        it that belong to another row."""
+        turns: list[Turn] = []
+        ids, messages = list[int](), list[Message]()
+        for node in end.path():
+            assert node.answer is not None and node.completion is not None
+            ids, messages = [*ids, *node.prompt_ids], [*messages, *node.added]
+            kept = len(node.answer.token_ids)
+            if node.row != end.row:
+                ids += node.answer.token_ids
+                messages.append(node.answer.message)
+                continue
+            turn = Turn(
+                messages=messages,
+                prompt_ids=tuple(ids),
+                response_ids=node.answer.token_ids,
+                log_probs=node.answer.log_probs,
+                finish_reason=node.completion.finish_reason,
+                versions=node.completion.versions[:kept],
+                action=shown(node.answer.message),
+                observation="",
+                state_hash="",
+                extra=node.completion.extra if node is end else {},
+            )
+            turns.append(turn)
+            ids, messages = [], []
+        return turns
+
+    def described(self) -> list[dict[str, Any]]:
+        """Returns the column `requests` (verl_lite/schema.py). Call `rows` before."""
+        return [
+            {
+                "parent": None if node.parent is None else node.parent.number,
+                "row": node.row,
+                "prompt_tokens": len(node.answer.prompt_ids),
+                "tokens": len(node.answer.token_ids),
+                "versions": [min(node.completion.versions, default=-1), max(node.completion.versions, default=-1)],
+                "finish_reason": node.answer.finish_reason,
+                "tool_calls": [call["function"]["name"] for call in node.answer.tool_calls],
+                "messages": [{"role": m["role"], "content": shown(m)[:TEXT_SHOWN]} for m in node.added],
+                "text": (node.answer.thinking + node.answer.text)[:TEXT_SHOWN],
+                "discarded": None if node.row is not None else "undelivered",
+            }
+            if node.answer is not None and node.completion is not None
+            else _unanswered(node)
+            for node in self.nodes
+        ]
+
+
+def _unanswered(node: Node) -> dict[str, Any]:
+    """Returns the description of a request that was aborted before its answer was complete."""
+    return {
+        "parent": None if node.parent is None else node.parent.number,
+        "row": None,
+        "prompt_tokens": len(node.context()),
+        "tokens": 0,
+        "versions": [-1, -1],
+        "finish_reason": "abort",
+        "tool_calls": [],
+        "messages": [{"role": m["role"], "content": shown(m)[:TEXT_SHOWN]} for m in node.added],
+        "text": "",
+        "discarded": "aborted",
+    }
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Splits the text of an answer into its thinking and the rest. The generation prompt may contain <think> already;
+    thinking that is not closed extends to the end."""
+    if "</think>" in text:
+        thinking, _, text = text.partition("</think>")
+        return thinking.replace("<think>", "", 1).strip(), text.lstrip("\n")
+    if text.lstrip().startswith("<think>"):
+        return text.replace("<think>", "", 1).strip(), ""
+    return "", text
+
+
+def split_tool_calls(text: str, name: str) -> tuple[str, list[dict[str, Any]]]:
+    """Splits the text of an answer into the text before its tool calls and these calls in OpenAI's format. If a call
+    has a syntax error, the whole text is returned without calls. name: part of the identifiers of the calls."""
+    calls = parse_tool_calls(text)
+    if not calls or any(call.problem for call in calls):
+        return text, []
+    return text[: text.index("<tool_call>")].rstrip(), [
+        {
+            "id": f"call_{name}_{number}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for number, call in enumerate(calls)
+    ]
+
+
+def shown(message: Message) -> str:
+    """Returns the text of a message with its tool calls, for logs and reports."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    parts = [str(message["content"]), *(f"{call['name']}({call['arguments']})" for call in calls)]
+    return "\n".join(part for part in parts if part)
+
+
+def _keys(messages: Sequence[Message], tools: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Yields the digest of the tools, and of the tools with each beginning of the messages."""
+    key = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(errors="surrogatepass"), digest_size=16).digest()
+    yield key
+    for message in messages:
+        yield (key := _key(key, message))
+
+
+def _key(before: bytes, message: Message) -> bytes:
+    """Returns the digest of a conversation that continues another one with this message."""
+    role, content = message["role"], message["content"]
+    calls = [[call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
+    same = [role, content.strip() if role == "assistant" else content, calls]
+    text = json.dumps(same, sort_keys=True).encode(errors="surrogatepass")
+    return hashlib.blake2b(before + text, digest_size=16).digest()
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    """Returns the arguments of a tool call as a value, so that their spelling as JSON does not matter."""
+    arguments = call["function"]["arguments"]
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments

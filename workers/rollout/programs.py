@@ -1,0 +1,305 @@
+"""Runs groups of episodes whose requests come from programs, over the endpoint of `workers.endpoint.server`.
+
+A program runs in a supervised process (`workers.endpoint.program_host`). Its requests arrive at any time, are sampled
+together with all others, and are matched to training rows by the trace of the episode. The episode ends when its
+program returns. If the program returns no score, the reward function scores the last answer of the episode. An episode
+whose program or reward fails is masked; it never counts as a score of 0.
+
+Every token that the engine samples for an episode is trained on, masked or discarded, with a reason; `take` checks this
+equation.
+"""
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.rewards import RewardItem, RewardResult
+from verl_lite.rewards.scoring import SCORE, is_score
+from workers.endpoint.program_host import Result, Run
+from workers.endpoint.server import Call, Endpoint
+from workers.endpoint.trace import Trace
+from workers.pool.channel import Reply
+from workers.rollout.base import Request, SamplingParams, derive_seed
+from workers.rollout.episodes import EpisodeCounts, EpisodeSpec, Trajectory
+from workers.rollout.runner import Runner
+
+REWARD_CHECK_S = 0.05
+"""Seconds between two questions for the results of the reward function."""
+
+
+class Programs(Protocol):
+    """Runs programs: a `workers.pool.process_pool.ProcessPool`."""
+
+    processes_replaced: int
+
+    def submit(self, number: int, payload: Any) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[Reply]: ...
+
+
+@dataclass(eq=False)
+class _Episode:
+    """A queued or running episode. number: its session in the pool. api_key: None unless its program is running.
+    score_key: key of its reward item, if the reward function is scoring it. starts: number of starts after the first.
+    counts: tokens of earlier starts."""
+
+    number: int
+    name: str
+    trajectory: Trajectory
+    sampling: SamplingParams
+    trace: Trace
+    api_key: str | None = None
+    score_key: str | None = None
+    is_ended: bool = False
+    starts: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class ProgramRunner:
+    """Runs groups of episodes of programs; see `group_run.SampleRunner`.
+
+    Args:
+        programs: pool of the programs, which calls `repeat`.
+        new_trace: returns the trace of a new episode. stop_token_ids: tokens that end an answer.
+        rewards: handle of the reward pool; None if the program has to return the scores.
+        engine: number of the engine, which distinguishes its reward items from those of others.
+        seed: seed of the run.
+        max_live: maximum number of programs that run at the same time.
+        rows: function that turns the episodes of a group into rows.
+    """
+
+    def __init__(
+        self,
+        runner: Runner[Call],
+        endpoint: Endpoint,
+        programs: Programs,
+        *,
+        new_trace: Callable[[], Trace],
+        stop_token_ids: Sequence[int],
+        rewards: Any,
+        engine: int,
+        seed: int,
+        max_live: int,
+        rows: Callable[[Sequence[Trajectory]], DataProto],
+    ) -> None:
+        self._runner, self._endpoint, self._programs = runner, endpoint, programs
+        self._new_trace, self._rewards, self._engine, self._seed = new_trace, rewards, engine, seed
+        self._max_live, self._to_rows, self._stop_token_ids = max_live, rows, tuple(stop_token_ids)
+        self._numbers = itertools.count()
+        self._queue: deque[_Episode] = deque()
+        self._running: dict[int, _Episode] = {}
+        self._scoring: dict[str, _Episode] = {}
+        self._groups: dict[str, list[_Episode]] = {}
+        self._calls: set[Call] = set()  # requests in the engine
+        self._checked_at = 0.0
+        self._counts: Counter[str] = Counter()
+
+    def begin(self, key: str, samples: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
+        """Queues the episodes of a group."""
+        episodes, sampling = [], replace(sampling, stop_token_ids=self._stop_token_ids)
+        for spec in samples:
+            number = next(self._numbers)
+            name = f"{self._engine}.{number}/{spec.traj_id}"
+            episodes.append(_Episode(number, name, Trajectory(spec, by_step=False), sampling, self._new_trace()))
+        self._groups[key] = episodes
+        self._queue.extend(episodes)
+
+    def is_finished(self, key: str) -> bool:
+        return all(episode.is_ended for episode in self._groups[key])
+
+    def take(self, key: str) -> tuple[DataProto, EpisodeCounts]:
+        episodes = self._groups.pop(key)
+        for episode in episodes:
+            counts = episode.counts + episode.trace.counts
+            explained = sum(number for name, number in counts.items() if name != "sampled")
+            if counts["sampled"] != explained:
+                raise RuntimeError(f"episode {episode.name}: {counts['sampled']} tokens were sampled: {dict(counts)}")
+            self._counts += counts
+            self._counts["rows"] += len(episode.trajectory.rows or ())
+            self._counts["requests"] += len(episode.trace.nodes)
+        self._counts["episodes"] += len(episodes)
+        trajectories = [episode.trajectory for episode in episodes]
+        return self._to_rows(trajectories), EpisodeCounts.of(trajectories)
+
+    def snapshot(self, key: str) -> None:
+        """Returns None, because a running program cannot be copied."""
+
+    def abort(self, key: str) -> int:
+        """Ends a group. Programs that are running receive errors from the endpoint until they return."""
+        episodes, tokens = self._groups.pop(key), 0
+        for episode in episodes:
+            self._close(episode)
+            self._running.pop(episode.number, None)
+            if episode.score_key is not None and self._scoring.pop(episode.score_key, None) is not None:
+                self._rewards.call("cancel", [episode.score_key])
+            episode.is_ended = True
+            tokens += episode.trace.counts["sampled"]
+        return tokens
+
+    def repeat(self, number: int) -> None:
+        """Empties the trace of an episode whose program is started again, because its process has died."""
+        if (episode := self._running.get(number)) is None:  # it was aborted
+            return
+        key = episode.api_key
+        self._close(episode)
+        sampled = episode.counts["sampled"] + episode.trace.counts["sampled"]
+        episode.counts = Counter({"sampled": sampled, "discarded/restarted": sampled})
+        self._counts["restarts"] += 1
+        episode.trace, episode.starts = self._new_trace(), episode.starts + 1
+        self._open(episode, key)  # the pool calls the program with the same key
+
+    def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
+        """Takes the results of programs and their requests, and makes at most one engine step.
+
+        wait_s: seconds to wait for either if there is nothing to decode. until_completion is ignored, because requests
+        may arrive after every step.
+        """
+        self._admit()
+        if self._scoring:
+            self._take_scores()
+            wait_s = min(wait_s, REWARD_CHECK_S)
+        for reply in self._programs.poll(0.0 if self.is_decoding else wait_s):
+            if (episode := self._running.pop(reply.session, None)) is not None:  # otherwise it was aborted
+                self._on_program_end(episode, reply)
+        self._admit()
+        self._take_requests()
+        if self.is_decoding:
+            for call, completion in self._runner.step():
+                self._calls.remove(call)
+                self._endpoint.deliver(call, completion)
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if the engine has answers to sample."""
+        return self._runner.is_decoding
+
+    def take_metrics(self, seconds: float) -> dict[str, Metric]:
+        """Returns rollout metrics since the last call; env/processes_replaced counts from the start of the run."""
+        counts, self._counts = self._counts, Counter()
+        tokens = {name: number for name, number in counts.items() if name.startswith(("sampled", "trained"))}
+        tokens |= {name: number for name, number in counts.items() if name.startswith(("masked", "discarded"))}
+        return {
+            **self._runner.take_metrics(seconds),
+            "env/processes_replaced": Metric.sum(self._programs.processes_replaced),
+            "program/restarts": Metric.sum(counts["restarts"]),
+            "program/requests_per_episode": Metric.mean(counts["requests"], counts["episodes"]),
+            "program/rows_per_episode": Metric.mean(counts["rows"], counts["episodes"]),
+            **{f"program/tokens/{name}": Metric.sum(number) for name, number in tokens.items()},
+        }
+
+    def _admit(self) -> None:
+        while self._queue and len(self._running) < self._max_live:
+            episode = self._queue.popleft()
+            if not episode.is_ended:
+                self._running[episode.number] = episode
+                self._open(episode)
+                run = Run(self._endpoint.url, str(episode.api_key), episode.trajectory.spec.row)
+                self._programs.submit(episode.number, run)
+
+    def _open(self, episode: _Episode, key: str | None = None) -> None:
+        """Opens the episode at the endpoint. key: its key if it was open before."""
+        spec, name = episode.trajectory.spec, f"{episode.name}+{episode.starts}"
+        seed = derive_seed(self._seed, spec.start_step - 1, spec.traj_id, 0)
+        episode.api_key = self._endpoint.open(name, episode.trace, episode.sampling, seed, key)
+
+    def _close(self, episode: _Episode) -> None:
+        """Closes the episode at the endpoint, and aborts its running requests."""
+        if episode.api_key is not None:
+            self._abort_calls(self._endpoint.close_episode(episode.api_key))
+            episode.api_key = None
+
+    def _take_requests(self) -> None:
+        new, aborted = self._endpoint.take()
+        for call in new:
+            try:
+                self._runner.submit(Request(call.request_id, call.prompt_ids, call.sampling), call)
+            except ValueError as error:  # the engine has no room for it
+                self._endpoint.refuse(call, str(error))
+            else:
+                self._calls.add(call)
+        self._abort_calls(aborted)
+
+    def _abort_calls(self, calls: Sequence[Call]) -> None:
+        known = [call for call in calls if call in self._calls]
+        self._calls.difference_update(known)
+        self._runner.abort([call.request_id for call in known])
+
+    # ------------------------------------------------------------------------------------------- the end of an episode
+
+    def _on_program_end(self, episode: _Episode, reply: Reply) -> None:
+        """Ends the episode, or sends its last answer to the reward function."""
+        self._close(episode)
+        trajectory, trace = episode.trajectory, episode.trace
+        trajectory.is_timeout = reply.is_timeout
+        answered = [node for node in trace.nodes if node.answer is not None and node.is_delivered]
+        if reply.error is not None:
+            return self._fail(episode, reply.error)
+        if not answered:
+            return self._fail(
+                episode,
+                "the program returned without an answer of the endpoint: it has to call base_url with its api_key",
+            )
+        result: Result = reply.value
+        trajectory.metrics = dict(result.metrics)
+        if result.score is not None:
+            return self._finish(episode, result.score)
+        if self._rewards is None:
+            return self._fail(episode, "the program returned no score, and the run has no reward function")
+        row, node = trajectory.spec.row, answered[-1]
+        assert node.answer is not None
+        episode.score_key = episode.name
+        self._scoring[episode.name] = episode
+        messages = [*node.conversation.messages, node.answer.message]
+        item = RewardItem(
+            episode.name,
+            trajectory.spec.tag,
+            node.answer.text,
+            row.get("reward_model", {}).get("ground_truth"),
+            {**(row.get("extra_info") or {}), "messages": messages, "num_turns": len(answered)},
+            row.get("prompt"),
+        )
+        self._rewards.send("submit", [item])
+
+    def _take_scores(self) -> None:
+        """Ends the episodes whose rewards are available."""
+        if time.monotonic() < self._checked_at + REWARD_CHECK_S:
+            return
+        self._checked_at = time.monotonic()
+        if not (ready := self._rewards.call("ready", list(self._scoring))):
+            return
+        results: dict[str, RewardResult] = self._rewards.call("collect", list(ready))
+        for key, result in results.items():
+            episode = self._scoring.pop(key)
+            if result.failed:
+                episode.trajectory.is_timeout = result.timed_out
+                self._fail(episode, f"the reward function failed: {result.error}")
+            else:
+                numbers = {name: value for name, value in result.extra.items() if not isinstance(value, str)}
+                episode.trajectory.metrics |= numbers
+                self._finish(episode, result.score)
+
+    def _finish(self, episode: _Episode, score: float) -> None:
+        if not is_score(score):
+            return self._fail(episode, f"the program returned the score {score:g}; expected {SCORE}")
+        trajectory, trace = episode.trajectory, episode.trace
+        trajectory.outcome, trajectory.rows = score, trace.rows(score)
+        trajectory.turns = [turn for turns in trajectory.rows for turn in turns]
+        trajectory.stop, trajectory.is_kept, episode.is_ended = "terminated", True, True
+        trajectory.requests = trace.described()
+        return None
+
+    def _fail(self, episode: _Episode, error: str) -> None:
+        """Masks the episode: its tokens are not trained on."""
+        trajectory, trace = episode.trajectory, episode.trace
+        trace.rows(0.0)
+        trace.counts["masked"] += trace.counts.pop("trained", 0)
+        trajectory.stop, trajectory.is_kept, trajectory.error, episode.is_ended = "failed", True, error, True
+        trajectory.requests = [each | {"row": None, "discarded": "masked"} for each in trace.described()]
+        if trace.nodes:
+            first = trace.nodes[0]
+            trajectory.prompt_messages, trajectory.prompt_ids = first.added, first.prompt_ids
