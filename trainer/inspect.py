@@ -2,8 +2,9 @@
 
 RUN is the folder of a running, killed or finished run of any training command. By default the command shows an
 overview: state and time, the first and last validation, curves, time by stage, and findings on the health of the run.
-With --best, --worst or --grep it prints --count matching samples instead. --follow redraws the overview until the run
-ends or the user presses Ctrl-C. `python -m trainer.report` shows the same and more in a browser.
+With --best, --worst or --grep it prints --count matching samples instead; episodes of programs have a tree of requests.
+--follow redraws the overview until the run ends or the user presses Ctrl-C. `python -m trainer.report` shows the same
+and more in a browser.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from trainer.cli import command
 from trainer.console import Terminal, format_seconds
@@ -25,11 +27,13 @@ from trainer.final_report import shortened, validation_means, validation_table
 from trainer.reports.health import BAD, LOOK, OK, Finding, findings_of, number
 from trainer.reports.page_data import panels_of
 from trainer.reports.run_data import METRICS, Answer, Run, chosen, read_run, run_titles, stage_seconds
+from verl_lite.errors import printable
 
 EVERY_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"
 _STYLES = {BAD: "bold red", LOOK: "yellow", OK: "green"}
 _MOST_CHARACTERS = 4000
+_MOST_REQUESTS, _REQUEST_CHARACTERS = 40, 240
 
 
 @command
@@ -131,7 +135,28 @@ def _panel(answer: Answer) -> Panel:
     reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
     parts = [*answer.prompt, ("ground truth", answer.gts), (heading, answer.output), ("reward", reward)]
     shown = [Text.assemble((f"{name}: ", "bold"), shortened(text, _MOST_CHARACTERS)) for name, text in parts if text]
-    return Panel(Group(*shown), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
+    trees = [_tree(answer, score)] if answer.requests else []
+    return Panel(Group(*shown, *trees), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
+
+
+def _tree(answer: Answer, score: str) -> Tree:
+    """Returns the first requests of an episode as a tree, with the beginnings of their messages."""
+    tree = Tree(Text(f"{answer.total_requests:,} requests, reward {score}", style="bold"))
+    above, shown = [tree], answer.requests[:_MOST_REQUESTS]
+    for request in shown:
+        # escaped here, because rich would measure the lines of the tree before Terminal escapes them
+        reason = f", discarded: {printable(request.discarded)}" * bool(request.discarded)
+        start = f"#{request.number} {request.start}".strip()
+        label = Text.assemble((start, "bold"), f" {printable(request.facts)}", (reason, "yellow"))
+        for role, text in request.messages:
+            line = printable(" ".join(text.split()))
+            more = " ..." * (len(line) > _REQUEST_CHARACTERS)
+            label.append(f"\n{printable(role)}: ", "bold").append(f"{line[:_REQUEST_CHARACTERS]}{more}", "default")
+        del above[request.depth + 1 :]
+        above.append(above[-1].add(label))
+    if left := answer.total_requests - len(shown):
+        tree.add(f"{left:,} more requests")
+    return tree
 
 
 if __name__ == "__main__":

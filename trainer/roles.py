@@ -109,7 +109,7 @@ def plan_pass(
 ) -> BatchPlan:
     """Plans a pass; see `ModelRole.plan`. lengths: (B,) tokens of each row. options: arguments of `plan_batch`."""
     cut = micro_batching(config, stage)
-    has_program = config.agentic.has_program
+    has_program = "requests" in batch  # the rows of a prompt vary in number
     groups = [list(rows) for _, rows in groupby(batch.non_tensor_batch["uid"])] if has_program else None
     steps = None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, config.rollout.n, groups)
     return plan_batch(

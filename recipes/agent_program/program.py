@@ -6,12 +6,13 @@ The trainer calls `run` once per episode. The agent does not know that it is tra
 import json
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from recipes.agent_program.data import ERROR
 from verl_lite.envs.calculator import TOOL, evaluate, number_in, written
 
 CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")  # episodes share its connections
+TOOLS: list[Any] = [{"type": "function", "function": TOOL}]
 MOST_TURNS = 4
 
 
@@ -21,9 +22,10 @@ async def run(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, flo
     messages: list[Any] = list(row["prompt"])
     calls = errors = 0
     for _ in range(MOST_TURNS):
-        reply = await client.chat.completions.create(
-            model="policy", messages=messages, tools=[{"type": "function", "function": TOOL}]  # type: ignore[list-item]
-        )
+        try:
+            reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        except BadRequestError:  # the conversation is too long, which is a failure of the policy and scores 0
+            return {"score": 0.0, "success": 0.0, "tool_calls": calls, "tool_errors": errors}
         answer = reply.choices[0].message
         messages.append(answer)
         if not answer.tool_calls:

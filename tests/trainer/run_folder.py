@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainer.evaluate.sample import Sample
 from trainer.evaluate.sample_files import SampleFiles
@@ -17,6 +18,24 @@ SAMPLE = Sample(
     finish_reason="stop", policy_version=0, extra={"acc": 1.0, "pred": "72"},
     prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 70 + 2?"}],
 )  # fmt: skip
+
+
+def request(parent: int | None, row: int | None, text: str, added: str = "", **more: Any) -> dict[str, Any]:
+    """A request as workers/endpoint/trace.py records it; added: the content of the user message that it added."""
+    messages = [{"role": "user", "content": added}] if added else []
+    tokens = {"prompt_tokens": 1200, "tokens": 34, "versions": [3, 4], "finish_reason": "stop", "tool_calls": []}
+    return {"parent": parent, "row": row, **tokens, "messages": messages, "text": text, "discarded": None, **more}
+
+
+REQUESTS = [
+    request(None, 0, "I will search.", "Plan the trip.", finish_reason="tool_calls", tool_calls=["search", "read"]),
+    request(0, 0, "Two hotels.", messages=[{"role": "tool", "content": f"sunny {HOSTILE}"}]),
+    request(1, 0, "The cheap one."),
+    request(1, None, HOSTILE, discarded=f"retry {HOSTILE}"),
+    request(None, 1, "A sub-agent's answer.", "Find a train.", versions=[4, 4]),
+    request(2, 0, "Done: cheap hotel."),
+]
+"""An episode with a branch below request 1 and a sub-agent: 0, 1, (2, 5), (3), and 4 alone."""
 CONFIG = """# a note
 recipe: null                                  # default
 actor:
@@ -30,7 +49,8 @@ trainer:
 
 
 def make_run(folder: Path, steps: int = 4, total: int | None = None, lr: float = 0.001) -> Path:
-    """A run of `steps` steps; its score rises, prompt p0 is answered wrongly at first and rightly at the end."""
+    """A run of `steps` steps; its score rises, prompt p0 is answered wrongly at first and rightly at the end. The last
+    file has an episode of a program (q{steps}) beside an answer without one."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG.replace("{steps}", str(total or steps)).replace("0.001", str(lr)))
     files = SampleFiles(folder, 1 << 26, print)
@@ -43,7 +63,8 @@ def make_run(folder: Path, steps: int = 4, total: int | None = None, lr: float =
             if step:
                 right = float(step == steps)
                 answers = [replace(SAMPLE, score=right, output=HOSTILE if step == 1 else f"answer {step}")]
-                answers += [replace(SAMPLE, uid=f"q{step}", score=None, timed_out=True)]
+                requests = REQUESTS if step == steps else []
+                answers += [replace(SAMPLE, uid=f"q{step}", score=None, timed_out=True, requests=requests)]
                 files.write_training(answers, step)
             files.write_validation([replace(SAMPLE, uid="v0", score=1.0, output="always")], step)
     return folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.evaluate.sample import Sample
+from trainer.evaluate.sample import Sample, plain_value
 from verl_lite.errors import printable
 from verl_lite.protocol import DataProto
 
@@ -22,7 +22,8 @@ def samples_of(batch: DataProto, step: int) -> list[Sample]:
 
     uid: the group. data_source: the tag. input: the first message that is not a system message. output: all later
     messages, one paragraph each; the reward follows each action, and the error of a failed episode comes last. extra:
-    metrics of the environment. response_length: number of tokens that the policy sampled.
+    metrics of the environment. response_length: number of tokens that the policy sampled. requests: those of the
+    episode's program, if there is one.
     """
     return [_sample(batch, rows, step) for rows in rows_by_episode(batch, range(len(batch)))]
 
@@ -66,6 +67,7 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
         finish_reason=columns["stop"][last],
         policy_version=int(tensors["policy_version"][first]),
         extra={name: float(value) for name, value in (metrics or {}).items()},
+        requests=plain_value(column_of(batch, "requests", np.full(len(batch), None))[first]) or [],
     )
 
 

@@ -28,7 +28,8 @@ class Sample:
 
     score is None if the reward failed; timed_out is True if the reward exceeded its time limit. sample numbers the
     answers to one prompt. input and gts are for display. prompt (the chat messages), ground_truth and extra_info are
-    the inputs of the reward, so that `trainer.score` can compute another reward.
+    the inputs of the reward, so that `trainer.score` can compute another reward. requests: requests of an episode's
+    program in the form of workers/endpoint/trace.py; empty for all other samples.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Sample:
     prompt: list[dict[str, str]] = field(default_factory=list)
     ground_truth: Any = None
     extra_info: dict[str, Any] | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
 
 
 def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:

@@ -1,10 +1,10 @@
 """Files with the answers of every step in the run folder: samples/train/000012.parquet, samples/val/000012.parquet.
 
-Each row is one `Sample`. Values of any type (`ground_truth`, `extra_info`) are json text in the columns NAME_json, and
-additional entries of the reward's result are columns reward/NAME. `trainer.report` and `trainer.inspect` show the
-files, `trainer.score` scores them with another reward, and pandas and datasets can read them. The folder stays below
-trainer.samples_max_mb: when it is full, the files of every second training step are deleted, so that the remaining
-files cover the run evenly.
+Each row is one `Sample`. Values of any type (`ground_truth`, `extra_info`, `requests`) are json text in the columns
+NAME_json, and additional entries of the reward's result are columns reward/NAME. Only files with episodes of programs
+have `requests`. `trainer.report` and `trainer.inspect` show the files, `trainer.score` scores them with another reward,
+and pandas and datasets can read them. The folder stays below trainer.samples_max_mb: when it is full, the files of
+every second training step are deleted, so that the remaining files cover the run evenly.
 """
 
 import json
@@ -101,7 +101,8 @@ class SampleFiles:
         with beside_training(Path(folder), self.tell):
             Path(folder).mkdir(parents=True, exist_ok=True)
             with (Path(folder) / f"{step}.jsonl").open("a") as file:
-                file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
+                for row in map(asdict, samples):
+                    file.write(json.dumps({name: x for name, x in row.items() if x or name != "requests"}) + "\n")
 
 
 def step_of(file: Path) -> int:
@@ -126,7 +127,7 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
         for sample in samples
     ]
     arrays = {name: pyarrow.array(values, kinds[name]) for name, values in columns.items()}
-    for name in ("ground_truth", "extra_info"):
+    for name in ("ground_truth", "extra_info", *["requests"] * any(sample.requests for sample in samples)):
         texts = [json.dumps(getattr(sample, name)) for sample in samples]
         arrays[f"{name}{JSON}"] = pyarrow.array(texts, pyarrow.string())
     return pyarrow.table(arrays | reward_columns([sample.extra for sample in samples]))

@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -341,12 +341,15 @@ def _trial_text(trial: Trial) -> str:
 
 
 def _samples(folder: Path, most_bytes: int, most_rows: int) -> tuple[int, list[Answer]]:
-    """Returns the number of all samples, and those that fit the limits, selected evenly over the steps."""
+    """Returns the number of all samples, and those that fit the limits, selected evenly over the steps. Trees have
+    a second limit of most_bytes, and are left out if they exceed it."""
     found = list(groups(folder))
     every = max(1, math.ceil(len(found) / max(1, most_rows // 2)))
     kept: list[Answer] = []
+    tree_room = 0  # room that a step does not use is left to the next steps: a tree may need more than that of a step
     for group in found[::every]:
         room = every * most_bytes // len(found)
+        tree_room += room
         # the best, the worst and a failed sample, then prompts in an order that is the same in all steps
         scores = [math.nan if score is None else score for score in group.scores]
         ranked = sorted((row for row, score in enumerate(scores) if score == score), key=scores.__getitem__)
@@ -357,5 +360,7 @@ def _samples(folder: Path, most_bytes: int, most_rows: int) -> tuple[int, list[A
             room -= 120 + sum(len(text[:MAX_TEXT].encode()) for text in (answer.output, answer.prompt[-1][1]))
             if room < 0 and place >= 2:
                 break
-            kept.append(answer)
+            fits = (size := len(str(answer.requests))) <= tree_room
+            tree_room -= size * fits
+            kept.append(answer if fits else replace(answer, requests=()))
     return sum(len(group.uids) for group in found), kept

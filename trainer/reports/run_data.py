@@ -5,6 +5,7 @@ takes no lock, loads no model, and does not disturb the run. Samples (`trainer.e
 first their scores, then only the requested rows. A run without text samples (reward flow) has none.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 
-from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, step_of
+from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, as_text, step_of
+from trainer.final_report import shortened
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.errors import UserError
 
@@ -28,7 +30,11 @@ STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 """The stages of a training step, in order."""
 OUTSIDE = ("testing", "save_checkpoint")
 """Stages that timing_s/step does not include."""
+MAX_REQUESTS, MAX_MESSAGES, MAX_DEPTH, MAX_FACTS, MAX_TREE = 200, 50, 8, 300, 60_000
+"""Limits of an episode's tree: requests, messages of a request, depth, and characters of a request's facts and of all
+messages."""
 
+_REQUESTS = f"requests{JSON}"
 _OPTION = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<value>.*?)(?: +# (?P<source>[^#]*))?)?")
 
 
@@ -161,9 +167,24 @@ def _is_held(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
+class Request:
+    """One request of an episode's program, for display. depth: number of branchings above it. start: the beginning of a
+    conversation or branch; empty for a request that continues the one before it. discarded: reason why nothing trains
+    on its tokens. messages: (role, content) of the messages that it added, and of its answer."""
+
+    number: int
+    depth: int
+    start: str
+    facts: str
+    discarded: str
+    messages: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class Answer:
     """One answer for display. kind: `train`, `val` or `val greedy`. prompt: (role, content) of each message.
-    score: None if the reward failed. parts: additional entries of the reward's result."""
+    score: None if the reward failed. parts: additional entries of the reward's result. requests: for an episode of a
+    program, the first of its total_requests requests in the order of `request_tree`."""
 
     kind: str
     step: int
@@ -178,6 +199,8 @@ class Answer:
     finish_reason: str
     policy_version: int
     timed_out: bool
+    requests: tuple[Request, ...] = ()
+    total_requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -194,7 +217,8 @@ class Group:
         """Reads the answers in these rows; returns none if the run has deleted the file in the meantime."""
         if (table := _table(self.file)) is None:
             return []
-        shown = table.select([name for name in table.column_names if not name.endswith(JSON)]).take(list(rows))
+        names = [name for name in table.column_names if not name.endswith(JSON) or name == _REQUESTS]
+        shown = table.select(names).take(list(rows))
         return [_answer(row, self.kind, self.step) for row in shown.to_pylist()]
 
 
@@ -241,4 +265,58 @@ def _answer(row: dict[str, Any], kind: str, step: int) -> Answer:
     parts = {name.removeprefix(REWARD): x for name, x in row.items() if name.startswith(REWARD) and x is not None}
     names = ("uid", "data_source", "output", "gts", "score", "response_length", "finish_reason", "policy_version")
     own: dict[str, Any] = {name: row[name] for name in (*names, "timed_out")}
+    own["requests"], own["total_requests"] = request_tree(row.get(_REQUESTS))
     return Answer(kind=kind, step=step, prompt=messages, parts=parts, **own)
+
+
+def request_tree(text: str | None) -> tuple[tuple[Request, ...], int]:
+    """Returns the first requests of an episode, each after the request that it continues, and the number of all.
+
+    text: json text of the requests. If several requests continue a request, each begins a branch one level deeper.
+    Values of a wrong type count as missing. A parent that does not come before its request is ignored, so that there
+    are no cycles.
+    """
+    try:
+        found = json.loads(text or "[]")
+    except (TypeError, ValueError, RecursionError):
+        found = []
+    entries = [x if isinstance(x, dict) else {} for x in (found if isinstance(found, list) else [])]
+    shown = entries[:MAX_REQUESTS]
+    below: dict[int | None, list[int]] = {}
+    for number, entry in enumerate(shown):
+        parent = _typed(entry, "parent", int, -1)
+        below.setdefault(parent if 0 <= parent < number else None, []).append(number)
+    limit = MAX_TREE // max(20, sum(1 + len(_typed(x, "messages", list, [])[:MAX_MESSAGES]) for x in shown))
+    waiting = [(number, 0, "new conversation") for number in below.get(None, [])[::-1]]
+    requests: list[Request] = []
+    while waiting:
+        number, depth, start = waiting.pop()
+        requests.append(_request(number, depth, start, shown[number], limit))
+        after = below.get(number, [])
+        depth, start = (min(depth + 1, MAX_DEPTH), f"continues #{number}") if len(after) > 1 else (depth, "")
+        waiting += [(each, depth, start) for each in after[::-1]]
+    return tuple(requests), len(entries)
+
+
+def _request(number: int, depth: int, start: str, entry: Mapping[str, Any], limit: int) -> Request:
+    """Returns a request for display. limit: maximum number of characters of each message."""
+    prompt, sampled = (_typed(entry, name, int, 0) for name in ("prompt_tokens", "tokens"))
+    versions = [str(x) for x in _typed(entry, "versions", list, []) if type(x) is int and x >= 0]  # -1: no token
+    messages, tools = (_typed(entry, name, list, []) for name in ("messages", "tool_calls"))
+    row = _typed(entry, "row", int, None)
+    weights, calls = " to ".join(dict.fromkeys(versions)), ", ".join(map(as_text, tools))
+    facts = [f"{prompt:,} prompt + {sampled:,} sampled tokens", f"weights {weights}" * bool(weights)]
+    facts += ["" if row is None else f"row {row}", as_text(entry.get("finish_reason") or "")]
+    facts += [f"calls {calls}" * bool(calls)]
+    facts += [f"the first {MAX_MESSAGES} of {len(messages)} messages" * (len(messages) > MAX_MESSAGES)]
+    reason = as_text(entry.get("discarded") or ("no reason is recorded" if row is None else ""))
+    texts = [(x.get("role"), x.get("content")) for x in messages[:MAX_MESSAGES] if isinstance(x, dict)]
+    texts += [("answer", entry.get("text"))]
+    cut = tuple((as_text(role or "")[:40], shortened(as_text(content or ""), limit)) for role, content in texts)
+    facts_text, reason = (shortened(text, MAX_FACTS) for text in (", ".join(filter(None, facts)), reason))
+    return Request(number, depth, start, facts_text, reason, cut)
+
+
+def _typed(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """Returns an entry of this type, else the default."""
+    return entry[name] if type(entry.get(name)) is kind else default

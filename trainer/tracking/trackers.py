@@ -159,7 +159,8 @@ def _mlflow(run: TrackedRun) -> Tracker:
             client.log_batch(known_as, metrics=rows[start : start + 1000])
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
-        rows = {"step": step, "samples": [dataclasses.asdict(sample) for sample in samples]}
+        shown = (dataclasses.asdict(sample) for sample in samples)
+        rows = {"step": step, "samples": [{k: v for k, v in row.items() if k != "requests" or v} for row in shown]}
         client.log_dict(known_as, rows, f"generations/step_{step}.json")
 
     return Adapter(log, log_samples, lambda: client.set_terminated(known_as))

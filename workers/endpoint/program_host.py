@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -85,6 +86,8 @@ class ProgramHost:
     def __init__(self, program: str, kwargs: Mapping[str, Any], config: ProgramConfig, threads: int) -> None:
         self._config, self._kwargs, self._is_alone = config, dict(kwargs), threads == 1
         self._command = shlex.split(program) if is_command(program) else None
+        if self._command and shutil.which(self._command[0]) is None:
+            raise UserError(f"agentic.program={program}: there is no command {self._command[0]!r}")
         self._function = None if self._command else load_function(program, self._kwargs)
         self.style = "async" if inspect.iscoroutinefunction(self._function) else "threads"
         self.thread: int | None = None

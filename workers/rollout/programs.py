@@ -169,7 +169,12 @@ class ProgramRunner:
         self._admit()
         self._take_requests()
         if self.is_decoding:
-            for call, completion in self._runner.step():
+            try:
+                completions = self._runner.step()
+            except Exception as error:
+                self._endpoint.fail(f"the rollout engine failed: {error}")
+                raise
+            for call, completion in completions:
                 self._calls.remove(call)
                 self._endpoint.deliver(call, completion)
 

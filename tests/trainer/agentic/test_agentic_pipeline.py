@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.set_keys import set_keys
@@ -255,6 +256,23 @@ def test_episodes_are_logged_as_a_person_would_read_them(tmp_path: Path) -> None
     assert (sample.step, sample.data_source, sample.score, sample.extra["moves"]) == (3, "lake", 0.0, 2.0)
     lines = sample.output.splitlines()
     assert lines[0].index("P") == lines[1].index("_") and "\x1b" not in sample.output and "Traceback" in lines[-1]
+
+
+def test_an_episode_of_a_program_is_logged_with_its_requests(tmp_path: Path) -> None:
+    agent = Agent()
+    make(tmp_path, agent).fit()
+    batch = agent.batches["update"]
+    assert [sample.requests for sample in samples_of(batch, 3)] == [[]] * len(samples_of(batch, 3))
+    requests: list[dict[str, Any]] = [
+        {"parent": None, "row": np.int64(0), "versions": (1, 2), "text": "left", "messages": []}
+    ]
+    ids = batch.non_tensor_batch["traj_id"]
+    batch.non_tensor_batch["requests"] = column = np.full(len(batch), None, dtype=object)
+    for row in np.flatnonzero(ids == ids[0]):
+        column[row] = requests
+    first, *others = samples_of(batch, 3)
+    plain = [{"parent": None, "row": 0, "versions": [1, 2], "text": "left", "messages": []}]
+    assert json.loads(json.dumps(first.requests)) == plain and all(sample.requests == [] for sample in others)
 
 
 def test_environments_and_template_are_tried_before_anything_heavy(tmp_path: Path) -> None:

@@ -32,6 +32,21 @@ def test_a_file_has_a_row_for_each_sample_with_the_parts_of_its_reward(tmp_path:
     assert rows[0]["prompt"] == PROMPT and json.loads(rows[0]["extra_info_json"]) == {"index": 0, "tags": ["easy"]}
 
 
+def test_only_files_with_an_episode_of_a_program_have_its_requests(tmp_path: Path) -> None:
+    requests = [
+        {"parent": None, "row": 0, "text": "a \ud800 </script>", "messages": [{"role": "user", "content": "x"}]}
+    ]
+    files = SampleFiles(tmp_path, 1 << 20, print, rollout_dir=str(tmp_path / "lines"))
+    files.write_training([SAMPLE], 1)
+    files.write_training([SAMPLE, replace(SAMPLE, requests=requests)], 2)
+    tables = [pyarrow.parquet.read_table(tmp_path / "samples" / "train" / f"00000{step}.parquet") for step in (1, 2)]
+    assert set(tables[1].column_names) - set(tables[0].column_names) == {"requests_json"}
+    assert [json.loads(text) for text in tables[1]["requests_json"].to_pylist()] == [[], requests]
+    lines = [json.loads(x) for step in (1, 2) for x in (tmp_path / "lines" / f"{step}.jsonl").read_text().splitlines()]
+    assert [line.get("requests") for line in lines] == [None, None, requests] and "requests" not in lines[1]
+    assert [Sample(**line) for line in lines] == [SAMPLE, SAMPLE, replace(SAMPLE, requests=requests)]
+
+
 def test_a_step_that_is_gone_through_again_is_there_once_and_later_ones_are_forgotten(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path, 1 << 20, print)
     for step in (1, 2, 3):

@@ -93,8 +93,16 @@ async function ofRun() {
   }
   await press(".tools button", "all");
   await enter('input[type="search"]', "document.title");
-  all("tr.pick")[0].click();
+  all("tr.pick")[1].click(); // the sample of step 1; the other one has the text in its tree
   seen.hostile = { rows: all("tr.pick").length, texts: texts("pre"), marks: texts("pre mark"), title: page.title };
+  await enter('input[type="search"]', "SUNNY");
+  all("tr.pick")[0].click();
+  const nesting = (one) => { let depth = 0; for (; (one = one.parentElement.closest(".branch")); ) depth++; return depth; };
+  seen.tree = {
+    rows: all("tr.pick").length, root: texts(".tree > summary"), nesting: all(".branch > details").map(nesting),
+    titles: texts(".branch > details > summary"), open: texts(".branch > details[open] b"), marks: texts(".tree mark"),
+    reasons: texts(".tree .look"), texts: texts(".tree pre"),
+  };
   seen.foreign = all("main img, main script, iframe").length;
   await goTo("metrics");
   await enter('input[type="search"]', "critic/score/mean");

@@ -17,12 +17,12 @@ import psutil
 import pytest
 from plotly import graph_objects
 
-from tests.trainer.run_folder import HOSTILE, SAMPLE, make_run, make_study
+from tests.trainer.run_folder import HOSTILE, SAMPLE, make_run, make_study, request
 from trainer import inspect, report
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.reports import run_data
 from trainer.reports.page_data import MAX_POINTS, page_data
-from trainer.reports.run_data import chosen, groups, read_config, read_run, run_titles
+from trainer.reports.run_data import Request, chosen, groups, read_config, read_run, request_tree, run_titles
 from verl_lite.config import load_config, save_config
 from verl_lite.errors import UserError
 
@@ -167,6 +167,106 @@ def test_long_curves_are_thinned_and_the_last_step_stays(tmp_path: Path) -> None
     assert run["series"]["critic/score/mean"][0][1] == 4.0
     assert run["series"]["val-core/sums/acc/mean@1"] == [[4001], [0.5]]
     assert run["notes"] == ["the curves show one in 3 steps, and the last step"]
+
+
+# ------------------------------------------------------------------------------------------- requests of an episode
+
+
+def tree_of(requests: Any) -> tuple[Request, ...]:
+    return request_tree(json.dumps(requests))[0]
+
+
+def places(requests: tuple[Request, ...]) -> list[tuple[int, int, str]]:
+    return [(request.number, request.depth, request.start) for request in requests]
+
+
+def test_requests_are_a_tree_in_which_only_branches_are_deeper(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    (alone,), (episode,) = chosen(folder, "", "p0", 1)[0], chosen(folder, "", "q4", 1)[0]
+    assert (alone.requests, alone.total_requests, episode.total_requests) == ((), 0, 6)
+    new, below_1 = "new conversation", "continues #1"
+    rows = [(0, 0, new), (1, 0, ""), (2, 1, below_1), (5, 1, ""), (3, 1, below_1), (4, 0, new)]
+    assert places(episode.requests) == rows
+    first, second, *_, retry, helper = episode.requests
+    tokens = "1,200 prompt + 34 sampled tokens"
+    assert first.facts == f"{tokens}, weights 3 to 4, row 0, tool_calls, calls search, read"
+    assert first.messages == (("user", "Plan the trip."), ("answer", "I will search.")) and not first.discarded
+    assert second.messages[0] == ("tool", f"sunny {HOSTILE}") and helper.facts == f"{tokens}, weights 4, row 1, stop"
+    assert retry.discarded == f"retry {HOSTILE}" and retry.facts == f"{tokens}, weights 3 to 4, stop"
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[", "{}", "null", "7", '"x"', "[" * 99_999, "[1e999, NaN, null]", "\ud800"]
+)
+def test_requests_that_are_not_json_are_passed_over(text: str | None) -> None:
+    requests, total = request_tree(text)
+    assert len(requests) == total == (3 if text and "NaN" in text else 0)
+
+
+def test_wrong_parents_make_no_cycle_and_wrong_values_count_as_missing() -> None:
+    wrong: list[Any] = [0, 2, 1, 99, -1, "0", 1.0, True, [0], None, 10**400]
+    cyclic = tree_of([{"parent": parent} for parent in wrong])
+    assert sorted(request.number for request in cyclic) == list(range(11))
+    new = "new conversation"
+    assert places(cyclic)[:4] == [(0, 0, new), (1, 0, new), (2, 0, ""), (3, 0, new)]
+    kinds: list[Any] = [None, 3, 1.5, "x", True, [], {}, [1, None, {}], [{"role": 7, "content": [{"type": "text"}]}]]
+    names = [*request(None, 0, ""), "another"]
+    for kind in kinds:
+        (only,) = tree_of([dict.fromkeys(names, kind)])
+        assert "sampled tokens" in only.facts and only.messages[-1][0] == "answer"
+    assert "weights" not in tree_of([request(None, None, "", versions=[-1, -1])])[0].facts
+    parts = tree_of([{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}])[0].messages
+    assert parts[0] == ("user", '[{"type": "text", "text": "hi"}]')
+
+
+def test_a_tree_is_bounded_in_requests_messages_texts_and_depth(tmp_path: Path) -> None:
+    def noisy(long: str) -> dict[str, Any]:
+        more: dict[str, Any] = {"finish_reason": long, "tool_calls": [long], "versions": [long], "discarded": long}
+        return request(None, 0, long, long, **more)
+
+    many = {"messages": [{"role": "r" * 99, "content": "y" * 99}] * 300}
+    long, dense = noisy("x" * 1_000_000), [noisy("x" * 1000) | many for _ in range(300)]
+    for requests in ([long], dense, [many | {"parent": number - 1} for number in range(300)]):
+        kept, total = request_tree(json.dumps(requests))
+        assert total == len(requests) and len(kept) == min(run_data.MAX_REQUESTS, total)
+        overhead = len(kept) * (2 * run_data.MAX_FACTS + 200) + sum(90 * len(one.messages) for one in kept)
+        assert len(str(kept)) <= run_data.MAX_TREE + overhead
+    assert "(1000000 characters)" in tree_of([long])[0].messages[0][1]
+    assert "the first 50 of 300 messages" in kept[0].facts and {one.depth for one in kept} == {0}
+    comb = tree_of([{"parent": (number - 1) // 2 * 2 if number else None} for number in range(300)])
+    assert max(request.depth for request in comb) == run_data.MAX_DEPTH and len(comb) == run_data.MAX_REQUESTS
+
+
+def test_trees_that_do_not_fit_the_page_are_left_out_evenly_over_the_steps(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", steps=2)
+    files, requests = SampleFiles(folder, 1 << 30, print), [request(None, 0, "y" * 2000)] * 30
+    for step in range(1, 41):
+        files.write_training([replace(SAMPLE, uid=f"u{i}", requests=requests, step=step) for i in range(3)], step)
+    data = page_data([read_run(folder)], sample_bytes=500_000)
+    rows = [dict(zip(data["fields"], row, strict=True)) for row in data["samples"] if row[1] == "train"]
+    assert {row["total_requests"] for row in rows} == {30} and len(rows) == 3 * 40
+    shown = [row["step"] for row in rows if row["requests"]]
+    assert 5 <= len(shown) <= 8 and max(b - a for a, b in zip(shown, shown[1:], strict=False)) <= 8
+    assert len(json.dumps([row["requests"] for row in rows])) < 600_000
+
+
+def test_the_terminal_shows_the_tree_of_an_episode_and_its_beginning_if_it_is_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "a")
+    assert inspect.main([str(folder), "--grep", "q4"]) == 0
+    shown = capsys.readouterr().out
+    marks = ["6 requests, reward timed out", "├── #0 new conversation", "├── #1 1,200", "│   ├── #2 continues #1"]
+    marks += ["│   ├── #5 1,200", "│   └── #3 continues #1", "└── #4 new conversation", "discarded: retry"]
+    assert [mark for mark in marks if mark not in shown] == [] and "\x1b" not in shown and "\\x1b[2J" in shown
+    lines = shown.splitlines()[:-1]
+    assert {len(line) for line in lines} == {len(lines[0])}, "the frame is broken"
+    many = [request(None, 0, "z" * (1_000_000 if x == 0 else 900), "\x1b[2J" * 900) for x in range(300)]
+    SampleFiles(folder, 1 << 30, print).write_training([replace(SAMPLE, uid="long", requests=many)], 9)
+    assert inspect.main([str(folder), "--grep", "long"]) == 0
+    shown = capsys.readouterr().out
+    assert "300 requests, reward 1" in shown and "260 more requests" in shown and "\x1b" not in shown
+    assert len(shown) < 100_000
 
 
 # -------------------------------------------------------------------------------------------------------- folders

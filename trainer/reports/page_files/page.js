@@ -352,7 +352,8 @@ function allSamples() {
   for (const sample of samples) {
     sample.messages = data.prompts[sample.prompt];
     sample.question = sample.messages.at(-1)?.[1] ?? "";
-    const texts = [...sample.messages.map(([, text]) => text), sample.output, sample.gts, sample.uid];
+    const messages = [...sample.messages, ...sample.requests.flatMap(({ messages }) => messages)];
+    const texts = [...messages.map(([, text]) => text), sample.output, sample.gts, sample.uid];
     sample.words = texts.join("\n").toLowerCase();
     const key = JSON.stringify([sample.run, sample.kind, sample.data_source, sample.uid]);
     sample.alike = byPrompt.get(key) ?? byPrompt.set(key, []).get(key);
@@ -370,6 +371,26 @@ function allSamples() {
   return samples.sort((a, b) => b.step - a.step);
 }
 
+// Creates the tree of an episode's requests. A block holds a conversation or branch, and the branches from its requests.
+function requestTree({ requests, total_requests, score, timed_out }, word) {
+  if (!total_requests) return null;
+  const blocks = [el("div")];
+  for (const { number, depth, start, facts, discarded, messages } of requests) {
+    blocks.length = Math.min(blocks.length, depth + (start ? 1 : 2));
+    if (start) blocks.at(-1).append((blocks[depth + 1] = el("div.branch")));
+    const reason = discarded ? el("span.look", `, discarded: ${discarded}`) : "";
+    const beginning = el("div.first", peek(messages.at(-1)[1], word));
+    const title = el("summary.small", el("b", `#${number} ${start}`.trim()), ` ${facts}`, reason, beginning);
+    const isFound = word !== "" && messages.some(([, text]) => text.toLowerCase().includes(word));
+    const boxes = el("div.answer", messages.map(([role, text]) => box(role, text, word)));
+    blocks.at(-1).append(el("details", { open: isFound }, title, boxes));
+  }
+  const left = total_requests - requests.length;
+  const title = el("summary", `${format(total_requests)} requests, reward `, scoreOf({ score, timed_out }));
+  const more = left ? el("p.soft.small", `${format(left)} more requests are in the files of the run`) : null;
+  return el("details.box.tree", { open: true }, title, blocks[0], more);
+}
+
 function answerOf(sample, word) {
   const { alike, first, kind, step, uid, policy_version, response_length, finish_reason } = sample;
   const facts = [kind, `step ${step}`, uid, `weights of step ${policy_version}`, `${response_length} tokens`, finish_reason];
@@ -383,6 +404,7 @@ function answerOf(sample, word) {
     sample.messages.map(([role, text]) => box(role, text, word)),
     box("ground truth", sample.gts, word),
     el(`div.answer.${first ? "two" : ""}`, (first ? [first, sample] : [sample]).map((one) => box(heading(one), one.output, word))),
+    requestTree(sample, word),
     box("entries of the reward's result", parts.join("\n")),
     others.length ? el("details", el("summary", `${others.length} more answers to this prompt`), shown) : null,
   );
