@@ -92,7 +92,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("stop", ("B",), "object", "reason for the end of the episode, see Trajectory.stop", _EPISODES),
     Column("env_error", ("B",), "object", "error text of a failed episode; None for others", _EPISODES),
     Column("env_timeout", ("B",), "object", "True where the environment exceeded its time limit", _EPISODES),
-    Column("requests", ("B",), "object", "program's requests, see workers/endpoint/trace.py; absent = none", _PROGRAMS),
+    Column("requests", ("B",), "object", "program's requests, see workers/endpoint/trace.py; absent = none", _EPISODES),
     Column("response_level_rewards", ("B",), "float32", "normalized and clipped score", _ADVANTAGE, others=(_AGENTIC,)),
     Column("token_level_rewards", ("B", "R"), "float32", "response rewards on tokens, less the KL penalty", _ADVANTAGE),
     Column("raw_advantages", ("B", "R"), "float32", "advantages before whitening and clipping", _ADVANTAGE),

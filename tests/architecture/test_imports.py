@@ -211,7 +211,11 @@ def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 
 
-WALL_CLOCK = {"trainer/inspect.py": "the age of a file", "trainer/tracking/trackers.py": "the time of a metric"}
+WALL_CLOCK = {
+    "trainer/inspect.py": "the age of a file",
+    "trainer/tracking/trackers.py": "the time of a metric",
+    "workers/endpoint/protocols.py": "the time of a reply",
+}
 
 
 def test_no_deadline_and_no_duration_rests_on_a_clock_that_jumps() -> None:

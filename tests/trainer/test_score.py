@@ -104,7 +104,7 @@ def test_a_run_is_scored_by_its_own_reward_in_the_order_of_steps(
 
 def test_a_run_of_agents_cannot_be_scored(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("agentic:\n  train_env_manager:\n    tags: [FrozenLake]\n")
-    with pytest.raises(UserError, match="the rewards of this run come from environments"):
+    with pytest.raises(UserError, match="the rewards of this run belong to episodes"):
         score(tmp_path, [])
 
 

@@ -6,6 +6,7 @@
 """
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,7 +34,8 @@ from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from workers.endpoint.program_host import is_command, program_pool
+from workers.endpoint.program_host import is_command, program_of, program_pool
+from workers.endpoint.tool_agent import TIMEOUT_S, check_servers, located
 from workers.envs.env_pool import EnvPool
 from workers.pool.process_pool import ProcessPool
 from workers.rollout.conversation import ChatJoins
@@ -249,13 +251,19 @@ def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Loads the program in a process of its pool, and tests the chat template on two turns. File names in a command
-    line become absolute, because commands run in folders of their own. Raises UserError."""
+    """Loads the program in a process of its pool, starts each MCP server once, and tests the chat template on two
+    turns. File names in a command line become absolute, because commands run in folders of their own. Raises
+    UserError."""
     agentic = config.agentic
     ChatJoins(tokenizer, config.data.apply_chat_template_kwargs)
     if agentic.program is not None and is_command(agentic.program):
-        words = [str(Path(word).absolute()) if Path(word).is_file() else word for word in shlex.split(agentic.program)]
+        words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(agentic.program)]
         agentic.program = shlex.join(words)
+    if agentic.mcp_servers:
+        agentic.mcp_servers = located(agentic.mcp_servers)
+        kwargs = program_of(agentic)[1]
+        timeout_s = kwargs.get("timeout_s", TIMEOUT_S)
+        check_servers(kwargs["servers"], kwargs["limits"], kwargs["environment"], timeout_s)
     pool = ProcessPool(replace(program_pool(agentic), num_workers=1))
     try:
         while pool.style is None:

@@ -104,11 +104,6 @@ class ProgramConfig(Options):
     file_mb: int = opt(1024, "maximum size of a written file in MiB", at_least(1))
     environment: list[str] = opt([], "names of the trainer's environment variables that programs may read")
 
-    @property
-    def limits(self) -> dict[str, int]:
-        """The limits that `workers.endpoint.limited` enforces."""
-        return {"memory_mb": self.memory_mb, "processes": self.processes, "file_mb": self.file_mb}
-
 
 @dataclass
 class RewardNormalizationConfig(Options):

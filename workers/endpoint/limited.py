@@ -23,7 +23,7 @@ KEPT = "PATH LANG LC_ALL LC_CTYPE TZ USER LOGNAME SHELL PYTHONPATH VIRTUAL_ENV S
 """Environment variables that programs inherit. All others may contain secrets of the trainer."""
 
 EXCEEDED = 125
-_CHECK_S = 0.2
+_CHECK_S, _KILL_S = 0.2, 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -76,10 +76,12 @@ def usage() -> tuple[int, int]:
 
 
 def kill_all() -> int:
-    """Kills all descendants of this process. Returns an exit status."""
-    for each in psutil.Process().children(recursive=True):
+    """Kills all descendants of this process, and waits shortly for their end. Returns an exit status."""
+    found = psutil.Process().children(recursive=True)
+    for each in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
+    psutil.wait_procs(found, timeout=_KILL_S)
     return EXCEEDED
 
 

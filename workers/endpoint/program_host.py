@@ -65,12 +65,13 @@ def is_command(program: str) -> bool:
 
 
 def client_environment(url: str, api_key: str) -> dict[str, str]:
-    """Returns the variables that clients of OpenAI and Anthropic read."""
+    """Returns the variables that the clients of OpenAI and Anthropic read."""
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": api_key,
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # otherwise the Agents SDK sends its traces to OpenAI
         "NO_PROXY": "127.0.0.1,localhost,::1",
         "no_proxy": "127.0.0.1,localhost,::1",
     }
@@ -131,7 +132,7 @@ class ProgramHost:
             task = json.dumps({"row": payload.row, **self._kwargs}).encode()
             with tempfile.TemporaryFile() as output:
                 process = subprocess.Popen(
-                    [*COMMAND, json.dumps(self._config.limits), *self._command],
+                    [*COMMAND, json.dumps(limits_of(self._config)), *self._command],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -168,9 +169,18 @@ def program_of(config: AgenticConfig) -> tuple[str, dict[str, Any]]:
     """Returns the program of a run and its further arguments: agentic.program, or the built-in agent."""
     if config.program is not None:
         return config.program, config.program_kwargs
-    limits, names = config.program_options.limits, config.program_options.environment
+    limits, names = limits_of(config.program_options), config.program_options.environment
     servers = {"servers": config.mcp_servers, "limits": limits, "environment": names}
     return "workers.endpoint.tool_agent:run", {**servers, **config.program_kwargs}
+
+
+def limits_of(program_options: ProgramConfig) -> dict[str, int]:
+    """Returns the limits that `workers.endpoint.limited` enforces."""
+    return {
+        "memory_mb": program_options.memory_mb,
+        "processes": program_options.processes,
+        "file_mb": program_options.file_mb,
+    }
 
 
 def program_pool(

@@ -33,7 +33,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
-    "text": ({}, {"format": {"type": "text"}}),
+    "text.format": ({"type": "text"},),
+    "output_format": (),
+    "output_config.format": (),
     "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
     "parallel_tool_calls": (True,),
     "functions": ([],),
@@ -56,6 +58,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
 }
 """Fields that change how an answer is sampled, with the values that leave it as it is (in addition to null)."""
+_WITH_FORMAT = ("text", "output_config")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def check_fields(body: Body, settings: Settings) -> None:
     """Raises Refusal for a field that would change how the answer is sampled."""
     sampling = settings.sampling
     same = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    for name, value in body.items():
+    inner = {f"{name}.format": body[name].get("format") for name in _WITH_FORMAT if isinstance(body.get(name), dict)}
+    for name, value in (*body.items(), *inner.items()):
         if name in settings.ignored_fields or value is None:
             continue
         if name in same and value != same[name]:
@@ -98,10 +102,11 @@ class ChatCompletions:
         check_fields(body, settings)
         messages = [_chat_message(m, place, settings) for place, m in enumerate(_list(body, "messages"))]
         limit = _whole(body, "max_completion_tokens")
+        _dict(body.get("stream_options") or {}, "stream_options")
         return Conversation(
             messages,
             [_function(tool, "tools") for tool in _list(body, "tools", needed=False)],
-            body.get("tool_choice") != "none",
+            _calls_tools(body),
             _whole(body, "max_tokens") if limit is None else limit,
             _stops(body.get("stop"), "stop"),
             _whole(body, "seed", least=-(2**63)),
@@ -156,14 +161,16 @@ class Responses(ChatCompletions):
         check_fields(body, settings)
         given = body.get("input", [])
         items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(body, "input")
-        messages: list[Message] = []
-        if body.get("instructions") and (text := _text(body["instructions"], "instructions", settings)):
-            messages.append({"role": "system", "content": text})
+        messages = self.instructions(body, settings)
         for item in items:
             _add_item(messages, item, settings)
         tools = [_function({"type": "function", "function": _without_type(tool)}, "tools") for tool in _tools(body)]
-        calls_tools = body.get("tool_choice") != "none"
-        return Conversation(messages, tools, calls_tools, _whole(body, "max_output_tokens"))
+        return Conversation(messages, tools, _calls_tools(body), _whole(body, "max_output_tokens"))
+
+    def instructions(self, body: Body, settings: Settings) -> list[Message]:
+        """Returns the system message of a request, if it has one."""
+        text = _text(body.get("instructions"), "instructions", settings)
+        return [{"role": "system", "content": text}] if text else []
 
     def reply(self, answer: Answer, body: Body, name: str) -> dict[str, Any]:
         is_cut = answer.finish_reason == "length"
@@ -207,7 +214,8 @@ class Responses(ChatCompletions):
 
     def error_event(self, refusal: Refusal) -> Event:
         shown = {"type": "error", "code": "server_error", "message": refusal.message, "param": None}
-        return "error", shown | {"sequence_number": 0}
+        # the client of OpenAI raises an error for the field `error` only
+        return "error", shown | {"sequence_number": 0} | self.error(refusal)
 
 
 class Messages(ChatCompletions):
@@ -230,7 +238,7 @@ class Messages(ChatCompletions):
         return Conversation(
             messages,
             [_function({"type": "function", "function": tool}, "tools") for tool in tools],
-            (body.get("tool_choice") or {}).get("type") != "none",
+            _calls_tools(body),
             _whole(body, "max_tokens"),
             _stops(body.get("stop_sequences"), "stop_sequences"),
         )
@@ -331,7 +339,7 @@ def _anthropic_messages(given: Any, where: str, settings: Settings) -> Iterator[
     for block in blocks:
         kind = _dict(block, where).get("type")
         if kind == "tool_result":
-            text = _text(block.get("content") or "", where, settings)
+            text = _text(block.get("content") or "", where, settings, "tool")
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text}
         elif kind == "tool_use":
             calls.append(_tool_call(block.get("id"), block.get("name"), block.get("input"), where))
@@ -352,7 +360,7 @@ def _add_item(messages: list[Message], item: Any, settings: Settings) -> None:
             messages.append(last := {"role": "assistant", "content": ""})
         last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        text = _text(item.get("output"), "input", settings)
+        text = _text(item.get("output"), "input", settings, "tool")
         messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text})
     elif kind == "message":
         messages.append(_chat_message(item, len(messages), settings))
@@ -401,6 +409,10 @@ def _tools(body: Body, kind: str = "function") -> list[dict[str, Any]]:
                 f"tools: type={_short(tool.get('type'))} runs at the provider; expected {kind}", field="tools"
             )
     return tools
+
+
+def _calls_tools(body: Body) -> bool:
+    return body.get("tool_choice") not in ("none", {"type": "none"})
 
 
 def _without_type(tool: dict[str, Any]) -> dict[str, Any]:

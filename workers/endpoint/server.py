@@ -50,16 +50,17 @@ class Call:
 @dataclass(eq=False)
 class Episode:
     """An open episode. key: its API key. name: prefix of its request ids. settings: for reading its requests. seed: the
-    number from which the seeds of its requests are derived."""
+    number from which the seeds of its requests are derived. calls: by API and body. is_open: False after its end."""
 
     key: str
     name: str
     trace: Trace
     settings: Settings
     seed: int
-    calls: dict[bytes, Call] = field(default_factory=dict)  # newest call by API and body
+    calls: dict[bytes, list[Call]] = field(default_factory=dict)
     running: set[Call] = field(default_factory=set)
     histories: dict[str, list[Any]] = field(default_factory=dict)  # conversations of the Responses API, by reply
+    is_open: bool = True
 
 
 class Endpoint:
@@ -91,7 +92,7 @@ class Endpoint:
     @property
     def url(self) -> str:
         """Address of the endpoint, without /v1."""
-        host = self._config.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     # ----------------------------------------------------------------------------------------- the engine's thread
@@ -123,9 +124,7 @@ class Endpoint:
     def fail(self, reason: str) -> None:
         """Answers all running and later requests with status 503."""
         self._failure = reason
-        for episode in list(self._episodes.values()):
-            for call in list(episode.running):
-                self._loop.call_soon_threadsafe(_fail, call, Refusal(reason, status=503))
+        self._loop.call_soon_threadsafe(self._fail_running, Refusal(reason, status=503))
 
     def close(self) -> None:
         """Ends the server and cancels the requests that are running."""
@@ -141,8 +140,8 @@ class Endpoint:
     async def _start(self, port: int) -> int:
         app = web.Application(client_max_size=self._config.max_request_mb << 20)
         for api in APIS:
-            app.router.add_post(api.path, self._handler(api))
-        app.router.add_post(f"{Messages.path}/count_tokens", self._count_tokens)
+            app.router.add_post(api.path, self._handler(api, self._answer))
+        app.router.add_post(f"{Messages.path}/count_tokens", self._handler(Messages(), self._count_tokens))
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown_route)
         # a handler whose client has left is cancelled
@@ -154,6 +153,7 @@ class Endpoint:
 
     async def _close_episode(self, digest: bytes) -> list[Call]:
         episode = self._episodes.pop(digest)
+        episode.is_open = False
         self._ended.append(digest)
         for call in (running := list(episode.running)):
             _fail(call, Refusal(_ENDED))
@@ -161,6 +161,11 @@ class Endpoint:
             self._new.remove(call)
             running.remove(call)
         return running
+
+    def _fail_running(self, refusal: Refusal) -> None:
+        for episode in self._episodes.values():
+            for call in list(episode.running):
+                _fail(call, refusal)
 
     def _commit(self, call: Call, completion: Completion) -> None:
         trace = call.episode.trace
@@ -170,23 +175,25 @@ class Endpoint:
         else:  # the client has left meanwhile
             trace.counts.update({"sampled": len(completion.token_ids), "discarded/late": len(completion.token_ids)})
 
-    def _handler(self, api: ChatCompletions) -> Callable[[web.Request], Any]:
+    def _handler(self, api: ChatCompletions, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                return await self._answer(request, api)
-            except Refusal as refusal:
+                response: web.StreamResponse = await answer(request, api)
+                return response
+            except (Refusal, RecursionError) as error:
+                refusal = error if isinstance(error, Refusal) else Refusal(f"the request is nested too deeply: {error}")
                 headers = {"x-should-retry": "true" if refusal.status >= 500 else "false"}
                 return web.json_response(api.error(refusal), status=refusal.status, headers=headers)
 
         return handle
 
     async def _answer(self, request: web.Request, api: ChatCompletions) -> web.StreamResponse:
-        episode = self._authenticated(request)
-        raw, body = await self._read(request)
-        key = hashlib.blake2b(api.path.encode() + raw).digest()
-        call = episode.calls.get(key) if _is_retry(request) else None
-        if call is None or (call.future.done() and call.future.exception() is not None):
-            call = episode.calls[key] = self._begin(episode, self._conversation(api, episode, body))
+        episode, raw, body = await self._read(request)
+        calls = episode.calls.setdefault(hashlib.blake2b(api.path.encode() + raw).digest(), [])
+        call = _repeated(calls) if _is_retry(request) else None
+        if call is None:
+            call = self._begin(episode, self._conversation(api, episode, body))
+            calls.append(call)
         call.waiters += 1
         try:
             if body.get("stream") is True:
@@ -225,13 +232,14 @@ class Endpoint:
 
     def _conversation(self, api: ChatCompletions, episode: Episode, body: Any) -> Conversation:
         conversation = api.read(body, episode.settings)
-        before = body.get("previous_response_id") if isinstance(api, Responses) else None
-        if before is None:
+        if not isinstance(api, Responses) or (before := body.get("previous_response_id")) is None:
             return conversation
-        if before not in episode.histories:
+        if not isinstance(before, str) or before not in episode.histories:
             field = "previous_response_id"
             raise Refusal(f"{field}={before!r}: this episode has no such response", field=field)
-        return replace(conversation, messages=[*episode.histories[before], *conversation.messages])
+        own = api.instructions(body, episode.settings)
+        messages = [*own, *episode.histories[before], *conversation.messages[len(own) :]]
+        return replace(conversation, messages=messages)
 
     def _begin(self, episode: Episode, conversation: Conversation) -> Call:
         """Adds a request to the trace and to the queue of the engine."""
@@ -273,12 +281,18 @@ class Endpoint:
             code="invalid_api_key",
         )
 
-    async def _read(self, request: web.Request) -> tuple[bytes, dict[str, Any]]:
+    async def _read(self, request: web.Request) -> tuple[Episode, bytes, dict[str, Any]]:
+        """Returns the episode of a request, and its body."""
+        episode = self._authenticated(request)
         try:
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             most = self._config.max_request_mb
             raise Refusal(f"the request is larger than agentic.endpoint.max_request_mb={most}", status=413) from error
+        except web.RequestPayloadError as error:
+            raise Refusal(f"the body cannot be read: {error}") from error
+        if not episode.is_open:  # it has ended while the body was arriving
+            raise Refusal(_ENDED)
         try:
             body = json.loads(raw)
             json.dumps(body, ensure_ascii=False).encode()  # fails for characters that no tokenizer can encode
@@ -286,16 +300,11 @@ class Endpoint:
             raise Refusal(f"the body is not valid JSON of encodable text: {error}") from error
         if not isinstance(body, dict):
             raise Refusal("the body is not a JSON object")
-        return raw, body
+        return episode, raw, body
 
-    async def _count_tokens(self, request: web.Request) -> web.Response:
-        api = Messages()
-        try:
-            episode = self._authenticated(request)
-            _, body = await self._read(request)
-            return web.json_response({"input_tokens": episode.trace.count_tokens(api.read(body, episode.settings))})
-        except Refusal as refusal:
-            return web.json_response(api.error(refusal), status=refusal.status)
+    async def _count_tokens(self, request: web.Request, api: ChatCompletions) -> web.Response:
+        episode, _, body = await self._read(request)
+        return web.json_response({"input_tokens": episode.trace.count_tokens(api.read(body, episode.settings))})
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "verl_lite"}
@@ -314,21 +323,23 @@ def _named(api: ChatCompletions, call: Call, body: Any) -> str:
     """Returns a name for the reply, under which a response can be continued."""
     name = new_name()
     if isinstance(api, Responses):
-        conversation = [*call.node.conversation.messages, call.future.result().message]
         # as in OpenAI's API, a continued response does not contain the instructions of the earlier one
-        call.episode.histories[f"resp_{name}"] = conversation[1 if body.get("instructions") else 0 :]
+        messages = call.node.conversation.messages[len(api.instructions(body, call.episode.settings)) :]
+        call.episode.histories[f"resp_{name}"] = [*messages, call.future.result().message]
     return name
 
 
 @contextlib.contextmanager
 def _delivered(call: Call, request: web.Request) -> Iterator[None]:
-    """Marks the answer as delivered, unless the client has left or sending it fails."""
+    """Marks the answer as delivered, unless the client has left, sending it fails, or the episode has ended."""
     was_delivered, transport = call.node.is_delivered, request.transport
-    call.node.is_delivered = was_delivered or (transport is not None and not transport.is_closing())
+    if call.episode.is_open:
+        call.node.is_delivered = was_delivered or (transport is not None and not transport.is_closing())
     try:
         yield
     except BaseException:
-        call.node.is_delivered = was_delivered
+        if call.episode.is_open:
+            call.node.is_delivered = was_delivered
         raise
 
 
@@ -338,9 +349,16 @@ def _fail(call: Call, refusal: Refusal) -> None:
     call.episode.running.discard(call)
 
 
+def _repeated(calls: list[Call]) -> Call | None:
+    """Returns the call that a retry repeats: the newest, or one whose client has left before its answer."""
+    valid = [call for call in calls if not call.future.done() or call.future.exception() is None]
+    lost = [call for call in valid if not call.waiters and not call.node.is_delivered]
+    return next(iter(lost or valid[-1:]), None)
+
+
 def _is_retry(request: web.Request) -> bool:
     count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isdigit() and int(count[:9]) > 0
+    return count.isdecimal() and int(count[:9]) > 0
 
 
 def _digest(key: str) -> bytes:

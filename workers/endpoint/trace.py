@@ -24,6 +24,8 @@ from workers.rollout.conversation import ChatJoins, Message, Turn
 from workers.rollout.episodes import TokenLimits
 
 TEXT_SHOWN = 2_000
+_UNRENDERABLE = (UserError, TypeError)
+"""Errors of the chat template, and of the tokenizer for surrogates in the arguments of tool calls."""
 
 
 class Refusal(Exception):
@@ -143,12 +145,12 @@ class Trace:
             assert parent.answer is not None
             try:
                 ids = self._joins.join(parent.answer.token_ids, *messages[place:])
-            except UserError:  # for example a second message of the assistant; the whole conversation is rendered
+            except _UNRENDERABLE:  # for example a second message of the assistant; the whole conversation is rendered
                 parent, place = None, 0
         if parent is None:
             try:
                 ids = self._joins.prompt(messages, tools)
-            except UserError as error:
+            except _UNRENDERABLE as error:
                 raise Refusal(f"the chat template of the model rejects these messages: {error}") from error
         node = Node(len(self.nodes), parent, conversation, messages[place:], ids, keys[-1])
         node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
@@ -200,8 +202,10 @@ class Trace:
         node.answer = Answer(
             text, thinking, calls, reason, node.context(), ids[:kept], completion.log_probs[:kept], stop, tokens
         )
-        # if two answers are the same, requests continue the first one
-        self._answered.setdefault(_key(node.key, node.answer.message), node)
+        # if two answers are the same, requests continue the first one that a client received
+        key = _key(node.key, node.answer.message)
+        if key not in self._answered or not self._answered[key].is_delivered:
+            self._answered[key] = node
         return node.answer
 
     def _decoded(self, ids: Sequence[int]) -> str:
@@ -321,7 +325,7 @@ def split_tool_calls(text: str, name: str) -> tuple[str, list[dict[str, Any]]]:
     """Splits the text of an answer into the text before its tool calls and these calls in OpenAI's format. If a call
     has a syntax error, the whole text is returned without calls. name: part of the identifiers of the calls."""
     calls = parse_tool_calls(text)
-    if not calls or any(call.problem for call in calls):
+    if not calls or any(call.problem or not _is_text(call.name) for call in calls):
         return text, []
     return text[: text.index("<tool_call>")].rstrip(), [
         {
@@ -331,6 +335,11 @@ def split_tool_calls(text: str, name: str) -> tuple[str, list[dict[str, Any]]]:
         }
         for number, call in enumerate(calls)
     ]
+
+
+def _is_text(name: str) -> bool:
+    """Returns False for a name with lone surrogates, which clients cannot send back."""
+    return name == name.encode(errors="replace").decode()
 
 
 def shown(message: Message) -> str:
@@ -352,7 +361,9 @@ def _key(before: bytes, message: Message) -> bytes:
     """Returns the digest of a conversation that continues another one with this message."""
     role, content = message["role"], message["content"]
     calls = [[call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
-    same = [role, content.strip() if role == "assistant" else content, calls]
+    if role == "assistant":  # a client may leave out the thinking, or send it back as part of the text
+        content = split_thinking(content)[1].strip()
+    same = [role, content, calls]
     text = json.dumps(same, sort_keys=True).encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=16).digest()
 

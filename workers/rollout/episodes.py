@@ -167,7 +167,9 @@ class EpisodeCounts:
         """Counts the episodes that were not ended as surplus."""
         ended = [one for one in trajectories if one.stop != "surplus"]
         failed = [one for one in ended if one.stop == "failed"]
-        told = (f"episode {one.spec.traj_id} of {one.spec.tag!r}:\n{one.error}" for one in failed)
+        kind = {True: "program", False: "environment"}
+        names = (f"episode {one.spec.traj_id} of the {kind[bool(one.spec.row)]} {one.spec.tag!r}" for one in failed)
+        told = (f"{name}:\n{one.error}" for name, one in zip(names, failed, strict=True))
         return cls(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), next(told, None))
 
 

@@ -136,8 +136,9 @@ def test_an_edited_tool_result_forks_after_the_call_whose_ids_are_kept() -> None
 
 def test_a_call_with_a_syntax_error_is_text_and_other_tools_are_another_conversation() -> None:
     trace = new_trace()
-    node = ask(trace, user("a"), answer='<tool_call>{"name": "look", </tool_call>', tools=TOOLS)
-    assert not said(node).tool_calls and said(node).text.startswith("<tool_call>")
+    for wrong in ('<tool_call>{"name": "look", </tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>'):
+        node = ask(trace, user("a"), answer=wrong, tools=TOOLS)
+        assert not said(node).tool_calls and said(node).text == wrong
     node = ask(trace, user("a"), answer='<tool_call>{"name": "look"}</tool_call>', tools=TOOLS, calls_tools=False)
     assert not said(node).tool_calls
     first = ask(trace, user("b"), answer="ok")
@@ -148,8 +149,9 @@ def test_thinking_stays_in_the_context_whether_or_not_the_client_sends_it_back()
     trace = new_trace()
     first = ask(trace, user("a"), answer="<think>long</think>\n\nshort")
     assert (said(first).thinking, said(first).text) == ("long", "short")
-    second = ask(trace, user("a"), assistant(" short\n"), user("b"), answer="c")
-    assert second.parent is first and "<think>long</think>" in written(trace)[0][0]
+    for sent in (" short\n", "<think>\nlong\n</think>\n\nshort"):
+        assert ask(trace, user("a"), assistant(sent), user("b"), answer="c").parent is first
+    assert "<think>long</think>" in written(trace)[0][0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""An agent of the OpenAI Agents SDK with a calculator. Only `model_provider` differs from an agent of OpenAI's models."""
+
+from typing import Any
+
+from agents import Agent, RunConfig, Runner, function_tool
+from agents.exceptions import AgentsException
+from agents.models.openai_provider import OpenAIProvider
+from openai import BadRequestError
+
+from recipes.agent_program.data import ERROR
+from verl_lite.envs.calculator import evaluate, number_in, written
+
+
+@function_tool
+def calculator(expression: str) -> str:
+    """The value of an arithmetic expression."""
+    try:
+        return written(evaluate(expression))
+    except (ValueError, ArithmeticError):
+        return ERROR
+
+
+AGENT = Agent(name="accountant", tools=[calculator])
+
+
+async def run(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, float]:
+    """Answers the question of `row`. Returns the score 1 for the right number, and the number of turns."""
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key)
+    question = row["prompt"][0]["content"]
+    try:
+        result = await Runner.run(AGENT, question, max_turns=4, run_config=RunConfig(model_provider=provider))
+    except (AgentsException, BadRequestError):  # too many turns, an unknown tool, or a conversation that is too long
+        return {"score": 0.0, "success": 0.0}
+    is_right = number_in(str(result.final_output)) == number_in(row["reward_model"]["ground_truth"])
+    return {"score": float(is_right), "success": float(is_right), "turns": float(len(result.raw_responses))}

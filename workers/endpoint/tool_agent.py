@@ -1,0 +1,295 @@
+"""The built-in agent: answers with the tools of MCP servers (agentic.mcp_servers), through the official package `mcp`.
+
+Each episode has a connection of its own to each server. A server with a command runs with limits, in a folder of its
+own and without secrets of the trainer (`workers.endpoint.limited`). Episodes share the process of a server with a url.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any
+
+import anyio
+from openai import AsyncOpenAI, BadRequestError
+
+from verl_lite.errors import UserError, printable
+from workers.endpoint.limited import COMMAND, base_environment
+
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")  # episodes share its connections
+TIMEOUT_S = 30.0
+CLOSE_S = 5.0
+ERROR_CHARACTERS = 2_000
+
+
+async def run(
+    base_url: str,
+    api_key: str,
+    row: Mapping[str, Any],
+    servers: Mapping[str, Mapping[str, Any]],
+    limits: Mapping[str, int],
+    environment: Iterable[str] = (),
+    max_turns: int = 8,
+    max_result_chars: int = 4000,
+    timeout_s: float = TIMEOUT_S,
+    system: str = "",
+) -> dict[str, float]:
+    """Answers the prompt of `row` with tools, until an answer calls no tool or the context is full.
+
+    Errors of tools become text for the policy. Raises UserError if a server does not start, or ends during the episode.
+
+    Args:
+        servers, limits, environment: agentic.mcp_servers; limits and environment of agentic.program_options.
+        max_turns: maximum number of answers.
+        max_result_chars: maximum number of characters of a result that the policy receives.
+        timeout_s: time limit of each tool call, and of the start of each server.
+        system: text of a system message before the prompt; empty = none.
+
+    Returns:
+        The numbers of tool calls, of failed ones, and of answers. The reward function scores the last answer.
+    """
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *row["prompt"]]
+    calls = errors = turns = 0
+    async with contextlib.AsyncExitStack() as stack:
+        started = [Server(name, entry, limits, environment, timeout_s) for name, entry in servers.items()]
+        for server in started:
+            await stack.enter_async_context(server.running())
+        tools = named_tools(started)
+        functions: list[Any] = [
+            {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+            for name, (_, tool) in tools.items()
+        ]
+        while turns < max_turns:
+            try:
+                reply = await client.chat.completions.create(
+                    model="policy",
+                    messages=messages,
+                    tools=[{"type": "function", "function": function} for function in functions],
+                )
+            except BadRequestError as error:
+                if error.code == "context_length_exceeded" and turns:
+                    break  # the results of the last calls do not fit
+                raise
+            messages.append(answer := reply.choices[0].message)
+            turns += 1
+            for call in answer.tool_calls or ():
+                result, worked = await call_tool(tools, call.function.name, call.function.arguments)
+                if (surplus := len(result) - max_result_chars) > 0:
+                    result = f"{result[:max_result_chars]}\n[{surplus} more characters are left out]"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+                calls, errors = calls + 1, errors + (not worked)
+            if not answer.tool_calls:
+                break
+    return {"tool_calls": calls, "tool_errors": errors, "turns": turns}
+
+
+async def call_tool(tools: "Mapping[str, tuple[Server, Any]]", name: str, arguments: str) -> tuple[str, bool]:
+    """Calls one of the `named_tools`. Returns its result or an error as text, and True if it worked.
+
+    arguments: as JSON. Raises UserError if the server has ended.
+    """
+    if name not in tools:
+        return f"Error: there is no tool {name[:100]!r}; the tools are {', '.join(tools)}", False
+    try:
+        values = json.loads(arguments)
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()  # fails for values that cannot be sent
+    except (ValueError, RecursionError) as error:
+        return f"Error: the arguments are not valid JSON: {error}", False
+    if not isinstance(values, dict):
+        return "Error: the arguments are not a JSON object", False
+    server, tool = tools[name]
+    return await server.call(tool.name, values)
+
+
+def check_servers(
+    servers: Mapping[str, Mapping[str, Any]],
+    limits: Mapping[str, int],
+    environment: Iterable[str] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Starts each server once and lists its tools. Raises UserError if `mcp` is missing or a server is not usable."""
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise UserError(f'agentic.mcp_servers: {error}; install the package: pip install "verl_lite[mcp]"') from error
+
+    async def tools_of(name: str, entry: Mapping[str, Any]) -> list[Any]:
+        server = Server(name, entry, limits, environment, timeout_s)
+        async with server.running():
+            return server.tools
+
+    for name, entry in servers.items():
+        key = f"agentic.mcp_servers.{name}"
+        if not isinstance(entry.get("args") or [], list):
+            raise UserError(f"{key}.args={entry['args']!r}: expected a list of arguments")
+        if not asyncio.run(tools_of(name, entry)):
+            raise UserError(f"{key}: the server has no tools; remove it, or correct its arguments")
+
+
+def located(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the servers with absolute names of files, because their commands run in folders of their own."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, list):
+            return [absolute(word) for word in value]
+        return os.path.abspath(value) if isinstance(value, str) and os.path.isfile(value) else value
+
+    return {name: {key: absolute(value) for key, value in entry.items()} for name, entry in servers.items()}
+
+
+class Server:
+    """The connection of one episode to an MCP server. tools: its tools, once it is running.
+
+    A task of its own opens and closes the connection: the scopes of `mcp` have to be left by the task that entered
+    them, and the cancellation of an episode must not interrupt the end of the server's process.
+    """
+
+    def __init__(
+        self, name: str, entry: Mapping[str, Any], limits: Mapping[str, int], names: Iterable[str], timeout_s: float
+    ) -> None:
+        self.name, self.tools = name, list[Any]()
+        self._entry, self._limits, self._timeout_s = entry, limits, timeout_s
+        own = {variable: str(value) for variable, value in (entry.get("env") or {}).items()}
+        self._environment = base_environment(names) | own
+        self._scope, self._is_open, self._done = anyio.CancelScope(), asyncio.Event(), asyncio.Event()
+        self._failure: BaseException | None = None
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context manager in which the server is connected. Raises UserError if the server fails."""
+        with tempfile.TemporaryFile() as self._log:
+            self._task = asyncio.create_task(self._run())
+            opened = asyncio.create_task(self._is_open.wait())
+            try:
+                await asyncio.wait((self._task, opened), return_when=asyncio.FIRST_COMPLETED)
+                if not self._is_open.is_set():
+                    command = "command (a program in PATH or an absolute file name), args or env"
+                    remedy = "its url, or start it" if "url" in self._entry else f"its {command}"
+                    raise self._error("does not start", f"; correct {remedy}")
+                yield
+            finally:
+                opened.cancel()
+                await self._close()
+            if self._failure is not None:
+                raise self._error("failed")
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """Returns the result of a tool or an error as text, and True if it worked. Raises UserError if the server has
+        ended."""
+        try:
+            with anyio.fail_after(self._timeout_s):
+                result = await self._client.call_tool(tool, arguments)
+        except TimeoutError:
+            return f"Error: the tool did not answer within {self._timeout_s:g} seconds", False
+        except Exception as error:  # an error of the protocol, or a result that contradicts the tool's schema
+            try:
+                with anyio.fail_after(self._timeout_s):
+                    await self._list_tools()
+            except Exception:
+                await self._close()  # the process has then written its last message
+                raise self._error("ended during an episode") from error
+            return f"Error: {error}", False
+        return text_of(result), not result.is_error
+
+    async def _run(self) -> None:
+        """Connects to the server, and closes the connection after `_close`."""
+        from mcp import Client
+
+        try:
+            with self._scope:
+                async with contextlib.AsyncExitStack() as stack:
+                    async with _starts(asyncio.get_running_loop()):
+                        self._scope.deadline = anyio.current_time() + self._timeout_s
+                        self._client = await stack.enter_async_context(Client(self._streams()))
+                        self.tools = await self._list_tools()
+                        self._scope.deadline = math.inf
+                    self._is_open.set()
+                    await self._done.wait()
+                    self._scope.deadline = anyio.current_time() + CLOSE_S
+        except Exception as error:
+            self._failure = error
+            while isinstance(self._failure, ExceptionGroup):
+                self._failure = self._failure.exceptions[0]
+        if self._scope.cancelled_caught and not self._done.is_set():
+            limit = f"agentic.program_kwargs.timeout_s={self._timeout_s:g} seconds"
+            self._failure = TimeoutError(f"no answer within {limit}")
+
+    async def _close(self) -> None:
+        """Ends the connection and the process of the server. A cancellation does not interrupt that."""
+        self._done.set()
+        if not self._is_open.is_set():
+            self._scope.cancel()
+        await asyncio.shield(self._task)
+
+    @contextlib.asynccontextmanager
+    async def _streams(self) -> AsyncIterator[Any]:
+        """Starts the command of the server, or connects to its url. Yields a transport of `mcp`."""
+        from mcp import StdioServerParameters, stdio_client
+
+        entry = self._entry
+        if "url" in entry:
+            import httpx2
+            from mcp.client.streamable_http import streamable_http_client
+
+            timeout = httpx2.Timeout(self._timeout_s, read=None)  # `call` and `_run` limit the time of answers
+            async with httpx2.AsyncClient(headers=entry.get("headers"), timeout=timeout) as http:
+                async with streamable_http_client(entry["url"], http_client=http) as streams:
+                    yield streams
+            return
+        with tempfile.TemporaryDirectory(prefix="verl_lite-mcp-") as folder:
+            words = [*COMMAND, json.dumps(self._limits), entry["command"], *(entry.get("args") or [])]
+            environment = self._environment | {"HOME": folder, "TMPDIR": folder}
+            server = StdioServerParameters(command=words[0], args=words[1:], env=environment, cwd=folder)
+            async with stdio_client(server, errlog=self._log) as streams:  # type: ignore[arg-type]
+                yield streams
+
+    async def _list_tools(self) -> list[Any]:
+        tools, cursor = [], None
+        while True:
+            page = await self._client.list_tools(cursor=cursor, cache_mode="refresh")
+            tools += page.tools
+            if (cursor := page.next_cursor) is None:
+                return tools
+
+    def _error(self, problem: str, remedy: str = "") -> UserError:
+        failure = self._failure
+        reason = "its process or its connection has ended" if failure is None else str(failure) or repr(failure)
+        size = os.fstat(self._log.fileno()).st_size
+        written = os.pread(self._log.fileno(), ERROR_CHARACTERS, max(0, size - ERROR_CHARACTERS))
+        shown = f"; it wrote:\n{printable(written.decode(errors='replace'))}" if written else ""
+        return UserError(f"agentic.mcp_servers.{self.name}: the server {problem}: {reason}{remedy}{shown}")
+
+
+def named_tools(servers: Sequence[Server]) -> dict[str, tuple[Server, Any]]:
+    """Returns the tools of all servers by name. If several servers have a tool of the same name, the names of these
+    tools begin with the server's name."""
+    counts = Counter(tool.name for server in servers for tool in server.tools)
+    return {
+        tool.name if counts[tool.name] == 1 else f"{server.name}__{tool.name}": (server, tool)
+        for server in servers
+        for tool in server.tools
+    }
+
+
+def text_of(result: Any) -> str:
+    """Returns the text of a tool's result, in which content of other types is named."""
+    parts = []
+    for block in result.content:
+        content = getattr(block, "resource", block)
+        kind = getattr(content, "mime_type", None) or "unknown type"
+        parts.append(getattr(content, "text", f"[{block.type} of {kind}, which is not shown]"))
+    if not parts and result.structured_content is not None:
+        parts.append(json.dumps(result.structured_content))
+    return "\n".join(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _starts(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Returns the semaphore of servers that start at the same time. Waiting for it does not count as starting."""
+    return asyncio.Semaphore(os.cpu_count() or 1)
