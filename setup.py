@@ -51,6 +51,7 @@ setup(
         "codetiming>=1.4",
         "math-verify>=0.8",
         "openai>=2",
+        "aiohttp>=3.9",
         "reasoning-gym>=0.1.20",
         "gymnasium>=1.0",
         "rich>=13",
@@ -69,6 +70,10 @@ setup(
         "wandb": ["wandb>=0.18"],
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],
         "swanlab": ["swanlab>=0.10"],
+        "verifiers": ["verifiers==0.3.1"],  # these two need mcp<2, which excludes the extra `cpu` (mcp>=2)
+        "openenv": ["openenv==0.10.0"],
+        "mcp": ["mcp>=2,<3"],
+        "agents": ["openai-agents>=0.24,<0.25"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
@@ -80,6 +85,9 @@ setup(
             "diffusers>=0.36",
             "av>=14.1",
             "onnx2torch>=1.5.15",
+            "mcp>=2,<3",
+            "openai-agents>=0.24,<0.25",
+            "anthropic>=0.70",
         ],
         "bench": ["trl==1.16.0"],
     },

@@ -12,7 +12,8 @@ import pytest
 from verl_lite.envs import ENVS, env_modules, env_templates, make_env, register_env
 from verl_lite.errors import UserError
 
-OWN = ["calculator", "frozen_lake", "gem", "guess_number", "gymnasium", "reasoning_gym", "sokoban"]
+HUBS = ["gem", "gymnasium", "openenv", "reasoning_gym", "verifiers"]
+OWN = ["calculator", "frozen_lake", "guess_number", "sokoban", *HUBS]
 
 
 class Corridor:

@@ -1,0 +1,304 @@
+"""Adapters for environments of two hubs: `verifiers` (Prime Intellect) and `openenv` (Meta).
+
+verifiers   modules with load_environment(); their rollout loop runs in this process, with the agent as its model
+openenv     servers that receive actions, and return observations and rewards
+"""
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import re
+import threading
+import types
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls
+from verl_lite.errors import UserError
+from verl_lite.registry import Registry
+
+T = TypeVar("T")
+Tools = Mapping[str, Mapping[str, Any]]
+"""Tools by name; each has name, description, and parameters (a JSON schema)."""
+
+
+@register_env("verifiers")
+class VerifiersEnv:
+    """An environment of `verifiers`. Its own rollout loop runs, with the agent in place of the model's client.
+
+    env_id, env_args: module of the environment, and arguments of its load_environment. split: data of the episodes,
+    "train" or "eval"; the row of an episode is its seed modulo the number of rows. success_reward: reward from which an
+    episode is a success.
+
+    The last step returns the reward and the metrics of the rubric. If verifiers ends the rollout with an error, or a
+    reward function raises, the episode fails; verifiers alone would continue with the reward 0.
+    """
+
+    def __init__(
+        self, env_id: str, env_args: Mapping[str, Any] | None = None, split: str = "train", success_reward: float = 1.0
+    ) -> None:
+        if split not in ("train", "eval"):
+            raise UserError(f"split={split!r}: expected train or eval")
+        self._verifiers, self.success_reward = _import_verifiers(), success_reward
+        try:
+            self.env = self._verifiers.load_environment(env_id, **dict(env_args or {}))
+            self.rows = self.env.build_dataset() if split == "train" else self.env.build_eval_dataset()
+        except Exception as error:  # the environment's module may raise anything
+            raise UserError(f"env_id={env_id!r}, env_args={env_args}: verifiers cannot load it: {error}") from error
+        if not self.rows:
+            raise UserError(f"env_id={env_id!r}: it has no rows for split={split!r}; expected at least one")
+        if self.env.requires_group_rollouts:
+            raise UserError(f"env_id={env_id!r}: its rubric scores groups of episodes, which is not supported")
+        self.tools: Tools = {}
+        self._prompt: list[Any] = []
+        self._loop = asyncio.new_event_loop()  # in its own thread, because the caller's thread may already run a loop
+        threading.Thread(target=self._serve, name="verifiers", daemon=True).start()
+        self._episode: asyncio.Future[Any] = self._loop.create_future()
+
+    def reset(self, seed: int) -> tuple[str, Info]:
+        self._run(self._begin(self.rows[seed % len(self.rows)]))
+        system = _text_of([message for message in self._prompt if message.role == "system"])
+        shown = _text_of([message for message in self._prompt if message.role != "system"])
+        return shown, {"env_instruction": (f"{system}\n" if system else "") + _describe(self.tools)}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        text = _encodable(action)
+        try:
+            calls = _tool_calls(text, self.tools)
+        except (ValueError, RecursionError) as error:  # the environment does not see this turn
+            return f"Error: {error}", 0.0, False, False, _info(valid=False, is_tool=True)
+        before = self._prompt
+        state = self._run(self._exchange(self._response(text, calls)))
+        if state is not None:
+            info = _info(success=state["reward"] >= self.success_reward, scores=state["metrics"])
+            return f"Reward {state['reward']}.", state["reward"], True, False, info
+        is_continued = self._prompt[: len(before)] == before  # an environment may also rewrite the conversation
+        new = self._prompt[len(before) + 1 :] if is_continued else self._prompt
+        is_tool = all(message.role == "tool" for message in new)
+        return _text_of(new), 0.0, False, False, _info(is_tool=is_tool)
+
+    def close(self) -> None:
+        self._run(self._cancel())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def get_response(self, prompt: list[Any], *_: Any, tools: Sequence[Any] | None = None, **__: Any) -> Any:
+        """Returns the agent's next turn. verifiers calls this method of its model client."""
+        await self._requests.put((prompt, {tool.name: tool.model_dump(exclude={"strict"}) for tool in tools or ()}))
+        return await self._responses.get()
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _begin(self, row: Mapping[str, Any]) -> None:
+        await self._cancel()
+        self._requests, self._responses = asyncio.Queue[Any](), asyncio.Queue[Any]()
+        self._episode = asyncio.ensure_future(self._rollout(row))
+        self._episode.add_done_callback(self._requests.put_nowait)  # the end is the last request
+        if (state := await self._exchange()) is not None:
+            raise RuntimeError(f"verifiers ended the episode before its first turn: {state['stop_condition']}")
+
+    async def _cancel(self) -> None:
+        self._episode.cancel()
+        await asyncio.wait({self._episode})
+
+    async def _exchange(self, response: Any = None) -> Any:
+        """Passes a turn to the rollout and waits for the next prompt. Returns the state if the episode has ended."""
+        if self._episode.done() and self._requests.empty():
+            raise RuntimeError("the episode has ended; call reset")
+        if response is not None:
+            await self._responses.put(response)
+        request = await self._requests.get()
+        if request is self._episode:
+            return self._episode.result()
+        self._prompt, self.tools = request
+        return None
+
+    async def _rollout(self, row: Mapping[str, Any]) -> Any:
+        state = await self.env.rollout(row, self, "agent", {})
+        if state["error"] is not None:
+            raise RuntimeError(f"verifiers ended the episode with {state['error']!r}") from state["error"]
+        await self.env.rubric.score_rollout(state)
+        await self.env.rubric.cleanup(state)
+        return state
+
+    def _response(self, text: str, calls: list[ToolCall]) -> Any:
+        """Returns a turn as a model's response. Its content ends before the first tool call."""
+        kinds, turn = self._verifiers.types, len(self._prompt)
+        tool_calls = [
+            kinds.ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=json.dumps(call.arguments))
+            for number, call in enumerate(calls)
+        ]
+        message = kinds.ResponseMessage(
+            content=text.partition("<tool_call>")[0] if calls else text,
+            tool_calls=tool_calls or None,
+            finish_reason="tool_calls" if calls else "stop",
+            is_truncated=False,
+        )
+        return kinds.Response(id=f"turn_{turn}", created=0, model="agent", message=message)
+
+
+@register_env("openenv")
+class OpenEnv:
+    """A session with an OpenEnv server.
+
+    base_url: URL of the server. action_fields, action_pattern: fields of an action, and a regular expression in which
+    `.` matches line ends, with one group for each field; a text that does not match it is not sent. observation_field:
+    field that is shown; None = all fields as JSON. client, action_class: pkg.module:Class of the client and of its
+    actions; by default the client without types. reset_options: arguments of reset besides the seed. timeout_s: time
+    limit of a connection, reset or step. success_reward: sum of rewards from which a completed episode is a success.
+
+    If the server rejects an action, or ends an episode without a number as the reward, the episode fails.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        action_fields: str | Sequence[str] = "message",
+        action_pattern: str = "(.*)",
+        observation_field: str | None = None,
+        client: str = "openenv.core:GenericEnvClient",
+        action_class: str = "builtins:dict",
+        reset_options: Mapping[str, Any] | None = None,
+        env_instruction: str = "",
+        timeout_s: float = 30.0,
+        success_reward: float = 1.0,
+    ) -> None:
+        _import("openenv.core", "openenv")
+        self.fields = [action_fields] if isinstance(action_fields, str) else list(action_fields)
+        self.base_url, self.timeout_s, self.success_reward = base_url, timeout_s, success_reward
+        self.reset_options, self.instruction = dict(reset_options or {}), env_instruction
+        self.observation_field, self.score, self.text = observation_field, 0.0, ""
+        classes, limits = Registry[Any]("class"), {"connect_timeout_s": timeout_s, "message_timeout_s": timeout_s}
+        try:
+            self.pattern = re.compile(action_pattern, re.DOTALL)
+            self.action_class = classes.get_fn(action_class)
+            self.client = classes.get_fn(client)(base_url=base_url, **limits).sync()
+        except (re.error, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"action_pattern={action_pattern!r}, client={client!r}: {error}") from error
+        if self.pattern.groups != len(self.fields):
+            raise UserError(f"action_pattern={action_pattern!r}: expected one group for each of {self.fields}")
+        try:
+            self._call("connect")
+        except RuntimeError as error:
+            raise UserError(f"{error}; start the server, or correct base_url") from error
+
+    def reset(self, seed: int) -> tuple[str, Info]:
+        result = self._call("reset", **{**self.reset_options, "seed": seed % 2**31})
+        self.score, self.text, self.connection = 0.0, self._text(result.observation), self.client._ws
+        return self.text, {"env_instruction": self.instruction}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        match = self.pattern.search(_encodable(action))
+        if match is None:
+            hint = f"This is not an action. Actions match {self.pattern.pattern}\n"
+            return hint + self.text, 0.0, False, False, _info(valid=False)
+        result = self._call("step", self.action_class(**dict(zip(self.fields, match.groups(), strict=True))))
+        if self.client._ws is not self.connection:  # a new connection starts another session, which was not reset
+            raise RuntimeError(f"base_url={self.base_url!r}: the connection was lost during the episode")
+        reward = 0.0 if result.reward is None and not result.done else result.reward  # the last step needs a number
+        self.score += reward if isinstance(reward, int | float) else 0.0
+        self.text = self._text(result.observation)
+        success = bool(result.done) and self.score >= self.success_reward
+        return self.text, reward, result.done, False, _info(success=success)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Calls a method of the client. Raises RuntimeError if the server fails or exceeds timeout_s."""
+        try:
+            return getattr(self.client, method)(*arguments, **options)
+        except Exception as error:
+            message = f"base_url={self.base_url!r}: {method} failed or exceeded timeout_s={self.timeout_s:g}: {error!r}"
+            raise RuntimeError(message) from error
+
+    def _text(self, observation: Any) -> str:
+        fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
+        name = self.observation_field
+        if not isinstance(fields, Mapping) or not fields or name not in (None, *fields):
+            expected = f"the field {name}" if name else "an observation with fields"
+            raise RuntimeError(f"base_url={self.base_url!r}: the server returned {fields!r:.200}, expected {expected}")
+        shown = fields if name is None else fields[name]
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=str)
+
+
+class _RaisingHandler(logging.Handler):
+    """Raises what rubrics log as an error: they log the exception of a reward function and continue with 0."""
+
+    def emit(self, record: logging.LogRecord) -> NoReturn:
+        raise RuntimeError(record.getMessage())
+
+
+def _import_verifiers() -> Any:
+    verifiers = _import("verifiers.legacy", "verifiers")
+    importlib.import_module("verifiers.legacy.clients").Client.register(VerifiersEnv)
+    # each environment would replace the process's signal handlers, which only the main thread can do
+    signals = types.SimpleNamespace(signal=lambda *_: None, SIGINT=None, SIGTERM=None)
+    vars(importlib.import_module("verifiers.legacy.envs.environment"))["signal"] = signals
+    logger = logging.getLogger("verifiers.legacy.rubrics.rubric")
+    logger.handlers = [_RaisingHandler()]
+    logger.setLevel(logging.ERROR)
+    return verifiers
+
+
+def _import(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        install = f"pip install 'verl_lite[{extra}]' in an environment of its own, because {extra} needs mcp<2"
+        raise UserError(f"env_type {extra} needs the package {extra}: {error}; {install}") from error
+
+
+def _text_of(messages: Sequence[Any]) -> str:
+    """Joins the texts of messages. Messages of an assistant, which occur in prompts with examples, are marked."""
+    texts = []
+    for message in messages:
+        parts = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
+        if kinds := {part.get("type") for part in parts} - {"text"}:
+            raise UserError(f"the environment sent parts of the types {kinds}; only text is supported")
+        text = "".join(part.get("text") or "" for part in parts)
+        texts.append(f"assistant: {text}" if message.role == "assistant" else text)
+    return "\n\n".join(texts)
+
+
+def _describe(tools: Tools) -> str:
+    call = 'A call: <tool_call>{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}</tool_call>\n'
+    return "\n".join(["You may call these tools:", *map(json.dumps, tools.values()), call]) if tools else ""
+
+
+def _tool_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Returns the tool calls in a text; none if there are no tools. Raises ValueError or RecursionError, worded for the
+    agent, for a call that cannot be parsed."""
+    calls = parse_tool_calls(text) if tools else []
+    for call in calls:
+        if call.problem:
+            raise ValueError(call.problem)
+        schemas = tools.get(call.name, {}).get("parameters", {}).get("properties", {})
+        for name, value in call.arguments.items():
+            schema = schemas.get(name, {})
+            allowed = {kind.get("type") for kind in (schema, *schema.get("anyOf", ()))} - {None}
+            if isinstance(value, str) and allowed and "string" not in allowed:  # Qwen3-Coder writes texts only
+                with contextlib.suppress(ValueError):
+                    call.arguments[name] = json.loads(value)
+    values = json.dumps([[call.name, call.arguments] for call in calls], ensure_ascii=False)
+    return [ToolCall(name, arguments) for name, arguments in json.loads(_encodable(values))]
+
+
+def _encodable(text: str) -> str:
+    """Replaces halves of surrogate pairs, which an agent can write in JSON and UTF-8 cannot encode."""
+    return text.encode(errors="replace").decode()
+
+
+def _info(
+    *, valid: bool = True, success: bool = False, is_tool: bool = False, scores: Mapping[str, float] | None = None
+) -> Info:
+    metrics = {"success": success, **(scores or {}), "action_is_valid": valid}
+    modes = dict.fromkeys(metrics, "last") | {"action_is_valid": "mean"}
+    return {"metrics": metrics, "metrics_agg_mode": modes, "use_tool": is_tool}
