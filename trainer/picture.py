@@ -66,10 +66,12 @@ def _draw_validation(panel: Axes, steps: Steps) -> None:
     curves: dict[tuple[str, bool], list[tuple[int, float]]] = {}
     names = set()
     for step, metrics in steps.items():
-        for mean in validation_means(metrics):
+        means = validation_means(metrics)
+        for mean in means:
             curves.setdefault((mean.source, mean.greedy), []).append((step, mean.value))
             names.add(mean.name)
-        for name in (name for name in metrics if name.startswith("val/")):  # SFT and reward model training
+        # without means: SFT and reward model training
+        for name in (name for name in metrics if name.startswith("val/") and not means):
             curves.setdefault((name.removeprefix("val/"), False), []).append((step, metrics[name]))
     panel.set(title=", ".join(["Validation", *sorted(names)]) if curves else "nothing was validated", ylabel="score")
     for (source, greedy), points in sorted(curves.items()):

@@ -41,7 +41,7 @@ _PATHS = "recipes/flow_grpo/trainer.py"
 _SDE = "workers/diffusion/sde_policy.py"
 _FLOW = "workers/diffusion/reward_flow_worker.py"
 _AGENTIC = "trainer/agentic/agentic_advantage.py"
-_PROGRAMS = "workers/rollout/programs.py"
+_AGENT = ("trainer/agentic/agent_trainer.py",)
 
 COLUMNS: tuple[Column, ...] = (
     Column("uid", ("B",), "object", "identifier of the prompt; a group's rows share it", _PROMPTS, others=_AGENTS),
@@ -93,11 +93,11 @@ COLUMNS: tuple[Column, ...] = (
     Column("env_error", ("B",), "object", "error text of a failed episode; None for others", _EPISODES),
     Column("env_timeout", ("B",), "object", "True where the environment exceeded its time limit", _EPISODES),
     Column("requests", ("B",), "object", "program's requests, see workers/endpoint/trace.py; absent = none", _EPISODES),
-    Column("response_level_rewards", ("B",), "float32", "normalized and clipped score", _ADVANTAGE, others=(_AGENTIC,)),
+    Column("response_level_rewards", ("B",), "float32", "normalized score", _ADVANTAGE, others=(_AGENTIC, *_AGENT)),
     Column("token_level_rewards", ("B", "R"), "float32", "response rewards on tokens, less the KL penalty", _ADVANTAGE),
-    Column("raw_advantages", ("B", "R"), "float32", "advantages before whitening and clipping", _ADVANTAGE),
-    Column("advantages", ("B", "R"), "float32", "advantages that the policy loss reads", _ADVANTAGE),
-    Column("returns", ("B", "R"), "float32", "targets of the critic", _ADVANTAGE),
+    Column("raw_advantages", ("B", "R"), "float32", "advantages before whitening", _ADVANTAGE, others=_AGENT),
+    Column("advantages", ("B", "R"), "float32", "advantages that the policy loss reads", _ADVANTAGE, others=_AGENT),
+    Column("returns", ("B", "R"), "float32", "targets of the critic", _ADVANTAGE, others=_AGENT),
     Column("selected", ("B", "R"), "bool", "True for tokens that the policy loss treats specially", _LOSS),
     Column("scores", ("B",), "float32", "outcome score of the response, for losses that read it", _LOSS),
     Column("rollout_is_weights", ("B", "R"), "float32", "importance weights from the rollout correction", _DRIVER),

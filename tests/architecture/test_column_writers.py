@@ -82,6 +82,7 @@ RUNS = {
     "bypass": ["algorithm.adv_estimator=remax", "algorithm.rollout_correction.bypass_mode=true"],
     "correction": ["algorithm.rollout_correction.rollout_is=token", "actor.policy_loss.loss_mode=clip_cov",
                    "actor.ppo_epochs=2", "algorithm.adv_estimator=optimal_token_baseline"],
+    "program": ["agentic.program=tests.workers.endpoint.programs:run", "data.max_response_length=96"],
     "agentic": ["--config", "FOLDER/envs.yaml", *AGENTIC, "model.path=FOLDER/experts", "rollout.router_replay=true"],
 }  # fmt: skip
 NOT_RUN = {"rm_scores", "scores", "noise_seed"}  # need a reward model, a user's loss, a direct call of `train_step`
