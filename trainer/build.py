@@ -99,6 +99,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     if config.is_agentic:
         try_program(config, tokenizer)
         has_function = has_function and not asks_by_source(config.reward)  # otherwise the program may return scores
+        trains = trains and not config.trainer.val_only
 
     def prompts(split: str, paths: list[str], **more: int) -> PromptDataset:
         return PromptDataset(paths, tokenizer, files, split=split, needs_ground_truth=has_function, **more)

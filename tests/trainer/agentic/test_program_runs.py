@@ -217,6 +217,7 @@ def test_a_run_trains_on_every_row_of_its_episodes_validates_and_shows_their_req
         assert metrics["program/tokens/sampled"] == metrics["program/tokens/trained"] > 0
         assert metrics["env/error_rate"] == 0 and metrics["env/length"] >= 0
     assert "val/score/mean" in steps[-1]
+    assert run_ppo([*tiny_run.options_of(folder, "eval"), *RUN, *val, "trainer.val_only=true", "data.train_files=[]"]) == 0
     [sample, *_] = tiny_run.samples(folder, "run", 1)
     assert [each["parent"] for each in sample["requests"]] == [None, None, 0]
     assert sorted(each["row"] for each in sample["requests"]) == [0, 0, 1]
