@@ -52,7 +52,7 @@ class EpisodeSpec:
     group_size: int
     start_step: int
     purpose: str = "train"
-    row: dict[str, Any] = field(default_factory=dict)
+    row: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass
