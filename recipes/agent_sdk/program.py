@@ -1,4 +1,4 @@
-"""An agent of the OpenAI Agents SDK with a calculator. Only `model_provider` differs from an agent of OpenAI's models."""
+"""An agent of the OpenAI Agents SDK with a calculator. For OpenAI's own models it would have no `model_provider`."""
 
 from typing import Any
 

@@ -82,7 +82,9 @@ class NoPrograms:
         return ends
 
 
-def make_runner(engine: Any, programs: Any, wake: Callable[[], None], max_live: int, tokenizer: Any, limits: Any) -> Any:
+def make_runner(
+    engine: Any, programs: Any, wake: Callable[[], None], max_live: int, tokenizer: Any, limits: Any
+) -> Any:
     from verl_lite.config import EndpointConfig
     from workers.endpoint.server import Endpoint
     from workers.endpoint.trace import Trace
@@ -122,7 +124,9 @@ def clients(url: str, keys: list[str]) -> list[float]:
         for _ in range(TURNS):
             started = time.perf_counter()
             headers = {"Authorization": f"Bearer {key}"}
-            async with session.post(f"{url}/v1/chat/completions", json={"messages": messages}, headers=headers) as reply:
+            async with session.post(
+                f"{url}/v1/chat/completions", json={"messages": messages}, headers=headers
+            ) as reply:
                 answer = (await reply.json())["choices"][0]["message"]
             found.append(time.perf_counter() - started)
             messages += [answer, {"role": "user", "content": "and now? " * 5}]
@@ -160,7 +164,9 @@ def latency(rounds: int) -> None:
         added = [(x - ENGINE_S) * 1e3 for x in found]
         p50.append(statistics.median(added))
         p99.append(statistics.quantiles(added, n=100)[98])
-    print(f"latency, {CLIENTS} clients, {CLIENTS * TURNS} requests in each of {rounds} rounds (ms, median of the rounds):")
+    print(
+        f"latency, {CLIENTS} clients, {CLIENTS * TURNS} requests in each of {rounds} rounds (ms, median of the rounds):"
+    )
     print_row(["added p50", "smallest", "largest", "added p99"], head=True)
     print_row(f"{x:.2f}" for x in (statistics.median(p50), min(p50), max(p50), statistics.median(p99)))
 
@@ -177,7 +183,9 @@ async def program(base_url: str, api_key: str, row: dict[str, Any], session: lis
     messages: list[Any] = [{"role": "user", "content": f"question {row['number']}"}]
     for _ in range(row["turns"]):
         headers = {"Authorization": f"Bearer {api_key}"}
-        async with session[0].post(f"{base_url}/chat/completions", json={"messages": messages}, headers=headers) as reply:
+        async with session[0].post(
+            f"{base_url}/chat/completions", json={"messages": messages}, headers=headers
+        ) as reply:
             answer = (await reply.json())["choices"][0]["message"]
         messages += [answer, {"role": "user", "content": "go on"}]
     return 1.0
@@ -234,7 +242,9 @@ class LiveBench:
             "hf", path, config, max_model_len=640, device=torch.device("cpu"), dtype=torch.float32, seed=0
         )
         self.engine: Any = built
-        self.engine.load_weights(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict().items(), 0)
+        self.engine.load_weights(
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict().items(), 0
+        )
 
     def over_http(self) -> float:
         pool = programs_of(LIVE_EPISODES, lambda number: None)
@@ -287,10 +297,12 @@ def live(rounds: int) -> None:
         bench.in_process()
         pairs = [(bench.over_http(), bench.in_process()) for _ in range(rounds)]
     ratios = [http / inside for http, inside in pairs]
-    print(f"\nlive, {LIVE_EPISODES} episodes, 12M parameters, {rounds} rounds (tokens/s; median, ratio smallest, largest):")
+    print(f"\nlive, {LIVE_EPISODES} episodes, 12M parameters, {rounds} rounds (tokens/s, medians; range of the ratio):")
     print_row(["over HTTP", "in process", "ratio", "smallest", "largest"], head=True)
     medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
-    print_row([*(f"{x:.0f}" for x in medians), *(f"{x:.3f}" for x in (statistics.median(ratios), min(ratios), max(ratios)))])
+    print_row(
+        [*(f"{x:.0f}" for x in medians), *(f"{x:.3f}" for x in (statistics.median(ratios), min(ratios), max(ratios)))]
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- templates

@@ -32,7 +32,9 @@ def agents() -> list[Any]:
     ("first", "last", "score"),
     [(CALL, "131", 1.0), (CALL, "130", 0.0), ("131", "", 1.0), (CALL.replace("17", "0"), "no", 0.0), (CALL, CALL, 0.0)],
 )
-def test_an_agent_calls_the_calculator_and_its_episode_is_one_row(run: Any, first: str, last: str, score: float) -> None:
+def test_an_agent_calls_the_calculator_and_its_episode_is_one_row(
+    run: Any, first: str, last: str, score: float
+) -> None:
     live = Live(lambda prompt: last if "<tool_call>" in prompt else first)
     try:
         key = live.open()

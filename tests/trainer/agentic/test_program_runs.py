@@ -117,7 +117,9 @@ def test_a_masked_episode_counts_neither_in_its_group_nor_in_the_denominators() 
 
 def test_mini_batches_consist_of_whole_prompts_with_all_their_rows() -> None:
     batch = episodes(*[("a", "g", 1.0, 0, 2)] * 3, ("b", "g", 0.0, 0, 2), ("c", "h", 1.0, 0, 2), ("d", "i", 1.0, 0, 2))
-    plan = plan_pass(batch, program_config(), "update_actor", lengths=np.full(6, WIDTH), world_size=1, mini_batch_size=2)
+    plan = plan_pass(
+        batch, program_config(), "update_actor", lengths=np.full(6, WIDTH), world_size=1, mini_batch_size=2
+    )
     assert [step.num_sequences for step in plan.schedule[0]] == [3, 1]
     assert [step.num_tokens for step in plan.schedule[0]] == [10, 2]
 
@@ -147,7 +149,8 @@ def test_the_groups_of_a_program_are_the_rows_of_the_dataset() -> None:
         "uid": ["train-0", "train-7"],
     }
     prompts = DataProto.from_dict(
-        {"prompts": torch.zeros(2, 3)}, {name: as_column(x) for name, x in columns.items()} | {"index": np.array([0, 7])}
+        {"prompts": torch.zeros(2, 3)},
+        {name: as_column(x) for name, x in columns.items()} | {"index": np.array([0, 7])},
     )
     first, second = program_groups(prompts, np.array([1, 2]), "train/3", 3)
     assert [len(first.plan.samples), len(second.plan.samples)] == [1, 2]
@@ -217,7 +220,9 @@ def test_a_run_trains_on_every_row_of_its_episodes_validates_and_shows_their_req
         assert metrics["program/tokens/sampled"] == metrics["program/tokens/trained"] > 0
         assert metrics["env/error_rate"] == 0 and metrics["env/length"] >= 0
     assert "val/score/mean" in steps[-1]
-    assert run_ppo([*tiny_run.options_of(folder, "eval"), *RUN, *val, "trainer.val_only=true", "data.train_files=[]"]) == 0
+    assert (
+        run_ppo([*tiny_run.options_of(folder, "eval"), *RUN, *val, "trainer.val_only=true", "data.train_files=[]"]) == 0
+    )
     [sample, *_] = tiny_run.samples(folder, "run", 1)
     assert [each["parent"] for each in sample["requests"]] == [None, None, 0]
     assert sorted(each["row"] for each in sample["requests"]) == [0, 0, 1]

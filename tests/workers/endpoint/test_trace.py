@@ -222,7 +222,9 @@ def test_the_rows_of_an_episode_fit_the_columns_and_carry_its_score_once_per_row
         assert own == [*chain.from_iterable(turn.response_ids for turn in turns)]
         mask = tensors["response_mask"][row].bool()
         assert tensors["rollout_log_probs"][row][mask].all() and not tensors["rollout_log_probs"][row][~mask].any()
-        assert (tensors["rollout_versions"][row][mask] == 1).all() and (tensors["rollout_versions"][row][~mask] == -1).all()
+        assert (tensors["rollout_versions"][row][mask] == 1).all() and (
+            tensors["rollout_versions"][row][~mask] == -1
+        ).all()
     assert [each["row"] for each in batch.non_tensor_batch["requests"][0]] == [0, 0, 1]
     assert batch.non_tensor_batch["reward_model"][0] == {"ground_truth": "4"}
 

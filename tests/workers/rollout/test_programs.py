@@ -26,6 +26,8 @@ from workers.rollout.programs import ProgramRunner
 from workers.rollout.runner import Runner
 from workers.rollout.trajectories import trajectory_rows
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 HERE = programs.__name__
 COMMAND = f"{sys.executable} {Path(str(programs.__file__)).absolute()}"
 
@@ -78,7 +80,11 @@ class Rewards:
 
     def _result(self, item: RewardItem) -> RewardResult:
         assert item.solution_str.startswith("answer") and item.extra_info and item.extra_info["num_turns"] >= 1
-        return RewardResult.failure("broken") if item.ground_truth == "fail" else RewardResult(0.25, {"pred": "x", "f": 2.0})
+        return (
+            RewardResult.failure("broken")
+            if item.ground_truth == "fail"
+            else RewardResult(0.25, {"pred": "x", "f": 2.0})
+        )
 
 
 class World:
@@ -113,7 +119,8 @@ class World:
     def run(self, *rows: dict[str, Any], seconds: float = 60.0) -> Any:
         """Runs one group with an episode for each row. Returns its columns."""
         specs = tuple(
-            EpisodeSpec(f"e{number}", "g", "t", number, 0, 0, 0, len(rows), 1, row=row) for number, row in enumerate(rows)
+            EpisodeSpec(f"e{number}", "g", "t", number, 0, 0, 0, len(rows), 1, row=row)
+            for number, row in enumerate(rows)
         )
         self.groups.begin([GroupPlan("g", specs)], SAMPLING)
         until, results = time.monotonic() + seconds, self.groups.run(["g"], 0.05)
@@ -194,7 +201,9 @@ def test_a_program_that_hangs_is_ended_at_its_deadline_and_its_group_completes()
 
 def test_a_process_that_dies_fails_its_episode_and_repeats_the_others_from_the_start(tmp_path: Path) -> None:
     with world(f"{HERE}:run") as made:
-        rows = made.run({"do": "kills its process"}, {"question": "b"}, {"do": "dies once", "mark": str(tmp_path / "m")})
+        rows = made.run(
+            {"do": "kills its process"}, {"question": "b"}, {"do": "dies once", "mark": str(tmp_path / "m")}
+        )
         assert of(rows, "reward_failed") == [True, False, False] and "SIGKILL" in of(rows, "env_error")[0]
         metrics = made.runner.take_metrics(1.0)
         assert metrics["program/restarts"].value >= 1 and metrics["program/tokens/discarded/restarted"].value >= 9
