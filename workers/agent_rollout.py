@@ -20,6 +20,7 @@ from workers.endpoint.trace import Trace
 from workers.envs.env_pool import EnvPool
 from workers.policy.tokenizer import stop_token_ids
 from workers.pool.process_pool import ProcessPool
+from workers.rollout.base import SamplingParams
 from workers.rollout.conversation import ChatJoins
 from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
 from workers.rollout.programs import ProgramRunner
@@ -82,7 +83,9 @@ class AgentSampling(SamplingWorker):
             log_dir = None if self.log_dir is None else str(Path(self.log_dir) / f"programs-{self.engine_index}")
             programs = ProcessPool(program_pool(config, log_dir, lambda number: runner.repeat(number)))
             port, name = config.endpoint.port, Path(str(self.config.model.path)).name
-            endpoint = Endpoint(config.endpoint, port and port + self.engine_index, name, programs.wake)
+            rollout = self.config.rollout
+            training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+            endpoint = Endpoint(config.endpoint, port and port + self.engine_index, name, programs.wake, training)
             self.parts += [endpoint, programs]
         runner = ProgramRunner(
             self.runner,

@@ -63,8 +63,8 @@ _WITH_FORMAT = ("text", "output_config")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the endpoint. sampling: sampling parameters of the episode. removed_blocks: beginnings of text blocks
-    in system messages that are removed. ignored_fields: fields of requests that are ignored instead of refused."""
+    """Settings of the endpoint. sampling: sampling parameters that requests may repeat. removed_blocks: beginnings of
+    text blocks in system messages that are removed. ignored_fields: fields that are ignored instead of refused."""
 
     sampling: SamplingParams
     removed_blocks: tuple[str, ...] = ()

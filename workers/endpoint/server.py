@@ -49,13 +49,15 @@ class Call:
 
 @dataclass(eq=False)
 class Episode:
-    """An open episode. key: its API key. name: prefix of its request ids. settings: for reading its requests. seed: the
-    number from which the seeds of its requests are derived. calls: by API and body. is_open: False after its end."""
+    """An open episode. key: its API key. name: prefix of its request ids. settings: for reading its requests. sampling:
+    of its answers. seed: number from which the seeds of its requests are derived. calls: by API and body. is_open: False
+    after its end."""
 
     key: str
     name: str
     trace: Trace
     settings: Settings
+    sampling: SamplingParams
     seed: int
     calls: dict[bytes, list[Call]] = field(default_factory=dict)
     running: set[Call] = field(default_factory=set)
@@ -67,11 +69,19 @@ class Endpoint:
     """The server. All methods may be called from the engine's thread.
 
     on_request: called in the server's thread when `take` has something new. model: name that /v1/models returns.
-    Raises UserError if the address cannot be used.
+    training: sampling parameters of training, which requests may repeat, also in a validation with others; None = those
+    of the episode. Raises UserError if the address cannot be used.
     """
 
-    def __init__(self, config: EndpointConfig, port: int, model: str, on_request: Callable[[], None]) -> None:
-        self._config, self._model, self._on_request = config, model, on_request
+    def __init__(
+        self,
+        config: EndpointConfig,
+        port: int,
+        model: str,
+        on_request: Callable[[], None],
+        training: SamplingParams | None = None,
+    ) -> None:
+        self._config, self._model, self._on_request, self._training = config, model, on_request, training
         self._episodes: dict[bytes, Episode] = {}
         self._ended: deque[bytes] = deque(maxlen=ENDED_KEYS)
         self._new: deque[Call] = deque()
@@ -100,8 +110,9 @@ class Endpoint:
     def open(self, name: str, trace: Trace, sampling: SamplingParams, seed: int, key: str | None = None) -> str:
         """Opens an episode. Returns its API key. name: unique name of the episode. key: None for a new key."""
         config, key = self._config, key or f"sk-{secrets.token_urlsafe(24)}"
-        settings = Settings(sampling, tuple(config.removed_blocks), frozenset(config.ignored_fields))
-        self._episodes[_digest(key)] = Episode(key, name, trace, settings, seed)
+        removed, ignored = tuple(config.removed_blocks), frozenset(config.ignored_fields)
+        settings = Settings(self._training or sampling, removed, ignored)
+        self._episodes[_digest(key)] = Episode(key, name, trace, settings, sampling, seed)
         return key
 
     def take(self) -> tuple[list[Call], list[Call]]:
@@ -243,14 +254,14 @@ class Endpoint:
 
     def _begin(self, episode: Episode, conversation: Conversation) -> Call:
         """Adds a request to the trace and to the queue of the engine."""
-        most, trace, settings = self._config.max_requests, episode.trace, episode.settings
+        most, trace, sampling = self._config.max_requests, episode.trace, episode.sampling
         if self._failure is not None:
             raise Refusal(self._failure, status=503)
         if len(trace.nodes) >= most:
             raise Refusal(f"the episode has made {most} requests, the limit of agentic.endpoint.max_requests")
-        node = trace.add(conversation, settings.sampling.max_tokens)
+        node = trace.add(conversation, sampling.max_tokens)
         number = node.number if conversation.seed is None else f"seed {conversation.seed}"
-        sampling = replace(settings.sampling, max_tokens=node.room, seed=derive_seed(episode.seed, 0, number, 0))
+        sampling = replace(sampling, max_tokens=node.room, seed=derive_seed(episode.seed, 0, number, 0))
         name, future = f"{episode.name}/{node.number}", self._loop.create_future()
         future.add_done_callback(lambda done: done.exception())  # an error that no client waits for is not logged
         call = Call(episode, node, name, tuple(node.context()), sampling, future)

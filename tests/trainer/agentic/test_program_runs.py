@@ -34,7 +34,8 @@ def branching(base_url: str, api_key: str, row: dict[str, Any], score: bool = Tr
     first = ask(base_url, api_key, question)
     ask(base_url, api_key, question)
     messages = [("user", question), ("assistant", first), ("user", "1")]
-    body = {"messages": [{"role": role, "content": text} for role, text in messages], "max_tokens": 24}
+    told = [{"role": role, "content": text} for role, text in messages]
+    body = {"messages": told, "max_tokens": 24, "temperature": 1.0}
     headers = {"Authorization": f"Bearer {api_key}"}
     urllib.request.urlopen(
         urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
@@ -213,7 +214,7 @@ def trained(logged: list[dict[str, float]]) -> list[dict[str, float]]:
 @pytest.mark.slow
 def test_a_run_trains_on_every_row_of_its_episodes_validates_and_shows_their_requests(tmp_path: Path) -> None:
     folder = tiny_run.write_files(tmp_path, ["a", "b", "c", "d"])
-    val = [f"data.val_files={folder}/prompts.jsonl", "trainer.test_freq=2"]
+    val = [f"data.val_files={folder}/prompts.jsonl", "trainer.test_freq=2"]  # greedy, although requests say otherwise
     steps = trained(tiny_run.run(folder, "run", *RUN, *val))
     for metrics in steps:
         assert metrics["program/rows_per_episode"] == 2 and metrics["program/requests_per_episode"] == 3
