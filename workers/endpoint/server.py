@@ -50,8 +50,8 @@ class Call:
 @dataclass(eq=False)
 class Episode:
     """An open episode. key: its API key. name: prefix of its request ids. settings: for reading its requests. sampling:
-    of its answers. seed: number from which the seeds of its requests are derived. calls: by API and body. is_open: False
-    after its end."""
+    of its answers. seed: number from which the seeds of its requests are derived. calls: by API and body. is_open:
+    False after its end."""
 
     key: str
     name: str
