@@ -36,7 +36,7 @@ ENDED_KEYS = 10_000
 @dataclass(eq=False)
 class Call:
     """A running or answered request. request_id, prompt_ids, sampling: for the engine. waiters: number of clients that
-    wait for the answer."""
+    wait for the answer. deliveries: number of clients that received the answer, or are receiving it."""
 
     episode: "Episode"
     node: Node
@@ -45,6 +45,7 @@ class Call:
     sampling: SamplingParams
     future: "asyncio.Future[Answer]"
     waiters: int = 0
+    deliveries: int = 0
 
 
 @dataclass(eq=False)
@@ -343,15 +344,19 @@ def _named(api: ChatCompletions, call: Call, body: Any) -> str:
 @contextlib.contextmanager
 def _delivered(call: Call, request: web.Request) -> Iterator[None]:
     """Marks the answer as delivered, unless the client has left, sending it fails, or the episode has ended."""
-    was_delivered, transport = call.node.is_delivered, request.transport
-    if call.episode.is_open:
-        call.node.is_delivered = was_delivered or (transport is not None and not transport.is_closing())
+    is_connected = request.transport is not None and not request.transport.is_closing()
+    _count_delivery(call, int(is_connected))  # before sending, because the client may end the episode right after it
     try:
         yield
     except BaseException:
-        if call.episode.is_open:
-            call.node.is_delivered = was_delivered
+        _count_delivery(call, -int(is_connected))
         raise
+
+
+def _count_delivery(call: Call, change: int) -> None:
+    call.deliveries += change
+    if call.episode.is_open:
+        call.node.is_delivered = call.deliveries > 0
 
 
 def _fail(call: Call, refusal: Refusal) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -226,7 +227,7 @@ def test_models_and_counted_tokens(session: Session) -> None:
     assert counted == session.create(MESSAGES, **same).usage.input_tokens
     for client in (session.openai, session.anthropic):
         assert [model.id for model in client.models.list()] == ["policy"]
-    assert session.rows() == [["hi"]]  # counting is no request
+    assert session.rows() == [["hi"]] and len(session.live.traces[session.key].nodes) == 1  # counting is no request
 
 
 def test_the_billing_block_does_not_change_the_row(session: Session) -> None:
@@ -248,6 +249,21 @@ def test_a_changed_history_forks_a_row_from_its_longest_beginning(session: Sessi
     for given in (past[:1], past[:3], [*past, user("c")], [*past[:2], user("B")], [*past, user("d")], [user("new")]):
         session.create(CHAT, messages=given)
     assert session.rows() == [["a", "b", "c"], ["B"], ["d"], ["new"]]
+
+
+def test_an_edited_tool_call_or_result_is_not_continued_from_the_sampled_one(session: Session) -> None:
+    call, result = {"name": "weather", "arguments": '{"city":"Rome"}'}, {"role": "tool", "content": "SUN"}
+    said, edited = (
+        assistant("look") | {"tool_calls": [{"function": call | {"arguments": arguments}}]}
+        for arguments in (call["arguments"], '{"city":"Oslo"}')
+    )
+    past, tools = [user(CALL), said, result, assistant("SUN")], [{"type": "function", "function": FUNCTION}]
+    rain = [user(CALL), said, result | {"content": "RAIN"}, assistant("SUN")]
+    for given in (past[:1], past[:3], [*past, user("a")], [*rain, user("b")], [user(CALL), edited, result]):
+        session.create(CHAT, messages=given, tools=tools)
+    assert session.rows() == [[CALL, "SUN", "a"], ["b"], ["SUN"]]
+    assert "tool: RAIN" in session.live.prompts[3] and "tool: SUN" not in session.live.prompts[3]
+    assert "Oslo" in session.live.prompts[4]
 
 
 def test_a_continued_response_has_its_own_instructions_and_its_own_episode(session: Session) -> None:
@@ -316,8 +332,11 @@ def test_sampling_other_than_the_runs_is_refused_unless_it_is_ignored(session: S
     session.create(MESSAGES, output_config={"effort": "high"}, thinking={"type": "enabled", "budget_tokens": 1024})
     with pytest.raises(anthropic.BadRequestError, match="output_config.format="):
         session.create(MESSAGES, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
-    live = Live(parrot, ignored_fields=["temperature", "response_format"])
-    Session(live).create(CHAT, temperature=0.2, response_format={"type": "json_object"})
+    live = Live(parrot, ignored_fields=["temperature", "response_format"], max_requests=1)
+    other = Session(live)
+    other.create(CHAT, temperature=0.2, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="agentic.endpoint.max_requests"):
+        other.create(CHAT)
     live.stop()
 
 
@@ -457,6 +476,22 @@ def test_a_conversation_continues_the_answer_that_was_received(session: Session)
     assert session.create(CHAT).choices[0].message.content == "hi"  # the same text as the answer whose client left
     session.create(CHAT, messages=[user("hi"), assistant("hi"), user("b")])
     assert session.rows() == [["hi", "b"]]
+
+
+def test_an_answer_is_delivered_if_one_of_its_clients_received_it() -> None:
+    here: Any = SimpleNamespace(transport=SimpleNamespace(is_closing=lambda: False))
+    gone: Any = SimpleNamespace(transport=SimpleNamespace(is_closing=lambda: True))
+    node, episode = SimpleNamespace(is_delivered=False), SimpleNamespace(is_open=True)
+    call: Any = SimpleNamespace(node=node, episode=episode, deliveries=0)
+    with server._delivered(call, gone):
+        assert not node.is_delivered
+    for succeeds in (False, True):
+        with pytest.raises(ConnectionError), server._delivered(call, here):
+            if succeeds:
+                with server._delivered(call, here):
+                    assert node.is_delivered
+            raise ConnectionError
+        assert node.is_delivered == succeeds
 
 
 @pytest.mark.parametrize("is_answered", [False, True])

@@ -104,7 +104,7 @@ class Client:
         headers = {"authorization": f"Bearer {self.key}", "x-stainless-retry-count": str(retry)}
         try:
             async with asyncio.timeout(timeout):
-                reply = await self.http.post(self.live.url + path, json=body, headers=headers, timeout=None)
+                reply = await self.http.post(self.live.url + path, json=body, headers=headers)
         except (httpx.TransportError, TimeoutError):
             self.unknown += 1
             return
@@ -151,7 +151,7 @@ class Client:
 
     async def use_sdk(self) -> None:
         self.unknown += 3
-        with contextlib.suppress(openai.APITimeoutError, openai.BadRequestError):
+        with contextlib.suppress(openai.APIConnectionError, openai.BadRequestError):
             messages: Any = [*self.history, {"role": "user", "content": "hi"}]
             timeout = self.rng.choice((0.05, 1.0))
             await self.sdk.chat.completions.create(model="p", messages=messages, timeout=timeout)
@@ -186,8 +186,9 @@ async def run(live: Engine, seed: int, episodes: int, clients: int, steps: int) 
         assert len(set(numbers) - received) <= sum(program.unknown for program in programs)
         trained.extend(numbers)
 
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False) as http:
-        async with asyncio.timeout(20 + steps):
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as http:
+        async with asyncio.timeout(60 + steps):
             await asyncio.gather(*map(episode, range(episodes)))
         assert len(trained) == len(set(trained)) > 0
         live.lost_share, last = 0.0, Client(live, live.open(), 0, http)
