@@ -69,6 +69,7 @@ def render_chats(
         UserError: the template takes too much time or memory, or writes too much.
     """
     global _child
+    message = pickle.dumps((list(chats), arguments))  # fails for deeply nested arguments, before a child is in use
     with _rendering:
         child, _child = _child, None  # if this call is interrupted, no later call reads its reply
         if child is None or not child.fits(tokenizer):
@@ -76,7 +77,7 @@ def render_chats(
                 child.end()
             child = _Child(tokenizer)
         try:
-            child.connection.send((list(chats), arguments))
+            child.connection.send_bytes(message)
             texts, refusal, excess = child.connection.recv()
         except (EOFError, OSError):
             code = child.end()

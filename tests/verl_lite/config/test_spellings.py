@@ -136,7 +136,10 @@ def test_what_a_pasted_line_implies_is_said() -> None:
         ("actor_rollout_ref.model.lora.rank=32", "model.lora_rank"),
         ("actor_rollout_ref.rollout.mode=batch", "sync or async or null"),
         ("actor_rollout_ref.rollout.do_sample=False", "val_kwargs"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "under agentic.*; see trainer/AGENTIC.md"),
+        (
+            "actor_rollout_ref.rollout.multi_turn.enable=True",
+            "under agentic.* (trainer/AGENTIC.md), or name an agent in agentic.program",
+        ),
         ("actor_rollout_ref.rollout.prompt_length=7", "data.max_prompt_length"),
         ("algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", "seq_max_k2"),
         ("algorithm.rollout_is_mode=mask", "rollout_is_threshold=LOW_HIGH"),

@@ -6,10 +6,12 @@ import json
 from itertools import chain
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.workers.endpoint.live import END, JOINS, LIMITS, TOKENIZER, completion_of, ids_of, new_trace
 from workers.endpoint.trace import Answer, Conversation, Node, Refusal, Trace, split_thinking
+from workers.policy.chat_template import render_chats
 from workers.rollout.base import Completion
 from workers.rollout.conversation import Message
 from workers.rollout.episodes import EpisodeSpec, TokenLimits, Trajectory
@@ -187,6 +189,19 @@ def test_an_answer_that_no_client_received_is_discarded_and_does_not_continue_th
     assert [own for _, own in written(trace)] == ["one<|im_end|>kept<|im_end|>"]
     assert trace.counts["discarded/undelivered"] == len("lost") + 1
     assert [each["discarded"] for each in trace.described()] == [None, "undelivered", None]
+
+
+def test_deeply_nested_tools_leave_the_process_that_renders_in_use() -> None:
+    JOINS.prompt([user("a")], TOOLS)
+    before = {child.pid for child in psutil.Process().children()}
+    nested: dict[str, Any] = {}
+    for _ in range(5000):
+        nested = {"properties": nested}
+    for _ in range(3):
+        with pytest.raises(RecursionError):
+            render_chats(TOKENIZER, [[user("a")]], tools=[nested])
+    JOINS.prompt([user("another")], TOOLS)
+    assert {child.pid for child in psutil.Process().children()} == before
 
 
 def test_a_prompt_without_room_is_refused_with_the_limits_that_it_exceeds() -> None:
