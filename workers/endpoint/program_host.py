@@ -5,7 +5,6 @@ and returns nothing, a score, or a dict of a score and metrics. Commands run wit
 with an environment that has no secrets of the trainer (`workers.endpoint.limited`).
 """
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -13,28 +12,26 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from verl_lite.config import AgenticConfig, ProgramConfig
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 from workers.endpoint.limited import COMMAND, base_environment
 from workers.envs.env_host import NonsenseError, read_number
-from workers.pool.child_main import Overdue
+from workers.pool.child_main import AsyncCalls, Overdue
+from workers.pool.process import kill_tree
 from workers.pool.process_pool import PoolSpec
 
 PROGRAMS: Registry[Any] = Registry("program")
 RESULT_BYTES_MAX = 1 << 20
 ERROR_CHARACTERS = 4_000
+_TIME_LIMIT = "agentic.program_options.timeout_s"
 
 
 class ProgramError(UserError):
@@ -93,10 +90,8 @@ class ProgramHost:
         self.style = "async" if inspect.iscoroutinefunction(self._function) else "threads"
         self.thread: int | None = None
         if self.style == "async":
-            self._loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-            thread.start()
-            self.thread = thread.ident
+            self._calls = AsyncCalls()
+            self.thread = self._calls.thread
 
     def run(self, session: int, payload: Run) -> Result:
         """Runs the program. Raises every exception of the program, NonsenseError for an invalid result, and Overdue."""
@@ -107,19 +102,11 @@ class ProgramHost:
         assert self._function is not None
         if self.style != "async":
             return read_result(self._function(**arguments))
-        return asyncio.run_coroutine_threadsafe(self._awaited(arguments), self._loop).result()
+        work = self._function(**arguments)
+        return read_result(self._calls.run(work, self._config.timeout_s, "program", _TIME_LIMIT))
 
     def end(self, session: int) -> None:
         """Does nothing: an episode is a single call."""
-
-    async def _awaited(self, arguments: dict[str, Any]) -> Result:
-        assert self._function is not None
-        work = asyncio.ensure_future(self._function(**arguments))
-        done, _ = await asyncio.wait({work}, timeout=self._config.timeout_s)
-        if not done:
-            work.cancel()
-            raise Overdue(f"The program took longer than {self._limit}; it was cancelled.")
-        return read_result(work.result())
 
     def _run_command(self, payload: Run) -> Any:
         """Runs the command with the task as JSON in its standard input. Returns the JSON that it wrote to the file
@@ -143,7 +130,8 @@ class ProgramHost:
                 try:
                     process.communicate(task, timeout=self._config.timeout_s)
                 except subprocess.TimeoutExpired as error:
-                    raise Overdue(f"The program took longer than {self._limit}; it was killed.") from error
+                    limit = f"{_TIME_LIMIT}={self._config.timeout_s:g} seconds"
+                    raise Overdue(f"The program took longer than {limit}; it was killed.") from error
                 finally:
                     kill_tree(process)
                 if process.returncode:
@@ -159,10 +147,6 @@ class ProgramHost:
                 except (ValueError, RecursionError) as error:
                     raise NonsenseError(f"the file $VERL_LITE_RESULT is not JSON: {error}") from error
             return None
-
-    @property
-    def _limit(self) -> str:
-        return f"agentic.program_options.timeout_s={self._config.timeout_s:g} seconds"
 
 
 def program_of(config: AgenticConfig) -> tuple[str, dict[str, Any]]:
@@ -231,14 +215,3 @@ def read_result(returned: Any) -> Result:
         if value is not None and not isinstance(value, str):
             numbers[str(name)] = read_number(f"{name!r} in the result of the program", value)
     return Result(numbers.pop("score", None), numbers)
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and all its descendants, including those that changed their session, and waits for its end."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -3,6 +3,8 @@
 `workers.pool.process` starts it in a bare interpreter, which imports neither torch nor the caller's main module.
 """
 
+import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -13,14 +15,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from verl_lite.errors import UserError, user_traceback
 from workers.pool.channel import CONTROL, Reply, packed, unpacked
 
+T = TypeVar("T")
 STACK_SIGNAL = signal.SIGUSR1
 """Signal on which the process writes the stacks of its threads to a file, even inside C code."""
 
@@ -36,6 +39,36 @@ _PR_SET_PDEATHSIG = 1
 
 class Overdue(Exception):
     """Raised by a handler that ended a call because it took too long. The message says how the call was ended."""
+
+
+class AsyncCalls:
+    """Runs coroutines of many calls in one event loop, in a thread of its own. thread: that thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        # after a fork only the parent's loop continues
+        os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))
+        thread = threading.Thread(target=self._serve, daemon=True)
+        thread.start()
+        self.thread = thread.ident
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float, subject: str, option: str) -> T:
+        """Waits for a coroutine and returns its result. Raises its exception, or Overdue after it was cancelled because
+        it took longer than `timeout_s`. subject, option: its name and the option of the time limit, for the message."""
+        return asyncio.run_coroutine_threadsafe(self._awaited(work, timeout_s, subject, option), self._loop).result()
+
+    def _serve(self) -> None:
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by one task, which stores it as its error
+                self._loop.run_forever()
+
+    async def _awaited(self, work: Coroutine[Any, Any, T], timeout_s: float, subject: str, option: str) -> T:
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            task.cancel()
+            raise Overdue(f"The {subject} took longer than {option}={timeout_s:g} seconds; it was cancelled.")
+        return task.result()
 
 
 class Handler(Protocol):

@@ -165,13 +165,7 @@ class Process:
         if self._is_killed:
             return
         self._is_killed = True
-        strays = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            strays = psutil.Process(self._process.pid).children(recursive=True)
-        for kill in (lambda: os.killpg(self._process.pid, signal.SIGKILL), *(stray.kill for stray in strays)):
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                kill()
-        self._process.wait()
+        kill_tree(self._process)
         self._reader.join(_END_TIMEOUT_S)
 
     def close(self) -> None:
@@ -201,3 +195,15 @@ class Process:
                             with open(path, "ab") as again:
                                 os.dup2(again.fileno(), log.fileno(), inheritable=False)
                         log.write(chunk if left > 0 else _LAST_LINE)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kills the leader of an operating-system session and all its descendants, including those in other sessions, and
+    waits for its end."""
+    strays = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        strays = psutil.Process(process.pid).children(recursive=True)
+    for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), *(stray.kill for stray in strays)):
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            kill()
+    process.wait()

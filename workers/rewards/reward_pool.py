@@ -5,13 +5,10 @@ its reward function raises, returns an invalid value, exceeds `reward.timeout_s`
 in the same process are still scored (see `workers.pool.process_pool`).
 """
 
-import asyncio
-import contextlib
 import functools
 import itertools
 import json
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -23,7 +20,7 @@ from verl_lite.errors import UserError, printable
 from verl_lite.registry import import_modules
 from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, find_reward, load_scorer
 from workers.pool.channel import Reply
-from workers.pool.child_main import Overdue
+from workers.pool.child_main import AsyncCalls
 from workers.pool.process_pool import PoolSpec, ProcessPool
 
 _SENT_AHEAD_S = 0.05
@@ -46,35 +43,18 @@ class RewardHandler:
         self.style: str = self._scorer.style
         self.thread: int | None = None
         if self.style == "async":
-            self._loop = asyncio.new_event_loop()
-            # after a fork only the parent's loop continues
-            os.register_at_fork(after_in_child=lambda: self._loop.call_soon(os._exit, 1))
-            thread = threading.Thread(target=self._run_loop, daemon=True)
-            thread.start()
-            self.thread = thread.ident
+            self._calls = AsyncCalls()
+            self.thread = self._calls.thread
 
     def run(self, session: int, items: list[RewardItem]) -> list[RewardResult]:
         """Scores a list of samples. Raises if the call fails for the whole list."""
         if self.style == "async":
-            return asyncio.run_coroutine_threadsafe(self._awaited(items[0]), self._loop).result()
+            work = self._scorer.score(items[0])
+            return [self._calls.run(work, self._timeout_s, "reward function", "reward.timeout_s")]
         return self._scorer.score_list(items) if self.style == "batch" else self._scorer.score_all(items)
 
     def end(self, session: int) -> None:
         """Does nothing: calls keep no state."""
-
-    def _run_loop(self) -> None:
-        while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by one task, which stores it as its error
-                self._loop.run_forever()
-
-    async def _awaited(self, item: RewardItem) -> list[RewardResult]:
-        work = asyncio.ensure_future(self._scorer.score(item))
-        done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
-        if not done:
-            work.cancel()
-            limit = f"reward.timeout_s={self._timeout_s:g}"
-            raise Overdue(f"The reward function took longer than {limit} seconds; it was cancelled.")
-        return [work.result()]
 
 
 def _load(config: RewardConfig, modules: tuple[str, ...]) -> Scorer:

@@ -67,6 +67,8 @@ async def run_async(base_url: str, api_key: str, row: dict[str, Any]) -> Any:
     )
     if row.get("do") == "hangs":
         await asyncio.sleep(60)
+    if row.get("do") == "exits":
+        sys.exit(3)
     return {"score": 0.5, "turns": len(answers)}
 
 

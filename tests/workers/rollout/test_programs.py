@@ -191,6 +191,13 @@ def test_a_program_that_fails_masks_its_episode_and_no_other(do: str, text: str)
         assert do == "never calls" or (masked is not None and masked.value == len("answer 1") + 1)
 
 
+def test_a_coroutine_that_exits_fails_alone() -> None:
+    with world(f"{HERE}:run_async", timeout_s=10.0) as made:
+        rows = made.run({"do": "exits", "question": "a"}, *[{"question": f"b{number}"} for number in range(9)])
+        assert "SystemExit" in of(rows, "env_error")[0] and made.counts.failed == 1
+        assert not any(of(made.run({"question": "c"}), "reward_failed"))  # the event loop still runs
+
+
 def test_a_program_that_hangs_is_ended_at_its_deadline_and_its_group_completes() -> None:
     for program in (f"{HERE}:run_async", COMMAND, f"{HERE}:run"):
         with world(program, timeout_s=2.0) as made:
