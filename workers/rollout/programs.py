@@ -29,7 +29,7 @@ from workers.rollout.episodes import EpisodeCounts, EpisodeSpec, Trajectory
 from workers.rollout.runner import Runner
 
 REWARD_CHECK_S = 0.05
-"""Seconds between two questions for the results of the reward function."""
+"""Seconds between two checks for results of the reward function."""
 
 
 class Programs(Protocol):
@@ -186,8 +186,8 @@ class ProgramRunner:
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
         """Returns rollout metrics since the last call; env/processes_replaced counts from the start of the run."""
         counts, self._counts = self._counts, Counter()
-        tokens = {name: number for name, number in counts.items() if name.startswith(("sampled", "trained"))}
-        tokens |= {name: number for name, number in counts.items() if name.startswith(("masked", "discarded"))}
+        kinds = ("sampled", "trained", "masked", "discarded")
+        tokens = {name: number for name, number in counts.items() if name.startswith(kinds)}
         return {
             **self._runner.take_metrics(seconds),
             "env/processes_replaced": Metric.sum(self._programs.processes_replaced),

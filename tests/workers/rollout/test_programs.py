@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import urllib.error
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -299,6 +300,9 @@ def test_an_engine_that_fails_ends_the_run_and_answers_503() -> None:
         made.engine.error = RuntimeError("no memory")
         with pytest.raises(RuntimeError, match="no memory"):
             made.run({"question": "a"})
+        [episode] = made.runner._running.values()
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            programs.ask(f"{made.endpoint.url}/v1", str(episode.api_key), "again")
 
 
 def test_an_aborted_group_leaves_no_request_and_no_reward(tmp_path: Path) -> None:
