@@ -40,7 +40,7 @@ from trainer.run import Job, Report, ResourceRequest, run
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import count_steps
 from trainer.tracking import Tracking
-from verl_lite.config import PPOConfig, load_config
+from verl_lite.config import NetworkConfig, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.config.pools import num_engines
 from verl_lite.config.rollout import SAMPLED
@@ -53,9 +53,15 @@ from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
-from workers.critic import CriticWorker
+from workers.critic import CriticWorker, critic_network
 from workers.frozen_models import ReferenceWorker, RewardModelWorker
-from workers.policy.loading import empty_network, load_model_config, longest_context, packing_note
+from workers.policy.loading import (
+    check_sequence_parallel,
+    empty_network,
+    load_model_config,
+    longest_context,
+    packing_note,
+)
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
@@ -90,6 +96,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     if trains:
         check_experts(config)
+        check_shared_sequences(config)
     check_engine(config)
     if not config.reads_prompts:
         try_environments(config, tokenizer)
@@ -310,6 +317,19 @@ def check_experts(config: PPOConfig) -> None:
         elif name != "hf":
             raise UserError(f"{key} with rollout.name={engine}: the engines hf and vllm keep experts; say one of them")
     check_routers(config.model, options)
+
+
+def check_shared_sequences(config: PPOConfig) -> None:
+    """Raises UserError if a network cannot be trained with its `ulysses_sequence_parallel_size`."""
+    networks: dict[str, NetworkConfig] = {"actor": config.model}
+    if needs_critic(config):
+        networks["critic"] = critic_network(config)
+    if needs_reference_model(config):
+        networks["ref"] = config.model
+    if config.reward_model.enable:
+        networks["reward_model"] = config.reward_model.model
+    for role, network in networks.items():
+        check_sequence_parallel(network, f"{role}.", config.sequence_parallel_size(role))
 
 
 def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> None:

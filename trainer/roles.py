@@ -91,12 +91,14 @@ class ModelRole:
     ) -> BatchPlan:
         """Plans the batch for the ranks. stage: the pass, as named in `micro_batching`. mini_batch_size: prompts per
         optimizer step; -1 = all. shuffle_seed: seed of the row order; None = keep the order."""
+        data_parallel = self.group.mesh("train").dp_size
         return plan_pass(
             batch,
             self.config,
             stage,
             lengths=batch.batch["attention_mask"].sum(1).numpy(),
-            world_size=self.group.world_size,
+            world_size=data_parallel,
+            ranks_per_sequence=self.group.world_size // data_parallel,
             mini_batch_size=mini_batch_size,
             epochs=epochs,
             shuffle_seed=shuffle_seed,
@@ -105,9 +107,17 @@ class ModelRole:
 
 
 def plan_pass(
-    batch: DataProto, config: PPOConfig, stage: str, *, lengths: np.ndarray, mini_batch_size: int = -1, **options: Any
+    batch: DataProto,
+    config: PPOConfig,
+    stage: str,
+    *,
+    lengths: np.ndarray,
+    mini_batch_size: int = -1,
+    ranks_per_sequence: int = 1,
+    **options: Any,
 ) -> BatchPlan:
-    """Plans a pass; see `ModelRole.plan`. lengths: (B,) tokens of each row. options: arguments of `plan_batch`."""
+    """Plans a pass; see `ModelRole.plan`. lengths: (B,) tokens of each row. ranks_per_sequence: number of ranks that
+    share a micro-batch, which then holds the tokens of all of them. options: arguments of `plan_batch`."""
     cut = micro_batching(config, stage)
     has_program = "requests" in batch  # the rows of a prompt vary in number
     groups = [list(rows) for _, rows in groupby(batch.non_tensor_batch["uid"])] if has_program else None
@@ -116,7 +126,7 @@ def plan_pass(
         lengths,
         mini_batch_size=steps,
         samples=batch.non_tensor_batch["traj_id"].tolist() if has_program else None,
-        max_token_len=cut.max_token_len,
+        max_token_len=None if cut.max_token_len is None else cut.max_token_len * ranks_per_sequence,
         micro_batch_size=cut.micro_batch_size,
         num_tokens=batch.batch["response_mask"].sum(1).numpy(),
         **options,

@@ -30,7 +30,7 @@ from workers.rollout.answers import answer_plans
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
 from workers.sampling_worker import SamplingWorker
-from workers.training_worker import TrainingWorker
+from workers.training_worker import COMPUTE_METRIC, COMPUTE_PROTO, TrainingWorker
 from workers.weight_transfer import ChannelEnd, WeightChannel
 
 USER_LOSS_REMEDY = (
@@ -62,7 +62,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         config, model = self.config, self.config.model
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
         with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
-        network = token_network(model, causal_lm(config.actor.log_prob_chunk_tokens, with_routers))
+        build_policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers)
+        network = token_network(model, build_policy, config.sequence_parallel_size("actor"))
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         if not config.hybrid_engine:
             return
@@ -149,7 +150,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         if not self.rollout.has_weights:  # another model used the device since the last update, such as a critic
             self.update_weights(self.version)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Computes old_log_probs (n, R) of the responses under the current weights, and on request entropys and
         sum_pi_squared (n, R).
@@ -162,7 +163,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         columns = {"log_probs": "old_log_probs", "entropys": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict(tensors={columns[name]: value for name, value in outputs.items()})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Computes ref_log_prob (n, R) of a planned batch as `ReferenceWorker` does, with the policy's adapter
         disabled."""
@@ -170,7 +171,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         with self.engine.adapter_off():
             return ref_log_prob(self.engine, data)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch. Returns metrics in meta_info."""
         self.phases.enter(self.engine)

@@ -14,7 +14,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from workers.losses import critic_loss
 from workers.policy.loading import token_network
 from workers.policy.value_head import value_head
-from workers.training_worker import TrainingWorker
+from workers.training_worker import COMPUTE_METRIC, COMPUTE_PROTO, TrainingWorker
 
 
 class CriticWorker(TrainingWorker):
@@ -26,15 +26,17 @@ class CriticWorker(TrainingWorker):
     def init_model(self) -> None:
         """Builds the engine."""
         critic = self.config.critic
-        self.build_engine(token_network(critic_network(self.config), value_head), critic.fsdp_config, critic.optim)
+        ranks_per_sequence = self.config.sequence_parallel_size("critic")
+        network = token_network(critic_network(self.config), value_head, ranks_per_sequence)
+        self.build_engine(network, critic.fsdp_config, critic.optim)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         """Computes values (n, R) of the states before the policy's tokens in a planned batch, 0 at other tokens."""
         self.phases.enter(self.engine)
         return DataProto.from_dict(tensors={"values": self.engine.infer(data)["values"]})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=COMPUTE_METRIC)
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch and epoch. Returns metrics in meta_info."""
         self.phases.enter(self.engine)

@@ -12,7 +12,7 @@ from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import load_model_config, token_network
 from workers.policy.sequence_score import scored_rows, sequence_score
-from workers.training_worker import ModelWorker
+from workers.training_worker import COMPUTE_PROTO, ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
@@ -23,10 +23,11 @@ class ReferenceWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the forward-only engine."""
-        network = token_network(self.config.model, causal_lm(self.config.actor.log_prob_chunk_tokens))
+        build_policy = causal_lm(self.config.actor.log_prob_chunk_tokens)
+        network = token_network(self.config.model, build_policy, self.config.sequence_parallel_size("ref"))
         self.build_engine(network, self.config.ref.fsdp_config)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Computes ref_log_prob (n, R) of a planned batch. Reads meta_info temperature."""
         self.phases.enter(self.engine)
@@ -51,10 +52,11 @@ class RewardModelWorker(ModelWorker):
     def init_model(self) -> None:
         """Builds the forward-only engine."""
         options = self.config.reward_model
-        self.build_engine(token_network(options.model, sequence_score), options.fsdp_config)
+        network = token_network(options.model, sequence_score, self.config.sequence_parallel_size("reward_model"))
+        self.build_engine(network, options.fsdp_config)
         self.text_config = load_model_config(options.model).get_text_config()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Computes rm_scores (n,) of a planned batch of prompts and answers, fp32; 0 for an empty response_mask.
 

@@ -4,12 +4,17 @@ import torch
 
 from verl_lite.config import FSDPConfig, OptimConfig, RunOptions
 from verl_lite.device import dist_backend, get_device, set_deterministic
-from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.network import NetworkBuilder
 from workers.phase import process_phases
 from workers.rollout.base import resolve_engine_name
+
+COMPUTE_PROTO = make_nd_compute_dataproto_dispatch_fn("train")
+"""Dispatch mode that splits batches over the training engine's data-parallel ranks and returns one batch."""
+COMPUTE_METRIC = make_nd_compute_dataproto_dispatch_fn("train", concat=False)
+"""The same, but returns a list with one result per data-parallel rank."""
 
 
 class ModelWorker(Worker):
@@ -31,6 +36,7 @@ class ModelWorker(Worker):
         self, network: NetworkBuilder, fsdp_config: FSDPConfig, optim_config: OptimConfig | None = None
     ) -> None:
         """Builds `engine` in the process group of this worker class, and moves it off the device until it is needed.
+        Registers the mesh "train", in which the ranks of a sequence group are one data-parallel rank.
 
         optim_config: optimizer options; None for a network that is never trained.
         """
@@ -51,6 +57,9 @@ class ModelWorker(Worker):
             seed=self.config.trainer.seed,
             deterministic=self.config.trainer.deterministic,
         )
+        group = self.engine.policy.sequence_group
+        size, position = (1, 0) if group is None else (group.size, group.rank)
+        self.register_mesh("train", self.rank // size, self.world_size // size, is_collect=position == 0)
         self.phases.add(self.engine)
         self.engine.move_out()
 

@@ -44,6 +44,7 @@ class Case:
     shuffle_seed: int | None = None
     reduce_every_micro_batch: bool = False
     empty_rows: int = 0  # without weight, that are added
+    sequence_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def rank_and_world() -> tuple[int, int]:
 def planned(data: DataProto, case: Case, mini_batch_size: int | None = None) -> tuple[DataProto, BatchPlan]:
     """This rank's part of the planned batch, as the dispatch would send it."""
     rank, world = rank_and_world()
-    parts, plan = parts_of(data, case, world, mini_batch_size)
-    return parts[rank], plan
+    parts, plan = parts_of(data, case, world // case.sequence_parallel, mini_batch_size)
+    return parts[rank // case.sequence_parallel], plan
 
 
 def parts_of(
@@ -165,6 +166,7 @@ def build_engine(
         token_network(
             ModelConfig(path, False, {}, case.checkpointing, case.packed, **(model or {})),
             build_policy or causal_lm(case.chunk_tokens),
+            case.sequence_parallel,
         ),
         FSDPConfig(
             fsdp_size=case.fsdp_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,15 +83,22 @@ def test_what_is_seen_is_what_the_experts_get(family: str, tmp_path: Path) -> No
         assert torch.equal(layer.experts, indices.view(layer.experts.shape)) and layer.scores.shape == (18, 8)
 
 
+class Inputs(SimpleNamespace):
+    """The part of `ModelInputs` that the loss reads, without sequence parallelism."""
+
+    def __init__(self, token_index: torch.Tensor) -> None:
+        super().__init__(token_index=token_index, total=lambda values: values)
+
+
 def test_the_loss_by_hand() -> None:
     """Two sequences of one layer with four experts, of which each token takes two."""
     scores = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [2.0, 2.0, 0.0, 0.0]])
     chosen = torch.tensor([[0, 1], [3, 2], [0, 1]])
-    token_index = torch.tensor([[-1, 0, 1], [2, -1, -1], [-1, -1, -1]])
+    inputs = Inputs(torch.tensor([[-1, 0, 1], [2, -1, -1], [-1, -1, -1]]))
     # even: f = 1 and P = 1/4 for each; the other sequence: f = 2 and P = 1/2 for two experts
-    found = load_balancing_loss([Routes(scores, False, chosen)] * 2, token_index)
+    found = load_balancing_loss([Routes(scores, False, chosen)] * 2, inputs)
     torch.testing.assert_close(found, torch.tensor([1.0, 2.0, 0.0]))
-    logits = load_balancing_loss([Routes((scores[:2] * 3).log(), True, chosen[:2])], token_index[:1])
+    logits = load_balancing_loss([Routes((scores[:2] * 3).log(), True, chosen[:2])], Inputs(inputs.token_index[:1]))
     torch.testing.assert_close(logits, torch.tensor([1.0]))
 
 

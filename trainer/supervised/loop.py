@@ -40,8 +40,8 @@ from verl_lite.single_controller.guard import guarded
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engine.checkpoint import export
 from workers.phase import PhaseManager
-from workers.policy.loading import PolicyBuilder, packing_note, token_network
-from workers.training_worker import TrainingWorker
+from workers.policy.loading import PolicyBuilder, check_sequence_parallel, packing_note, token_network
+from workers.training_worker import COMPUTE_METRIC, TrainingWorker
 from workers.update import LossFunction
 
 CURVES: tuple[Panel, Panel] = (
@@ -89,16 +89,17 @@ class SupervisedWorker(TrainingWorker):
     def init_model(self) -> None:
         """Builds the engine."""
         config = self.config
-        self.build_engine(token_network(config.model, self.build_policy), config.fsdp_config, config.optim)
+        network = token_network(config.model, self.build_policy, config.ulysses_sequence_parallel_size)
+        self.build_engine(network, config.fsdp_config, config.optim)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
         """Takes one optimizer step on a planned batch. Returns metrics in meta_info, among them `loss`."""
         self.phases.enter(self.engine)
         metrics = self.engine.train(self.rows(data), self.loss, **self.options)
         return DataProto(meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=COMPUTE_METRIC)
     def measure(self, data: DataProto) -> DataProto:
         """Returns the loss metrics of `train` for a planned batch, without training."""
         self.phases.enter(self.engine)
@@ -187,9 +188,9 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
     ) -> dict[str, float]:
         plan = plan_batch(
             np.array([len(row) for row in rows]),
-            world_size=self.group.world_size,
+            world_size=self.group.mesh("train").dp_size,
             mini_batch_size=None,
-            max_token_len=self.config.data.max_token_len_per_gpu,
+            max_token_len=self.config.data.max_token_len_per_gpu * self.config.ulysses_sequence_parallel_size,
             num_tokens=self.task.count(batch).numpy(),
         )
         return values(combine([answer.meta_info["metrics"] for answer in call(plan.apply(batch))]))
@@ -222,6 +223,7 @@ class SupervisedJob(Job[Options]):
 
     def read_data(self) -> int:
         self.task = self.read_task()
+        check_sequence_parallel(self.config.model, "", self.config.ulysses_sequence_parallel_size)
         if line := packing_note(self.config.model):
             self.console.note(line)
         data: SupervisedDataConfig = self.config.data

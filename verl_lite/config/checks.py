@@ -107,9 +107,10 @@ def machine_problems(config: RunOptions, count: int | None, available: int | Non
         noun = "cores" if is_on_cpu(trainer.device) else "GPUs"
         yield f"trainer.n_gpus_per_node={here} is more than this machine has: set at most its {available} {noun}"
     for key in schema_of(type(config)).keys.values():
-        size = value_of(config, key.name) if key.path[-1] == "fsdp_size" else -1
+        all_devices = {"fsdp_size": "-1 or ", "ulysses_sequence_parallel_size": ""}.get(key.path[-1])
+        size = -1 if all_devices is None else value_of(config, key.name)
         if size is not None and size > 0 and count % size:
-            yield f"{key.name}={size} does not divide the {count} devices; use -1 or one of {divisors(count)}"
+            yield f"{key.name}={size} does not divide the {count} devices; use {all_devices}one of {divisors(count)}"
 
 
 def loss_problems(actor: ActorConfig) -> Problems:

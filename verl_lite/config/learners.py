@@ -153,6 +153,9 @@ class ActorConfig(Options):
     kl_loss_coef: float = opt(0.001, "use_kl_loss: weight of the KL term", at_least(0))
     kl_loss_type: str = opt("low_var_kl", "KL: k1 | abs | k2 | k3 (= low_var_kl); NAME+: gradient of k2", KL_ESTIMATORS)
     router_aux_loss_coef: float = opt(0.0, "mixture of experts: weight of the load balancing loss", at_least(0))
+    ulysses_sequence_parallel_size: int = opt(
+        1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
+    )
     log_prob_chunk_tokens: int = opt(1024, "tokens whose logits are in memory at a time", at_least(1))
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     optim: OptimConfig = section(OptimConfig, "optimizer")
@@ -166,6 +169,9 @@ class RefConfig(Options):
     log_prob_use_dynamic_bsz: bool | None = opt(None, "size micro-batches by tokens; null = actor.use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: int | None = opt(None, "tokens per micro-batch; null = the actor's", at_least(1))
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "rows per micro-batch; null = the actor's", at_least(1))
+    ulysses_sequence_parallel_size: int | None = opt(
+        None, "ranks that share each sequence; null = the actor's", at_least(1)
+    )
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload of the reference model")
 
 
@@ -190,6 +196,9 @@ class CriticConfig(Options):
     forward_micro_batch_size_per_gpu: int | None = opt(None, "rows per forward pass; null = as in updates", at_least(1))
     cliprange_value: float = opt(0.5, "clip range of values around those before the update", POSITIVE)
     loss_agg_mode: str | None = opt(None, "aggregation of token losses; null = actor.loss_agg_mode", LOSS_AGG_MODES)
+    ulysses_sequence_parallel_size: int | None = opt(
+        None, "ranks that share each sequence; null = the actor's", at_least(1)
+    )
     model: NetworkConfig = section(NetworkConfig, "network; path=null = the policy's path and override_config")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
@@ -205,6 +214,9 @@ class RewardModelConfig(Options):
     use_dynamic_bsz: bool | None = opt(None, "size micro-batches by tokens; null = actor.use_dynamic_bsz")
     forward_max_token_len_per_gpu: int | None = opt(None, "tokens per micro-batch; null = the actor's", at_least(1))
     micro_batch_size_per_gpu: int | None = opt(None, "sequences per micro-batch; null = the actor's", at_least(1))
+    ulysses_sequence_parallel_size: int | None = opt(
+        None, "ranks that share each sequence; null = the actor's", at_least(1)
+    )
     model: NetworkConfig = section(NetworkConfig, "network with one label")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
 

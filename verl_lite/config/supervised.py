@@ -50,6 +50,9 @@ class SupervisedConfig(RunOptions):
     model: NetworkConfig = section(NetworkConfig, "the network")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
+    ulysses_sequence_parallel_size: int = opt(
+        1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
+    )
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "the run")
 
 

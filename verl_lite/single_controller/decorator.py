@@ -184,17 +184,17 @@ class Dispatch:
     DP_MP_DISPATCH_FIRST = DispatchMode("DP_MP_DISPATCH_FIRST", _split_flat, _concat, splits=True)
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, concat: bool = True) -> DispatchMode:
     """Returns a mode that splits batches over a mesh registered with `Worker.register_mesh` and returns one batch.
 
     Ranks with the same dp_rank (tensor or sequence parallel ranks) receive the same part, which is stored once. The
-    results of the collecting ranks are concatenated in the order of their parts.
+    results of the collecting ranks are concatenated in the order of their parts; concat=False returns them as a list.
     """
 
     def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
         return _split(group.mesh(mesh_name), args, kwargs)
 
-    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat, splits=True)
+    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat if concat else _as_list, splits=True)
 
 
 def register_dispatch_mode(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from verl_lite.protocol import DataProto
+from workers.engine.sequence_parallel import SequenceGroup
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -49,11 +50,13 @@ class EngineNetwork(nn.Module):
 
     adapter: peft's config if only an adapter is trained and the other parameters are frozen.
     prefix: prefix of the parameters' names that checkpoints leave out.
+    sequence_group: the ranks that share the tokens of each micro-batch; None if each rank has its own micro-batches.
     is_cast: True casts all parameters to the compute dtype for computing; False computes with each parameter's dtype.
     """
 
     adapter: LoraConfig | None = None
     prefix: str = ""
+    sequence_group: SequenceGroup | None = None
     is_cast: bool = True
 
     @abstractmethod

@@ -9,7 +9,8 @@ first column, so that padding comes after all tokens that count and no causal la
 The attention function that this module registers with transformers separates the sequences of a packed row: it calls
 SDPA per run of sequences of equal length, or variable-length flash attention on CUDA. `by_sequences` calls stateful
 layers per sequence, or passes them the sequence boundaries. These two process a shared prompt once per sample; all
-other layers process it once.
+other layers process it once. With sequence parallelism (`ModelInputs.shard`) a rank holds a part of the packed row, and
+attention exchanges tokens for heads.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from verl_lite.schema import column
+from workers.engine.sequence_parallel import SequenceGroup
 
 PACKED_ATTENTION = "verl_lite_packed"
 HALF = (torch.float16, torch.bfloat16)
@@ -43,6 +45,7 @@ class PackedSequences:
     cu_seqlens: (sequences + 1,) int32, cumulative sequence lengths, on the device.
     expand, collapse: (U,) index in the packed row of each token of the expanded row, and (T,) an index in the expanded
         row of each token of the packed row; None if no prompt is shared.
+    group: the ranks that share the tokens of the packed row; None if each rank has its own row.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -50,10 +53,16 @@ class PackedSequences:
     max_length: int
     expand: torch.Tensor | None = None
     collapse: torch.Tensor | None = None
+    group: SequenceGroup | None = None
 
     def to(self, device: torch.device) -> PackedSequences:
         """Returns a copy on `device`."""
         return _moved(self, device)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of tokens of the packed row."""
+        return sum(count * length for count, length in self.runs) if self.collapse is None else len(self.collapse)
 
     @cached_property
     def groups(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -144,13 +153,47 @@ class ModelInputs:
         arranged[known] = values[first[known]]
         return replace(self, extra=self.extra | {name: arranged})
 
+    def shard(self, group: SequenceGroup) -> ModelInputs:
+        """Returns this rank's shard of packed inputs: its tokens, and the predictions that it computes. The sequence
+        boundaries remain those of the whole row, which attention sees. Tokens that fill up the last shards belong to no
+        sequence."""
+        assert self.sequences is not None
+        start, size = group.bounds(self.sequences.num_tokens)
+        end = start + size
+
+        def own(values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+            part = values[start:end]
+            return torch.cat([part, part.new_full((size - len(part), *part.shape[1:]), fill)])
+
+        own_predictions = (self.predict_index >= start) & (self.predict_index < end)
+        # a placeholder has one prediction and no row for it
+        chosen = {name: getattr(self, name)[own_predictions] for name in ("rows", "columns")} if self.num_active else {}
+        return replace(
+            self,
+            input_ids=own(self.input_ids[0]).unsqueeze(0),
+            position_ids=own(self.position_ids[0]).unsqueeze(0),
+            sequences=replace(self.sequences, group=group),
+            predict_index=self.predict_index[own_predictions] - start,
+            targets=self.targets[own_predictions],
+            token_index=(self.token_index - start).masked_fill(
+                (self.token_index < start) | (self.token_index >= end), -1
+            ),
+            extra={name: own(values, column(name).absent or 0) for name, values in self.extra.items()},
+            **chosen,
+        )
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums values over the ranks that share these sequences; the identity without sequence parallelism."""
+        group = None if self.sequences is None else self.sequences.group
+        return values if group is None else group.sum(values)
+
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """Puts values (N,) of the predicted tokens into a (b, R) matrix, zero elsewhere. Differentiable; the gradient
         of a placeholder is zero."""
         matrix = values.new_zeros(self.response_shape)
         if self.num_active == 0:
             return matrix + 0.0 * values.sum()
-        return matrix.index_put((self.rows, self.columns), values)
+        return self.total(matrix.index_put((self.rows, self.columns), values))
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:
@@ -309,6 +352,8 @@ def packed_attention(
 
     Dropout is not applied, because a policy gradient needs the log-probs of the policy that sampled.
 
+    With sequence parallelism T is the size of a shard.
+
     Args:
         query: (1, H, T, D). key, value: (1, K, T, D), where K divides H.
         softcap: soft cap of the scores, as in Gemma 2.
@@ -325,12 +370,17 @@ def packed_attention(
     if softcap is not None and s_aux is not None:
         raise ValueError(f"the packed forward does not support soft-capping together with sinks; {remedy}")
     window = sliding_window if sliding_window is not None and sliding_window < packed_sequences.max_length else None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    group = packed_sequences.group
+    if group is not None:
+        s_aux = None if s_aux is None else s_aux[group.own_heads(len(s_aux))]
+        query, key, value = group.shards_of_heads(query, key, value, packed_sequences.num_tokens)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
     on_cuda = query.device.type == "cuda" and query.dtype in HALF and s_aux is None
     attend = _varlen_attention if on_cuda else _sdpa_runs
-    query, key, value = (_rows(tensor[0].transpose(0, 1), packed_sequences.expand) for tensor in (query, key, value))
-    output = attend(query, key, value, scores, packed_sequences)
-    return _rows(output, packed_sequences.collapse).unsqueeze(0), None
+    query, key, value = (_rows(tensor, packed_sequences.expand) for tensor in (query, key, value))
+    output = _rows(attend(query, key, value, scores, packed_sequences), packed_sequences.collapse)
+    return (output if group is None else group.shards_of_tokens(output)).unsqueeze(0), None
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
@@ -358,7 +408,7 @@ def by_sequences(
     borders: additional keyword arguments for a layer that respects sequence boundaries. The layer is then called only
     once, with all sequences concatenated in one row.
     """
-    total, outputs = len(sequences.row[0][1] if sequences.collapse is None else sequences.collapse), []
+    total, outputs = sequences.num_tokens, []
 
     def rows(value: Any, index: torch.Tensor) -> Any:
         if isinstance(value, tuple):

@@ -93,9 +93,9 @@ class CausalLMPolicy(Policy):
             with self.routers.watched(inputs.extra.get(ROUTED_EXPERTS)) as routes:
                 hidden = self.hidden_states(inputs)
             if calculate_router_aux_loss:
-                outputs["router_aux_loss"] = load_balancing_loss(routes, inputs.token_index)
+                outputs["router_aux_loss"] = load_balancing_loss(routes, inputs)
             if count_router_replay:
-                outputs["router_replay"] = replay_counts(routes, inputs.token_index)
+                outputs["router_replay"] = replay_counts(routes, inputs)
         hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)
         head = self.model.get_output_embeddings()
         statistics = token_log_probs(

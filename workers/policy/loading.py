@@ -23,10 +23,11 @@ from verl_lite.protocol import DataProto
 from workers.engine.checkpoint import save_model_assets
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.engine.packing import ModelInputs
+from workers.engine.sequence_parallel import sequence_group
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
 from workers.policy.classifier import classifier_of
 from workers.policy.model_errors import user_error_on_failure
-from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers
+from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers, sharding_problem
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Policy(EngineNetwork):
         inputs = self.arrangement(micro_batch.batch)
         for name in filter(micro_batch.__contains__, self.extra_inputs):
             inputs = inputs.with_column(name, micro_batch.batch[name])
+        if self.sequence_group is not None:
+            inputs = inputs.shard(self.sequence_group)
         return inputs.to(device), inputs.num_active > 0
 
     def save_assets(self, path: str) -> None:
@@ -98,8 +101,11 @@ class Policy(EngineNetwork):
 PolicyBuilder = Callable[[NetworkSpec], Policy]
 
 
-def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkBuilder:
-    """Returns the engine's builder of the network that `model` specifies, as the policy that `build_policy` makes."""
+def token_network(model: NetworkConfig, build_policy: PolicyBuilder, sequence_parallel_size: int = 1) -> NetworkBuilder:
+    """Returns the engine's builder of the network that `model` specifies, as the policy that `build_policy` makes.
+
+    sequence_parallel_size: number of consecutive ranks that share the tokens of each micro-batch.
+    """
 
     def build(arguments: BuildArguments) -> Policy:
         spec = NetworkSpec(
@@ -109,6 +115,7 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
             with_weights=arguments.with_weights,
         )
         policy = build_policy(spec)
+        policy.sequence_group = sequence_group(sequence_parallel_size)
         policy.spec, policy.arrangement = spec, arrangement_of(policy.model, model)
         if arguments.trains:
             _freeze_non_text_layers(policy.model)
@@ -185,6 +192,15 @@ def packing_note(model: NetworkConfig) -> str:
         f"{', '.join(mixing[:3])} cannot separate packed sequences; each sequence of a micro-batch has its own row, "
         "padded to the longest"
     )
+
+
+def check_sequence_parallel(model: NetworkConfig, role: str, size: int) -> None:
+    """Raises UserError if the model cannot be trained with this many ranks per sequence. Reads only its config.
+
+    role: prefix of the option, such as "actor.".
+    """
+    if size > 1 and (problem := sharding_problem(empty_network(model), model, size)):
+        raise UserError(f"{role}ulysses_sequence_parallel_size={size} with model.path={model.path!r}: {problem}")
 
 
 def empty_network(model: NetworkConfig) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
+from workers.engine.packing import ModelInputs
 from workers.policy.loading import empty_network
 
 ROUTED_EXPERTS = "routed_experts"  # the column of the experts that the rollout selected
@@ -159,27 +160,29 @@ def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:
             raise UserError(f"{option} with model.path={model.path!r}: {error}; remove the option") from error
 
 
-def replay_counts(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.Tensor:
+def replay_counts(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor:
     """Counts the pairs of token and layer of each sequence. Returns (b, 2): pairs whose router would have selected
     other experts than the replayed ones, and all pairs."""
+    token_index = inputs.token_index
     found = token_index >= 0
     counts = torch.zeros(*token_index.shape, 2, device=token_index.device)
     for layer in routes:
         assert layer.changed is not None
         counts[..., 0] += layer.changed[token_index.clamp(min=0)] & found
         counts[..., 1] += found
-    return counts.sum(1)
+    return inputs.total(counts.sum(1))
 
 
-def load_balancing_loss(routes: Sequence[Routes], token_index: torch.Tensor) -> torch.Tensor:
+def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor:
     """The load-balancing loss (b,) of each sequence, averaged over layers: 1 if even, at most E / k, 0 without tokens.
 
     The loss of one layer is sum_e f_e P_e, where f_e is E / k times the share of the sequence's tokens that selected
     expert e, and P_e is the mean score of expert e over these tokens, with each token's scores normalised to sum 1. It
     is computed per sequence so that it does not depend on the split into micro-batches, unlike the usual product of two
-    means over a batch. Only tokens in token_index (see `ModelInputs`) count.
+    means over a batch. Only tokens in `inputs.token_index` count.
     Source: the sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), without its factor.
     """
+    token_index = inputs.token_index
     rows, columns = (token_index >= 0).nonzero(as_tuple=True)
     places = token_index[rows, columns]
     total: torch.Tensor = torch.zeros((), device=token_index.device)
@@ -188,8 +191,8 @@ def load_balancing_loss(routes: Sequence[Routes], token_index: torch.Tensor) -> 
         scores = scores.softmax(-1) if layer.is_logits else scores / scores.sum(-1, keepdim=True)
         chosen = torch.zeros_like(scores).scatter_(1, layer.experts, 1.0)
         shape = len(token_index), scores.shape[1]
-        load = scores.new_zeros(shape).index_add(0, rows, chosen[places])
-        probability = scores.new_zeros(shape).index_add(0, rows, scores[places])
+        load = inputs.total(scores.new_zeros(shape).index_add(0, rows, chosen[places]))
+        probability = inputs.total(scores.new_zeros(shape).index_add(0, rows, scores[places]))
         total = total + (load * probability).sum(-1) * shape[1] / layer.experts.shape[1]
-    lengths = (token_index >= 0).sum(-1).clamp(min=1)
+    lengths = inputs.total((token_index >= 0).sum(-1)).clamp(min=1)
     return total / lengths.square() / len(routes)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, PackedSequences, align, by_sequences, pack, pad
+from workers.engine.sequence_parallel import valid_sizes
 
 Arrangement = Callable[[Mapping[str, torch.Tensor]], ModelInputs]
 
@@ -89,6 +90,26 @@ def state_layers(model: PreTrainedModel) -> set[str]:
     """Class names of the stateful layers of a network that can be packed (`STATE_LAYERS`)."""
     names = {type(module).__name__ for module in model.get_decoder().modules()}
     return {name for name in names if STATE_LAYERS.fullmatch(name)}
+
+
+def sharding_problem(model: PreTrainedModel, network: NetworkConfig, size: int) -> str | None:
+    """Returns why `size` ranks cannot share the tokens of a row, with the remedy; None if they can. They exchange
+    tokens only in attention."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if not network.use_remove_padding:
+        return "only packed rows can be shared; set model.use_remove_padding=true"
+    # a state passes from token to token, and would have to be passed from rank to rank
+    if unfit := mixing_layers(model) or sorted(state_layers(model)):
+        return f"a {name} has layers of kind {', '.join(unfit[:3])}, which need all tokens on one rank; set 1"
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    # layers with different numbers of heads are checked in the forward
+    if isinstance(heads, int) and isinstance(key_value_heads, int) and size not in valid_sizes(heads, key_value_heads):
+        return (
+            f"a {name} has {heads} query heads, which the size must divide, and {key_value_heads} key/value heads, "
+            f"which it must divide or be a multiple of; set one of {valid_sizes(heads, key_value_heads)}"
+        )
+    return None
 
 
 def _takes_keywords(module: nn.Module) -> bool:

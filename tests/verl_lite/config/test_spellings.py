@@ -129,7 +129,7 @@ def test_what_a_pasted_line_implies_is_said() -> None:
 @pytest.mark.parametrize(
     ("argument", "fragment"),
     [
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "parallelism"),
+        ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2", "of the role, above fsdp_config"),
         ("actor_rollout_ref.actor.strategy=megatron", "FSDP2"),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "Megatron"),
         ("critic.model.fsdp_config.model_dtype=bf16", "mixed_precision.param_dtype"),

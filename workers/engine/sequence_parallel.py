@@ -1,0 +1,99 @@
+"""Ulysses sequence parallelism: several ranks share the tokens of each packed row (arXiv 2309.14509).
+
+Each rank of a group runs all layers on an equal, contiguous shard of the row's tokens. Around attention, an all-to-all
+exchanges shards of tokens for shards of heads, so that each rank computes attention of the whole row for some heads.
+The response matrices that a forward returns are summed over the group; each rank then computes the same loss.
+
+The gradient needs no correction by the size of the group. A rank's backward covers the outputs of its own tokens, so
+the sum over all ranks, which the engine computes anyway, is the gradient of one copy of the loss.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroup:
+    """The ranks that share the tokens of each row, with this rank's position among them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def bounds(self, tokens: int) -> tuple[int, int]:
+        """Returns the first position of this rank's shard of a row of `tokens`, and the size of a shard. The last
+        shards can extend beyond the row."""
+        size = -(-tokens // self.size)
+        return self.rank * size, size
+
+    def own_heads(self, heads: int) -> slice:
+        """The query heads whose attention this rank computes."""
+        return slice(self.rank * heads // self.size, (self.rank + 1) * heads // self.size)
+
+    def shards_of_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
+    ) -> list[torch.Tensor]:
+        """Exchanges this rank's tokens of all heads for all `tokens` of its heads.
+
+        query: (T / n, H, D); key, value: (T / n, K, D). Returns query (tokens, H / n, D), key and value
+        (tokens, max(K / n, 1), D). A key/value head that several ranks need is sent to each of them.
+        Raises ValueError if the heads cannot be distributed.
+        """
+        heads, of_keys, n = query.shape[1], key.shape[1], self.size
+        if heads % n or (of_keys % n and n % of_keys):
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={n}: an attention layer has {heads} query heads and {of_keys} "
+                f"key/value heads; set one of {valid_sizes(heads, of_keys)}"
+            )
+        if of_keys < n:
+            key, value = (each.repeat_interleave(n // of_keys, dim=1) for each in (key, value))
+        parts = [each.unflatten(1, (n, -1)) for each in (query, key, value)]
+        # (n, T / n, values of all three): entry i goes to rank i
+        sent = torch.cat([part.flatten(2) for part in parts], dim=2).transpose(0, 1).contiguous()
+        received = all_to_all_single_autograd(sent, None, None, self.group).flatten(0, 1)[:tokens]
+        shapes = [part.shape[2:] for part in parts]
+        pieces = received.split([shape.numel() for shape in shapes], dim=1)
+        return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def shards_of_tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """Exchanges all tokens of this rank's heads for its tokens of all heads: (tokens, H / n, D) to (T / n, H, D).
+        Tokens beyond the row are 0."""
+        size = self.bounds(len(output))[1]
+        padded = torch.nn.functional.pad(output.flatten(1), (0, 0, 0, size * self.size - len(output)))
+        received = all_to_all_single_autograd(padded.unflatten(0, (self.size, size)), None, None, self.group)
+        return received.transpose(0, 1).reshape(size, -1, output.shape[2])
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums parts over the ranks. The gradient of the sum is that of each part, because every rank computes the
+        same loss from the sum."""
+        return _Sum.apply(values, self.group)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0], None
+
+
+def sequence_group(size: int) -> SequenceGroup | None:
+    """Returns the group of `size` consecutive ranks that contains this rank, or None if size is 1. Collective."""
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(group_size=size)
+    return SequenceGroup(group, dist.get_rank(group), size)
+
+
+def valid_sizes(heads: int, key_value_heads: int) -> list[int]:
+    """Sizes of a group among which attention of these heads can be distributed."""
+    divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+    return [size for size in divisors if key_value_heads % size == 0 or size % key_value_heads == 0]
