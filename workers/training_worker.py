@@ -1,6 +1,7 @@
 """Base classes of workers with an FSDP engine: construction of the engine and checkpoints of trained models."""
 
 import torch
+import torch.distributed as dist
 
 from verl_lite.config import FSDPConfig, OptimConfig, RunOptions
 from verl_lite.device import dist_backend, get_device, set_deterministic
@@ -59,7 +60,7 @@ class ModelWorker(Worker):
         )
         group = self.engine.policy.sequence_group
         size, position = (1, 0) if group is None else (group.size, group.rank)
-        self.register_mesh("train", self.rank // size, self.world_size // size, is_collect=position == 0)
+        self.register_mesh("train", dist.get_rank() // size, dist.get_world_size() // size, is_collect=position == 0)
         self.phases.add(self.engine)
         self.engine.move_out()
 

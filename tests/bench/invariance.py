@@ -4,7 +4,8 @@
 aggregation mode, and for each mode of the value loss; a number is the largest difference from plain transformers in
 fp64 on the whole mini-batch, relative to the largest entry of each parameter's gradient. Columns in fp64, in this
 process: the ways to cut, each with 1, 2, 4 and 7 ranks one after the other. Columns in fp32: the training engine over
-gloo, all cuts. Last come losses that are wrong on purpose.
+gloo, all cuts. Columns "sp n x dp m", packed cuts: n ranks share each sequence
+(`actor.ulysses_sequence_parallel_size`). Last come losses that are wrong on purpose.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from tests.bench.frame import options, print_row
-from tests.workers.invariance import CUTS, RAGGED, WRONG, Table, all_cases, fp32_table, fp64_table, write_networks
+from tests.workers.invariance import (
+    CUTS,
+    LAYOUTS,
+    RAGGED,
+    WRONG,
+    Table,
+    all_cases,
+    fp32_table,
+    fp64_table,
+    shared_table,
+    write_networks,
+)
 from tests.workers.ranks import Ranks
 
 
@@ -32,6 +44,9 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, Ranks(max(args.worlds), timeout_s=1800) as ranks:
         path = write_networks(folder)
         right = merged(fp64_table(path, cases), fp32_table(path, folder, cases, ranks, tuple(args.worlds)))
+        layouts = tuple(layout for layout in LAYOUTS if layout[0] * layout[1] in args.worlds)
+        shared = shared_table(path, folder, cases, ranks, layouts)
+        right = {case: row | merged(shared["fp64"], shared["fp32"])[case] for case, row in right.items()}
         cuts = {RAGGED: {name: cut for name, cut in CUTS[RAGGED].items() if name != "whole"}}
         wrong = merged(
             fp64_table(path, list(WRONG), cuts_of=cuts),

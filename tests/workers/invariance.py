@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from tests.tiny_model import tiny_qwen2
@@ -33,6 +34,7 @@ from tests.workers.engine_cases import (
     engine_of,
     gradient_of,
     parts_of,
+    planned,
     ragged_batch,
     relative_error,
 )
@@ -44,6 +46,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.registry import takes
 from workers import losses
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
+from workers.engine.sequence_parallel import SequenceGroup, sequence_group
 from workers.losses import LOSS_COLUMNS, actor_loss, critic_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, load_model_config
@@ -343,17 +346,19 @@ def _other_columns(batch: Batch, log_probs: torch.Tensor, values: torch.Tensor) 
 class PlainEngine:
     """What the update loop needs of an engine, in fp64 in this process: gradients stay in the parameters."""
 
-    def __init__(self, path: str, network: Network, packed: bool) -> None:
+    def __init__(self, path: str, network: Network, packed: bool, group: SequenceGroup | None = None) -> None:
         model = ModelConfig(path=f"{path}/{network.folder}")
         spec = NetworkSpec(model, load_model_config(model), torch.float64, with_weights=True)
         self.policy: Policy = network.build(spec)
         self.policy.model.set_attn_implementation(PACKED_ATTENTION if packed else "sdpa")
         all_fp64(self.policy.model)
         self.arrange, self.forward_arguments = pack if packed else pad, network.forward_arguments
+        self.group = group
 
     def forward(self, micro_batch: DataProto) -> tuple[Outputs, bool]:
         """As the training engine's."""
         inputs: ModelInputs = self.arrange(micro_batch.batch)
+        inputs = inputs if self.group is None else inputs.shard(self.group)
         return self.policy(inputs.to(CPU), **self.forward_arguments), inputs.num_active > 0
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
@@ -379,6 +384,23 @@ def summed_difference(path: str, known: Reference, case: LossCase, cut: Case, wo
         train_epochs(engine, part, case.loss_fn)
     named = engine.policy.model.named_parameters()
     return known.difference(case, {name: value.grad.numpy() for name, value in named if value.grad is not None})
+
+
+def shared_differences(path: str, file: str, runs: list[tuple[LossCase, Case]]) -> list[float]:
+    """Of the gradients of one optimizer step from the reference in `file`, in fp64, with ranks that share sequences;
+    runs on each rank."""
+    known: Reference = torch.load(file, weights_only=False)
+    group, results = sequence_group(runs[0][1].sequence_parallel), []
+    for case, cut in runs:
+        engine = PlainEngine(path, case.network, True, group)
+        part, _ = planned(with_empty_rows(case.batch(in_fp64(known.data)), cut.empty_rows), cut)
+        train_epochs(engine, part, case.loss_fn)
+        found = {}
+        for name, value in engine.policy.model.named_parameters():
+            dist.all_reduce(value.grad)
+            found[name] = value.grad.numpy()
+        results.append(known.difference(case, found))
+    return results
 
 
 def with_empty_rows(data: DataProto, count: int) -> DataProto:
@@ -443,6 +465,34 @@ def fp32_table(
                 for (case, _), found in zip(runs, results, strict=True):
                     _note(table[case], f"{world} rank{'s' * (world > 1)}", found)
     return table
+
+
+LAYOUTS = ((2, 1), (4, 1), (2, 2))
+"""Sizes (sequence parallel, data parallel)."""
+
+
+def shared_table(
+    path: str,
+    folder: str,
+    cases: list[LossCase],
+    ranks: Ranks,
+    layouts: tuple[tuple[int, int], ...] = LAYOUTS,
+    cuts_of: CutsOf = CUTS,
+) -> dict[str, Table]:
+    """With ranks that share sequences, by precision: fp64 by the update loop, fp32 by the training engine. A column for
+    each layout, the largest over packed cuts."""
+    tables: dict[str, Table] = {kind: {case: {} for case in cases} for kind in ("fp64", "fp32")}
+    for number, (batch, cuts) in enumerate(cuts_of.items()):
+        file = f"{folder}/shared{number}.pt"
+        torch.save(reference(path, batch, cases), file)
+        for size, data_parallel in layouts:
+            packed = [replace(cut, sequence_parallel=size) for cut in cuts.values() if cut.packed]
+            runs = [(case, cut) for case in cases for cut in packed]
+            for kind, measure in (("fp64", shared_differences), ("fp32", differences)):
+                for results in ranks.run(measure, path, file, runs, size=size * data_parallel):
+                    for (case, _), found in zip(runs, results, strict=True):
+                        _note(tables[kind][case], f"sp {size} x dp {data_parallel}", found)
+    return tables
 
 
 def _note(row: dict[str, float], column: str, found: float) -> None:

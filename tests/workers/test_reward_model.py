@@ -67,6 +67,7 @@ def worker_scores(path: str, data: DataProto, case: Case) -> np.ndarray:
     config = PPOConfig()
     config.trainer.device = "cpu"
     config.reward_model.model = NetworkConfig(path=path, use_remove_padding=case.packed)
+    config.reward_model.ulysses_sequence_parallel_size = case.sequence_parallel
     worker = RewardModelWorker(config)
     worker.init_model()
     return worker.compute_rm_score(planned(data, case)[0]).batch["rm_scores"].numpy()
