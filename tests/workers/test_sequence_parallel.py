@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from tests.tiny_experts import tiny_experts
 from tests.tiny_model import tiny_qwen2
+from tests.tiny_run import TinyTask
 from tests.workers import test_reward_model, test_router
 from tests.workers.engine_cases import (
     TEMPERATURE,
@@ -48,7 +49,9 @@ from tests.workers.ranks import OnRanks, Ranks
 from tests.workers.test_loss_invariance import FP32, FP64, assert_within
 from tests.workers.test_model_families import gradients
 from tests.workers.test_update_invariance import plain_gradient
-from verl_lite.config import ModelConfig, NetworkConfig
+from trainer.tracking import read_metrics
+from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig
+from verl_lite.config.checks import machine_problems, section_problems
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.engine import sequence_parallel
@@ -319,3 +322,38 @@ def test_a_shard_has_the_tokens_and_predictions_of_its_part() -> None:
         [torch.where(shard.token_index >= 0, shard.token_index + rank * size, -1) for rank, shard in enumerate(shards)]
     )
     assert torch.equal(places.amax(0), inputs.token_index)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_and_a_reference_is_the_same(tmp_path: Path) -> None:
+    """Through Ray on two processes, against one process: the same samples, and metrics up to rounding."""
+    task = TinyTask(tmp_path)
+    shared = ["trainer.n_gpus_per_node=2", "actor.ulysses_sequence_parallel_size=2"]
+    options = ["algorithm.adv_estimator=gae", "actor.use_kl_loss=true", "actor.ppo_mini_batch_size=2"]
+    names, rows = ("alone", "shared"), []
+    for name, more in zip(names, ([], shared), strict=True):
+        run = task.start(name, *options, *more)
+        assert run.wait() == 0, run.output()
+        rows.append(list(read_metrics(run.run_dir / "metrics.jsonl").values()))
+        run.close()
+    assert "groups of actor.ulysses_sequence_parallel_size=2" in run.log.read_text()
+    learned = ("actor/", "critic/", "training/")
+    for alone, other in zip(*rows, strict=True):
+        compared = [key for key in alone if key.startswith(learned) and "/perf/" not in key]
+        assert {"actor/grad_norm", "critic/vf_loss", "actor/kl_loss"} <= {*compared}
+        for key in compared:
+            assert other[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-6), key
+
+
+def test_sizes_are_checked_against_the_ranks_and_the_longest_sample() -> None:
+    config = PPOConfig()
+    config.model.path, config.actor.ppo_max_token_len_per_gpu = "owner/name", 800  # a sample has up to 1,536 tokens
+    config.trainer.n_gpus_per_node, config.data.train_files = 4, ["owner/name"]
+    config.trainer.device = "cpu"
+    for size, told in ((2, None), (1, "ppo_max_token_len_per_gpu=800 cannot hold"), (3, "=3 does not divide the 4")):
+        config.actor.ulysses_sequence_parallel_size = size
+        found = [str(problem) for problem in (*section_problems(config), *machine_problems(config, 4, None))]
+        assert [told in problem for problem in found] == [True] if told else not found, found
+    config.actor.ulysses_sequence_parallel_size, config.critic.ulysses_sequence_parallel_size = 2, 4
+    sizes = [config.sequence_parallel_size(role) for role in ("actor", "ref", "critic", "reward_model")]
+    assert sizes == [2, 2, 4, 2]

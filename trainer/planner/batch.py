@@ -125,17 +125,22 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
         if warmup:
             text += f"; the policy is trained from step {warmup + 1} (trainer.critic_warmup={warmup})"
         yield PlanRow("critic optimizer steps per training step", f"{_mini_batches(of_critic, batch) * epochs}", text)
-    rows = math.ceil((batch if count == 1 else size) * n / slots)
-    yield PlanRow("rows per device and mini-batch", f"{rows}", slots_text(config.trainer, slots))
-    cut, what = requirements.micro_batching(config, "update_actor"), "micro-batches per device and mini-batch"
+    sharing = config.sequence_parallel_size("actor")
+    rows, owner = math.ceil((batch if count == 1 else size) * n / (slots // sharing)), "device"
+    where = slots_text(config.trainer, slots)
+    if sharing > 1:
+        owner, where = "group", f"{where}, in groups of actor.ulysses_sequence_parallel_size={sharing}"
+    yield PlanRow(f"rows per {owner} and mini-batch", f"{rows}", where)
+    cut, what = requirements.micro_batching(config, "update_actor"), f"micro-batches per {owner} and mini-batch"
     if cut.max_token_len is None:
         together = cut.micro_batch_size or 1
         text = f"actor.ppo_micro_batch_size_per_gpu={together} sequences"
         yield PlanRow(what, f"{math.ceil(rows / together)}", text)
         return
-    together = max(1, cut.max_token_len // (data.max_prompt_length + data.max_response_length))
+    together = max(1, cut.max_token_len * sharing // (data.max_prompt_length + data.max_response_length))
     most = math.ceil(rows / together)  # an upper bound, because the lengths are not known yet
-    text = f"actor.ppo_max_token_len_per_gpu={cut.max_token_len} tokens; {most} if every row is full"
+    ranks = f" on each of {sharing} ranks" * (sharing > 1)
+    text = f"actor.ppo_max_token_len_per_gpu={cut.max_token_len} tokens{ranks}; {most} if every row is full"
     yield PlanRow(what, "1" if most == 1 else f"1 to {most}", text)
 
 

@@ -122,7 +122,7 @@ class PPOConfig(RunOptions):
             if not dynamic and not size:
                 yield f"{start}{switch}=false needs {start}{size_key}, a number of sequences, which is null"
             shared = self.sequence_parallel_size({"rollout.": "actor"}.get(start, start[:-1]))
-            if dynamic and budget is not None and budget * shared < longest:
+            if dynamic and budget is not None and budget * max(1, shared) < longest:
                 ranks = f" of {shared} ranks" * (shared > 1)
                 yield f"{start}{budget_key}={budget}{ranks} cannot hold one sample, {need}{' in total' * (shared > 1)}"
         context = rollout.max_model_len or longest
