@@ -1,6 +1,6 @@
-"""`python -m tests.gpu_static.simulated_ranks WORLD,FSDP_SIZE ...`: one rank of many trains, with communication that
-does nothing; prints how often it would have communicated, a JSON object for each. In a process of its own, for the sake
-of the process group."""
+"""`python -m tests.gpu_static.simulated_ranks WORLD,FSDP_SIZE,SEQUENCE_PARALLEL ...`: one rank of many trains, with
+communication that does nothing; prints how often it would have communicated, a JSON object for each. In a process of
+its own, for the sake of the process group."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func.overloadpacket._qualified_op_name.partition("::")
-        if namespace == "c10d":
+        if namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             self.count[name.strip("_")] += 1
         return func(*args, **(kwargs or {}))
 
 
-def counted(world: int, fsdp_size: int) -> dict[str, dict[str, int]]:
+def counted(world: int, fsdp_size: int, sequence_parallel: int) -> dict[str, dict[str, int]]:
     """Of a step of MINI_BATCHES optimizer steps of MICRO_BATCHES each, and of handing out all weights."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    case = Case(micro_batch_size=1, fsdp_size=fsdp_size)
-    engine = build_engine(tiny_qwen2(tempfile.mkdtemp(), layers=LAYERS), case, OptimConfig(lr=1e-3))
-    rows = world * MICRO_BATCHES
-    parts, _ = parts_of(ragged_batch(Batch(rows=rows * MINI_BATCHES)), case, world, mini_batch_size=rows)
+    case = Case(micro_batch_size=1, fsdp_size=fsdp_size, sequence_parallel=sequence_parallel)
+    engine = build_engine(tiny_qwen2(tempfile.mkdtemp(), layers=LAYERS, heads=4), case, OptimConfig(lr=1e-3))
+    data_parallel = world // sequence_parallel
+    rows = data_parallel * MICRO_BATCHES
+    parts, _ = parts_of(ragged_batch(Batch(rows=rows * MINI_BATCHES)), case, data_parallel, mini_batch_size=rows)
     with Collectives() as step:
         engine.train(parts[0], loss_fn, temperature=1.0, calculate_entropy=True)
     with Collectives() as weights:
