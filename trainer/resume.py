@@ -103,6 +103,23 @@ def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_l
         )
 
 
+def profile_folder(run_dir: Path, step: int) -> Path:
+    """Returns the folder of the profiles of a step."""
+    return run_dir / "profile" / f"step_{step}"
+
+
+def refuse_missed_profiles(trainer: RunConfig, run_dir: Path, total_steps: int) -> None:
+    """Raises UserError if trainer.profile_steps has a step that the run does not reach, or passed without a profile."""
+    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    done = 0 if folder is None else read_state(folder)["steps"]["global_step"]
+    profiled = [step for step in trainer.profile_steps if profile_folder(run_dir, step).is_dir()]
+    if missed := [step for step in trainer.profile_steps if not done < step <= total_steps and step not in profiled]:
+        raise UserError(
+            f"trainer.profile_steps={trainer.profile_steps}: this run has steps {done + 1} to {total_steps}, so "
+            f"{missed} never occur: choose other steps, or set trainer.profile_steps=[]"
+        )
+
+
 def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
     """Raises UserError if the run would continue from a checkpoint of other data, unless trainer.resume_allow names
     data.train_files or data.train_max_samples. dataset: fingerprint of the data, see `steps.EpochSteps`."""

@@ -4,16 +4,20 @@
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from trainer import step_metrics
 from trainer.final_report import FitResult
+from trainer.resume import profile_folder
 from trainer.saving import Saver
 from trainer.steps import StepCounter
 from trainer.tracking import Tracking
+from verl_lite import profiling
 from verl_lite.config import RunConfig
 from verl_lite.protocol import DataProto
+from verl_lite.single_controller.worker_group import Usage, WorkerGroup
 
 Steps = TypeVar("Steps", bound=StepCounter)
 Result = TypeVar("Result", bound=FitResult)
@@ -23,8 +27,9 @@ class TrainingLoop(Generic[Steps, Result]):
     """Base class of the trainers. A subclass defines `train_step` or its own `fit`, and the other methods as needed.
 
     options: section `trainer` of the configuration. result: results so far. metrics, timing: metrics, and seconds by
-    phase, of the current step. step_data: the item of `steps` for the current step; None before the first step.
-    scored_batch: the sampled and scored batch of the current step; None before that, or if the step samples nothing.
+    phase, of the current step. usage: calls of workers by phase, of the current step. step_data: the item of `steps`
+    for the current step; None before the first step. scored_batch: the sampled and scored batch of the current step;
+    None before that, or if the step samples nothing.
     """
 
     val_only = False  # True: validate once, and run no step
@@ -34,6 +39,7 @@ class TrainingLoop(Generic[Steps, Result]):
         self.result = result
         self.metrics: dict[str, Any] = {}
         self.timing: dict[str, float] = {}
+        self.usage: dict[str, Usage] = {}
         self.step_data: Any = None
         self.scored_batch: DataProto | None = None
 
@@ -50,8 +56,10 @@ class TrainingLoop(Generic[Steps, Result]):
         Call `end_step` after each step."""
         self.begin()
         for data in () if self.val_only else self.steps:
-            self.metrics, self.timing = {}, {}
+            self.metrics, self.timing, self.usage = {}, {}, {}
             self.step_data, self.scored_batch = data, None
+            if self.steps.global_step in self.options.profile_steps:
+                self.start_profile()
             yield data
         self.result.checkpoint, self.result.stopped = self.saver.newest, self.steps.stopping
 
@@ -68,6 +76,8 @@ class TrainingLoop(Generic[Steps, Result]):
 
     def end_step(self, batch: DataProto) -> None:
         """Validates if due, logs the step, and saves a checkpoint if due."""
+        if self.steps.global_step in self.options.profile_steps:
+            self.stop_profile()
         validation: dict[str, float] = {}
         if self.validates and self.steps.due(self.options.test_freq):
             with self.timed("testing"):
@@ -93,9 +103,44 @@ class TrainingLoop(Generic[Steps, Result]):
         """Sends the metrics of the step to the trackers. validation: metrics of its validation, empty if not due."""
         raise NotImplementedError
 
-    def timed(self, name: str, within: str | None = None) -> AbstractContextManager[None]:
-        """Adds the block's seconds to timing_s/<name>; see `step_metrics.timed`."""
-        return step_metrics.timed(self.timing, name, self.steps.global_step, within)
+    @contextmanager
+    def timed(self, name: str, within: str | None = None) -> Iterator[None]:
+        """Adds the block's seconds to timing_s/<name>, see `step_metrics.timed`, and its use of workers to `usage`."""
+        usage = self.trainers.usage
+        before = replace(usage)
+        with step_metrics.timed(self.timing, name, self.steps.global_step, within), profiling.span(name):
+            yield
+        for phase, sign in ((name, 1), (within, -1)):
+            if phase is not None:
+                used = self.usage.setdefault(phase, Usage())
+                used.busy_s += sign * (usage.busy_s - before.busy_s)
+                used.moved_bytes += sign * (usage.moved_bytes - before.moved_bytes)
+
+    @property
+    def trainers(self) -> WorkerGroup:
+        """The workers that train. All roles that are not rollout engines of separate pools share their processes."""
+        return next(iter(self.saver.learners.values())).groups[0]
+
+    def usage_metrics(self) -> dict[str, float]:
+        """Returns perf/idle_frac and perf/moved_mb of the step and of the phases that called workers."""
+        return step_metrics.compute_usage_metrics(self.timing, self.usage, self.trainers.world_size)
+
+    def start_profile(self) -> None:
+        """Starts a profile of the current step in all worker processes and in this process."""
+        folder = profile_folder(self.saver.run_dir, self.steps.global_step)
+        for group in self._profiled():
+            group.start_profile(str(folder))
+        profiling.start_profile(folder / "driver")  # does nothing if the workers are in this process
+
+    def stop_profile(self) -> None:
+        """Writes the profiles into the run folder, and shows the table of the first rank."""
+        tables = [table for group in self._profiled() for table in group.stop_profile()]
+        profiling.stop_profile()
+        step = self.steps.global_step
+        self.tracking.show(f"profile of step {step}: {profile_folder(self.saver.run_dir, step)}\n{tables[0]}")
+
+    def _profiled(self) -> list[WorkerGroup]:
+        return [group for learner in self.saver.learners.values() for group in learner.groups]
 
     def save(self) -> None:
         """Writes a checkpoint of this step and logs the seconds that training waited for it."""

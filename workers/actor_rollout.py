@@ -17,6 +17,7 @@ from verl_lite.config.pools import num_engines
 from verl_lite.device import device_memory
 from verl_lite.errors import TransferError
 from verl_lite.metrics import Metric, values
+from verl_lite.profiling import count_moved
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_lite.single_controller.worker import host_store
@@ -298,6 +299,7 @@ def sync_weights(source: FSDPEngine, rollout: RolloutEngine, version: int, bucke
 
 
 def _sync_metrics(started: float, sent: int) -> dict[str, Metric]:
+    count_moved(sent)
     return {
         "weight_sync/seconds": Metric.max(time.perf_counter() - started),
         "weight_sync/megabytes": Metric.max(sent / 1e6),

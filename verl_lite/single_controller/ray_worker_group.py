@@ -28,7 +28,8 @@ from verl_lite.registry import import_modules
 from verl_lite.single_controller import ray_cluster, ray_errors
 from verl_lite.single_controller.liveness import Address, Lookout, silence_of, silent_process
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
-from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
+from verl_lite.single_controller.worker import Reply, Slot, construct, invoke, open_store
+from verl_lite.single_controller.worker_group import Usage
 
 _PRIVATE_PATIENCE_S = 60.0
 _SILENT_PATIENCE_S = 3.0  # wait this long for a reservation before the log mentions it
@@ -138,7 +139,7 @@ class SlotProcess:
             for role, recipe in roles.items():
                 construct(slot, role, recipe)
 
-    def invoke(self, role: str, method: str, names: list[str], *values: Any) -> Any:
+    def invoke(self, role: str, method: str, names: list[str], *values: Any) -> Reply:
         """Calls a method. The last len(names) values are keyword arguments: Ray resolves only top-level references."""
         ray_cluster.restore_log(self._log_file)
         positional = values[: len(values) - len(names)]
@@ -176,7 +177,7 @@ class RayTransport:
     ) -> None:
         if not ray.is_initialized():
             raise RuntimeError("trainer.backend=ray needs a Ray cluster; start it with ray_running")
-        self.world_size, name = pool.world_size, "+".join(roles)
+        self.world_size, self.usage, name = pool.world_size, Usage(), "+".join(roles)
         self._stall_timeout_s: float | None = None  # no time limit for the start
         self._ended: str | None = None
         folder = None if log_dir is None else Path(log_dir).resolve()
@@ -250,7 +251,8 @@ class RayTransport:
         errors: list[Exception] = []
         for handle in (each for each in pending if each.ref in ready):
             try:
-                answers[handle.ref] = ray_cluster.call_ray(partial(ray.get, handle.ref))
+                reply = ray_cluster.call_ray(partial(ray.get, handle.ref))
+                answers[handle.ref] = self.usage.result(reply) if isinstance(reply, Reply) else reply
             except RayTaskError as error:
                 errors.append(ray_errors.original_error(error))
             except RayError as error:

@@ -17,12 +17,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from verl_lite import profiling
+from verl_lite.batch.wire import Packed
 from verl_lite.device import empty_cache
 from verl_lite.errors import add_circumstances
 from verl_lite.protocol import DataProto
-from verl_lite.single_controller.decorator import REGISTRATION, unpacked
+from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, register, unpacked
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,14 @@ class Slot:
     backend: str = "inline"
     store: tuple[str, int] | None = None
     roles: dict[str, Any] = field(default_factory=dict)
+
+
+class Reply(NamedTuple):
+    """The result of a call, its duration, and the bytes that it moved: batches in and out, and `count_moved`."""
+
+    result: Any
+    seconds: float
+    moved_bytes: int
 
 
 _constructing: ContextVar[tuple[Slot, str] | None] = ContextVar("constructing", default=None)
@@ -83,6 +93,16 @@ class Worker:
     def mesh_info(self) -> dict[str, tuple[int, int, bool]]:
         """Returns (dp_rank, dp_size, is_collect) of this rank by mesh."""
         return dict(self._meshes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, folder: str) -> None:
+        """Starts the profile of this process, which roles in the same process share."""
+        profiling.start_profile(Path(folder) / f"{self.role}_rank_{self.rank}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> str:
+        """Ends the profile and writes it; see `profiling.stop_profile`."""
+        return profiling.stop_profile()
 
     def host_missing_path(self, path: str, patience_s: float = 10.0) -> str | None:
         """Returns the name of this machine if the path does not appear within `patience_s` seconds, else None. Network
@@ -163,16 +183,18 @@ def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
         _constructing.reset(token)
 
 
-def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
     """Runs a worker's method. Batches are packed in arguments and results, with every backend."""
-    function = getattr(slot.roles[role], method)
-    with _with_circumstances(slot, role, method):
+    function, started, moved = getattr(slot.roles[role], method), time.perf_counter(), profiling.moved_bytes()
+    with _with_circumstances(slot, role, method), profiling.span(method):
         result = function(*map(unpacked, args), **{name: unpacked(arg) for name, arg in kwargs.items()})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         if getattr(getattr(function, REGISTRATION, None), "clear_cache", False):
             empty_cache()
-        return result.pack() if isinstance(result, DataProto) else result
+        result = result.pack() if isinstance(result, DataProto) else result
+        batches = sum(batch.nbytes for batch in (*args, *kwargs.values(), result) if isinstance(batch, Packed))
+        return Reply(result, time.perf_counter() - started, profiling.moved_bytes() - moved + batches)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from verl_lite.config import FSDPConfig, OptimConfig
 from verl_lite.device import compute_dtype, deterministic_kernels, dist_backend, empty_cache, keep_freed_memory
 from verl_lite.metrics import Metric
+from verl_lite.profiling import count_moved
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import seed_random_state
 from workers.engine import checkpoint
@@ -315,6 +316,7 @@ class FSDPEngine:
             return
         self.policy.to(device)
         self.parameters = self._sharded_parameters()
+        count_moved(sum(parameter.to_local().nbytes for parameter in self.parameters.values()))
         if self.optimizer is not None:
             self.optimizer.bind(self.trained)
         empty_cache()
