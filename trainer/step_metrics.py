@@ -17,7 +17,6 @@ from verl_lite.core_algos import group_ids
 from verl_lite.errors import during
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan
-from verl_lite.single_controller.worker_group import Usage
 
 WHOLE_SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 
@@ -106,21 +105,6 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     total, seconds = float(prompt.sum() + response.sum()), timing_raw["step"]
     metrics = {"perf/total_num_tokens": total, "perf/time_per_step": seconds}
     return metrics | ({"perf/throughput": total / (seconds * n_gpus)} if seconds > 0 else {})
-
-
-def compute_usage_metrics(timing_raw: Mapping[str, float], usage: Mapping[str, Usage], ranks: int) -> dict[str, float]:
-    """Returns perf/idle_frac and perf/moved_mb of the step, and with /<phase> those of each phase that called
-    workers. METRICS.md defines them.
-
-    usage: use of the workers by phase. ranks: number of worker processes.
-    """
-    metrics = {}
-    for phase, used in usage.items():
-        if used.busy_s and timing_raw[phase] > 0:
-            end = "" if phase == "step" else f"/{phase}"
-            metrics[f"perf/idle_frac{end}"] = max(0.0, 1.0 - used.busy_s / (ranks * timing_raw[phase]))
-            metrics[f"perf/moved_mb{end}"] = used.moved_bytes / 1e6
-    return metrics
 
 
 def compute_mfu(

@@ -5,7 +5,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from trainer import step_metrics
@@ -17,7 +16,7 @@ from trainer.tracking import Tracking
 from verl_lite import profiling
 from verl_lite.config import RunConfig
 from verl_lite.protocol import DataProto
-from verl_lite.single_controller.worker_group import Usage, WorkerGroup
+from verl_lite.single_controller.worker_group import WorkerGroup
 
 Steps = TypeVar("Steps", bound=StepCounter)
 Result = TypeVar("Result", bound=FitResult)
@@ -26,10 +25,10 @@ Result = TypeVar("Result", bound=FitResult)
 class TrainingLoop(Generic[Steps, Result]):
     """Base class of the trainers. A subclass defines `train_step` or its own `fit`, and the other methods as needed.
 
-    options: section `trainer` of the configuration. result: results so far. metrics, timing: metrics, and seconds by
-    phase, of the current step. usage: calls of workers by phase, of the current step. step_data: the item of `steps`
-    for the current step; None before the first step. scored_batch: the sampled and scored batch of the current step;
-    None before that, or if the step samples nothing.
+    options: section `trainer` of the configuration. result: results so far. metrics, timing, usage: metrics, and by
+    phase seconds and `WorkerGroup.usage`, of the current step. step_data: the item of `steps` for the current step;
+    None before the first step. scored_batch: the sampled and scored batch of the current step; None before that, or
+    if the step samples nothing.
     """
 
     val_only = False  # True: validate once, and run no step
@@ -39,7 +38,7 @@ class TrainingLoop(Generic[Steps, Result]):
         self.result = result
         self.metrics: dict[str, Any] = {}
         self.timing: dict[str, float] = {}
-        self.usage: dict[str, Usage] = {}
+        self.usage: dict[str, Any] = {}
         self.step_data: Any = None
         self.scored_batch: DataProto | None = None
 
@@ -106,41 +105,43 @@ class TrainingLoop(Generic[Steps, Result]):
     @contextmanager
     def timed(self, name: str, within: str | None = None) -> Iterator[None]:
         """Adds the block's seconds to timing_s/<name>, see `step_metrics.timed`, and its use of workers to `usage`."""
-        usage = self.trainers.usage
-        before = replace(usage)
+        before = self.groups[0].usage
         with step_metrics.timed(self.timing, name, self.steps.global_step, within), profiling.span(name):
             yield
-        for phase, sign in ((name, 1), (within, -1)):
-            if phase is not None:
-                used = self.usage.setdefault(phase, Usage())
-                used.busy_s += sign * (usage.busy_s - before.busy_s)
-                used.moved_bytes += sign * (usage.moved_bytes - before.moved_bytes)
+        used = self.groups[0].usage - before
+        self.usage[name] = self.usage.get(name, 0.0) + used
+        if within is not None:
+            self.usage[within] = self.usage.get(within, 0.0) - used
 
     @property
-    def trainers(self) -> WorkerGroup:
-        """The workers that train. All roles that are not rollout engines of separate pools share their processes."""
-        return next(iter(self.saver.learners.values())).groups[0]
+    def groups(self) -> list[WorkerGroup]:
+        """The worker groups of the trained models, and of rollout engines in separate pools. All roles except those
+        engines share the processes of the first group."""
+        return [group for learner in self.saver.learners.values() for group in learner.groups]
 
     def usage_metrics(self) -> dict[str, float]:
-        """Returns perf/idle_frac and perf/moved_mb of the step and of the phases that called workers."""
-        return step_metrics.compute_usage_metrics(self.timing, self.usage, self.trainers.world_size)
+        """Returns perf/idle_frac and perf/moved_mb of the step and of each phase that called workers."""
+        metrics, ranks = {}, self.groups[0].world_size
+        for phase, (busy_s, moved) in self.usage.items():
+            if busy_s > 0:
+                end = "" if phase == "step" else f"/{phase}"
+                metrics[f"perf/idle_frac{end}"] = max(0.0, 1.0 - busy_s / (ranks * self.timing[phase]))
+                metrics[f"perf/moved_mb{end}"] = moved / 1e6
+        return metrics
 
     def start_profile(self) -> None:
         """Starts a profile of the current step in all worker processes and in this process."""
         folder = profile_folder(self.saver.run_dir, self.steps.global_step)
-        for group in self._profiled():
+        for group in self.groups:
             group.start_profile(str(folder))
         profiling.start_profile(folder / "driver")  # does nothing if the workers are in this process
 
     def stop_profile(self) -> None:
         """Writes the profiles into the run folder, and shows the table of the first rank."""
-        tables = [table for group in self._profiled() for table in group.stop_profile()]
+        tables = [table for group in self.groups for table in group.stop_profile()]
         profiling.stop_profile()
         step = self.steps.global_step
         self.tracking.show(f"profile of step {step}: {profile_folder(self.saver.run_dir, step)}\n{tables[0]}")
-
-    def _profiled(self) -> list[WorkerGroup]:
-        return [group for learner in self.saver.learners.values() for group in learner.groups]
 
     def save(self) -> None:
         """Writes a checkpoint of this step and logs the seconds that training waited for it."""

@@ -5,10 +5,12 @@ all threads, CUDA kernels if the process uses CUDA, and the ranges of `span`. If
 nothing.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -77,12 +79,12 @@ def _range(name: str) -> Iterator[None]:
 
 
 def count_moved(size: int) -> None:
-    """Adds to the number of bytes that this process has moved: sampled rows, weights for a rollout engine, and
-    parameters and optimizer state between host and device."""
+    """Counts bytes that this process moves: batches, weights for a rollout engine, and parameters and optimizer state
+    between host and device."""
     global _moved_bytes
     _moved_bytes += size
 
 
-def moved_bytes() -> int:
-    """Returns the number of bytes counted by `count_moved` since the start of the process."""
-    return _moved_bytes
+def usage() -> np.ndarray:
+    """Returns (2,): a clock in seconds and the bytes counted so far. Differences are the usage by a call."""
+    return np.array([time.perf_counter(), _moved_bytes])

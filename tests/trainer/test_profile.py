@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd.profiler_util import FunctionEventAvg
@@ -16,11 +17,10 @@ from tests.set_keys import set_keys
 from tests.trainer import tiny_run
 from tests.trainer.written_checkpoint import write_checkpoint
 from trainer.resume import flat_config, profile_folder, refuse_missed_profiles
-from trainer.step_metrics import compute_usage_metrics
+from trainer.training_loop import TrainingLoop
 from verl_lite import profiling
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.errors import UserError
-from verl_lite.single_controller.worker_group import Usage
 
 
 def ranges(trace: Path) -> set[str]:
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_writes_the_profiles_of_its_steps_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["trainer.total_training_steps=3", "trainer.profile_steps=[2]", "trainer.logger=[console,jsonl]"]
+    options = ["trainer.total_training_steps=2", "trainer.profile_steps=[2]", "trainer.logger=[console,jsonl]"]
     options += ["algorithm.adv_estimator=gae", "actor.use_kl_loss=true", "actor.ppo_mini_batch_size=2"]
     last = tiny_run.run(folder, "profiled", *options)[-1]
     trace = folder / "profiled/profile/step_2/actor_rollout_rank_0.json.gz"
@@ -89,9 +89,23 @@ def test_ranges_are_nvtx_ranges_on_cuda(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_idle_share_and_moved_bytes() -> None:
-    usage = {"step": Usage(6.0, 3_000_000), "update_actor": Usage(4.0, 1_000_000), "adv": Usage()}
-    timing = {"step": 5.0, "update_actor": 2.5, "adv": 0.5}
-    assert compute_usage_metrics(timing, usage, ranks=2) == pytest.approx(
+    loop: Any = TrainingLoop.__new__(TrainingLoop)
+    group = SimpleNamespace(world_size=2, usage=np.zeros(2))
+    loop.saver = SimpleNamespace(learners={"actor": SimpleNamespace(groups=[group])})
+    loop.steps, loop.timing, loop.usage = SimpleNamespace(global_step=1), {}, {}
+    for name, within, seconds, size in (("step", None, 2, 2e6), ("train", None, 3, 1e6), ("reward", "step", 1, 0)):
+        with loop.timed(name, within):
+            group.usage = group.usage + (seconds, size)
+    with loop.timed("train"), loop.timed("adv"):
+        pass
+    with loop.timed("train"):
+        group.usage = group.usage + (1, 0)
+    assert {name: list(used) for name, used in loop.usage.items()} == {
+        "step": [1, 2e6], "train": [4, 1e6], "reward": [1, 0], "adv": [0, 0]
+    }  # fmt: skip
+    loop.usage = {"step": (6.0, 3e6), "update_actor": (4.0, 1e6), "adv": (0.0, 0)}
+    loop.timing = {"step": 5.0, "update_actor": 2.5, "adv": 0.5}
+    assert loop.usage_metrics() == pytest.approx(
         {
             "perf/idle_frac": 0.4,
             "perf/moved_mb": 3.0,

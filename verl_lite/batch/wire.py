@@ -69,11 +69,6 @@ class Packed:
     meta: dict[str, Any]
     schema: bytes
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the arrays in bytes."""
-        return sum(array.nbytes for array in self.arrays)
-
     @functools.cached_property
     def _offsets(self) -> dict[int, np.ndarray]:
         spans = {section.span for section in self.sections if section.span >= 0}

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from verl_lite import profiling
 from verl_lite.batch.wire import Packed
@@ -27,6 +27,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, register, unpacked
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch.distributed import TCPStore
 
@@ -44,14 +45,6 @@ class Slot:
     backend: str = "inline"
     store: tuple[str, int] | None = None
     roles: dict[str, Any] = field(default_factory=dict)
-
-
-class Reply(NamedTuple):
-    """The result of a call, its duration, and the bytes that it moved: batches in and out, and `count_moved`."""
-
-    result: Any
-    seconds: float
-    moved_bytes: int
 
 
 _constructing: ContextVar[tuple[Slot, str] | None] = ContextVar("constructing", default=None)
@@ -183,9 +176,10 @@ def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
         _constructing.reset(token)
 
 
-def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
-    """Runs a worker's method. Batches are packed in arguments and results, with every backend."""
-    function, started, moved = getattr(slot.roles[role], method), time.perf_counter(), profiling.moved_bytes()
+def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, np.ndarray]:
+    """Runs a worker's method. Batches are packed in arguments and results, with every backend. Returns the result, and
+    the usage: seconds, and bytes of batches and of `profiling.count_moved`."""
+    function, usage = getattr(slot.roles[role], method), profiling.usage()
     with _with_circumstances(slot, role, method), profiling.span(method):
         result = function(*map(unpacked, args), **{name: unpacked(arg) for name, arg in kwargs.items()})
         if inspect.iscoroutine(result):
@@ -193,8 +187,9 @@ def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: di
         if getattr(getattr(function, REGISTRATION, None), "clear_cache", False):
             empty_cache()
         result = result.pack() if isinstance(result, DataProto) else result
-        batches = sum(batch.nbytes for batch in (*args, *kwargs.values(), result) if isinstance(batch, Packed))
-        return Reply(result, time.perf_counter() - started, profiling.moved_bytes() - moved + batches)
+        batches = [batch for batch in (*args, *kwargs.values(), result) if isinstance(batch, Packed)]
+        profiling.count_moved(sum(array.nbytes for batch in batches for array in batch.arrays))
+        return result, profiling.usage() - usage
 
 
 @contextmanager

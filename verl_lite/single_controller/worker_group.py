@@ -8,7 +8,6 @@ through the wire format there too, so that no worker can change the caller's obj
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,27 +17,14 @@ from verl_lite.batch import wire
 from verl_lite.protocol import DataProto, DataProtoFuture
 from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, DispatchMode, Mesh, Registration
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
-from verl_lite.single_controller.worker import Reply, Slot, close_process_group, construct, invoke
-
-
-@dataclass
-class Usage:
-    """Seconds that the ranks spent in calls, and bytes that calls moved (see `Reply`), as sums over ranks and calls."""
-
-    busy_s: float = 0.0
-    moved_bytes: int = 0
-
-    def result(self, reply: Reply) -> Any:
-        """Counts a reply and returns its result."""
-        self.busy_s, self.moved_bytes = self.busy_s + reply.seconds, self.moved_bytes + reply.moved_bytes
-        return reply.result
+from verl_lite.single_controller.worker import Slot, close_process_group, construct, invoke
 
 
 class Transport(Protocol):
     """Sends calls to the slots. All groups that share slots share one transport."""
 
     world_size: int
-    usage: Usage
+    usage: np.ndarray  # (2,): seconds in calls and bytes moved so far (see `invoke`), sums over ranks
 
     def share(self, value: Any) -> Any:
         """Returns a reference to a value that several ranks receive, so that it is sent once."""
@@ -57,7 +43,7 @@ class LocalTransport:
     """Slots as objects of this process. A handle is a result or an exception."""
 
     def __init__(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs]) -> None:
-        self.world_size, self.usage = pool.world_size, Usage()
+        self.world_size, self.usage = pool.world_size, np.zeros(2)
         self._slots = [
             Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="inline")
             for rank, node in enumerate(pool.nodes)
@@ -71,7 +57,9 @@ class LocalTransport:
 
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self.usage.result(invoke(self._slots[rank], role, method, args, kwargs)), None
+            result, usage = invoke(self._slots[rank], role, method, args, kwargs)
+            self.usage = self.usage + usage
+            return result, None
         except Exception as error:  # `wait` raises it
             return None, error
 
@@ -108,8 +96,8 @@ class WorkerGroup:
         return self._transport.world_size
 
     @property
-    def usage(self) -> Usage:
-        """Usage of the slots by all roles so far. The object changes with every call."""
+    def usage(self) -> np.ndarray:
+        """Usage of the slots by all roles; see `Transport`."""
         return self._transport.usage
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -23,7 +23,6 @@ from verl_lite.config.diffusion import FlowRewardConfig, FlowTrainerConfig, Rewa
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from verl_lite.single_controller.worker_group import Usage
 from verl_lite.visual_rewards.base import VisualScore
 
 CLIPS, FRAMES, SIDE = 3, 2, 4
@@ -45,7 +44,7 @@ def clips(step: int, rows: list[int]) -> DataProto:
 class FakeGroup:
     """Workers that note their calls. The weight is how many steps were trained; a sample's score is 0.1 times it."""
 
-    world_size, usage = 2, Usage()
+    world_size, usage = 2, np.zeros(2)
 
     def __init__(self, without_face: tuple[int, ...] = ()) -> None:
         self.calls: list[str] = []
