@@ -28,7 +28,7 @@ FREE = tuple(
     agentic.val_batch_size agentic.logging_steps
     rollout.calculate_log_probs rollout.enforce_eager rollout.free_cache_engine rollout.gpu_memory_utilization
     rollout.kv_cache_memory_mb rollout.max_num_seqs rollout.tensor_model_parallel_size rollout.max_num_batched_tokens
-    rollout.update_weights_bucket_megabytes hybrid_engine rollout.nnodes rollout.n_gpus_per_node
+    rollout.update_weights_bucket_megabytes rollout.lora_sync hybrid_engine rollout.nnodes rollout.n_gpus_per_node
     """.split()
 )
 """Keys and prefixes of keys that may differ, because results do not depend on them."""
