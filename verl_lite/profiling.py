@@ -5,6 +5,7 @@ all threads, CUDA kernels if the process uses CUDA, and the ranges of `span`. If
 nothing.
 """
 
+import atexit
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,7 @@ def start_profile(path: Path) -> None:
     profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
     profiler.start()
     _profile = path, profiler
+    atexit.register(stop_profile)  # a process that exits with a running profiler crashes
 
 
 def stop_profile() -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,3 +155,9 @@ def test_keys_of_verl() -> None:
     assert loaded.config.trainer.profile_steps == [1, 2]
     assert any("global_profiler.tool=nsys has no effect here: torch's profiler" in note for note in loaded.notes)
     assert load_config(["model.path=m", "trainer.profile_steps=null"]).config.trainer.profile_steps == []
+
+
+def test_a_process_that_ends_within_a_profiled_step_does_not_crash(tmp_path: Path) -> None:
+    start = f"profiling.start_profile(Path({str(tmp_path)!r}, 'a'))"
+    code = f"from pathlib import Path; from verl_lite import profiling; {start}"
+    assert subprocess.run([sys.executable, "-c", f"{code}; raise SystemExit(3)"]).returncode == 3
