@@ -108,6 +108,10 @@ class SeparateActorRole(ActorRole):
         self._transfer_s = MOST_TRANSFER_S if limit_s is None else min(MOST_TRANSFER_S, limit_s / 2)
 
     @property
+    def groups(self) -> list[WorkerGroup]:
+        return [self.group, *self.engines.groups]
+
+    @property
     def num_engines(self) -> int:
         return len(self.engines.groups)
 

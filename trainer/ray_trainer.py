@@ -349,6 +349,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
             **step_metrics.compute_timing_metrics(batch, self.timing),
             **step_metrics.compute_throughput_metrics(batch, self.timing, n_gpus=self.actor.world_size),
             **self.mfu(batch),
+            **self.usage_metrics(),
             **validation,
         }
         self.tracking.log(logged, step=step)

@@ -28,7 +28,7 @@ FREE = tuple(
     agentic.val_batch_size agentic.logging_steps
     rollout.calculate_log_probs rollout.enforce_eager rollout.free_cache_engine rollout.gpu_memory_utilization
     rollout.kv_cache_memory_mb rollout.max_num_seqs rollout.tensor_model_parallel_size rollout.max_num_batched_tokens
-    rollout.update_weights_bucket_megabytes hybrid_engine rollout.nnodes rollout.n_gpus_per_node
+    rollout.update_weights_bucket_megabytes rollout.lora_sync hybrid_engine rollout.nnodes rollout.n_gpus_per_node
     """.split()
 )
 """Keys and prefixes of keys that may differ, because results do not depend on them."""
@@ -100,6 +100,23 @@ def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_l
         raise UserError(
             f"{folder} is at step {done} of {total_steps}: {NOTHING_LEFT}. For more steps raise "
             f"trainer.total_training_steps (or trainer.total_epochs); to look at it, {to_look}"
+        )
+
+
+def profile_folder(run_dir: Path, step: int) -> Path:
+    """Returns the folder of the profiles of a step."""
+    return run_dir / "profile" / f"step_{step}"
+
+
+def refuse_missed_profiles(trainer: RunConfig, run_dir: Path, total_steps: int) -> None:
+    """Raises UserError if trainer.profile_steps has a step that the run does not reach, or passed without a profile."""
+    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    done = 0 if folder is None else read_state(folder)["steps"]["global_step"]
+    profiled = [step for step in trainer.profile_steps if profile_folder(run_dir, step).is_dir()]
+    if missed := [step for step in trainer.profile_steps if not done < step <= total_steps and step not in profiled]:
+        raise UserError(
+            f"trainer.profile_steps={trainer.profile_steps}: this run has steps {done + 1} to {total_steps}, so "
+            f"{missed} never occur: choose other steps, or set trainer.profile_steps=[]"
         )
 
 

@@ -28,7 +28,7 @@ from trainer.inspect import closing_findings, findings_shown
 from trainer.recipe import prepare_recipe
 from trainer.reports.health import DIVERGED
 from trainer.resources import reserved_devices, resolve_slots
-from trainer.resume import refuse_another_run
+from trainer.resume import refuse_another_run, refuse_missed_profiles
 from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.tracking import Tracking, check_trackers
 from trainer.training_loop import TrainingLoop
@@ -334,5 +334,6 @@ def check_run_dir(job: Job[Options], total_steps: int) -> None:
     whole_checkpoint(job.run_dir, trainer.resume_mode, trainer.resume_from_path, job.console.note)
     if job.continues:
         refuse_another_run(job.config, job.run_dir, total_steps, job.to_look.format(run_dir=job.run_dir))
+        refuse_missed_profiles(trainer, job.run_dir, total_steps)
         require_room_for_checkpoints(trainer, job.run_dir, total_steps, job.checkpoint_bytes())
     job.check_folder()

@@ -33,6 +33,11 @@ class SavedByWorkers:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
 
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """All worker groups of the model; the first one trains it."""
+        return [self.group]
+
     def save(self, folder: str, background: bool = False) -> None:
         self.group.save_checkpoint(folder, background)
 

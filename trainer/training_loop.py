@@ -4,16 +4,19 @@
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from trainer import step_metrics
 from trainer.final_report import FitResult
+from trainer.resume import profile_folder
 from trainer.saving import Saver
 from trainer.steps import StepCounter
 from trainer.tracking import Tracking
+from verl_lite import profiling
 from verl_lite.config import RunConfig
 from verl_lite.protocol import DataProto
+from verl_lite.single_controller.worker_group import WorkerGroup
 
 Steps = TypeVar("Steps", bound=StepCounter)
 Result = TypeVar("Result", bound=FitResult)
@@ -22,9 +25,10 @@ Result = TypeVar("Result", bound=FitResult)
 class TrainingLoop(Generic[Steps, Result]):
     """Base class of the trainers. A subclass defines `train_step` or its own `fit`, and the other methods as needed.
 
-    options: section `trainer` of the configuration. result: results so far. metrics, timing: metrics, and seconds by
-    phase, of the current step. step_data: the item of `steps` for the current step; None before the first step.
-    scored_batch: the sampled and scored batch of the current step; None before that, or if the step samples nothing.
+    options: section `trainer` of the configuration. result: results so far. metrics, timing, usage: metrics, and by
+    phase seconds and `WorkerGroup.usage`, of the current step. step_data: the item of `steps` for the current step;
+    None before the first step. scored_batch: the sampled and scored batch of the current step; None before that, or
+    if the step samples nothing.
     """
 
     val_only = False  # True: validate once, and run no step
@@ -34,6 +38,7 @@ class TrainingLoop(Generic[Steps, Result]):
         self.result = result
         self.metrics: dict[str, Any] = {}
         self.timing: dict[str, float] = {}
+        self.usage: dict[str, Any] = {}
         self.step_data: Any = None
         self.scored_batch: DataProto | None = None
 
@@ -50,8 +55,10 @@ class TrainingLoop(Generic[Steps, Result]):
         Call `end_step` after each step."""
         self.begin()
         for data in () if self.val_only else self.steps:
-            self.metrics, self.timing = {}, {}
+            self.metrics, self.timing, self.usage = {}, {}, {}
             self.step_data, self.scored_batch = data, None
+            if self.steps.global_step in self.options.profile_steps:
+                self.start_profile()
             yield data
         self.result.checkpoint, self.result.stopped = self.saver.newest, self.steps.stopping
 
@@ -68,6 +75,8 @@ class TrainingLoop(Generic[Steps, Result]):
 
     def end_step(self, batch: DataProto) -> None:
         """Validates if due, logs the step, and saves a checkpoint if due."""
+        if self.steps.global_step in self.options.profile_steps:
+            self.stop_profile()
         validation: dict[str, float] = {}
         if self.validates and self.steps.due(self.options.test_freq):
             with self.timed("testing"):
@@ -93,9 +102,46 @@ class TrainingLoop(Generic[Steps, Result]):
         """Sends the metrics of the step to the trackers. validation: metrics of its validation, empty if not due."""
         raise NotImplementedError
 
-    def timed(self, name: str, within: str | None = None) -> AbstractContextManager[None]:
-        """Adds the block's seconds to timing_s/<name>; see `step_metrics.timed`."""
-        return step_metrics.timed(self.timing, name, self.steps.global_step, within)
+    @contextmanager
+    def timed(self, name: str, within: str | None = None) -> Iterator[None]:
+        """Adds the block's seconds to timing_s/<name>, see `step_metrics.timed`, and its use of workers to `usage`."""
+        before = self.groups[0].usage
+        with step_metrics.timed(self.timing, name, self.steps.global_step, within), profiling.span(name):
+            yield
+        used = self.groups[0].usage - before
+        self.usage[name] = self.usage.get(name, 0.0) + used
+        if within is not None:
+            self.usage[within] = self.usage.get(within, 0.0) - used
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """The worker groups of the trained models, and of rollout engines in separate pools. All roles except those
+        engines share the processes of the first group."""
+        return [group for learner in self.saver.learners.values() for group in learner.groups]
+
+    def usage_metrics(self) -> dict[str, float]:
+        """Returns perf/idle_frac and perf/moved_mb of the step and of each phase that called workers."""
+        metrics, ranks = {}, self.groups[0].world_size
+        for phase, (busy_s, moved) in self.usage.items():
+            if busy_s > 0:
+                end = "" if phase == "step" else f"/{phase}"
+                metrics[f"perf/idle_frac{end}"] = max(0.0, 1.0 - busy_s / (ranks * self.timing[phase]))
+                metrics[f"perf/moved_mb{end}"] = moved / 1e6
+        return metrics
+
+    def start_profile(self) -> None:
+        """Starts a profile of the current step in all worker processes and in this process."""
+        folder = profile_folder(self.saver.run_dir, self.steps.global_step)
+        for group in self.groups:
+            group.start_profile(str(folder))
+        profiling.start_profile(folder / "driver")  # does nothing if the workers are in this process
+
+    def stop_profile(self) -> None:
+        """Writes the profiles into the run folder, and shows the table of the first rank."""
+        tables = [table for group in self.groups for table in group.stop_profile()]
+        profiling.stop_profile()
+        step = self.steps.global_step
+        self.tracking.show(f"profile of step {step}: {profile_folder(self.saver.run_dir, step)}\n{tables[0]}")
 
     def save(self) -> None:
         """Writes a checkpoint of this step and logs the seconds that training waited for it."""

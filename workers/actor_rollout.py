@@ -17,12 +17,14 @@ from verl_lite.config.pools import num_engines
 from verl_lite.device import device_memory
 from verl_lite.errors import TransferError
 from verl_lite.metrics import Metric, values
+from verl_lite.profiling import count_moved
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_lite.single_controller.worker import host_store
 from workers.engine.fsdp import FSDPEngine
 from workers.frozen_models import ref_log_prob
 from workers.losses import actor_loss, check_loss_is_additive, loss_of_batch, user_loss
+from workers.policy.adapter import KeptBase, sends_adapter
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer
@@ -53,6 +55,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.version = 0
         self._channel: WeightChannel | None = None  # to engines in separate pools, on the first rank
         self._channel_address: tuple[str, int] | None = None  # on all ranks
+        self._kept_base = KeptBase(config.model) if sends_adapter(config) else None  # of the engine in this process
         self._is_additive = False  # True after the first successful check of a subclass's loss
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -237,7 +240,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.engine.move_out_optimizer()
         self.phases.enter(self.rollout)
         self.engine.move_in()
-        metrics = sync_weights(self.engine, self.rollout, version, self.config.rollout.update_weights_bucket_megabytes)
+        bucket_mb, kept = self.config.rollout.update_weights_bucket_megabytes, self._kept_base
+        metrics = sync_weights(self.engine, self.rollout, version, bucket_mb, kept)
         self.engine.move_out()
         return metrics
 
@@ -259,7 +263,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         started, sent = time.perf_counter(), 0
         bucket_bytes = self.config.rollout.update_weights_bucket_megabytes << 20
         is_new, self._channel_address = end.address != self._channel_address, end.address
-        if self.config.model.lora_rank:
+        if sends_adapter(self.config):
             weights = self.engine.unmerged_params(is_new, bucket_bytes)
         else:
             weights = self.engine.full_params(bucket_bytes)
@@ -280,25 +284,36 @@ ActorRolloutWorker = ActorWorker
 """Deprecated alias of `ActorWorker`."""
 
 
-def sync_weights(source: FSDPEngine, rollout: RolloutEngine, version: int, bucket_mb: int) -> dict[str, Metric]:
-    """Streams all parameters into the rollout engine and resets its cache. Collective.
+def sync_weights(
+    source: FSDPEngine, rollout: RolloutEngine, version: int, bucket_mb: int, kept: KeptBase | None = None
+) -> dict[str, Metric]:
+    """Copies all parameters into the rollout engine and resets its cache. Collective.
 
-    bucket_mb: size of the full tensors that exist at one time, in MiB. Returns seconds and megabytes as metrics.
+    bucket_mb: size of the full tensors that exist at one time, in MiB. kept: keeps the base model, of which only the
+    adapter is then gathered; None = gathers all parameters. Returns seconds and megabytes as metrics.
     """
     started, sent = time.perf_counter(), 0
 
-    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+    def counted(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal sent
-        for name, tensor in source.full_params(bucket_mb << 20):
+        for name, tensor in weights:
             sent += tensor.numel() * tensor.element_size()
             yield name, tensor
 
-    rollout.load_weights(counted(), version)
+    if (whole := source.whole_params()) is not None:
+        rollout.load_weights(whole, version)
+        sent = whole.nbytes
+    elif kept is None:
+        rollout.load_weights(counted(source.full_params(bucket_mb << 20)), version)
+    else:
+        adapter = source.unmerged_params(not kept.tensors, bucket_mb << 20)
+        rollout.load_weights(kept.merged(counted(adapter), source.device), version)
     rollout.reset_cache()
     return _sync_metrics(started, sent)
 
 
 def _sync_metrics(started: float, sent: int) -> dict[str, Metric]:
+    count_moved(sent)
     return {
         "weight_sync/seconds": Metric.max(time.perf_counter() - started),
         "weight_sync/megabytes": Metric.max(sent / 1e6),

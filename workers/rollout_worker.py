@@ -25,7 +25,7 @@ from verl_lite.errors import TransferError
 from verl_lite.metrics import Metric
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.resource_pool import ServiceHandle
-from workers.policy.adapter import is_adapter_parameter, merged
+from workers.policy.adapter import KeptBase, sends_adapter
 from workers.policy.tokenizer import load_tokenizer
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults
@@ -55,7 +55,7 @@ class RolloutWorker(SamplingWorker):
         self._groups_queue = groups_queue
         self._channel: WeightChannel | None = None
         self._address: tuple[str, int] | None = None
-        self._base: dict[str, torch.Tensor] = {}  # on the host; empty unless only an adapter is trained
+        self._base = KeptBase(config.model) if sends_adapter(config) else None
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._pulled: list[tuple[GroupPlan, SamplingParams]] = []
         self._completed = threading.Event()
@@ -138,21 +138,7 @@ class RolloutWorker(SamplingWorker):
         return None
 
     def _whole(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights of the whole model. If only an adapter is trained, the base model arrives once and stays
-        on the host, and the adapter is merged here."""
-        model = self.config.model
-        if not model.lora_rank:
-            yield from weights
-            return
-        adapter = {}
-        for name, tensor in weights:
-            if is_adapter_parameter(name):
-                adapter[name] = tensor
-            else:
-                self._base[name] = tensor.to("cpu", copy=True)
-        base = ((name, tensor.to(self.device)) for name, tensor in self._base.items())
-        with torch.no_grad():
-            yield from merged(base, adapter, model.lora_alpha / model.lora_rank)
+        return weights if self._base is None else self._base.merged(weights, self.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

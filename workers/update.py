@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from verl_lite.metrics import Metric, combine, to_host
+from verl_lite.profiling import span
 from verl_lite.protocol import DataProto
 
 # (micro-batch, outputs of the forward with gradient) -> (loss to be summed over micro-batches and ranks, metrics)
@@ -54,16 +55,18 @@ def train_epochs(
             if is_empty:
                 continue
             for micro_index in range(mini_batch.num_micro_batches):
-                _, micro_batch = _micro_batch(data, epoch, mini_index, micro_index, counts)
-                outputs, counting = engine.forward(micro_batch)
-                if counting:
-                    loss, parts = loss_fn(micro_batch, outputs)
-                    metrics.append(parts)
-                else:  # no loss on this rank, but the other ranks wait for its backward
-                    loss = sum((0.0 * output.sum() for output in outputs.values()), start=torch.zeros(()))
-                engine.backward(loss, is_last=micro_index == mini_batch.num_micro_batches - 1)
+                with span("micro_batch"):
+                    _, micro_batch = _micro_batch(data, epoch, mini_index, micro_index, counts)
+                    outputs, counting = engine.forward(micro_batch)
+                    if counting:
+                        loss, parts = loss_fn(micro_batch, outputs)
+                        metrics.append(parts)
+                    else:  # no loss on this rank, but the other ranks wait for its backward
+                        loss = sum((0.0 * output.sum() for output in outputs.values()), start=torch.zeros(()))
+                    engine.backward(loss, is_last=micro_index == mini_batch.num_micro_batches - 1)
                 interleave()
-            metrics.append(engine.optimizer_step())
+            with span("optimizer_step"):
+                metrics.append(engine.optimizer_step())
             interleave()
     return combine(to_host(metrics))
 
@@ -78,12 +81,13 @@ def infer_batch(
     [mini_batches] = data.meta_info["schedule"]
     for mini_index, mini_batch in enumerate(mini_batches):
         for micro_index in range(mini_batch.num_micro_batches):
-            rows, micro_batch = _micro_batch(data, 0, mini_index, micro_index, {})
-            outputs, _ = engine.forward(micro_batch)
-            for name, values in outputs.items():
-                if name not in results:
-                    results[name] = torch.zeros(len(data), *values.shape[1:], dtype=values.dtype)
-                results[name][rows] = values.cpu()
+            with span("micro_batch"):
+                rows, micro_batch = _micro_batch(data, 0, mini_index, micro_index, {})
+                outputs, _ = engine.forward(micro_batch)
+                for name, values in outputs.items():
+                    if name not in results:
+                        results[name] = torch.zeros(len(data), *values.shape[1:], dtype=values.dtype)
+                    results[name][rows] = values.cpu()
             interleave()
     return results
 

@@ -42,6 +42,7 @@ class Parts:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.needs_old_log_prob, self.failing, self.num_engines = not on_policy, failing, 1
         self.world_size = 1
+        self.usage, self.groups = np.zeros(2), [self]
         self.versions: list[int] = []
         self.running: list[GroupPlan] = []
         self.logged_before_save: list[list[int]] = []
@@ -196,7 +197,7 @@ def make(
 
 class FakeCritic:
     def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+        self.parts, self.groups = parts, parts.groups
 
     def compute_values(self, batch: DataProto) -> DataProto:
         return self.parts.compute_values(batch)

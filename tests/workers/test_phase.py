@@ -57,6 +57,8 @@ class Engine(Tenant):
     def full_params(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.ones(1)
 
+    def whole_params(self) -> None: ...
+
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         self.log.append(f"{[name for name, _ in weights]} of version {version}")
         self.has_weights = True
@@ -92,7 +94,7 @@ def test_all_ranks_gather_the_base_model_for_a_new_channel(rank: int, monkeypatc
 
     channel = SimpleNamespace(send=lambda weights, bucket_bytes: len(list(weights)))
     monkeypatch.setattr(ChannelEnd, "connect", lambda *_: channel)
-    worker: Any = ActorWorker(PPOConfig(), total_training_steps=1, rewards=None)
+    worker: Any = ActorWorker(PPOConfig(hybrid_engine=False), total_training_steps=1, rewards=None)
     worker.phases, worker.engine, worker.rank = PhaseManager(), Engine("trainer", []), rank
     worker.engine.unmerged_params, worker.device, worker._channel_store = unmerged, torch.device("cpu"), None
     worker.config.model.lora_rank = 4

@@ -111,6 +111,7 @@ class DiffusionTrainer(TrainingLoop[EpochSteps, DiffusionResult]):
             **{f"timing_s/{name}": seconds for name, seconds in self.timing.items()},
             "perf/time_per_step": self.timing["step"],
             "perf/samples_per_second": len(batch) / self.timing["step"],
+            **self.usage_metrics(),
             **validation,
         }
         self.tracking.log(logged, step=self.steps.global_step)

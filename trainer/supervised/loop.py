@@ -175,7 +175,7 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         """Logs the validation, and every `trainer.log_freq` steps the means since the last logged line."""
         step, logged = self.steps.global_step, dict[str, float]()
         metrics = {f"train/{name}": value for name, value in self.metrics.items()}
-        self.unlogged.append(metrics | {"timing_s/step": self.timing["step"]})
+        self.unlogged.append(metrics | {"timing_s/step": self.timing["step"]} | self.usage_metrics())
         if step % self.config.trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked:
             logged = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
             logged |= {name: float(np.mean([each[name] for each in self.unlogged])) for name in self.unlogged[0]}

@@ -41,11 +41,14 @@ class RunConfig(Options):
     resume_mode: str = opt("disable", "disable | auto (newest checkpoint of the run folder) | resume_path", _RESUME)
     resume_from_path: str | None = opt(None, "a global_step_N folder, for resume_mode=resume_path")
     resume_allow: list[str] = opt([], "keys that may differ from the checkpoint's and change the result")
+    profile_steps: list[int] = opt([], "steps to profile: a trace and a table per process in RUN/profile")
     test_freq: int = opt(-1, "steps between validations; -1 = only before and after training", at_least(-1))
     val_before_train: bool = opt(True, "validate before the first step")
     dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml, and exit")
 
     def check(self) -> Problems:
+        if wrong := [step for step in self.profile_steps if step < 1]:
+            yield f"trainer.profile_steps={self.profile_steps}: steps count from 1; remove {wrong}"
         source, mode = self.resume_from_path, self.resume_mode
         shown = f"trainer.resume_from_path={source} with trainer.resume_mode={mode}"
         if (mode == "resume_path") != (source is not None):

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
@@ -138,7 +139,7 @@ class SlotProcess:
             for role, recipe in roles.items():
                 construct(slot, role, recipe)
 
-    def invoke(self, role: str, method: str, names: list[str], *values: Any) -> Any:
+    def invoke(self, role: str, method: str, names: list[str], *values: Any) -> tuple[Any, np.ndarray]:
         """Calls a method. The last len(names) values are keyword arguments: Ray resolves only top-level references."""
         ray_cluster.restore_log(self._log_file)
         positional = values[: len(values) - len(names)]
@@ -160,6 +161,7 @@ class _Handle:
     rank: int
     role: str
     method: str
+    has_usage: bool = False
 
 
 class RayTransport:
@@ -176,7 +178,7 @@ class RayTransport:
     ) -> None:
         if not ray.is_initialized():
             raise RuntimeError("trainer.backend=ray needs a Ray cluster; start it with ray_running")
-        self.world_size, name = pool.world_size, "+".join(roles)
+        self.world_size, self.usage, name = pool.world_size, np.zeros(2), "+".join(roles)
         self._stall_timeout_s: float | None = None  # no time limit for the start
         self._ended: str | None = None
         folder = None if log_dir is None else Path(log_dir).resolve()
@@ -220,7 +222,7 @@ class RayTransport:
             raise WorkerDiedError(f"{role}.{method}: the workers were ended: {self._ended}")
         invoke = self._actors[rank].invoke
         ref = ray_cluster.call_ray(lambda: invoke.remote(role, method, list(kwargs), *args, *kwargs.values()))
-        return _Handle(ref, rank, role, method)
+        return _Handle(ref, rank, role, method, has_usage=True)
 
     def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
         """Returns the results, see `Transport.wait`. With `fatal`, an error always ends the slots."""
@@ -251,6 +253,9 @@ class RayTransport:
         for handle in (each for each in pending if each.ref in ready):
             try:
                 answers[handle.ref] = ray_cluster.call_ray(partial(ray.get, handle.ref))
+                if handle.has_usage:
+                    answers[handle.ref], usage = answers[handle.ref]
+                    self.usage = self.usage + usage
             except RayTaskError as error:
                 errors.append(ray_errors.original_error(error))
             except RayError as error:

@@ -19,12 +19,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from verl_lite import profiling
+from verl_lite.batch.wire import Packed
 from verl_lite.device import empty_cache
 from verl_lite.errors import add_circumstances
 from verl_lite.protocol import DataProto
-from verl_lite.single_controller.decorator import REGISTRATION, unpacked
+from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, register, unpacked
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch.distributed import TCPStore
 
@@ -83,6 +86,16 @@ class Worker:
     def mesh_info(self) -> dict[str, tuple[int, int, bool]]:
         """Returns (dp_rank, dp_size, is_collect) of this rank by mesh."""
         return dict(self._meshes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, folder: str) -> None:
+        """Starts the profile of this process, which roles in the same process share."""
+        profiling.start_profile(Path(folder) / f"{self.role}_rank_{self.rank}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> str:
+        """Ends the profile and writes it; see `profiling.stop_profile`."""
+        return profiling.stop_profile()
 
     def host_missing_path(self, path: str, patience_s: float = 10.0) -> str | None:
         """Returns the name of this machine if the path does not appear within `patience_s` seconds, else None. Network
@@ -163,16 +176,20 @@ def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
         _constructing.reset(token)
 
 
-def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a worker's method. Batches are packed in arguments and results, with every backend."""
-    function = getattr(slot.roles[role], method)
-    with _with_circumstances(slot, role, method):
+def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, np.ndarray]:
+    """Runs a worker's method. Batches are packed in arguments and results, with every backend. Returns the result, and
+    the usage: seconds, and bytes of batches and of `profiling.count_moved`."""
+    function, usage = getattr(slot.roles[role], method), profiling.usage()
+    with _with_circumstances(slot, role, method), profiling.span(method):
         result = function(*map(unpacked, args), **{name: unpacked(arg) for name, arg in kwargs.items()})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         if getattr(getattr(function, REGISTRATION, None), "clear_cache", False):
             empty_cache()
-        return result.pack() if isinstance(result, DataProto) else result
+        result = result.pack() if isinstance(result, DataProto) else result
+        batches = [batch for batch in (*args, *kwargs.values(), result) if isinstance(batch, Packed)]
+        profiling.count_moved(sum(array.nbytes for batch in batches for array in batch.arrays))
+        return result, profiling.usage() - usage
 
 
 @contextmanager

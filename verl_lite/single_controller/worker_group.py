@@ -24,6 +24,7 @@ class Transport(Protocol):
     """Sends calls to the slots. All groups that share slots share one transport."""
 
     world_size: int
+    usage: np.ndarray  # (2,): seconds in calls and bytes moved so far (see `invoke`), sums over ranks
 
     def share(self, value: Any) -> Any:
         """Returns a reference to a value that several ranks receive, so that it is sent once."""
@@ -42,7 +43,7 @@ class LocalTransport:
     """Slots as objects of this process. A handle is a result or an exception."""
 
     def __init__(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs]) -> None:
-        self.world_size = pool.world_size
+        self.world_size, self.usage = pool.world_size, np.zeros(2)
         self._slots = [
             Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="inline")
             for rank, node in enumerate(pool.nodes)
@@ -56,7 +57,9 @@ class LocalTransport:
 
     def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return invoke(self._slots[rank], role, method, args, kwargs), None
+            result, usage = invoke(self._slots[rank], role, method, args, kwargs)
+            self.usage = self.usage + usage
+            return result, None
         except Exception as error:  # `wait` raises it
             return None, error
 
@@ -91,6 +94,11 @@ class WorkerGroup:
     def world_size(self) -> int:
         """Number of ranks."""
         return self._transport.world_size
+
+    @property
+    def usage(self) -> np.ndarray:
+        """Usage of the slots by all roles; see `Transport`."""
+        return self._transport.usage
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         role, methods = self.__dict__.get("role"), self.__dict__.get("methods")

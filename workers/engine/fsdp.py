@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor
 from verl_lite.config import FSDPConfig, OptimConfig
 from verl_lite.device import compute_dtype, deterministic_kernels, dist_backend, empty_cache, keep_freed_memory
 from verl_lite.metrics import Metric
+from verl_lite.profiling import count_moved
 from verl_lite.protocol import DataProto
 from verl_lite.random_state import seed_random_state
 from workers.engine import checkpoint
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
 from workers.engine.optimizer import ShardedAdamW, lr_factor
-from workers.engine.parameters import fill_shards, gather_full, saved_buffers
+from workers.engine.parameters import WholeWeights, fill_shards, gather_full, saved_buffers
 from workers.policy.adapter import adapter_off, merged, scale_of
 from workers.update import Interleave, LossFunction, infer_batch, train_epochs
 
@@ -125,6 +126,7 @@ class FSDPEngine:
     def _sharded_parameters(self) -> dict[str, DTensor]:
         """The sharded parameters by the network's own names; a tied parameter appears once."""
         self._reshard()
+        self._whole: WholeWeights | None = None
         parameters = {name.removeprefix(self.policy.prefix): value for name, value in self.policy.named_parameters()}
         assert all(isinstance(value, DTensor) for value in parameters.values())
         return parameters  # type: ignore[return-value]
@@ -246,6 +248,16 @@ class FSDPEngine:
         with torch.no_grad():
             yield from merged(base, adapter, scale_of(self.policy.adapter))
 
+    def whole_params(self) -> WholeWeights | None:
+        """Returns the weights of `full_params`, the same object until the parameters move; None if several ranks share
+        the parameters or if only an adapter is trained."""
+        if self._whole is None and self.policy.adapter is None and dist.get_world_size(self.shard_group) == 1:
+            local = {name: value.to_local().detach() for name, value in self.parameters.items()}
+            nbytes = sum(value.numel() for value in local.values()) * self.param_dtype.itemsize
+            nbytes += sum(buffer.nbytes for buffer in self.buffers.values())
+            self._whole = WholeWeights(self.buffers, local, self.param_dtype, nbytes)
+        return self._whole
+
     def unmerged_params(self, with_base: bool, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the adapter's parameters in fp32 with their names in the network. with_base: True to yield the buffers
         and the frozen parameters before them. `policy.adapter.merged` makes the weights of `full_params` from both.
@@ -315,6 +327,7 @@ class FSDPEngine:
             return
         self.policy.to(device)
         self.parameters = self._sharded_parameters()
+        count_moved(sum(parameter.to_local().nbytes for parameter in self.parameters.values()))
         if self.optimizer is not None:
             self.optimizer.bind(self.trained)
         empty_cache()

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from verl_lite.config import OptimConfig
 from verl_lite.metrics import Metric
+from verl_lite.profiling import count_moved
 
 
 class ShardedAdamW:
@@ -96,6 +97,8 @@ class ShardedAdamW:
 
     def to(self, device: torch.device) -> None:
         """Moves the moments, but not the parameters, to `device`."""
+        moments = self.exp_avg + self.exp_avg_sq
+        count_moved(sum(tensor.nbytes for tensor in moments if tensor.device.type != device.type))
         self.exp_avg = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in self.exp_avg]
         self.exp_avg_sq = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in self.exp_avg_sq]
 

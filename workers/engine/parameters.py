@@ -6,11 +6,37 @@ more time than the number of bytes.
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True, eq=False)
+class WholeWeights:
+    """The weights of `FSDPEngine.full_params` if this rank holds them whole; iterating yields the same.
+
+    buffers, parameters: tensors by name, which follow training. dtype: the dtype in which parameters are yielded.
+    nbytes: size of all yielded tensors.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    dtype: torch.dtype
+    nbytes: int
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """Buffers and parameters in this order."""
+        return [*self.buffers.values(), *self.parameters.values()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.buffers.items()
+        for name, parameter in self.parameters.items():
+            yield name, parameter.to(self.dtype)
 
 
 def shard_rows(parameter: DTensor, group_size: int) -> int:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from verl_lite.config import ModelConfig, NetworkConfig
+from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from workers.policy.model_errors import user_error_on_failure
 
@@ -163,6 +163,34 @@ def merged(
             continue
         up = adapter[f"{layer}.lora_B{_IN_NETWORK}weight"]
         yield name, torch.addmm(weight.float(), up.float(), down.float(), alpha=scale).to(weight.dtype)
+
+
+def sends_adapter(config: PPOConfig) -> bool:
+    """True if weight updates after the first one send only the adapter to the rollout engines."""
+    default = "merged" if config.hybrid_engine else "adapter"
+    return config.model.lora_rank > 0 and (config.rollout.lora_sync or default) == "adapter"
+
+
+class KeptBase:
+    """The base model of an adapter, kept on the host to merge later adapters. tensors: by name; empty at first."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._scale = model.lora_alpha / model.lora_rank
+
+    @torch.no_grad()
+    def merged(
+        self, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the weights of the whole model on `device`. weights: those of `FSDPEngine.unmerged_params`; the base
+        weights among them are kept."""
+        adapter = {}
+        for name, tensor in weights:
+            if is_adapter_parameter(name):
+                adapter[name] = tensor
+            else:
+                self.tensors[name] = tensor.to("cpu", copy=True)
+        yield from merged(((name, tensor.to(device)) for name, tensor in self.tensors.items()), adapter, self._scale)
 
 
 def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> int:

@@ -10,7 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from verl_lite.metrics import Metric
+from verl_lite.profiling import count_moved
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 
@@ -133,6 +136,8 @@ class GroupRun:
         """Returns the complete groups, and the metrics since they were last taken."""
         complete, self._complete = self._complete, []
         rows = DataProto.concat([rows for _, rows in complete]) if complete else None
+        if rows is not None:
+            count_moved(sum(column.nbytes for column in rows.batch.values() if isinstance(column, torch.Tensor)))
         return GroupResults([report for report, _ in complete], rows, self._take_metrics() if with_metrics else {})
 
     def snapshot(self) -> list[GroupPlan]:

@@ -7,8 +7,9 @@ last token, once for all its samples; the last token is the input of the first d
 sequences. If a prompt begins with one of them (the next turn of a conversation), only the rest of it is encoded.
 """
 
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from verl_lite.config import RolloutConfig
+from workers.engine.parameters import WholeWeights
 from workers.policy.causal_lm import output_logits
 from workers.policy.router import ROUTED_EXPERTS, Routers
 from workers.rollout.base import (
@@ -109,6 +111,9 @@ class HFEngine:
         self.extra_outputs = {} if self._routers is None else self._routers.extra_outputs
         self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
         self._version: int | None = None
+        # the weights whose order `_targets` has; a reference would keep their tensors after the trainer has moved
+        self._mapped: Callable[[], WholeWeights | None] = lambda: None
+        self._targets: list[torch.Tensor] = []
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._ids: set[str] = set()
@@ -324,6 +329,27 @@ class HFEngine:
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._version = None  # after an interrupted update the weights are a mixture, which must not sample
+        if isinstance(weights, WholeWeights) and (weights is self._mapped() or self._map(weights)):
+            torch._foreach_copy_(self._targets, weights.tensors)
+        else:
+            for target, tensor in self._with_targets(weights):
+                target.copy_(tensor)
+        self._version = version
+        # the caller resets the cache too, but stale keys and values would go unnoticed, so the engine does it itself
+        self.reset_cache()
+
+    def _map(self, weights: WholeWeights) -> bool:
+        """Prepares one copy of all tensors for this and later calls with `weights`. Returns False if a copy would not
+        round the parameters as iterating over `weights` does."""
+        self._targets = [target for target, _ in self._with_targets((weights.buffers | weights.parameters).items())]
+        pairs = zip(self._targets, weights.tensors, strict=True)
+        if any(weights.dtype not in (target.dtype, tensor.dtype) for target, tensor in pairs):
+            return False
+        self._mapped = weakref.ref(weights)
+        return True
+
+    def _with_targets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields each parameter of the model with its new value. Raises ValueError if names or shapes differ."""
         targets = self._model.state_dict(keep_vars=True)
         given: set[str] = set()
         for name, tensor in weights:
@@ -334,12 +360,9 @@ class HFEngine:
                     f"weight update: got {name!r} of shape {tuple(tensor.shape)}, but the rollout model "
                     f"({type(self._model).__name__}) has {found}; both engines must load the same model.path"
                 )
-            target.copy_(tensor)
             given.add(name)
+            yield target, tensor
         check_names(given, self._names)
-        self._version = version
-        # the caller resets the cache too, but stale keys and values would go unnoticed, so the engine does it itself
-        self.reset_cache()
 
     @torch.inference_mode()
     def reset_cache(self) -> None:

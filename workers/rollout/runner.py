@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from verl_lite.metrics import Metric
+from verl_lite.profiling import span
 from workers.rollout.base import Completion, Request, RolloutEngine
 
 Owner = TypeVar("Owner")
@@ -119,9 +120,10 @@ class Runner(Generic[Owner]):
         number of steps."""
         completions: list[Completion] = []
         made = 0
-        while made != steps and not (steps is None and (completions or not self.is_decoding)):
-            completions += self.engine.step()
-            made += 1
+        with span("generate"):
+            while made != steps and not (steps is None and (completions or not self.is_decoding)):
+                completions += self.engine.step()
+                made += 1
         return completions, made
 
     def _repeat(self, calls: _Calls) -> None:

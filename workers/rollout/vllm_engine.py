@@ -129,6 +129,7 @@ class VLLMEngine:
                 self._routers = None  # the engine's first rank returns the experts
         _open_engines += 1
         self._version: int | None = None
+        self._unconverted: set[str] = set()  # parameters that have their names and tensors in checkpoint files too
         self._running: dict[str, _Unfinished] = {}  # by request id
         self._asleep: set[str] = set()
 
@@ -221,8 +222,14 @@ class VLLMEngine:
             try:
                 for name, tensor in weights:
                     given.add(name)
+                    if name in self._unconverted:
+                        yield name, tensor
+                        continue
                     # vLLM expects the names of checkpoint files, which store each expert as a separate tensor
-                    yield from revert_weight_conversion(self._model, {name: tensor}).items()
+                    files = revert_weight_conversion(self._model, {name: tensor})
+                    if list(files) == [name] and files[name] is tensor:
+                        self._unconverted.add(name)
+                    yield from files.items()
             except Exception as error:  # the reload ends early, because vLLM cannot reload again after an exception
                 failed.append(error)
 

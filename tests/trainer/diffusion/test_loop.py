@@ -44,7 +44,7 @@ def clips(step: int, rows: list[int]) -> DataProto:
 class FakeGroup:
     """Workers that note their calls. The weight is how many steps were trained; a sample's score is 0.1 times it."""
 
-    world_size = 2
+    world_size, usage = 2, np.zeros(2)
 
     def __init__(self, without_face: tuple[int, ...] = ()) -> None:
         self.calls: list[str] = []
