@@ -209,7 +209,7 @@ def gradient_of(
     captured: dict[str, np.ndarray] = {}
 
     def capture(lr: float) -> dict[str, Metric]:
-        captured.update({name: value.grad.full_tensor().numpy() for name, value in engine.parameters.items()})
+        captured.update({name: value.grad.full_tensor().numpy() for name, value in engine.trained.items()})
         engine.optimizer.zero_grad()
         return {}
 

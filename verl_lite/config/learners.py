@@ -39,6 +39,17 @@ class NetworkConfig(Options):
     override_config: dict[str, Any] = opt({}, "entries that replace those of the model's config.json")
     enable_gradient_checkpointing: bool = opt(True, "recompute activations in the backward pass to save memory")
     use_remove_padding: bool = opt(True, "pack sequences without padding; false = padded rows (reference)")
+    gradient_checkpointing_layers: int | None = opt(
+        None, "recompute only the first layers; null = all, on a GPU as few as fit its memory", at_least(0)
+    )
+    enable_activation_offload: bool = opt(False, "keep saved activations in host memory until the backward pass")
+
+    def check(self) -> Problems:
+        if self.gradient_checkpointing_layers is not None and not self.enable_gradient_checkpointing:
+            yield (
+                f"model.gradient_checkpointing_layers={self.gradient_checkpointing_layers} has no effect with "
+                "model.enable_gradient_checkpointing=false: remove one of them"
+            )
 
 
 @dataclass
@@ -52,6 +63,7 @@ class ModelConfig(NetworkConfig):
     exclude_modules: list[str] = opt([], "layers without an adapter, although target_modules names them")
 
     def check(self) -> Problems:
+        yield from super().check()
         targets = self.target_modules
         if self.lora_rank > 0 and (not targets or ("all-linear" in targets and len(targets) > 1)):
             yield f"model.target_modules={self.target_modules}: expected all-linear alone, or names of layers"
@@ -154,6 +166,9 @@ class ActorConfig(Options):
     kl_loss_type: str = opt("low_var_kl", "KL: k1 | abs | k2 | k3 (= low_var_kl); NAME+: gradient of k2", KL_ESTIMATORS)
     router_aux_loss_coef: float = opt(0.0, "mixture of experts: weight of the load balancing loss", at_least(0))
     log_prob_chunk_tokens: int = opt(1024, "tokens whose logits are in memory at a time", at_least(1))
+    ulysses_sequence_parallel_size: int = opt(
+        1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
+    )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
@@ -166,6 +181,9 @@ class RefConfig(Options):
     log_prob_use_dynamic_bsz: bool | None = opt(None, "size micro-batches by tokens; null = actor.use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: int | None = opt(None, "tokens per micro-batch; null = the actor's", at_least(1))
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "rows per micro-batch; null = the actor's", at_least(1))
+    ulysses_sequence_parallel_size: int | None = opt(
+        None, "ranks that share each sequence; null = the actor's", at_least(1)
+    )
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload of the reference model")
 
 
@@ -188,6 +206,9 @@ class CriticConfig(Options):
     ppo_micro_batch_size_per_gpu: int | None = opt(None, "sequences per micro-batch; null = the actor's", at_least(1))
     forward_max_token_len_per_gpu: int | None = opt(None, "tokens per forward pass; null = as in updates", at_least(1))
     forward_micro_batch_size_per_gpu: int | None = opt(None, "rows per forward pass; null = as in updates", at_least(1))
+    ulysses_sequence_parallel_size: int | None = opt(
+        None, "ranks that share each sequence; null = the actor's", at_least(1)
+    )
     cliprange_value: float = opt(0.5, "clip range of values around those before the update", POSITIVE)
     loss_agg_mode: str | None = opt(None, "aggregation of token losses; null = actor.loss_agg_mode", LOSS_AGG_MODES)
     model: NetworkConfig = section(NetworkConfig, "network; path=null = the policy's path and override_config")
@@ -205,6 +226,9 @@ class RewardModelConfig(Options):
     use_dynamic_bsz: bool | None = opt(None, "size micro-batches by tokens; null = actor.use_dynamic_bsz")
     forward_max_token_len_per_gpu: int | None = opt(None, "tokens per micro-batch; null = the actor's", at_least(1))
     micro_batch_size_per_gpu: int | None = opt(None, "sequences per micro-batch; null = the actor's", at_least(1))
+    ulysses_sequence_parallel_size: int | None = opt(
+        None, "ranks that share each sequence; null = the actor's", at_least(1)
+    )
     model: NetworkConfig = section(NetworkConfig, "network with one label")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
 
