@@ -25,7 +25,8 @@ class ModelShape:
 
     experts: number of experts, of which each token uses experts_per_token; 0 for one MLP. uncounted: parameters that
     the formulas do not cover. has_head: True for an output layer over the vocabulary, False for one output number.
-    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`).
+    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`). context: number of
+    positions (`max_position_embeddings`); None if the config has no such entry.
     """
 
     hidden: int
@@ -43,6 +44,7 @@ class ModelShape:
     uncounted: int = 0
     has_head: bool = True
     is_packed: bool = True
+    context: int | None = None
 
     @property
     def query(self) -> int:
@@ -105,18 +107,20 @@ class ModelShape:
 
 
 # entries of config.json on the Hugging Face hub that the counts depend on
-_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936}
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "head_dim": 128}
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
+_POSITIONS = "max_position_embeddings"
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, _POSITIONS: 32768}
+_LARGE_QWEN2 = _QWEN2 | {"vocab_size": 152064, _POSITIONS: 131072}
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "head_dim": 128, _POSITIONS: 131072}
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, _POSITIONS: 40960}
 _128_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] = {
     "qwen2.5-0.5b": (_QWEN2, (896, 24, 14, 2, 4864, True)),
     "qwen2.5-1.5b": (_QWEN2, (1536, 28, 12, 2, 8960, True)),
     "qwen2.5-3b": (_QWEN2, (2048, 36, 16, 2, 11008, True)),
-    "qwen2.5-7b": (_QWEN2 | {"vocab_size": 152064}, (3584, 28, 28, 4, 18944, False)),
-    "qwen2.5-14b": (_QWEN2 | {"vocab_size": 152064}, (5120, 48, 40, 8, 13824, False)),
-    "qwen2.5-32b": (_QWEN2 | {"vocab_size": 152064}, (5120, 64, 40, 8, 27648, False)),
-    "qwen2.5-72b": (_QWEN2 | {"vocab_size": 152064}, (8192, 80, 64, 8, 29568, False)),
+    "qwen2.5-7b": (_LARGE_QWEN2, (3584, 28, 28, 4, 18944, False)),
+    "qwen2.5-14b": (_LARGE_QWEN2, (5120, 48, 40, 8, 13824, False)),
+    "qwen2.5-32b": (_LARGE_QWEN2, (5120, 64, 40, 8, 27648, False)),
+    "qwen2.5-72b": (_LARGE_QWEN2, (8192, 80, 64, 8, 29568, False)),
     "qwen3-0.6b": (_QWEN3, (1024, 28, 16, 8, 3072, True)),
     "qwen3-8b": (_QWEN3, (4096, 36, 32, 8, 12288, False)),
     "qwen3-30b-a3b": (_QWEN3 | _128_EXPERTS, (2048, 48, 32, 4, 6144, False)),
@@ -158,6 +162,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         head_norms=kind in WITH_HEAD_NORMS,
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+        context=config.get(_POSITIONS),
     )
 
 

@@ -63,6 +63,11 @@ class PPOConfig(RunOptions):
         """Maximum number of tokens of a prompt with its answer."""
         return self.data.max_prompt_length + self.data.max_response_length
 
+    def sequence_parallel_size(self, role: str) -> int:
+        """Number of ranks that share each sequence in a role: actor, ref, critic or reward_model."""
+        own = getattr(self, role).ulysses_sequence_parallel_size
+        return self.actor.ulysses_sequence_parallel_size if own is None else own
+
     def check(self) -> Problems:
         """Yields the problems that involve several sections."""
         trainer, buffer, filters = self.trainer, self.reward.overlong_buffer, self.algorithm.filter_groups
@@ -116,8 +121,10 @@ class PPOConfig(RunOptions):
             size = size or (critic.ppo_micro_batch_size_per_gpu if options is critic else None)
             if not dynamic and not size:
                 yield f"{start}{switch}=false needs {start}{size_key}, a number of sequences, which is null"
-            if dynamic and budget is not None and budget < longest:
-                yield f"{start}{budget_key}={budget} cannot hold one sample, {need}"
+            shared = self.sequence_parallel_size({"rollout.": "actor"}.get(start, start[:-1]))
+            if dynamic and budget is not None and budget * shared < longest:
+                ranks = f" of {shared} ranks" * (shared > 1)
+                yield f"{start}{budget_key}={budget}{ranks} cannot hold one sample, {need}{' in total' * (shared > 1)}"
         context = rollout.max_model_len or longest
         if context < longest:
             yield f"rollout.max_model_len={context} is shorter than {need}, or null"

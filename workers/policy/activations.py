@@ -35,8 +35,8 @@ def limit_activations(network: PreTrainedModel, model: NetworkConfig) -> None:
         layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
         if number is not None and number > len(layers):
             raise UserError(
-                f"model.gradient_checkpointing_layers={number}: model.path={model.path!r} has {len(layers)} layers that "
-                "can be recomputed; set at most that number, or null for all"
+                f"model.gradient_checkpointing_layers={number}: model.path={model.path!r} has {len(layers)} layers "
+                "that can be recomputed; set at most that number, or null for all"
             )
         for layer in layers[len(layers) if number is None else number :]:
             layer.gradient_checkpointing = False
