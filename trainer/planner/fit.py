@@ -69,7 +69,7 @@ def _decide_reduction(
 def _decide_recomputed(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_bytes: float
 ) -> Iterator[str]:
-    """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Yields a sentence for each."""
+    """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Yields sentences."""
     for key, model, shape in (
         ("model", config.model, networks.policy),
         ("critic.model", config.critic.model, networks.critic),
@@ -154,38 +154,38 @@ def hold_longest_row(config: PPOConfig) -> list[str]:
 
 
 def _levels(config: PPOConfig, networks: Networks, slots: int) -> Iterator[list[Changes]]:
-    """Yields the changes from the cheapest to the most expensive, each as a list of alternatives that begins with no
-    change. All but the last keep what is computed."""
+    """Yields the changes from the cheapest to the most expensive in time, each as a list of alternatives that begins
+    with no change. Only the last, an adapter, changes the result."""
     rollout, actor, shape = config.rollout, config.actor, networks.policy
-    models = {"model": config.model} | ({} if networks.critic is None else {"critic.model": config.critic.model})
-    trained = ["actor", *(["critic"] if networks.critic is not None else [])]
+    trained, models = ["actor"], ["model"]
+    if networks.critic is not None:
+        trained, models = [*trained, "critic"], [*models, "critic.model"]
     frozen = ["ref"] * needs_reference_model(config) + ["reward_model"] * config.reward_model.enable
 
-    def level(key: str, *values: Any) -> list[Changes]:
-        now = _assign(config, key)
-        return [{}, *({key: value} for value in values if value != now)]
+    def level(*alternatives: Changes) -> list[Changes]:
+        changed = (
+            {key: value for key, value in each.items() if _assign(config, key) != value} for each in alternatives
+        )
+        return [{}, *filter(None, changed)]
 
     # engines sleep during the update, unless free_cache_engine=false
-    yield level("rollout.gpu_memory_utilization", *SHARES)
-    yield level("rollout.max_num_seqs", min(SEQUENCES, rollout.max_num_seqs))
-    if actor.use_dynamic_bsz:
-        yield level(BUDGET, "one sequence")
-    else:
-        yield level("actor.ppo_micro_batch_size_per_gpu", 1)
-    yield [{}, {f"{each}.enable_gradient_checkpointing": True for each in models}]
+    yield level(*({"rollout.gpu_memory_utilization": share} for share in SHARES))
+    yield level({"rollout.max_num_seqs": min(SEQUENCES, rollout.max_num_seqs)})
+    yield level({BUDGET: "one sequence"} if actor.use_dynamic_bsz else {"actor.ppo_micro_batch_size_per_gpu": 1})
+    all_layers = {"enable_gradient_checkpointing": True, "gradient_checkpointing_layers": None}
+    yield level({f"{model}.{key}": value for model in models for key, value in all_layers.items()})
     ranks = actor.ulysses_sequence_parallel_size
     is_packed = shape.is_packed and config.model.use_remove_padding
     sizes = [size for size in _divisors(math.gcd(slots, shape.heads)) if size > ranks and is_packed]
     sizes = [size for size in sizes if not shape.kv_heads % size or not size % shape.kv_heads]
-    yield level(RANKS, *sizes)
+    yield level(*({RANKS: size} for size in sizes))
     here = math.gcd(slots // config.trainer.nnodes, shape.heads)
     parallel = rollout.tensor_model_parallel_size
-    yield level("rollout.tensor_model_parallel_size", *(size for size in _divisors(here) if size > parallel))
-    yield [{}, {f"{role}.fsdp_config.optimizer_offload": True for role in trained}]
-    yield [{}, {f"{role}.fsdp_config.param_offload": True for role in (*trained, *frozen)}]
-    yield [{}, {f"{each}.enable_activation_offload": True for each in models}]
-    if not config.model.lora_rank:
-        yield level("model.lora_rank", LORA_RANK)
+    yield level(*({"rollout.tensor_model_parallel_size": size} for size in _divisors(here) if size > parallel))
+    yield level({f"{role}.fsdp_config.optimizer_offload": True for role in trained})
+    yield level({f"{role}.fsdp_config.param_offload": True for role in (*trained, *frozen)})
+    yield level({f"{model}.enable_activation_offload": True for model in models})
+    yield level({"model.lora_rank": config.model.lora_rank or LORA_RANK})
 
 
 def _divisors(number: int) -> list[int]:
@@ -218,4 +218,4 @@ def fit_table(
 
 
 def _shown(changes: Changes) -> str:
-    return " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+    return " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in changes.items())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer import requirements
 from trainer.planner.accelerators import Accelerator
@@ -191,6 +192,9 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
 # -- networks, rows and phases of a run --------------------------------------------------------------------------------
 
 
+_COUNTED: dict[tuple[Any, ...], int] = {}  # trained parameters of adapters that `trained_parameters` counted
+
+
 def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
     """Returns the policy's number of trainable parameters and, of these, the number in its LoRA adapter."""
     model = config.model
@@ -201,7 +205,18 @@ def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
     else:
         from workers.policy.loading import count_trained
 
-        adapter = count_trained(model)
+        # the search for options that fit asks for the same network hundreds of times
+        key = (
+            model.path,
+            model.lora_rank,
+            *model.target_modules,
+            "",
+            *model.exclude_modules,
+            repr(model.override_config),
+        )
+        if key not in _COUNTED:
+            _COUNTED[key] = count_trained(model)
+        adapter = _COUNTED[key]
     return adapter, adapter
 
 
@@ -496,8 +511,9 @@ def training_pass(
     hidden = float(run.size * run.tokens * shape.hidden)
     kept = kept_activations(network, run, recomputed)
     if offload:
-        widest = shape.hidden if recomputed == shape.layers else max(shape.hidden, shape.active_inner)
-        kept = min(kept, (AHEAD + 1.0) * run.size * run.tokens * widest)
+        all_recomputed = recomputed == shape.layers
+        width = (AHEAD + 1) * shape.hidden if all_recomputed else 2 * AHEAD * max(shape.hidden, shape.active_inner)
+        kept = min(kept, float(run.size * run.tokens * width))
     work = (layer if recomputed else 0.0) + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
     head_gradient = 2.0 * FP32 * shape.embedding if network.trained and not has_adapter and shape.has_head else 0.0
     at_head = output_layer_bytes(shape, run, trains=True) + head_gradient + 2 * run.size * run.predicted * shape.hidden

@@ -106,10 +106,11 @@ class HostCopy:
         self.on_device = None
 
     def start_return(self) -> None:
-        """Starts the copy back to the device, if the tensor is not there."""
-        if self.on_device is None:
+        """Starts the copy back to the device, if the tensor is not there or was modified there."""
+        if self.on_device is None or self.on_device._version != self._version:
             self.on_device = torch.empty_like(self.host, device=self.device)  # memory of the stream that will read it
             self._copied = self._copy(self.on_device, self.host)
+            self._version = self.on_device._version
 
     def read(self) -> torch.Tensor:
         """The tensor on the device. The last expected read frees its memory there."""
