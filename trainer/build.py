@@ -29,13 +29,7 @@ from trainer.planner.batch import launch_table
 from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules
-from trainer.requirements import (
-    context_problem,
-    needs_critic,
-    needs_reference,
-    needs_reference_model,
-    needs_reward_function,
-)
+from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
 from trainer.resources import DeviceHolder, create_groups, engine_devices, join_ray, start_workers
 from trainer.rewards.failures import LEAST_REWARDS, FailureLog
 from trainer.rewards.groups import ACCURACY, SCORE
@@ -274,8 +268,14 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -
 def check_context(config: PPOConfig) -> None:
     """Raises UserError if prompt and response together may exceed the model's number of positions."""
     # an engine would reject this only after its start; a model beyond its positions generates nonsense
-    if problem := context_problem(config, longest_context(load_model_config(config.model))):
-        raise UserError(problem)
+    context = longest_context(load_model_config(config.model))
+    prompt, answer = config.data.max_prompt_length, config.data.max_response_length
+    if context is not None and prompt + answer > context:
+        raise UserError(
+            f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more "
+            f"than the {context} positions of model.path={config.model.path!r}: lower one of them, or take a model "
+            "with a longer context"
+        )
 
 
 def check_engine(config: PPOConfig) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from trainer.cli import command
 from trainer.planner.accelerators import ACCELERATORS, Accelerator
 from trainer.planner.batch import PlanRow, launch_table
-from trainer.planner.fit import BUDGET, decide_sharding, fit_table, hold_longest_row
+from trainer.planner.fit import BUDGET, decide_sharding, fit_table
 from trainer.planner.memory import (
     FP32,
     GIB,
@@ -31,7 +31,6 @@ from trainer.planner.memory import (
 )
 from trainer.planner.model_shape import LIKE, ModelShape, config_like, read_shape
 from trainer.planner.step_time import Lengths, time_lines
-from trainer.requirements import context_problem
 from trainer.saving import checkpoint_bytes, most_checkpoints
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.config import PPOConfig, load_schema
@@ -48,6 +47,7 @@ _ANY_DATA = ["owner/name"]  # replaces data files, which need not exist for a pl
 @command
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
+    from trainer.build import check_context  # imports this module
     from trainer.recipe import recipe_overrides
 
     parser = argparse.ArgumentParser(prog="python -m trainer.plan", description=__doc__, allow_abbrev=False)
@@ -73,8 +73,9 @@ def main(argv: list[str]) -> int:
         if given.like is not None:
             if path is not None and recipe is None:
                 raise UserError(f"--like and model.path={path!r} contradict each other: leave one out")
-            Path(folder, "config.json").write_text(json.dumps(config_like(given.like)), encoding="utf-8")
-            config.model.path = folder
+            config.model.path = str(Path(folder, given.like))
+            Path(config.model.path).mkdir()
+            Path(config.model.path, "config.json").write_text(json.dumps(config_like(given.like)), encoding="utf-8")
         elif recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
             raise UserError(
                 f"model.path={path!r} does not exist yet: recipe={recipe} creates it in its first run. To create it "
@@ -83,8 +84,10 @@ def main(argv: list[str]) -> int:
         if given.fit and device.name == "cpu":
             raise UserError("--fit with --device cpu: expected a GPU, such as --device h100 --memory_gb 24")
         networks, slots = read_networks(config), _slots(config, device)
-        if given.fit:
-            rest = [*(option for option in rest if not option.startswith(f"{BUDGET}=")), *hold_longest_row(config)]
+        if given.fit and config.actor.use_dynamic_bsz:  # a micro-batch holds the longest row
+            ranks, budget = config.actor.ulysses_sequence_parallel_size, config.actor.ppo_max_token_len_per_gpu
+            config.actor.ppo_max_token_len_per_gpu = max(budget, math.ceil(sum(longest) / ranks))
+            rest = [*rest, f"{BUDGET}={config.actor.ppo_max_token_len_per_gpu}"]
         _check(config, slots)
         is_auto_on_cpu = config.rollout.name == "auto" and device.name == "cpu"
         if is_auto_on_cpu and (problem := vllm_problem(config.model, config.rollout, "cpu")):
@@ -116,11 +119,8 @@ def main(argv: list[str]) -> int:
         if given.fit and memory is not None:
             fits, lines = fit_table(undecided, networks, slots, device, memory, rest)
             print("", *lines, sep="\n")
-        if given.like is not None:
-            config.model.path = given.like
-        if problem := context_problem(config, shape.context):
-            print(f"\n{problem}")
-        return int(not fits or bool(problem))
+        check_context(config)
+        return int(not fits)
 
 
 def _slots(config: PPOConfig, device: Accelerator) -> int:

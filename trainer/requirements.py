@@ -71,19 +71,6 @@ def estimator_takes(config: PPOConfig, column: str) -> bool:
     return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), column)
 
 
-def context_problem(config: PPOConfig, context: int | None) -> str:
-    """Returns the problem if prompt and response together may exceed the model's number of positions, or an empty
-    string. context: `max_position_embeddings` of the model; None if it has no limit."""
-    prompt, answer = config.data.max_prompt_length, config.data.max_response_length
-    if context is None or prompt + answer <= context:
-        return ""
-    return (
-        f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more than "
-        f"the {context} positions of model.path={config.model.path!r} (max_position_embeddings in its config.json): "
-        "lower one of them, or take a model with a longer context"
-    )
-
-
 @dataclass(frozen=True)
 class MicroBatching:
     """The size of a rank's micro-batches in a pass: either a token budget or a number of sequences; the other field is

@@ -1,25 +1,31 @@
 """Chooses options by memory: null options at launch, and the cheapest changes with which a run fits a device."""
 
 import bisect
+import copy
 import itertools
+import json
 import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.memory import GIB, MemoryPlan, Networks, memory_plan
 from trainer.requirements import needs_reference_model
 from verl_lite.config import NetworkConfig, PPOConfig
+from verl_lite.config.option_table import value_of
 
 SIZES_GIB = (8.0, 16.0, 24.0, 80.0)  # devices that the search reports besides the planned one
 SPARE = 0.85  # share of the memory up to which layers keep their activations instead of being recomputed
 LORA_RANK = 32  # of the proposed adapter
 SHARES = (0.7, 0.85, 0.3)  # of the device's memory for the engine, besides the configured one
-SEQUENCES = 16  # decoded at a time, at least
+SEQUENCES = 16  # of an engine at a time, at least
 BUDGET, RANKS = "actor.ppo_max_token_len_per_gpu", "actor.ulysses_sequence_parallel_size"
+TENSOR = "rollout.tensor_model_parallel_size"
+_DECIDED = [
+    f"{role}.fsdp_config.{name}" for role in ("actor", "critic") for name in ("fsdp_size", "reduce_every_micro_batch")
+] + ["ref.fsdp_config.fsdp_size"]
 Changes = dict[str, Any]  # values by key
 
 
@@ -70,11 +76,10 @@ def _decide_recomputed(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_bytes: float
 ) -> Iterator[str]:
     """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Yields sentences."""
-    for key, model, shape in (
-        ("model", config.model, networks.policy),
-        ("critic.model", config.critic.model, networks.critic),
-    ):
-        if shape is None or not model.enable_gradient_checkpointing or model.gradient_checkpointing_layers is not None:
+    for key, shape in (("model", networks.policy), ("critic.model", networks.critic)):
+        model: NetworkConfig = value_of(config, key)
+        is_decided = not model.enable_gradient_checkpointing or model.gradient_checkpointing_layers is not None
+        if shape is None or is_decided or model.enable_activation_offload:  # offload would fill the host's memory
             continue
 
         def fits(number: int, model: NetworkConfig = model) -> bool:
@@ -91,105 +96,59 @@ def _decide_recomputed(
 # -- search ------------------------------------------------------------------------------------------------------------
 
 
-class Fit(NamedTuple):
-    """changes: options to change; None if no tried set of changes fits. plan: the plan with these changes, or the plan
-    that needs the least memory."""
-
-    changes: Changes | None
-    plan: MemoryPlan
-
-
-def find_fit(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float) -> Fit:
-    """Returns the first set of changes that fits a GPU with this memory. Sets are tried in the order of their most
-    expensive change, so no part of the returned set is enough. The configuration is unchanged afterwards."""
-    device, least = replace(device, memory_gib=memory_gib), None
-    for chosen in itertools.product(*reversed(list(_levels(config, networks, slots)))):
-        changes = {key: value for level in reversed(chosen) for key, value in level.items()}
-        if BUDGET in changes:
-            ranks = changes.get(RANKS, config.actor.ulysses_sequence_parallel_size)
-            changes[BUDGET] = math.ceil(longest_row(config) / ranks)
-        before = {key: _assign(config, key) for key in _DECIDED}
-        before |= {key: _assign(config, key, value) for key, value in changes.items()}
-        _decide_reduction(config, networks, slots, device, memory_gib)
-        plan = memory_plan(config, networks, slots, device)
-        for key, value in before.items():
-            _assign(config, key, value)
-        if plan.fits(memory_gib * GIB):
-            return Fit(changes, plan)
-        if least is None or (len(plan.notes), plan.device_bytes) < (len(least.notes), least.device_bytes):
-            least = plan
-    assert least is not None
-    return Fit(None, least)
+def find_fit(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float
+) -> tuple[Changes | None, MemoryPlan]:
+    """Returns the first set of changes that fits a GPU with this memory, and its plan; None and the plan that needs the
+    least memory if no set fits. Sets are tried in the order of their most expensive change, so no part of the returned
+    set is enough."""
+    device, changed, plans = replace(device, memory_gib=memory_gib), copy.deepcopy(config), []
+    levels = _levels(config, networks, slots)
+    keys = {*_DECIDED, *(key for level in levels for changes in level for key in changes)}
+    configured = {key: value_of(config, key) for key in keys}
+    for chosen in itertools.product(*levels):
+        changes = {key: value for change in reversed(chosen) for key, value in change.items()}
+        for key, value in (configured | changes).items():
+            section, _, name = key.rpartition(".")
+            setattr(value_of(changed, section), name, value)
+        _decide_reduction(changed, networks, slots, device, memory_gib)
+        plans.append(memory_plan(changed, networks, slots, device))
+        if plans[-1].fits(memory_gib * GIB):
+            return {key: value for key, value in changes.items() if value != configured[key]}, plans[-1]
+    return None, min(plans, key=lambda plan: (len(plan.notes), plan.device_bytes))
 
 
-_DECIDED = [
-    f"{role}.fsdp_config.{name}" for role in ("actor", "critic") for name in ("fsdp_size", "reduce_every_micro_batch")
-] + ["ref.fsdp_config.fsdp_size"]
-_UNCHANGED = object()
-
-
-def _assign(config: PPOConfig, key: str, value: Any = _UNCHANGED) -> Any:
-    """Returns the value of a dotted key, and sets the key if a value is given."""
-    *sections, name = key.split(".")
-    section = reduce(getattr, sections, config)
-    before = getattr(section, name)
-    if value is not _UNCHANGED:
-        setattr(section, name, value)
-    return before
-
-
-def longest_row(config: PPOConfig) -> int:
-    """Returns the largest number of tokens of a sequence."""
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
-def hold_longest_row(config: PPOConfig) -> list[str]:
-    """Raises the token budget of the micro-batches to the longest sequence if it is smaller. Returns the option."""
-    actor = config.actor
-    needed = math.ceil(longest_row(config) / actor.ulysses_sequence_parallel_size)
-    if not actor.use_dynamic_bsz or actor.ppo_max_token_len_per_gpu >= needed:
-        return []
-    actor.ppo_max_token_len_per_gpu = needed
-    return [f"{BUDGET}={needed}"]
-
-
-def _levels(config: PPOConfig, networks: Networks, slots: int) -> Iterator[list[Changes]]:
-    """Yields the changes from the cheapest to the most expensive in time, each as a list of alternatives that begins
-    with no change. Only the last, an adapter, changes the result."""
+def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Changes]]:
+    """Returns the changes from the most expensive in time to the cheapest, each as a list of alternatives that begins
+    with no change. Only an adapter changes the result."""
     rollout, actor, shape = config.rollout, config.actor, networks.policy
-    trained, models = ["actor"], ["model"]
-    if networks.critic is not None:
-        trained, models = [*trained, "critic"], [*models, "critic.model"]
+    trained = {"actor": "model"} | ({} if networks.critic is None else {"critic": "critic.model"})
     frozen = ["ref"] * needs_reference_model(config) + ["reward_model"] * config.reward_model.enable
-
-    def level(*alternatives: Changes) -> list[Changes]:
-        changed = (
-            {key: value for key, value in each.items() if _assign(config, key) != value} for each in alternatives
-        )
-        return [{}, *filter(None, changed)]
-
-    # engines sleep during the update, unless free_cache_engine=false
-    yield level(*({"rollout.gpu_memory_utilization": share} for share in SHARES))
-    yield level({"rollout.max_num_seqs": min(SEQUENCES, rollout.max_num_seqs)})
-    yield level({BUDGET: "one sequence"} if actor.use_dynamic_bsz else {"actor.ppo_micro_batch_size_per_gpu": 1})
-    all_layers = {"enable_gradient_checkpointing": True, "gradient_checkpointing_layers": None}
-    yield level({f"{model}.{key}": value for model in models for key, value in all_layers.items()})
-    ranks = actor.ulysses_sequence_parallel_size
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    ranks, parallel = actor.ulysses_sequence_parallel_size, rollout.tensor_model_parallel_size
+    sizes = [size for size in range(2, slots + 1) if not slots % size and not shape.heads % size]
+    shared = [size for size in sizes if size > ranks and (not shape.kv_heads % size or not size % shape.kv_heads)]
     is_packed = shape.is_packed and config.model.use_remove_padding
-    sizes = [size for size in _divisors(math.gcd(slots, shape.heads)) if size > ranks and is_packed]
-    sizes = [size for size in sizes if not shape.kv_heads % size or not size % shape.kv_heads]
-    yield level(*({RANKS: size} for size in sizes))
-    here = math.gcd(slots // config.trainer.nnodes, shape.heads)
-    parallel = rollout.tensor_model_parallel_size
-    yield level(*({"rollout.tensor_model_parallel_size": size} for size in _divisors(here) if size > parallel))
-    yield level({f"{role}.fsdp_config.optimizer_offload": True for role in trained})
-    yield level({f"{role}.fsdp_config.param_offload": True for role in (*trained, *frozen)})
-    yield level({f"{model}.enable_activation_offload": True for model in models})
-    yield level({"model.lora_rank": config.model.lora_rank or LORA_RANK})
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    row = {BUDGET: math.ceil(longest / ranks)} if actor.use_dynamic_bsz else {"actor.ppo_micro_batch_size_per_gpu": 1}
+    recomputed = {
+        f"{model}.{key}": value
+        for model in trained.values()
+        for key, value in (("enable_gradient_checkpointing", True), ("gradient_checkpointing_layers", None))
+    }
+    alternatives: list[list[Changes]] = [
+        [{"model.lora_rank": LORA_RANK}] if not config.model.lora_rank else [],
+        [recomputed | {f"{model}.enable_activation_offload": True for model in trained.values()}],
+        [{f"{role}.fsdp_config.param_offload": True for role in (*trained, *frozen)}],
+        [{f"{role}.fsdp_config.optimizer_offload": True for role in trained}],
+        [{TENSOR: size} for size in sizes if size > parallel and size <= slots // config.trainer.nnodes],
+        [row | {RANKS: size} | {BUDGET: math.ceil(longest / size)} for size in shared if is_packed],
+        [recomputed],
+        [row],
+        [{"rollout.max_num_seqs": min(SEQUENCES, rollout.max_num_seqs)}],
+        [{"rollout.gpu_memory_utilization": share} for share in SHARES],  # the engine sleeps during the update
+    ]
+    is_change = lambda each: any(value_of(config, key) != value for key, value in each.items())  # noqa: E731
+    return [[{}, *filter(is_change, level)] for level in alternatives]
 
 
 def fit_table(
@@ -197,25 +156,18 @@ def fit_table(
 ) -> tuple[bool, list[str]]:
     """Returns True if a set of changes fits `memory_gib`, and lines with the changes for several device sizes and the
     command line for `memory_gib`. given: the options of the plan's command line."""
-    others = (size for size in SIZES_GIB if abs(size - memory_gib) > 1)
-    found = {size: find_fit(config, networks, slots, device, size) for size in sorted({*others, memory_gib})}
-    title = f"sequences of {longest_row(config):,} tokens"
-    lines = [f"{title:<30}{'GiB needed':>12}{'on the host':>13}   cheapest changes that fit"]
-    for size, (changes, plan) in found.items():
+    sizes = sorted({memory_gib, *(size for size in SIZES_GIB if abs(size - memory_gib) > 1)})
+    lines, command = [f"{'what fits':<26}{'GiB needed':>12}{'on the host':>13}   cheapest changes"], ""
+    for size in sizes:
+        changes, plan = find_fit(config, networks, slots, device, size)
         needed, host = max(plan.device_bytes, plan.engine_bytes) / GIB, sum(plan.host.values()) / GIB
-        text = "no changes" if changes == {} else _shown(changes or {})
+        options = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
+        text = " ".join(options) or "none"
         if changes is None:
             text = "; ".join([f"nothing tried fits: the phase {plan.worst!r} needs the most", *plan.notes])
-        lines.append(f"  {f'a device of {size:g} GiB':<28}{needed:>12.1f}{host:>13.1f}   {text}")
-    if (changes := found[memory_gib].changes) is None:
-        return False, lines
-    devices = f"trainer.n_gpus_per_node={slots // config.trainer.nnodes}"
-    options = [option for option in given if option.partition("=")[0] not in {*changes, "trainer.n_gpus_per_node"}]
-    lines += ["", f"python -m trainer.main_ppo {shlex.join(options)} {devices} {_shown(changes)}".rstrip()]
-    if "model.lora_rank" in changes:
-        lines.append("model.lora_rank trains an adapter instead of all weights; no other change affects the result")
-    return True, lines
-
-
-def _shown(changes: Changes) -> str:
-    return " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in changes.items())
+        elif size == memory_gib:
+            devices = f"trainer.n_gpus_per_node={slots // config.trainer.nnodes}"
+            last = {option.partition("=")[0]: option for option in (*given, devices, *options)}
+            command = f"python -m trainer.main_ppo {shlex.join(last.values())}"
+        lines.append(f"  {f'a device of {size:g} GiB':<24}{needed:>12.1f}{host:>13.1f}   {text}")
+    return bool(command), [*lines, "", command]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer import requirements
 from trainer.planner.accelerators import Accelerator
@@ -192,7 +191,7 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
 # -- networks, rows and phases of a run --------------------------------------------------------------------------------
 
 
-_COUNTED: dict[tuple[Any, ...], int] = {}  # trained parameters of adapters that `trained_parameters` counted
+_COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` counted
 
 
 def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
@@ -205,15 +204,7 @@ def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
     else:
         from workers.policy.loading import count_trained
 
-        # the search for options that fit asks for the same network hundreds of times
-        key = (
-            model.path,
-            model.lora_rank,
-            *model.target_modules,
-            "",
-            *model.exclude_modules,
-            repr(model.override_config),
-        )
+        key = repr((model.path, model.lora_rank, model.target_modules, model.exclude_modules, model.override_config))
         if key not in _COUNTED:
             _COUNTED[key] = count_trained(model)
         adapter = _COUNTED[key]

@@ -25,8 +25,7 @@ class ModelShape:
 
     experts: number of experts, of which each token uses experts_per_token; 0 for one MLP. uncounted: parameters that
     the formulas do not cover. has_head: True for an output layer over the vocabulary, False for one output number.
-    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`). context: number of
-    positions (`max_position_embeddings`); None if the config has no such entry.
+    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`).
     """
 
     hidden: int
@@ -44,7 +43,6 @@ class ModelShape:
     uncounted: int = 0
     has_head: bool = True
     is_packed: bool = True
-    context: int | None = None
 
     @property
     def query(self) -> int:
@@ -162,7 +160,6 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         head_norms=kind in WITH_HEAD_NORMS,
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
-        context=config.get(_POSITIONS),
     )
 
 

@@ -40,16 +40,9 @@ class NetworkConfig(Options):
     enable_gradient_checkpointing: bool = opt(True, "recompute activations in the backward pass to save memory")
     use_remove_padding: bool = opt(True, "pack sequences without padding; false = padded rows (reference)")
     gradient_checkpointing_layers: int | None = opt(
-        None, "recompute only the first layers; null = all, on a GPU as few as fit its memory", at_least(0)
+        None, "checkpoint only the first layers; null = all, on a GPU as few as needed to fit", at_least(0)
     )
     enable_activation_offload: bool = opt(False, "keep saved activations in host memory until the backward pass")
-
-    def check(self) -> Problems:
-        if self.gradient_checkpointing_layers is not None and not self.enable_gradient_checkpointing:
-            yield (
-                f"model.gradient_checkpointing_layers={self.gradient_checkpointing_layers} has no effect with "
-                "model.enable_gradient_checkpointing=false: remove one of them"
-            )
 
 
 @dataclass
@@ -63,7 +56,6 @@ class ModelConfig(NetworkConfig):
     exclude_modules: list[str] = opt([], "layers without an adapter, although target_modules names them")
 
     def check(self) -> Problems:
-        yield from super().check()
         targets = self.target_modules
         if self.lora_rank > 0 and (not targets or ("all-linear" in targets and len(targets) > 1)):
             yield f"model.target_modules={self.target_modules}: expected all-linear alone, or names of layers"
