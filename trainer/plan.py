@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trainer.cli import command
 from trainer.planner.accelerators import ACCELERATORS, Accelerator
-from trainer.planner.batch import PlanRow, launch_table
+from trainer.planner.batch import PlanRow, check_context, launch_table
 from trainer.planner.fit import BUDGET, decide_sharding, fit_table
 from trainer.planner.memory import (
     FP32,
@@ -47,7 +47,6 @@ _ANY_DATA = ["owner/name"]  # replaces data files, which need not exist for a pl
 @command
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    from trainer.build import check_context  # imports this module
     from trainer.recipe import recipe_overrides
 
     parser = argparse.ArgumentParser(prog="python -m trainer.plan", description=__doc__, allow_abbrev=False)

@@ -505,7 +505,9 @@ def training_pass(
         all_recomputed = recomputed == shape.layers
         width = (AHEAD + 1) * shape.hidden if all_recomputed else 2 * AHEAD * max(shape.hidden, shape.active_inner)
         kept = min(kept, float(run.size * run.tokens * width))
-    work = (layer if recomputed else 0.0) + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
+    # a recomputed layer takes the place of a later one that kept its activations and is done
+    again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
+    work = again + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
     head_gradient = 2.0 * FP32 * shape.embedding if network.trained and not has_adapter and shape.has_head else 0.0
     at_head = output_layer_bytes(shape, run, trains=True) + head_gradient + 2 * run.size * run.predicted * shape.hidden
     before, shard = network.gradients(micro_batches)

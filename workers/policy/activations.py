@@ -89,8 +89,8 @@ class ActivationOffload(saved_tensors_hooks):
 
 @dataclass(eq=False)
 class HostCopy:
-    """A saved tensor in host memory, pinned on CUDA. index: its number. on_device: the tensor while it is on its device;
-    must not be freed before `wait`. copied: the end of the last copy."""
+    """A saved tensor in host memory, pinned on CUDA. index: its number. on_device: the tensor while its device has
+    it; must not be freed before `wait`. copied: the end of the last copy."""
 
     host: torch.Tensor
     index: int
