@@ -25,7 +25,7 @@ from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
 from trainer.picture import draw_curve
 from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
-from trainer.planner.batch import launch_table
+from trainer.planner.batch import check_context, launch_table
 from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules
@@ -55,13 +55,7 @@ from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
 from workers.critic import CriticWorker, critic_network
 from workers.frozen_models import ReferenceWorker, RewardModelWorker
-from workers.policy.loading import (
-    check_sequence_parallel,
-    empty_network,
-    load_model_config,
-    longest_context,
-    packing_note,
-)
+from workers.policy.loading import check_sequence_parallel, empty_network, load_model_config, packing_note
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
@@ -270,19 +264,6 @@ def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -
     """Runs a training from its command line. Returns the exit status. trainer_class: see `PPOJob`."""
     loaded = load_config(argv, recipe_loader=recipe_overrides)
     return run(PPOJob, loaded, argv, trainer_class=trainer_class)
-
-
-def check_context(config: PPOConfig) -> None:
-    """Raises UserError if prompt and response together may exceed the model's number of positions."""
-    # an engine would reject this only after its start; a model beyond its positions generates nonsense
-    context = longest_context(load_model_config(config.model))
-    prompt, answer = config.data.max_prompt_length, config.data.max_response_length
-    if context is not None and prompt + answer > context:
-        raise UserError(
-            f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more "
-            f"than the {context} positions of model.path={config.model.path!r}: lower one of them, or take a model "
-            "with a longer context"
-        )
 
 
 def check_engine(config: PPOConfig) -> None:

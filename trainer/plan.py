@@ -1,5 +1,5 @@
 """`python -m trainer.plan [--like MODEL] [--device h100] [--memory_gb 80] [--mean_prompt 100] [--mean_response 700]
-[--placement] key=value ...`: predicts memory and time of a run from its options.
+[--placement] [--fit] key=value ...`: predicts memory and time of a run from its options.
 
 Reads the options of `trainer.main_ppo` and the config.json of `model.path` (no weights), or the sizes of a published
 model. Needs no device, data or cluster, whatever `trainer.n_gpus_per_node` and `trainer.nnodes` are. Prints the batch
@@ -20,11 +20,11 @@ from pathlib import Path
 
 from trainer.cli import command
 from trainer.planner.accelerators import ACCELERATORS, Accelerator
-from trainer.planner.batch import PlanRow, launch_table
+from trainer.planner.batch import PlanRow, check_context, launch_table
+from trainer.planner.fit import BUDGET, decide_sharding, fit_table
 from trainer.planner.memory import (
     FP32,
     GIB,
-    Networks,
     compute_size,
     memory_plan,
     read_networks,
@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
     add("--mean_prompt", type=float, help="mean prompt tokens, for the time; default: data.max_prompt_length")
     add("--mean_response", type=float, help="mean response tokens, for the time; default: data.max_response_length")
     add("--placement", action="store_true", help="compare shared devices with engines on devices of their own")
+    add("--fit", action="store_true", help="find the cheapest changes that fit 8, 16, 24, 80 GiB and the device")
     given, rest = parser.parse_known_args(argv)
     device = ACCELERATORS[given.device or "h100"]
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
@@ -71,26 +72,36 @@ def main(argv: list[str]) -> int:
         if given.like is not None:
             if path is not None and recipe is None:
                 raise UserError(f"--like and model.path={path!r} contradict each other: leave one out")
-            Path(folder, "config.json").write_text(json.dumps(config_like(given.like)), encoding="utf-8")
-            config.model.path = folder
+            config.model.path = str(Path(folder, given.like))
+            Path(config.model.path).mkdir()
+            Path(config.model.path, "config.json").write_text(json.dumps(config_like(given.like)), encoding="utf-8")
         elif recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
             raise UserError(
                 f"model.path={path!r} does not exist yet: recipe={recipe} creates it in its first run. To create it "
                 f"and plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
             )
+        if given.fit and device.name == "cpu":
+            raise UserError("--fit with --device cpu: expected a GPU, such as --device h100 --memory_gb 24")
         networks, slots = read_networks(config), _slots(config, device)
+        if given.fit and config.actor.use_dynamic_bsz:  # a micro-batch holds the longest row
+            ranks, budget = config.actor.ulysses_sequence_parallel_size, config.actor.ppo_max_token_len_per_gpu
+            config.actor.ppo_max_token_len_per_gpu = max(budget, math.ceil(sum(longest) / ranks))
+            rest = [*rest, f"{BUDGET}={config.actor.ppo_max_token_len_per_gpu}"]
         _check(config, slots)
         is_auto_on_cpu = config.rollout.name == "auto" and device.name == "cpu"
         if is_auto_on_cpu and (problem := vllm_problem(config.model, config.rollout, "cpu")):
             config.rollout.name = "hf"
             print(f"rollout.name=auto chooses hf: {problem}")
         shape, memory, nodes = networks.policy, given.memory_gb or device.memory_gib, config.trainer.nnodes
+        if device.name != "cpu":
+            device = replace(device, memory_gib=memory)  # the engine takes a share of it
         print(
             f"{shape.parameters / 1e9:.2f} B parameters ({shape.layers} layers of {shape.hidden}, vocabulary "
             f"{shape.vocab}), on {slots} x {device.name}" + (f" in {nodes} machines" if nodes > 1 else "")
         )
         if given.device is None:
             print(f"--device is not given: planned for {device.name}. For another: --device NAME, --memory_gb GIB")
+        undecided = copy.deepcopy(config)
         if decision := decide_sharding(config, networks, slots, device, memory):
             print(decision)
         print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
@@ -103,7 +114,12 @@ def main(argv: list[str]) -> int:
 
             devices = slots if config.hybrid_engine else slots + rollout_devices(config, slots)
             print("", *placement_lines(config, networks, devices, device, memory, mean), sep="\n")
-        return int(memory is not None and not plan.fits(memory * GIB))
+        fits = memory is None or plan.fits(memory * GIB)
+        if given.fit and memory is not None:
+            fits, lines = fit_table(undecided, networks, slots, device, memory, rest)
+            print("", *lines, sep="\n")
+        check_context(config)
+        return int(not fits)
 
 
 def _slots(config: PPOConfig, device: Accelerator) -> int:
@@ -160,38 +176,6 @@ def policy_work(config: PPOConfig) -> tuple[ModelShape, float] | None:
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:
     """Returns the memory of one of this machine's devices in GiB; for a CPU worker, its share of the free memory."""
     return device.memory_gib or available_memory() / GIB / slots_here
-
-
-def decide_sharding(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
-) -> str:
-    """Sets `fsdp_size` (if the actor's is null) and `reduce_every_micro_batch` where they are null, and returns a
-    sentence about the decision, or an empty string.
-
-    On several machines, each machine gets a full copy of the weights if that fits, so that layers are gathered within a
-    machine. If full gradients do not fit, they are reduced after each micro-batch.
-    """
-    actor, critic = config.actor.fsdp_config, config.critic.fsdp_config
-    is_undecided = actor.fsdp_size is None
-    sizes = [each for each in (actor, critic, config.ref.fsdp_config) if is_undecided and each.fsdp_size is None]
-    sums = [each for each in (actor, critic) if each.reduce_every_micro_batch is None]
-    ways = [(-1, False)]
-    if device.name != "cpu":
-        inside = [(slots // config.trainer.nnodes, False)] if config.trainer.nnodes > 1 and sizes else []
-        ways = [*inside, (-1, False), (-1, True)]
-    decision = ""
-    for size, every in ways:
-        for fsdp in sizes:
-            fsdp.fsdp_size = size
-        for fsdp in sums:
-            fsdp.reduce_every_micro_batch = every
-        if size > 0:
-            decision = f"each machine has a copy of the weights: fsdp_config.fsdp_size={size}"
-        else:
-            decision = "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true" if every and sums else ""
-        if memory_gib is None or memory_plan(config, networks, slots, device).fits(memory_gib * GIB):
-            break
-    return decision
 
 
 def sharding_of_run(config: PPOConfig, slots: int) -> str:

@@ -37,6 +37,7 @@ FREE_LEAVES = tuple(
     """
     use_dynamic_bsz max_token_len_per_gpu micro_batch_size_per_gpu log_prob_chunk_tokens param_offload
     optimizer_offload reshard_after_forward reduce_every_micro_batch fsdp_size min_num_params calculate_entropy
+    gradient_checkpointing_layers enable_activation_offload
     """.split()
 )
 """Suffixes of keys that may differ: they set how the work is divided and where tensors are kept."""

@@ -32,7 +32,20 @@ CASES: dict[str, list[str]] = {
     "critic": ["algorithm.adv_estimator=gae"],
     "adapter": ["model.lora_rank=16"],
     "vllm": ["rollout.name=vllm"],
-}
+    **{
+        f"long rows{name}": ["data.max_prompt_length=2048", "actor.ppo_max_token_len_per_gpu=2080",
+        "data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", *more]
+        for name, more in {
+            "": [],
+            ", 4 of 8 layers": ["model.gradient_checkpointing_layers=4"],
+            ", no layer": ["model.enable_gradient_checkpointing=false"],
+            ", offload": ["model.enable_activation_offload=true"],
+            ", no layer, offload": [
+                "model.enable_gradient_checkpointing=false", "model.enable_activation_offload=true"
+            ],
+        }.items()
+    },
+}  # fmt: skip
 PHASES = {
     "gen": "rollout",
     "old_log_prob": "old log-probs",
@@ -57,11 +70,11 @@ def main(argv: list[str]) -> int:
     given, worst = options("plan_memory", __doc__, argv, only=list(CASES), steps=1), 0.0
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
-        task = write_task(Path(folder))
         head = ("case", "phase", "predicted MB", "measured MB", "predicted / measured")
         print_row(map("{:<{}}".format, head, WIDTHS), head=True)
         for name in given.only:
             run_dir = Path(folder) / f"run-{name.replace(' ', '-')}"
+            task = write_task(Path(folder), 1984 if name.startswith("long") else 76)
             argv = [*OPTIONS, *task, *CASES[name], f"trainer.total_training_steps={given.steps}"]
             found = in_a_process("spawn", measure, [*argv, f"trainer.default_local_dir={run_dir}"], f"{run_dir}.log")
             worst = max(worst, *(abs(predicted / measured - 1) for predicted, measured in found["phases"].values()))
@@ -74,13 +87,13 @@ def main(argv: list[str]) -> int:
     return int(worst > 0.2)
 
 
-def write_task(folder: Path) -> list[str]:
-    """A model and data, and the options that name them and a reward."""
+def write_task(folder: Path, length: int) -> list[str]:
+    """A model and prompts of so many characters, and the options that name them and a reward."""
     from tests.tiny_model import tiny_qwen2
 
-    model = tiny_qwen2(folder / "model", vocab=16384, hidden=768, layers=8, heads=12, kv_heads=4)
+    model = tiny_qwen2(folder / "model", vocab=16384, hidden=768, layers=8, heads=12, kv_heads=4, max_positions=4096)
     other = {"data_source": "sums", "reward_model": {"ground_truth": ""}}
-    prompts = [{"prompt": [{"role": "user", "content": str(1000 + row) * 19}], **other} for row in range(32)]
+    prompts = [{"prompt": [{"role": "user", "content": str(1000 + row) * (length // 4)}], **other} for row in range(32)]
     (folder / "train.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     reward = Path(__file__).parent / "step_task.py"
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -35,12 +36,17 @@ def process_group() -> Iterator[None]:
 
 
 def build(
-    path: str, device: str, dtype: str, packed: bool = True, deterministic: bool = False, **fsdp: bool
+    path: str,
+    device: str,
+    dtype: str,
+    packed: bool = True,
+    deterministic: bool = False,
+    model: Any = None,
+    **fsdp: bool,
 ) -> FSDPEngine:
+    model = {"enable_gradient_checkpointing": False} | (model or {})
     return FSDPEngine(
-        token_network(
-            ModelConfig(path=path, use_remove_padding=packed, enable_gradient_checkpointing=False), causal_lm(16)
-        ),
+        token_network(ModelConfig(path=path, use_remove_padding=packed, **model), causal_lm(16)),
         FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype=dtype), **fsdp),
         OptimConfig(lr=1e-3, eps=1e-3),
         device=torch.device(device),
@@ -80,6 +86,16 @@ def test_bf16_is_near_fp32_and_packed_near_padded(path: str) -> None:
     for key in (("bf16", True), ("bf16", False)):
         assert (outputs[key]["log_probs"] - reference).abs().mean() < 0.05
         assert outputs[key]["log_probs"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activation_offload_changes_nothing(path: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in DETERMINISTIC.items():
+        monkeypatch.setenv(name, value)
+    expected = trained(build(path, "cuda", "bf16", deterministic=True))
+    options = {"enable_gradient_checkpointing": checkpointing, "enable_activation_offload": True}
+    found = trained(build(path, "cuda", "bf16", deterministic=True, model=options))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_offload_frees_the_device_and_changes_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,19 @@ def test_heads_that_vllm_does_not_have_on_a_cpu_are_refused_before_it_starts_and
     run_ppo(options)
     assert capsys.readouterr().out.count("rollout.name=auto chooses hf: model.path=") == 1
     assert "  name: hf" in (tmp_path / "run" / "config.yaml").read_text()
-    assert plan([f"model.path={tmp_path}/policy", "--device", "cpu", "rollout.n=2"]) == 0
+    assert (
+        plan(
+            [
+                f"model.path={tmp_path}/policy",
+                "--device",
+                "cpu",
+                "rollout.n=2",
+                "data.max_response_length=64",
+                "data.max_prompt_length=64",
+            ]
+        )
+        == 0
+    )
     assert re.search("auto chooses hf: .* heads of 16.*rollout engine +2 x hf", capsys.readouterr().out, re.DOTALL)
 
 

@@ -17,6 +17,7 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from workers.engine.fsdp import FSDPEngine
+from workers.policy import activations
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import PolicyBuilder, token_network
 from workers.update import LossFunction
@@ -24,6 +25,7 @@ from workers.update import LossFunction
 PROMPT, RESPONSE = 8, 10
 TEMPERATURE = 0.7
 CPU = torch.device("cpu")
+activations.MIN_BYTES = 256  # the tensors of tiny networks are offloaded too
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Case:
     reduce_every_micro_batch: bool = False
     empty_rows: int = 0  # without weight, that are added
     sequence_parallel: int = 1
+    recomputed: int | None = None  # layers with gradient checkpointing; None = all
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,9 @@ def build_engine(
     """build_policy: null = a language model. model: more options of `ModelConfig`; the rest are `FSDPConfig`'s."""
     return FSDPEngine(
         token_network(
-            ModelConfig(path, False, {}, case.checkpointing, case.packed, **(model or {})),
+            ModelConfig(
+                path, False, {}, case.checkpointing, case.packed, case.recomputed, case.offload, **(model or {})
+            ),
             build_policy or causal_lm(case.chunk_tokens),
             case.sequence_parallel,
         ),
@@ -211,7 +217,7 @@ def gradient_of(
     captured: dict[str, np.ndarray] = {}
 
     def capture(lr: float) -> dict[str, Metric]:
-        captured.update({name: value.grad.full_tensor().numpy() for name, value in engine.parameters.items()})
+        captured.update({name: value.grad.full_tensor().numpy() for name, value in engine.trained.items()})
         engine.optimizer.zero_grad()
         return {}
 

@@ -31,6 +31,7 @@ CASES = [
     Case(micro_batch_size=1),
     Case(packed=False, micro_batch_size=3),
     Case(checkpointing=True, max_token_len=45),
+    Case(checkpointing=True, max_token_len=45, recomputed=1, offload=True),
 ]
 
 

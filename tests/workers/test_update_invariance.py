@@ -24,6 +24,7 @@ CASES = [
     Case(packed=False, micro_batch_size=2, row_order_seed=2),
     Case(checkpointing=True, max_token_len=40),
     Case(checkpointing=True, packed=False),
+    Case(checkpointing=True, recomputed=1, offload=True, max_token_len=40),
     Case(min_num_params=10**9, max_token_len=40),
     Case(reshard_after_forward=False, max_token_len=20),
     Case(fsdp_size=1, max_token_len=20),

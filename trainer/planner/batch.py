@@ -13,7 +13,8 @@ from trainer import requirements
 from verl_lite.config import PPOConfig, RunConfig
 from verl_lite.config.pools import num_engines
 from verl_lite.device import is_on_cpu
-from workers.policy.loading import count_parameters, count_trained
+from verl_lite.errors import UserError
+from workers.policy.loading import count_parameters, count_trained, load_model_config, longest_context
 from workers.rollout.base import resolve_engine_name
 
 SMALL_ON_CPU = 50_000_000  # parameters; the hf engine was faster at 1M and 12M (`python -m tests.bench step`)
@@ -25,6 +26,19 @@ class PlanRow(NamedTuple):
     what: str
     value: str
     options: str
+
+
+def check_context(config: PPOConfig) -> None:
+    """Raises UserError if prompt and response together may exceed the model's number of positions."""
+    # an engine would reject this only after its start; a model beyond its positions generates nonsense
+    context = longest_context(load_model_config(config.model))
+    prompt, answer = config.data.max_prompt_length, config.data.max_response_length
+    if context is not None and prompt + answer > context:
+        raise UserError(
+            f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more "
+            f"than the {context} positions of model.path={config.model.path!r}: lower one of them, or take a model "
+            "with a longer context"
+        )
 
 
 def launch_table(

@@ -20,9 +20,10 @@ from trainer.planner.accelerators import Accelerator
 from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
 from trainer.resources import VLLM_BYTES, WORKER_BYTES
-from verl_lite.config import FSDPConfig, PPOConfig
+from verl_lite.config import FSDPConfig, NetworkConfig, PPOConfig
 from verl_lite.device import KEPT_FREED_BYTES
 from workers.critic import critic_network
+from workers.policy.activations import AHEAD
 from workers.rollout.base import resolve_engine_name
 
 GIB = 1 << 30
@@ -190,6 +191,9 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
 # -- networks, rows and phases of a run --------------------------------------------------------------------------------
 
 
+_COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` counted
+
+
 def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
     """Returns the policy's number of trainable parameters and, of these, the number in its LoRA adapter."""
     model = config.model
@@ -200,7 +204,10 @@ def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
     else:
         from workers.policy.loading import count_trained
 
-        adapter = count_trained(model)
+        key = repr((model.path, model.lora_rank, model.target_modules, model.exclude_modules, model.override_config))
+        if key not in _COUNTED:
+            _COUNTED[key] = count_trained(model)
+        adapter = _COUNTED[key]
     return adapter, adapter
 
 
@@ -212,6 +219,14 @@ def compute_size(name: str, device: Accelerator) -> int:
 def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
     """Returns the number of devices that share one copy of the weights."""
     return slots if fsdp.fsdp_size is None or fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, slots)
+
+
+def recomputed_layers(model: NetworkConfig, shape: ModelShape) -> int:
+    """Returns the number of layers that gradient checkpointing recomputes."""
+    if not model.enable_gradient_checkpointing:
+        return 0
+    given = model.gradient_checkpointing_layers
+    return shape.layers if given is None else min(given, shape.layers)
 
 
 def _held_networks(
@@ -287,31 +302,41 @@ def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: i
 def _train_phases(
     config: PPOConfig, networks: dict[str, HeldNetwork], slots: int, plan: MemoryPlan
 ) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yields the name, role and bytes by name of each phase of the training engines, for rows of maximal length."""
+    """Yields the name, role and bytes by name of each phase of the training engines, for rows of maximal length.
+
+    The ranks that share each sequence divide the tokens of a micro-batch, whose token budget counts for each of them.
+    """
     data, actor, critic = config.data, config.actor, config.critic
     longest = data.max_prompt_length + data.max_response_length
-    rows = math.ceil(rows_per_step(config) / slots)
 
     def micro_batch(role: str, stage: str, rows: int, prompts: int, entropy: bool) -> tuple[HeldNetwork, Pass, int]:
-        """Returns the network, one micro-batch, and the number of micro-batches for `rows` answers to `prompts`."""
+        """Returns the network, one micro-batch, and the number of micro-batches for all devices' `rows`."""
         cut = requirements.micro_batching(config, stage)
-        together = cut.micro_batch_size or 1 if cut.max_token_len is None else max(1, cut.max_token_len // longest)
-        together = max(1, min(together, rows))
+        ranks = config.sequence_parallel_size({"reference": "ref", "reward model": "reward_model"}.get(role, role))
+        rows = max(1, math.ceil(rows * ranks / slots))
+        together = cut.micro_batch_size or 1
+        if cut.max_token_len is not None:
+            together = max(1, cut.max_token_len * ranks // longest)
+        together = min(together, rows)
         distinct = distinct_prompts(config, networks[role].shape, together, prompts)
         shared = data.max_prompt_length * (together - distinct)
-        tokens = together * longest - shared
-        predicted = together * data.max_response_length
-        run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared)
-        return networks[role], run, math.ceil(max(1, rows) / together)
+        tokens, predicted = together * longest - shared, together * data.max_response_length
+        tokens, predicted, shared = (math.ceil(each / ranks) for each in (tokens, predicted, shared))
+        run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared, ranks)
+        return networks[role], run, math.ceil(rows / together)
 
     def forward(role: str, stage: str, entropy: bool = False) -> dict[str, float]:
-        return forward_only(*micro_batch(role, stage, rows, data.train_batch_size, entropy)[:2])
+        return forward_only(*micro_batch(role, stage, rows_per_step(config), data.train_batch_size, entropy)[:2])
 
-    def update(role: str, stage: str, size: int, entropy: bool, checkpointing: bool) -> dict[str, float]:
+    def update(role: str, stage: str, size: int, entropy: bool, model: NetworkConfig) -> dict[str, float]:
         prompts = mini_batch_prompts(config, size)
         mini = prompts * config.rollout.n if config.reads_prompts else prompts
-        network, run, plan.micro_batches = micro_batch(role, stage, math.ceil(mini / slots), prompts, entropy)
-        parts = training_pass(network, run, plan.micro_batches, checkpointing=checkpointing)
+        network, run, plan.micro_batches = micro_batch(role, stage, mini, prompts, entropy)
+        recomputed = recomputed_layers(model, network.shape)
+        offload = model.enable_activation_offload and plan.base is None
+        if offload:
+            plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
+        parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=offload)
         kept = {} if plan.base is None else {"freed, kept by the C library": kept_when_freed(parts, plan.micro_batches)}
         return parts | kept
 
@@ -325,11 +350,9 @@ def _train_phases(
     if "critic" in networks:
         yield "values", "critic", forward("critic", "values")
         size = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-        checkpointing = critic.model.enable_gradient_checkpointing
-        yield "critic update", "critic", update("critic", "update_critic", size, False, checkpointing)
+        yield "critic update", "critic", update("critic", "update_critic", size, False, critic.model)
     entropy = actor.calculate_entropy or actor.entropy_coeff != 0
-    checkpointing = config.model.enable_gradient_checkpointing
-    yield "update", "actor", update("actor", "update_actor", actor.ppo_mini_batch_size, entropy, checkpointing)
+    yield "update", "actor", update("actor", "update_actor", actor.ppo_mini_batch_size, entropy, config.model)
 
 
 # -- a network on one device -------------------------------------------------------------------------------------------
@@ -394,7 +417,8 @@ class HeldNetwork:
 class Pass:
     """The size of one micro-batch. tokens: length of the packed row. predicted: tokens whose log-probs are computed.
     chunk: tokens whose logits exist at the same time. size: bytes per element. repeated: additional tokens in
-    attention, where each answer has its own copy of a prompt that is shared in all other layers."""
+    attention, where each answer has its own copy of a prompt that is shared in all other layers. ranks: number that
+    shares each sequence; the numbers of tokens are one rank's part."""
 
     tokens: int
     predicted: int
@@ -402,13 +426,15 @@ class Pass:
     size: int
     entropy: bool = False
     repeated: int = 0
+    ranks: int = 1
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
     """Returns the bytes that one layer keeps for its backward pass: the fp32 inputs of both norms with their normalized
     and scaled results, the query, key, value and output of the attention, and the gate, activation, up projection and
     product of the MLP. An fp32 adapter on bf16 weights also keeps an fp32 copy of each linear layer's input."""
-    size, hidden, query, kv, inner = run.size, shape.hidden, shape.query, shape.kv, shape.active_inner
+    size, hidden, query, inner = run.size, shape.hidden, shape.query, shape.active_inner
+    kv = shape.kv * max(1, run.ranks // shape.kv_heads)  # more ranks than heads repeat heads
     norms = 2 * _norm(hidden, size) + shape.head_norms * (_norm(query, size) + _norm(kv, size))
     attention = size * (3 * query + 2 * kv)
     repeated = size * (2 * query + 2 * kv) * run.repeated + (size * query * run.tokens if run.repeated else 0)
@@ -435,31 +461,55 @@ def logits_bytes(shape: ModelShape, run: Pass) -> float:
     return float(FP32 * shape.vocab * (run.predicted if keeps else min(run.chunk, run.predicted)))
 
 
+def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
+    """Returns the peak bytes of the logits and of the tensors derived from them: the chunk, its exponentials or the
+    previous chunk, a copy in the compute dtype if that is not fp32, the entropy's terms, and in training the chunk's
+    gradient."""
+    return (2 + trains + (run.size != FP32) / 2 + run.entropy) * logits_bytes(shape, run)
+
+
 def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
     """Returns the peak bytes of a pass without gradients by name, in addition to the engine's shards."""
     shape = network.shape
-    copies = 2 + (run.size != FP32) / 2 + run.entropy  # the previous chunk or an exponential, and the new chunk
     return {
         "gathered weights": network.gathered,
         "activations": layer_work(shape, run) + run.size * run.tokens * shape.hidden,
-        "logits": copies * logits_bytes(shape, run),
+        "logits": output_layer_bytes(shape, run, trains=False),
     }
 
 
-def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkpointing: bool) -> dict[str, float]:
+def kept_activations(network: HeldNetwork, run: Pass, recomputed: int) -> float:
+    """Returns the bytes that the layers keep for the backward pass: the inputs of the `recomputed` layers, and all
+    activations of the others."""
+    shape = network.shape
+    layer = layer_activations(shape, run, has_adapter=bool(network.adapter))
+    return recomputed * float(run.size * run.tokens * shape.hidden) + (shape.layers - recomputed) * layer
+
+
+def training_pass(
+    network: HeldNetwork, run: Pass, micro_batches: int, *, recomputed: int, offload: bool = False
+) -> dict[str, float]:
     """Returns the peak bytes of forward and backward of one micro-batch by name, in addition to the engine's shards.
 
     The peak occurs either at the output layer (all activations, the logits and the layer's gradient) or at the first
     layers (all gradients and the temporaries of one layer). The sum of activations and gradients bounds both.
+
+    recomputed: number of layers with gradient checkpointing. offload: kept activations are on the host, except for the
+    tensors that `workers.policy.activations` leaves or brings back ahead of their use.
     """
     shape, has_adapter = network.shape, bool(network.adapter)
     layer = layer_activations(shape, run, has_adapter=has_adapter)
     hidden = float(run.size * run.tokens * shape.hidden)
-    kept = shape.layers * (hidden if checkpointing else layer)
-    work = (layer if checkpointing else 0.0) + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
+    kept = kept_activations(network, run, recomputed)
+    if offload:
+        all_recomputed = recomputed == shape.layers
+        width = (AHEAD + 1) * shape.hidden if all_recomputed else 2 * AHEAD * max(shape.hidden, shape.active_inner)
+        kept = min(kept, float(run.size * run.tokens * width))
+    # a recomputed layer takes the place of a later one that kept its activations and is done
+    again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
+    work = again + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
     head_gradient = 2.0 * FP32 * shape.embedding if network.trained and not has_adapter and shape.has_head else 0.0
-    copies = 3 + (run.size != FP32) / 2 + run.entropy
-    at_head = copies * logits_bytes(shape, run) + head_gradient + 2 * run.size * run.predicted * shape.hidden
+    at_head = output_layer_bytes(shape, run, trains=True) + head_gradient + 2 * run.size * run.predicted * shape.hidden
     before, shard = network.gradients(micro_batches)
     return {
         "gathered weights": network.gathered,

@@ -105,18 +105,20 @@ class ModelShape:
 
 
 # entries of config.json on the Hugging Face hub that the counts depend on
-_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936}
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "head_dim": 128}
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
+_POSITIONS = "max_position_embeddings"
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, _POSITIONS: 32768}
+_LARGE_QWEN2 = _QWEN2 | {"vocab_size": 152064, _POSITIONS: 131072}
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "head_dim": 128, _POSITIONS: 131072}
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, _POSITIONS: 40960}
 _128_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] = {
     "qwen2.5-0.5b": (_QWEN2, (896, 24, 14, 2, 4864, True)),
     "qwen2.5-1.5b": (_QWEN2, (1536, 28, 12, 2, 8960, True)),
     "qwen2.5-3b": (_QWEN2, (2048, 36, 16, 2, 11008, True)),
-    "qwen2.5-7b": (_QWEN2 | {"vocab_size": 152064}, (3584, 28, 28, 4, 18944, False)),
-    "qwen2.5-14b": (_QWEN2 | {"vocab_size": 152064}, (5120, 48, 40, 8, 13824, False)),
-    "qwen2.5-32b": (_QWEN2 | {"vocab_size": 152064}, (5120, 64, 40, 8, 27648, False)),
-    "qwen2.5-72b": (_QWEN2 | {"vocab_size": 152064}, (8192, 80, 64, 8, 29568, False)),
+    "qwen2.5-7b": (_LARGE_QWEN2, (3584, 28, 28, 4, 18944, False)),
+    "qwen2.5-14b": (_LARGE_QWEN2, (5120, 48, 40, 8, 13824, False)),
+    "qwen2.5-32b": (_LARGE_QWEN2, (5120, 64, 40, 8, 27648, False)),
+    "qwen2.5-72b": (_LARGE_QWEN2, (8192, 80, 64, 8, 29568, False)),
     "qwen3-0.6b": (_QWEN3, (1024, 28, 16, 8, 3072, True)),
     "qwen3-8b": (_QWEN3, (4096, 36, 32, 8, 12288, False)),
     "qwen3-30b-a3b": (_QWEN3 | _128_EXPERTS, (2048, 48, 32, 4, 6144, False)),

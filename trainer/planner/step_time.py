@@ -131,11 +131,12 @@ def step_stages(
     # rows per micro-batch; answers to the same prompt in a micro-batch share its tokens, see `passes`
     whole = memory.mini_batch_prompts(config, -1)
     mini = memory.mini_batch_prompts(config, actor.ppo_mini_batch_size)
-    together = max(1, round(rows / slots * mini / whole / plan.micro_batches))
+    groups = slots / actor.ulysses_sequence_parallel_size  # of devices that share their sequences
+    together = max(1, round(rows / groups * mini / whole / plan.micro_batches))
 
-    def passes(shape: ModelShape, count: int = 1) -> Stage:
+    def passes(shape: ModelShape, count: float = 1) -> Stage:
         """Returns the time of `count` forward passes over a device's rows. A backward pass counts as two (one with an
-        adapter, whose base gets no gradient), and gradient checkpointing adds one."""
+        adapter, whose base gets no gradient), and gradient checkpointing adds one for the layers that it recomputes."""
         tokens = rows / slots * (answer + prompt * memory.distinct_prompts(config, shape, together, mini) / together)
         return Stage(count * forward_flops(shape, tokens, prompt + answer) / (device.flops * TRAINING))
 
@@ -148,10 +149,11 @@ def step_stages(
     if needs_reference(config):
         stages["reference log-probs"] = passes(policy)
     if networks.critic is not None:
-        again = config.critic.model.enable_gradient_checkpointing
+        again = memory.recomputed_layers(config.critic.model, networks.critic) / networks.critic.layers
         stages["values"] = passes(networks.critic)
         stages["critic update"] = passes(networks.critic, (config.critic.ppo_epochs or actor.ppo_epochs) * (3 + again))
-    arithmetic = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + config.model.enable_gradient_checkpointing))
+    again = memory.recomputed_layers(config.model, policy) / policy.layers
+    arithmetic = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + again))
     ranks = memory.ranks_of_a_copy(fsdp, slots)
     steps = actor.ppo_epochs * math.ceil(whole / mini)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)

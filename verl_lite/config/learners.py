@@ -39,6 +39,10 @@ class NetworkConfig(Options):
     override_config: dict[str, Any] = opt({}, "entries that replace those of the model's config.json")
     enable_gradient_checkpointing: bool = opt(True, "recompute activations in the backward pass to save memory")
     use_remove_padding: bool = opt(True, "pack sequences without padding; false = padded rows (reference)")
+    gradient_checkpointing_layers: int | None = opt(
+        None, "checkpoint only the first layers; null = all, on a GPU as few as needed to fit", at_least(0)
+    )
+    enable_activation_offload: bool = opt(False, "keep saved activations in host memory until the backward pass")
 
 
 @dataclass
@@ -157,6 +161,9 @@ class ActorConfig(Options):
         1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
     )
     log_prob_chunk_tokens: int = opt(1024, "tokens whose logits are in memory at a time", at_least(1))
+    ulysses_sequence_parallel_size: int = opt(
+        1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
+    )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
@@ -194,6 +201,9 @@ class CriticConfig(Options):
     ppo_micro_batch_size_per_gpu: int | None = opt(None, "sequences per micro-batch; null = the actor's", at_least(1))
     forward_max_token_len_per_gpu: int | None = opt(None, "tokens per forward pass; null = as in updates", at_least(1))
     forward_micro_batch_size_per_gpu: int | None = opt(None, "rows per forward pass; null = as in updates", at_least(1))
+    ulysses_sequence_parallel_size: int | None = opt(
+        None, "ranks that share each sequence; null = the actor's", at_least(1)
+    )
     cliprange_value: float = opt(0.5, "clip range of values around those before the update", POSITIVE)
     loss_agg_mode: str | None = opt(None, "aggregation of token losses; null = actor.loss_agg_mode", LOSS_AGG_MODES)
     ulysses_sequence_parallel_size: int | None = opt(

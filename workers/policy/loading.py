@@ -24,6 +24,7 @@ from workers.engine.checkpoint import save_model_assets
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.engine.packing import ModelInputs
 from workers.engine.sequence_parallel import sequence_group
+from workers.policy.activations import limit_activations
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
 from workers.policy.classifier import classifier_of
 from workers.policy.model_errors import user_error_on_failure
@@ -120,8 +121,7 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder, sequence_pa
         if arguments.trains:
             _freeze_non_text_layers(policy.model)
             refuse_to_train_choosers(policy.model)
-        if arguments.trains and model.enable_gradient_checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+            limit_activations(policy.model, model)
         return policy
 
     return build

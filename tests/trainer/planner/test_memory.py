@@ -81,9 +81,9 @@ def test_gradient_checkpointing_keeps_a_layers_input() -> None:
     network = HeldNetwork(SMALL, ranks=1, compute=4, trained=SMALL.parameters)
     run = Pass(tokens=1000, predicted=10, chunk=1024, size=4)
     ends = 1000 * 3 * 8 * 4
-    with_it = training_pass(network, run, 1, checkpointing=True)["kept activations"]
+    with_it = training_pass(network, run, 1, recomputed=2)["kept activations"]
     assert with_it == 2 * 1000 * 8 * 4 + ends
-    without = training_pass(network, run, 1, checkpointing=False)["kept activations"]
+    without = training_pass(network, run, 1, recomputed=0)["kept activations"]
     assert without == 2 * layer_activations(SMALL, run) + ends
 
 

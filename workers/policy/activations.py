@@ -1,0 +1,123 @@
+"""Memory of activations between forward and backward: which layers are recomputed, and offload to host memory.
+
+Gradient checkpointing keeps only the input of a layer and repeats its forward in the backward pass. Offload copies what
+the decoder saves (inputs of recomputed layers, activations of the others) to host memory and back. Neither changes a
+gradient. On CUDA the copies run on a side stream, at the same time as the layers; on a CPU they save no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from verl_lite.config import NetworkConfig
+from verl_lite.errors import UserError
+
+AHEAD = 4  # saved tensors that stay on the device after they are saved, and that return before they are read
+MIN_BYTES = 1 << 16  # smaller tensors stay on the device
+
+
+def limit_activations(network: PreTrainedModel, model: NetworkConfig) -> None:
+    """Applies the options of gradient checkpointing and activation offload to a network that will be trained. Raises
+    UserError if more layers are to be recomputed than the network has."""
+    decoder = network.get_decoder()
+    if model.enable_gradient_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+        number = model.gradient_checkpointing_layers
+        layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if number is not None and number > len(layers):
+            raise UserError(
+                f"model.gradient_checkpointing_layers={number}: model.path={model.path!r} has {len(layers)} layers "
+                "that can be recomputed; set at most that number, or null for all"
+            )
+        for layer in layers[len(layers) if number is None else number :]:
+            layer.gradient_checkpointing = False
+    if model.enable_activation_offload:
+        vars(decoder)["forward"] = partial(_offloaded_forward, decoder.forward)
+
+
+def _offloaded_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with ActivationOffload():
+        return forward(*args, **kwargs)
+
+
+class ActivationOffload(saved_tensors_hooks):
+    """Context manager around one forward pass: tensors that autograd saves inside move to host memory until the
+    backward pass reads them. Parameters, tensors without gradient (such as indices and rotary positions) and tensors
+    below MIN_BYTES stay where they are."""
+
+    def __init__(self) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._count = 0  # of copies, which are numbered in the order of the forward pass
+        self._unread: WeakValueDictionary[int, HostCopy] = WeakValueDictionary()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | HostCopy:
+        source = tensor if tensor._base is None else tensor._base
+        tensor, has_gradient = tensor.detach(), tensor.requires_grad  # with its graph an output would never be freed
+        if not has_gradient or isinstance(source, nn.Parameter) or tensor.nbytes < MIN_BYTES:
+            return tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        copy = HostCopy(host, self._count, tensor.device, tensor, _copy(host, tensor, tensor.device))
+        self._unread[copy.index], self._count = copy, self._count + 1
+        if (oldest := self._unread.get(copy.index - AHEAD)) is not None:
+            oldest.wait()
+            oldest.on_device = None
+        return copy
+
+    def _unpack(self, saved: torch.Tensor | HostCopy) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._unread.pop(saved.index, None)
+        for copy in (saved, *(self._unread.get(saved.index - ahead) for ahead in range(1, AHEAD))):
+            if copy is not None and copy.on_device is None:
+                copy.on_device = torch.empty_like(copy.host, device=copy.device)  # memory of the stream that reads it
+                copy.copied = _copy(copy.on_device, copy.host, copy.device)
+        saved.wait()
+        assert (tensor := saved.on_device) is not None
+        saved.on_device = None
+        return tensor
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """A saved tensor in host memory, pinned on CUDA. index: its number. on_device: the tensor while its device has
+    it; must not be freed before `wait`. copied: the end of the last copy."""
+
+    host: torch.Tensor
+    index: int
+    device: torch.device
+    on_device: torch.Tensor | None
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Lets the current stream wait for the last copy."""
+        if self.copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+
+    def __del__(self) -> None:
+        self.wait()
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        to.copy_(source)
+        return None
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    return side.record_event()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
