@@ -161,9 +161,6 @@ class ActorConfig(Options):
         1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
     )
     log_prob_chunk_tokens: int = opt(1024, "tokens whose logits are in memory at a time", at_least(1))
-    ulysses_sequence_parallel_size: int = opt(
-        1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
-    )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
@@ -206,9 +203,6 @@ class CriticConfig(Options):
     )
     cliprange_value: float = opt(0.5, "clip range of values around those before the update", POSITIVE)
     loss_agg_mode: str | None = opt(None, "aggregation of token losses; null = actor.loss_agg_mode", LOSS_AGG_MODES)
-    ulysses_sequence_parallel_size: int | None = opt(
-        None, "ranks that share each sequence; null = the actor's", at_least(1)
-    )
     model: NetworkConfig = section(NetworkConfig, "network; path=null = the policy's path and override_config")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
