@@ -4,7 +4,7 @@ Inputs are the configuration, the shapes of the networks (from config.json only)
 device. The result is a dict of named byte counts for each phase of `workers/phase.py`. On a GPU, components that are
 idle in a phase sleep or are offloaded as configured; on a CPU everything stays in memory. The formulas follow the code:
 `workers/engine/fsdp.py` (FSDP2: fp32 master weights and moments, frozen weights in the compute dtype, gradients reduced
-after the last micro-batch), `workers/policy/causal_lm.py` (logits in chunks), `workers/engine/parameters.py` (buckets)
+after the last micro-batch), `workers/policy/causal_lm.py` (logits in tiles), `workers/engine/parameters.py` (buckets)
 and `workers/rollout`. Parameters called `size` are bytes per element: 4 for fp32, 2 for bf16. `python -m tests.bench
 plan_memory` compares the predictions with a run.
 """
@@ -32,6 +32,7 @@ BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
 MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20}  # and computes more logits in tiles of this size
 SHARD = "gradients, this rank's shard"
 GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 
@@ -301,7 +302,8 @@ def _train_phases(
         shared = data.max_prompt_length * (together - distinct)
         tokens = together * longest - shared
         predicted = together * data.max_response_length
-        run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared)
+        tile = TILE_BYTES["cuda" if plan.base is None else "cpu"]
+        run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared, tile)
         return networks[role], run, math.ceil(max(1, rows) / together)
 
     def forward(role: str, stage: str, entropy: bool = False) -> dict[str, float]:
@@ -393,8 +395,8 @@ class HeldNetwork:
 @dataclass(frozen=True)
 class Pass:
     """The size of one micro-batch. tokens: length of the packed row. predicted: tokens whose log-probs are computed.
-    chunk: tokens whose logits exist at the same time. size: bytes per element. repeated: additional tokens in
-    attention, where each answer has its own copy of a prompt that is shared in all other layers."""
+    chunk: maximum tokens of a tile of logits. size: bytes per element. repeated: additional tokens in attention, where
+    each answer has its own copy of a prompt that is shared in all other layers. tile: maximum bytes of a tile."""
 
     tokens: int
     predicted: int
@@ -402,6 +404,7 @@ class Pass:
     size: int
     entropy: bool = False
     repeated: int = 0
+    tile: int = TILE_BYTES["cuda"]
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
@@ -428,21 +431,20 @@ def layer_work(shape: ModelShape, run: Pass) -> float:
 
 
 def logits_bytes(shape: ModelShape, run: Pass) -> float:
-    """Returns the bytes of one chunk of fp32 logits."""
+    """Returns the bytes of one tile of fp32 logits."""
     if not shape.has_head:
         return 0.0
-    keeps = run.predicted * shape.vocab * FP32 <= KEPT_LOGITS_BYTES
-    return float(FP32 * shape.vocab * (run.predicted if keeps else min(run.chunk, run.predicted)))
+    whole = run.predicted * shape.vocab * FP32
+    return float(whole if whole <= KEPT_LOGITS_BYTES else min(FP32 * shape.vocab * run.chunk, run.tile, whole))
 
 
 def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
     """Returns the peak bytes of a pass without gradients by name, in addition to the engine's shards."""
     shape = network.shape
-    copies = 2 + (run.size != FP32) / 2 + run.entropy  # the previous chunk or an exponential, and the new chunk
     return {
         "gathered weights": network.gathered,
         "activations": layer_work(shape, run) + run.size * run.tokens * shape.hidden,
-        "logits": copies * logits_bytes(shape, run),
+        "logits": 2 * logits_bytes(shape, run),  # the previous tile or an exponential, and the new tile
     }
 
 
@@ -457,9 +459,9 @@ def training_pass(network: HeldNetwork, run: Pass, micro_batches: int, *, checkp
     hidden = float(run.size * run.tokens * shape.hidden)
     kept = shape.layers * (hidden if checkpointing else layer)
     work = (layer if checkpointing else 0.0) + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
-    head_gradient = 2.0 * FP32 * shape.embedding if network.trained and not has_adapter and shape.has_head else 0.0
-    copies = 3 + (run.size != FP32) / 2 + run.entropy
-    at_head = copies * logits_bytes(shape, run) + head_gradient + 2 * run.size * run.predicted * shape.hidden
+    head_gradient = float(run.size * shape.embedding) if network.trained and not has_adapter and shape.has_head else 0.0
+    copies = 2 + max(float(run.entropy), (run.size != FP32) / 2)
+    at_head = copies * logits_bytes(shape, run) + head_gradient + (FP32 + run.size) * run.predicted * shape.hidden
     before, shard = network.gradients(micro_batches)
     return {
         "gathered weights": network.gathered,
