@@ -38,6 +38,7 @@ class NetworkConfig(Options):
     trust_remote_code: bool = opt(False, "run the Python code in the model's folder")
     override_config: dict[str, Any] = opt({}, "entries that replace those of the model's config.json")
     enable_gradient_checkpointing: bool = opt(True, "recompute activations in the backward pass to save memory")
+    compile: bool = opt(False, "compile the layers with torch.compile; a layer that cannot be compiled runs eagerly")
     use_remove_padding: bool = opt(True, "pack sequences without padding; false = padded rows (reference)")
 
 

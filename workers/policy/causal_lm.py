@@ -8,7 +8,7 @@ depends neither on the number of tokens nor on the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,7 @@ class CausalLMPolicy(Policy):
         self.logit_transform = logit_transform(model)
         self.chunk_tokens = chunk_tokens
         self.routers = routers
+        self.functions = TILE_FUNCTIONS
 
     def forward(
         self,
@@ -112,6 +113,7 @@ class CausalLMPolicy(Policy):
             calculate_entropy=calculate_entropy,
             calculate_sum_pi_squared=calculate_sum_pi_squared,
             transform=self.logit_transform,
+            functions=self.functions,
         )
         named = statistics._asdict().items()
         return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
@@ -252,11 +254,7 @@ def tile_gradient(
     return transform.backward(gradient, logits).to(dtype)
 
 
-class TileFunctions(NamedTuple):
-    """The functions of a tile of logits: `tile_statistics` and `tile_gradient`, possibly compiled."""
-
-    statistics: Callable[..., Any] = tile_statistics
-    gradient: Callable[..., Any] = tile_gradient
+TILE_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"tile_statistics": tile_statistics, "tile_gradient": tile_gradient}
 
 
 def token_log_probs(
@@ -270,11 +268,11 @@ def token_log_probs(
     calculate_entropy: bool,
     calculate_sum_pi_squared: bool = False,
     transform: LogitTransform = PLAIN_LOGITS,
-    functions: TileFunctions = TileFunctions(),  # noqa: B008
+    functions: Mapping[str, Callable[..., Any]] = TILE_FUNCTIONS,
 ) -> TokenStatistics:
     """Computes the statistics of the logits transform(hidden @ weight.T + bias) whose option is True.
 
-    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,).
+    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,). functions: TILE_FUNCTIONS, or compiled forms.
     """
     options = (calculate_entropy, calculate_sum_pi_squared)
     divided = transform.divided_by(temperature)
@@ -328,7 +326,7 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         calculate_entropy: bool,
         calculate_sum_pi_squared: bool,
-        functions: TileFunctions,
+        functions: Mapping[str, Callable[..., Any]],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         tiles = _Tiles(targets, len(weight), dtype.itemsize, chunk_tokens)
@@ -339,7 +337,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for number, columns in enumerate(tiles.columns):
             for rows in tiles.rows:
                 logits = _logits(hidden, weight, bias, rows, columns, transform)
-                found = functions.statistics(logits, tiles.index[number, rows], *names[2:])
+                found = functions["tile_statistics"](logits, tiles.index[number, rows], *names[2:])
                 for part, value in zip(parts, found, strict=True):
                     if part is not None:
                         part[number, rows] = value
@@ -373,7 +371,7 @@ class _TokenLogProbs(torch.autograd.Function):
             total = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
             for rows in tiles.rows:
                 logits = kept if tiles.keep else _logits(hidden, weight, bias, rows, columns, ctx.transform)
-                gradient = ctx.functions.gradient(
+                gradient = ctx.functions["tile_gradient"](
                     logits,
                     normalizers[rows],
                     slope[rows],

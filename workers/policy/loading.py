@@ -6,8 +6,9 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
 from workers.policy.classifier import classifier_of
+from workers.policy.compiled import compile_policy
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers
 
@@ -49,6 +51,7 @@ class Policy(EngineNetwork):
     `ModelInputs` and options, and returns outputs (b, R) by name.
 
     extra_inputs: columns (b, P+R, ...) that `forward` reads besides the token columns if the batch has them.
+    functions: further functions that `model.compile` compiles, by name.
     adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
     spec, arrangement: the network's specification, and the function that converts micro-batches to inputs
         (`workers.policy.token_mixing`); set by `token_network`.
@@ -59,6 +62,7 @@ class Policy(EngineNetwork):
     arrangement: Arrangement
     prefix = "model."
     extra_inputs: tuple[str, ...] = ()
+    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     def blocks(self) -> list[nn.Module]:
         """The decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
@@ -115,6 +119,8 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder) -> NetworkB
             refuse_to_train_choosers(policy.model)
         if arguments.trains and model.enable_gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if model.compile:
+            compile_policy(policy)
         return policy
 
     return build
