@@ -45,7 +45,7 @@ ATTENTION_FACTOR = {"_varlen_attn": 1.0, "_varlen_attn_backward": 2.5}
 NO_KERNEL = set(
     "view _unsafe_view t transpose expand slice select unsqueeze squeeze alias detach permute split split_with_sizes "
     "unflatten as_strided _reshape_alias unbind empty empty_like empty_strided new_empty new_empty_strided lift_fresh "
-    "device sym_size".split()
+    "device sym_size promote_types".split()
 )
 
 
@@ -132,7 +132,8 @@ class _CountedError(Exception):
 def kernel_bytes(node: Any) -> int:
     """Bytes that a kernel of inductor moves; 0 for products and attention, -1 if the node launches no kernel."""
     names = [str(getattr(each.node, "op_overload", None)) for each in node.get_nodes()]
-    if isinstance(node, NopKernelSchedulerNode) or "MultiOutput" in {type(each.node).__name__ for each in node.get_nodes()}:
+    kinds = {type(each.node).__name__ for each in node.get_nodes()}
+    if isinstance(node, NopKernelSchedulerNode) or "MultiOutput" in kinds:
         return -1
     is_product = any(part in name for name in names for part in ("aten.mm", "aten.addmm", "aten.bmm", "_varlen_attn"))
     return 0 if is_product else int(node.get_read_write_buffers_sizes())
@@ -168,14 +169,14 @@ def not_there(value: Any, mode: FakeTensorMode) -> Any:
 
 
 @contextmanager
-def code_of_cuda() -> Iterator[None]:
+def code_of_cuda(compiled: bool) -> Iterator[None]:
     """Selects the code that CUDA runs."""
     patches: list[tuple[Any, str, Any]] = [
         (packing, "_sdpa_runs", packing._varlen_attention),
         (packing, "_flash_attn_varlen", lambda: None),
         (causal_lm, "has_wide_products", lambda device: True),
         (causal_lm, "logit_transform", lambda model: causal_lm.PLAIN_LOGITS),  # determined with real numbers
-        (causal_lm, "TILE_BYTES", dict.fromkeys(("cpu", "cuda"), causal_lm.TILE_BYTES["cuda"])),
+        (causal_lm, "TILE_BYTES", {"cpu": causal_lm.TILE_BYTES["cuda, compiled" if compiled else "cuda"]}),
     ]
     with ExitStack() as stack:
         for place, name, value in patches:
@@ -201,7 +202,7 @@ def micro_batch(size: str, *, checkpointing: bool, compiled: bool) -> Cost:
     pairs = sum(number * length * length / 2 for number, length in packed.sequences.runs)
     cost = Cost(4 * hidden * pairs)
     torch._dynamo.reset()
-    with code_of_cuda(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with code_of_cuda(compiled), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PACKED_ATTENTION)
         policy = CausalLMPolicy(model, ActorConfig().log_prob_chunk_tokens)
         if checkpointing:

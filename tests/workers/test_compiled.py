@@ -86,9 +86,7 @@ def test_a_layer_that_breaks_the_graph_is_reported_and_runs_eagerly(
     assert len(notes) == 1 and "Qwen2DecoderLayer is not compiled and runs eagerly: Call to `torch._dynamo" in notes[0]
 
 
-def test_without_a_compiler_the_policy_runs_eagerly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_compiler_the_policy_runs_eagerly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def no_compiler(*_: object) -> None:
         raise RuntimeError("no C++ compiler")
 

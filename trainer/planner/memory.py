@@ -32,7 +32,11 @@ BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
 MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
-TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20}  # and computes more logits in tiles of this size
+TILE_BYTES = {
+    "cpu": 16 << 20,
+    "cuda": 96 << 20,
+    "cuda, compiled": 240 << 20,
+}  # and computes more logits in tiles of this size
 SHARD = "gradients, this rank's shard"
 GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 
@@ -302,7 +306,7 @@ def _train_phases(
         shared = data.max_prompt_length * (together - distinct)
         tokens = together * longest - shared
         predicted = together * data.max_response_length
-        tile = TILE_BYTES["cuda" if plan.base is None else "cpu"]
+        tile = TILE_BYTES["cpu" if plan.base is not None else "cuda, compiled" if config.model.compile else "cuda"]
         run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared, tile)
         return networks[role], run, math.ceil(max(1, rows) / together)
 

@@ -154,7 +154,7 @@ class ActorConfig(Options):
     kl_loss_coef: float = opt(0.001, "use_kl_loss: weight of the KL term", at_least(0))
     kl_loss_type: str = opt("low_var_kl", "KL: k1 | abs | k2 | k3 (= low_var_kl); NAME+: gradient of k2", KL_ESTIMATORS)
     router_aux_loss_coef: float = opt(0.0, "mixture of experts: weight of the load balancing loss", at_least(0))
-    log_prob_chunk_tokens: int = opt(4096, "maximum tokens of a tile of logits; memory is bounded", at_least(1))
+    log_prob_chunk_tokens: int = opt(8192, "maximum tokens of a tile of logits; memory is bounded", at_least(1))
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")

@@ -25,8 +25,8 @@ from workers.policy.router import ROUTED_EXPERTS, Routers, load_balancing_loss, 
 
 # Logits up to this size are saved for the backward pass instead of recomputed, which is faster.
 KEPT_LOGITS_BYTES = 32 << 20
-# Up to three tiles of logits are in memory at a time. On a CPU a tile stays in the caches.
-TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20}
+# Up to three tiles of logits are in memory at a time; compiled, one and a half. On a CPU a tile stays in the caches.
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
 FINITE_LOGIT = -1e30  # replaces -inf in the entropy, which multiplies the logit by its probability 0
 
 _REMEDY = "choose a model whose logits are a linear layer of its last hidden states, scaled and soft-capped at most"
@@ -216,19 +216,21 @@ class TokenStatistics(NamedTuple):
 
 def tile_statistics(
     logits: torch.Tensor, index: torch.Tensor, calculate_entropy: bool, calculate_sum_pi_squared: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Computes statistics (n,) of softmax(logits) over the columns of a tile of logits (n, v).
+) -> torch.Tensor:
+    """Computes statistics of softmax(logits) over the columns of a tile of logits (n, v).
 
-    index: (n,) columns. Returns the logarithm of the normalizer, the logits in the columns `index`, the mean of the
-    logits, and the sum of squared probabilities; the last two are None without their option.
+    index: (n,) columns. Returns (2 to 4, n): the logarithm of the normalizer, the logits in the columns `index`, and
+    with their options the mean of the logits and the sum of squared probabilities.
     """
     peak = logits.amax(dim=1)
     picked = logits.gather(1, index.unsqueeze(1)).squeeze(1)
     scores = (logits - peak.unsqueeze(1)).exp_()
     total = scores.sum(dim=1)
-    squares = scores.square().sum(dim=1) / total.square() if calculate_sum_pi_squared else None
-    mean = scores.mul_(logits).sum(dim=1) / total if calculate_entropy else None
-    return peak + total.log(), picked, mean, squares
+    found = [peak + total.log(), picked]
+    squares = [scores.square().sum(dim=1) / total.square()] if calculate_sum_pi_squared else []
+    if calculate_entropy:
+        found.append(scores.mul_(logits).sum(dim=1) / total)
+    return torch.stack(found + squares)
 
 
 def tile_gradient(
@@ -250,7 +252,11 @@ def tile_gradient(
         gradient.mul_(slope.unsqueeze(1))
     else:
         gradient.mul_(torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits))
-    gradient.scatter_add_(1, index.unsqueeze(1), at_target.unsqueeze(1))
+    if torch.compiler.is_compiling():  # a comparison is fused with the rest, unlike a scatter
+        is_target = torch.arange(logits.shape[1], device=logits.device) == index.unsqueeze(1)
+        gradient = gradient + is_target * at_target.unsqueeze(1)
+    else:
+        gradient.scatter_add_(1, index.unsqueeze(1), at_target.unsqueeze(1))
     return transform.backward(gradient, logits).to(dtype)
 
 
@@ -285,17 +291,18 @@ def token_log_probs(
 
 
 class _Tiles:
-    """Division of the logits (N, V) into tiles of TILE_BYTES, or one tile if they need at most KEPT_LOGITS_BYTES.
+    """Division of the logits (N, V) into tiles of tile_bytes, or one tile if they need at most KEPT_LOGITS_BYTES.
 
     rows, columns: slices of the tokens and of the vocabulary. index: (tiles of the vocabulary, N) column of each target
     in each tile, 0 where `inside` is False: the target is in another tile.
     """
 
-    def __init__(self, targets: torch.Tensor, vocab: int, itemsize: int, chunk_tokens: int) -> None:
+    def __init__(self, targets: torch.Tensor, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int) -> None:
         count = len(targets)
         self.keep = count * vocab * itemsize <= KEPT_LOGITS_BYTES
-        height = max(1, count if self.keep else min(count, chunk_tokens))
-        number = 1 if self.keep else -(-vocab * height * itemsize // TILE_BYTES[targets.device.type])
+        blocks = 1 if self.keep else -(-count // chunk_tokens)
+        height = max(1, -(-count // blocks))
+        number = 1 if self.keep else -(-vocab * height * itemsize // tile_bytes)
         width = -(-vocab // (number * 8)) * 8 if number * 8 <= vocab else 1  # multiples of 8 for fast kernels
         self.rows = [slice(start, min(start + height, count)) for start in range(0, count, height)]
         self.columns = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
@@ -329,25 +336,24 @@ class _TokenLogProbs(torch.autograd.Function):
         functions: Mapping[str, Callable[..., Any]],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        tiles = _Tiles(targets, len(weight), dtype.itemsize, chunk_tokens)
-        names = (True, True, calculate_entropy, calculate_sum_pi_squared)
-        # of each tile of the vocabulary: (tiles, N)
-        parts = [torch.empty(tiles.index.shape, dtype=dtype, device=hidden.device) if name else None for name in names]
+        kind = hidden.device.type
+        if kind == "cuda" and functions is not TILE_FUNCTIONS:
+            kind = "cuda, compiled"
+        tiles = _Tiles(targets, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[kind])
+        options = (calculate_entropy, calculate_sum_pi_squared)
+        parts = torch.empty((2 + sum(options), *tiles.index.shape), dtype=dtype, device=hidden.device)
         logits = hidden.new_empty(0, dtype=dtype)
         for number, columns in enumerate(tiles.columns):
             for rows in tiles.rows:
                 logits = _logits(hidden, weight, bias, rows, columns, transform)
-                found = functions["tile_statistics"](logits, tiles.index[number, rows], *names[2:])
-                for part, value in zip(parts, found, strict=True):
-                    if part is not None:
-                        part[number, rows] = value
-        partial, picked, means, squares = parts
+                parts[:, number, rows] = functions["tile_statistics"](logits, tiles.index[number, rows], *options)
+        partial, picked, *more = parts
         normalizers = partial.logsumexp(dim=0)
         share = (partial - normalizers).exp_()  # of each tile in the probability
         log_probs = picked.where(tiles.inside, 0).sum(dim=0) - normalizers
         none = log_probs.new_empty(0)
-        entropys = none if means is None else normalizers - means.mul_(share).sum(dim=0)
-        squares = none if squares is None else squares.mul_(share.square_()).sum(dim=0)
+        entropys = normalizers - more[0].mul_(share).sum(dim=0) if calculate_entropy else none
+        squares = more[-1].mul_(share.square_()).sum(dim=0) if calculate_sum_pi_squared else none
         ctx.save_for_backward(hidden, weight, bias, normalizers, entropys, logits if tiles.keep else none)
         ctx.transform, ctx.tiles, ctx.functions, ctx.calculate_entropy = transform, tiles, functions, calculate_entropy
         ctx.mark_non_differentiable(squares)
