@@ -225,7 +225,7 @@ def test_memory_is_bounded_for_a_vocabulary_of_152k(
             return live.peak - hidden.nbytes - weight.nbytes
 
     few, many = peak(2048), peak(8192)
-    assert 3 * causal_lm.TILE_BYTES[device] / 2 < many < 512 << 20 and many < 1.25 * few, f"{few:,} {many:,}"
+    assert 3 * causal_lm.TILE_BYTES[device] / 2 < many < 512 << 20 and many < few + (32 << 20), f"{few:,} {many:,}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

