@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +51,13 @@ class EngineNetwork(nn.Module):
     adapter: peft's config if only an adapter is trained and the other parameters are frozen.
     prefix: prefix of the parameters' names that checkpoints leave out.
     is_cast: True casts all parameters to the compute dtype for computing; False computes with each parameter's dtype.
+    functions: functions of the forward that `model.compile` compiles besides the blocks, by name.
     """
 
     adapter: LoraConfig | None = None
     prefix: str = ""
     is_cast: bool = True
+    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:

@@ -8,16 +8,15 @@ function eagerly for the rest of the run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from workers.policy.loading import Policy
+from workers.engine.network import EngineNetwork
 
 
-def compile_policy(policy: Policy, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_policy(policy: EngineNetwork, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compiles the forward of each block of `policy` and its `functions`, at their first calls.
 
     Hooks run outside the compiled code, so blocks can be sharded and checkpointed afterwards. Blocks of one class share

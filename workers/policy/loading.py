@@ -6,9 +6,8 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class Policy(EngineNetwork):
     `ModelInputs` and options, and returns outputs (b, R) by name.
 
     extra_inputs: columns (b, P+R, ...) that `forward` reads besides the token columns if the batch has them.
-    functions: further functions that `model.compile` compiles, by name.
     adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
     spec, arrangement: the network's specification, and the function that converts micro-batches to inputs
         (`workers.policy.token_mixing`); set by `token_network`.
@@ -62,7 +60,6 @@ class Policy(EngineNetwork):
     arrangement: Arrangement
     prefix = "model."
     extra_inputs: tuple[str, ...] = ()
-    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     def blocks(self) -> list[nn.Module]:
         """The decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
