@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.tiny_model import tiny_qwen2
 from tests.workers.engine_cases import PROMPT, Batch, ragged_batch
 from tests.workers.model_families import tiny_config, tiny_network
+from trainer.planner.diffusion_memory import LiveBytes
+from verl_lite.config import ActorConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import pad
 from workers.policy import causal_lm
@@ -52,13 +52,20 @@ def naive(
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 100])
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("tile_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize(
     ("with_bias", "transform"),
     [(False, PLAIN_LOGITS), (True, PLAIN_LOGITS), (True, LogitTransform(0.3)), (False, LogitTransform(1.5, 2.0))],
 )
 def test_equals_naive_in_fp64(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kept_bytes: int, with_bias: bool, transform: LogitTransform
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_tokens: int,
+    kept_bytes: int,
+    tile_bytes: int,
+    with_bias: bool,
+    transform: LogitTransform,
 ) -> None:
+    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", tile_bytes)
     monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(0)
 
@@ -101,7 +108,8 @@ def test_equals_naive_in_fp64(
 def test_a_token_whose_logit_is_minus_infinity_adds_no_entropy(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int
 ) -> None:
-    """Everything equals a vocabulary without that token."""
+    """Everything equals a vocabulary without that token, also if a tile contains no other."""
+    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", 4 * 8 * 4)
     monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(2)
     hidden, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((9, 4), (13, 4), (13,)))
@@ -125,6 +133,7 @@ def test_a_token_whose_logit_is_minus_infinity_adds_no_entropy(
 def test_sum_pi_squared_equals_a_dense_softmax(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int, calculate_entropy: bool
 ) -> None:
+    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", 4 * 8 * 8)
     monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(1)
     hidden, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((9, 4), (13, 4), (13,)))
@@ -196,37 +205,27 @@ def test_logits_of_bf16_weights_are_not_rounded_to_bf16(
             assert error < 0.01
 
 
-MEMORY_SCRIPT = """
-import re, torch
-from workers.policy.causal_lm import token_log_probs
-vocab, width = 25_000, 16
-torch.set_num_threads(1)
-def status_mb(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
-def peak_mb(count):
-    open("/proc/self/clear_refs", "w").write("5")  # VmHWM begins anew
-    before = status_mb("VmRSS")
-    hidden = torch.randn(count, width, requires_grad=True)
-    weight = torch.randn(vocab, width, requires_grad=True)
-    targets = torch.randint(vocab, (count,))
-    log_probs, entropys, _ = token_log_probs(
-        hidden, weight, None, targets, temperature=1.0, chunk_tokens=200, calculate_entropy=True)
-    (log_probs.sum() + entropys.sum()).backward()
-    return status_mb("VmHWM") - before
-peak_mb(10)
-print(peak_mb(600), peak_mb(3000))
-"""
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_memory_is_bounded_for_a_vocabulary_of_152k(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
+) -> None:
+    """All tensors except hidden states, weights and the gradients of both, with Qwen2.5-1.5B's shapes."""
+    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", causal_lm.TILE_BYTES[device])
+    monkeypatch.setattr(causal_lm, "has_wide_products", lambda _: device == "cuda")
 
+    def peak(count: int) -> int:
+        with FakeTensorMode():
+            hidden, weight = (torch.empty(n, 1536, dtype=dtype, requires_grad=True) for n in (count, 151_936))
+            targets = torch.empty(count, dtype=torch.long)
+            options = {"temperature": 0.9, "chunk_tokens": ActorConfig().log_prob_chunk_tokens}
+            with LiveBytes() as live:
+                found = token_log_probs(hidden, weight, None, targets, calculate_entropy=True, **options)
+                assert found.entropys is not None
+                (found.log_probs.sum() + found.entropys.sum()).backward()
+            return live.peak - hidden.nbytes - weight.nbytes
 
-@pytest.mark.slow
-def test_peak_memory_does_not_grow_with_tokens() -> None:
-    """Peak resident memory, in a process of its own: 20 MB of logits a chunk, up to 300 MB in all."""
-    command = [sys.executable, "-c", MEMORY_SCRIPT]
-    # Large blocks go back to the system when they are freed: holes in the heap are not what is measured.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    few, many = map(float, output.split())
-    assert 20 < many < 150 and many < 1.2 * few + 10, output
+    few, many = peak(2048), peak(8192)
+    assert 3 * causal_lm.TILE_BYTES[device] / 2 < many < 512 << 20 and many < few + (32 << 20), f"{few:,} {many:,}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

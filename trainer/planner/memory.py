@@ -4,7 +4,7 @@ Inputs are the configuration, the shapes of the networks (from config.json only)
 device. The result is a dict of named byte counts for each phase of `workers/phase.py`. On a GPU, components that are
 idle in a phase sleep or are offloaded as configured; on a CPU everything stays in memory. The formulas follow the code:
 `workers/engine/fsdp.py` (FSDP2: fp32 master weights and moments, frozen weights in the compute dtype, gradients reduced
-after the last micro-batch), `workers/policy/causal_lm.py` (logits in chunks), `workers/engine/parameters.py` (buckets)
+after the last micro-batch), `workers/policy/causal_lm.py` (logits in tiles), `workers/engine/parameters.py` (buckets)
 and `workers/rollout`. Parameters called `size` are bytes per element: 4 for fp32, 2 for bf16. `python -m tests.bench
 plan_memory` compares the predictions with a run.
 """
@@ -33,6 +33,11 @@ BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
 MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
+TILE_BYTES = {
+    "cpu": 16 << 20,
+    "cuda": 96 << 20,
+    "cuda, compiled": 240 << 20,
+}  # and computes more logits in tiles of this size
 SHARD = "gradients, this rank's shard"
 GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 
@@ -322,7 +327,9 @@ def _train_phases(
         shared = data.max_prompt_length * (together - distinct)
         tokens, predicted = together * longest - shared, together * data.max_response_length
         tokens, predicted, shared = (math.ceil(each / ranks) for each in (tokens, predicted, shared))
-        run = Pass(tokens, predicted, actor.log_prob_chunk_tokens, networks[role].compute, entropy, shared, ranks)
+        tile = TILE_BYTES["cpu" if plan.base is not None else "cuda, compiled" if config.model.compile else "cuda"]
+        chunk, size = actor.log_prob_chunk_tokens, networks[role].compute
+        run = Pass(tokens, predicted, chunk, size, entropy, shared, ranks, tile)
         return networks[role], run, math.ceil(rows / together)
 
     def forward(role: str, stage: str, entropy: bool = False) -> dict[str, float]:
@@ -416,9 +423,9 @@ class HeldNetwork:
 @dataclass(frozen=True)
 class Pass:
     """The size of one micro-batch. tokens: length of the packed row. predicted: tokens whose log-probs are computed.
-    chunk: tokens whose logits exist at the same time. size: bytes per element. repeated: additional tokens in
-    attention, where each answer has its own copy of a prompt that is shared in all other layers. ranks: number that
-    shares each sequence; the numbers of tokens are one rank's part."""
+    chunk: maximum tokens of a tile of logits. size: bytes per element. repeated: additional tokens in attention, where
+    each answer has its own copy of a prompt that is shared in all other layers. ranks: number that shares each
+    sequence; the numbers of tokens are one rank's part. tile: maximum bytes of a tile."""
 
     tokens: int
     predicted: int
@@ -427,6 +434,7 @@ class Pass:
     entropy: bool = False
     repeated: int = 0
     ranks: int = 1
+    tile: int = TILE_BYTES["cuda"]
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
@@ -454,18 +462,18 @@ def layer_work(shape: ModelShape, run: Pass) -> float:
 
 
 def logits_bytes(shape: ModelShape, run: Pass) -> float:
-    """Returns the bytes of one chunk of fp32 logits."""
+    """Returns the bytes of one tile of fp32 logits."""
     if not shape.has_head:
         return 0.0
-    keeps = run.predicted * shape.vocab * FP32 <= KEPT_LOGITS_BYTES
-    return float(FP32 * shape.vocab * (run.predicted if keeps else min(run.chunk, run.predicted)))
+    whole = run.predicted * shape.vocab * FP32
+    return float(whole if whole <= KEPT_LOGITS_BYTES else min(FP32 * shape.vocab * run.chunk, run.tile, whole))
 
 
 def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
-    """Returns the peak bytes of the logits and of the tensors derived from them: the chunk, its exponentials or the
-    previous chunk, a copy in the compute dtype if that is not fp32, the entropy's terms, and in training the chunk's
-    gradient."""
-    return (2 + trains + (run.size != FP32) / 2 + run.entropy) * logits_bytes(shape, run)
+    """Returns the peak bytes of tiles of logits: the tile, its exponentials or the previous tile, and in training the
+    larger of the entropy's terms and a copy in the compute dtype if that is not fp32."""
+    more = max(float(run.entropy), (run.size != FP32) / 2) if trains else 0.0
+    return (2 + more) * logits_bytes(shape, run)
 
 
 def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
@@ -508,8 +516,10 @@ def training_pass(
     # a recomputed layer takes the place of a later one that kept its activations and is done
     again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
     work = again + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
-    head_gradient = 2.0 * FP32 * shape.embedding if network.trained and not has_adapter and shape.has_head else 0.0
-    at_head = output_layer_bytes(shape, run, trains=True) + head_gradient + 2 * run.size * run.predicted * shape.hidden
+    head_gradient = float(run.size * shape.embedding) if network.trained and not has_adapter and shape.has_head else 0.0
+    at_head = (
+        output_layer_bytes(shape, run, trains=True) + head_gradient + (FP32 + run.size) * run.predicted * shape.hidden
+    )
     before, shard = network.gradients(micro_batches)
     return {
         "gathered weights": network.gathered,

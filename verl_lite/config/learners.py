@@ -38,6 +38,7 @@ class NetworkConfig(Options):
     trust_remote_code: bool = opt(False, "run the Python code in the model's folder")
     override_config: dict[str, Any] = opt({}, "entries that replace those of the model's config.json")
     enable_gradient_checkpointing: bool = opt(True, "recompute activations in the backward pass to save memory")
+    compile: bool = opt(False, "compile the layers with torch.compile; a layer that cannot be compiled runs eagerly")
     use_remove_padding: bool = opt(True, "pack sequences without padding; false = padded rows (reference)")
     gradient_checkpointing_layers: int | None = opt(
         None, "checkpoint only the first layers; null = all, on a GPU as few as needed to fit", at_least(0)
@@ -160,7 +161,7 @@ class ActorConfig(Options):
     ulysses_sequence_parallel_size: int = opt(
         1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
     )
-    log_prob_chunk_tokens: int = opt(1024, "tokens whose logits are in memory at a time", at_least(1))
+    log_prob_chunk_tokens: int = opt(8192, "maximum tokens of a tile of logits; memory is bounded", at_least(1))
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "policy loss")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,12 +53,14 @@ class EngineNetwork(nn.Module):
     prefix: prefix of the parameters' names that checkpoints leave out.
     sequence_group: the ranks that share the tokens of each micro-batch; None if each rank has its own micro-batches.
     is_cast: True casts all parameters to the compute dtype for computing; False computes with each parameter's dtype.
+    functions: functions of the forward that `model.compile` compiles besides the blocks, by name.
     """
 
     adapter: LoraConfig | None = None
     prefix: str = ""
     sequence_group: SequenceGroup | None = None
     is_cast: bool = True
+    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:

@@ -1,12 +1,14 @@
 """A Hugging Face causal language model as a policy: log-probs and entropies of response tokens from hidden states.
 
 The backbone runs once over the (packed) tokens. The output layer is applied in chunks, and only to positions that
-predict a response token, so the logits of the whole batch never exist at once. The backward pass recomputes the logits
-of each chunk from the hidden states, so the memory for logits does not grow with the number of tokens.
+predict a response token, so the logits of the whole batch never exist at once. Logits are computed in tiles of some
+tokens and a part of the vocabulary, and recomputed in the backward pass, so the memory for logits
+depends neither on the number of tokens nor on the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ from workers.policy.router import ROUTED_EXPERTS, Routers, load_balancing_loss, 
 
 # Logits up to this size are saved for the backward pass instead of recomputed, which is faster.
 KEPT_LOGITS_BYTES = 32 << 20
+# Up to three tiles of logits are in memory at a time; compiled, one and a half. On a CPU a tile stays in the caches.
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
 FINITE_LOGIT = -1e30  # replaces -inf in the entropy, which multiplies the logit by its probability 0
 
 _REMEDY = "choose a model whose logits are a linear layer of its last hidden states, scaled and soft-capped at most"
@@ -47,8 +51,8 @@ class LogitTransform(NamedTuple):
     def backward(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Computes the gradient of z from the gradient of the transformed logits, in place."""
         if self.cap is not None:
-            gradient = gradient.mul_(1.0 - (logits / self.cap).square_())
-        return gradient.mul_(self.scale)
+            gradient = gradient.addcmul_(gradient, (logits / self.cap).square_(), value=-1.0)
+        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
 
 
 PLAIN_LOGITS = LogitTransform()
@@ -58,7 +62,7 @@ class CausalLMPolicy(Policy):
     """The policy network.
 
     model: a `...ForCausalLM`. Its parameters have the prefix `model.`, followed by their Hugging Face names.
-    chunk_tokens: number of tokens whose logits exist at one time, if all logits need over KEPT_LOGITS_BYTES.
+    chunk_tokens: maximum number of tokens in a tile of logits, if all logits need over KEPT_LOGITS_BYTES.
     routers: the routers of the model, if the forward needs them.
     Raises UserError if the model's transform of its logits is no `LogitTransform`.
     """
@@ -71,6 +75,7 @@ class CausalLMPolicy(Policy):
         self.logit_transform = logit_transform(model)
         self.chunk_tokens = chunk_tokens
         self.routers = routers
+        self.functions = TILE_FUNCTIONS
 
     def forward(
         self,
@@ -108,6 +113,7 @@ class CausalLMPolicy(Policy):
             calculate_entropy=calculate_entropy,
             calculate_sum_pi_squared=calculate_sum_pi_squared,
             transform=self.logit_transform,
+            functions=self.functions,
         )
         named = statistics._asdict().items()
         return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
@@ -116,7 +122,7 @@ class CausalLMPolicy(Policy):
 def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:
     """Returns a builder of a `CausalLMPolicy`, which adds an adapter if `model.lora_rank` is above 0.
 
-    chunk_tokens: number of tokens whose logits exist at one time. with_routers: the forward needs the routers.
+    chunk_tokens: maximum number of tokens in a tile of logits. with_routers: the forward needs the routers.
     """
 
     def build(spec: NetworkSpec) -> CausalLMPolicy:
@@ -208,6 +214,55 @@ class TokenStatistics(NamedTuple):
     sum_pi_squared: torch.Tensor | None
 
 
+def tile_statistics(
+    logits: torch.Tensor, index: torch.Tensor, calculate_entropy: bool, calculate_sum_pi_squared: bool
+) -> torch.Tensor:
+    """Computes statistics of softmax(logits) over the columns of a tile of logits (n, v).
+
+    index: (n,) columns. Returns (2 to 4, n): the logarithm of the normalizer, the logits in the columns `index`, and
+    with their options the mean of the logits and the sum of squared probabilities.
+    """
+    peak = logits.amax(dim=1)
+    picked = logits.gather(1, index.unsqueeze(1)).squeeze(1)
+    scores = (logits - peak.unsqueeze(1)).exp_()
+    total = scores.sum(dim=1)
+    found = [peak + total.log(), picked]
+    squares = [scores.square().sum(dim=1) / total.square()] if calculate_sum_pi_squared else []
+    if calculate_entropy:
+        found.append(scores.mul_(logits).sum(dim=1) / total)
+    return torch.stack(found + squares)
+
+
+def tile_gradient(
+    logits: torch.Tensor,
+    normalizers: torch.Tensor,
+    slope: torch.Tensor,
+    offset: torch.Tensor | None,
+    index: torch.Tensor,
+    at_target: torch.Tensor,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Computes p_j (slope z_j + offset) + [j = index] at_target for a tile (n, v) of transformed logits z, where p_j is
+    exp(z_j - normalizer), and from this the gradient of the logits before `transform`. Without an offset: p_j slope.
+    The other tensors have the shape (n,). Returns (n, v) in `dtype`.
+    """
+    gradient = (logits - normalizers.unsqueeze(1)).exp_()
+    if offset is None:
+        gradient.mul_(slope.unsqueeze(1))
+    else:
+        gradient.mul_(torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits))
+    if torch.compiler.is_compiling():  # a comparison is fused with the rest, unlike a scatter
+        is_target = torch.arange(logits.shape[1], device=logits.device) == index.unsqueeze(1)
+        gradient = gradient + is_target * at_target.unsqueeze(1)
+    else:
+        gradient.scatter_add_(1, index.unsqueeze(1), at_target.unsqueeze(1))
+    return transform.backward(gradient, logits).to(dtype)
+
+
+TILE_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"tile_statistics": tile_statistics, "tile_gradient": tile_gradient}
+
+
 def token_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -219,18 +274,51 @@ def token_log_probs(
     calculate_entropy: bool,
     calculate_sum_pi_squared: bool = False,
     transform: LogitTransform = PLAIN_LOGITS,
+    functions: Mapping[str, Callable[..., Any]] = TILE_FUNCTIONS,
 ) -> TokenStatistics:
     """Computes the statistics of the logits transform(hidden @ weight.T + bias) whose option is True.
 
-    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,).
+    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,). functions: TILE_FUNCTIONS, or compiled forms.
     """
+    options = (calculate_entropy, calculate_sum_pi_squared)
     divided = transform.divided_by(temperature)
     log_probs, entropys, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, divided, chunk_tokens, calculate_entropy, calculate_sum_pi_squared
+        hidden, weight, bias, targets, divided, chunk_tokens, *options, functions
     )
     return TokenStatistics(
         log_probs, entropys if calculate_entropy else None, squares if calculate_sum_pi_squared else None
     )
+
+
+class _Tiles:
+    """Division of the logits (N, V) into tiles of tile_bytes, or one tile if they need at most KEPT_LOGITS_BYTES.
+
+    rows, columns: slices of the tokens and of the vocabulary. index: (tiles of the vocabulary, N) column of each target
+    in each tile, 0 where `inside` is False: the target is in another tile.
+    """
+
+    def __init__(self, targets: torch.Tensor, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int) -> None:
+        count = len(targets)
+        self.keep = count * vocab * itemsize <= KEPT_LOGITS_BYTES
+        blocks = 1 if self.keep else -(-count // chunk_tokens)
+        height = max(1, -(-count // blocks))
+        number = 1 if self.keep else -(-vocab * height * itemsize // tile_bytes)
+        width = -(-vocab // (number * 8)) * 8 if number * 8 <= vocab else 1  # multiples of 8 for fast kernels
+        self.rows = [slice(start, min(start + height, count)) for start in range(0, count, height)]
+        self.columns = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+        local = targets - torch.arange(0, vocab, width, device=targets.device).unsqueeze(1)
+        self.inside = (local >= 0) & (local < width)
+        self.index = local.where(self.inside, 0)
+
+
+def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Adds one @ other to `total`; products of bf16 numbers are summed in fp32 if `total` is fp32."""
+    if total.dtype == one.dtype:
+        total.addmm_(one, other)
+    elif has_wide_products(total.device):
+        total.add_(torch.mm(one, other, out_dtype=total.dtype))
+    else:
+        total.add_(one @ other)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -245,72 +333,81 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         calculate_entropy: bool,
         calculate_sum_pi_squared: bool,
+        functions: Mapping[str, Callable[..., Any]],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        count = hidden.shape[0]
-        keep = count * weight.shape[0] * dtype.itemsize <= KEPT_LOGITS_BYTES
-        size = max(1, count) if keep else chunk_tokens
-        log_probs = torch.empty(count, dtype=dtype, device=hidden.device)
-        normalizers = torch.empty_like(log_probs)
-        entropys = torch.empty_like(log_probs) if calculate_entropy else log_probs.new_empty(0)
-        squares = torch.empty_like(log_probs) if calculate_sum_pi_squared else log_probs.new_empty(0)
-        logits = log_probs.new_empty(0, weight.shape[0])
-        for start in range(0, count, size):
-            part = slice(start, start + size)
-            logits = transform(output_logits(hidden[part], weight, bias))
-            normalizers[part] = logits.logsumexp(dim=-1)
-            log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - normalizers[part]
-            if calculate_entropy or calculate_sum_pi_squared:
-                probs = (logits - normalizers[part].unsqueeze(1)).exp_()
-            if calculate_entropy:
-                finite = logits if bias is None else logits.clamp_(min=FINITE_LOGIT)  # a bias can be -inf
-                entropys[part] = normalizers[part] - torch.linalg.vecdot(probs, finite)
-            if calculate_sum_pi_squared:
-                squares[part] = torch.linalg.vecdot(probs, probs)
-        ctx.save_for_backward(
-            hidden, weight, bias, targets, normalizers, entropys, logits if keep else logits.new_empty(0)
-        )
-        ctx.transform, ctx.size, ctx.keep = transform, size, keep
-        ctx.calculate_entropy = calculate_entropy
+        kind = hidden.device.type
+        if kind == "cuda" and functions is not TILE_FUNCTIONS:
+            kind = "cuda, compiled"
+        tiles = _Tiles(targets, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[kind])
+        options = (calculate_entropy, calculate_sum_pi_squared)
+        parts = torch.empty((2 + sum(options), *tiles.index.shape), dtype=dtype, device=hidden.device)
+        logits = hidden.new_empty(0, dtype=dtype)
+        for number, columns in enumerate(tiles.columns):
+            for rows in tiles.rows:
+                logits = _logits(hidden, weight, bias, rows, columns, transform)
+                parts[:, number, rows] = functions["tile_statistics"](logits, tiles.index[number, rows], *options)
+        partial, picked, *more = parts
+        normalizers = partial.logsumexp(dim=0)
+        share = (partial - normalizers).exp_()  # of each tile in the probability
+        log_probs = picked.where(tiles.inside, 0).sum(dim=0) - normalizers
+        none = log_probs.new_empty(0)
+        entropys = normalizers - more[0].mul_(share).sum(dim=0) if calculate_entropy else none
+        squares = more[-1].mul_(share.square_()).sum(dim=0) if calculate_sum_pi_squared else none
+        ctx.save_for_backward(hidden, weight, bias, normalizers, entropys, logits if tiles.keep else none)
+        ctx.transform, ctx.tiles, ctx.functions, ctx.calculate_entropy = transform, tiles, functions, calculate_entropy
         ctx.mark_non_differentiable(squares)
         return log_probs, entropys, squares
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizers, entropys, kept = ctx.saved_tensors
+        hidden, weight, bias, normalizers, entropys, kept = ctx.saved_tensors
         grad_log_probs, grad_entropys, _ = grad_outputs
-        dtype = normalizers.dtype
-        grad_hidden = torch.empty_like(hidden)
+        tiles, dtype = ctx.tiles, normalizers.dtype
         _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # False for a model with an adapter
-        single = hidden.shape[0] <= ctx.size
-        grad_weight = (
-            torch.zeros(weight.shape, dtype=dtype, device=weight.device) if weight_learns and not single else None
-        )
+        # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
+        slope, offset = -grad_log_probs, None
+        if ctx.calculate_entropy:
+            slope, offset = -grad_entropys, grad_entropys * (normalizers - entropys) - grad_log_probs
+        at_target = tiles.inside * grad_log_probs
+        grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        grad_weight = torch.zeros_like(weight) if weight_learns else None
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None
-        for start in range(0, hidden.shape[0], ctx.size):
-            part = slice(start, start + ctx.size)
-            logits = kept if ctx.keep else ctx.transform(output_logits(hidden[part], weight, bias))
-            probs = (logits - normalizers[part].unsqueeze(1)).exp_()
-            # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
-            if ctx.calculate_entropy:
-                offset = (entropys[part] - normalizers[part]).unsqueeze(1)
-                slope = logits + offset
-                slope = slope if bias is None else slope.clamp_(min=FINITE_LOGIT)
-                slope = slope.mul_(grad_entropys[part].unsqueeze(1)).add_(grad_log_probs[part].unsqueeze(1))
-                grad_logits = probs.mul_(slope).neg_()
-            else:
-                grad_logits = probs.mul_(grad_log_probs[part].neg().unsqueeze(1))
-            grad_logits.scatter_add_(1, targets[part].unsqueeze(1), grad_log_probs[part].unsqueeze(1))
-            grad_logits = ctx.transform.backward(grad_logits, logits)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(dim=0)
-            grad_logits = grad_logits.to(hidden.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if weight_learns:
-                product = grad_logits.t() @ hidden[part]
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
-        if weight_learns:
-            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        for number, columns in enumerate(tiles.columns):
+            total = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
+            for rows in tiles.rows:
+                logits = kept if tiles.keep else _logits(hidden, weight, bias, rows, columns, ctx.transform)
+                gradient = ctx.functions["tile_gradient"](
+                    logits,
+                    normalizers[rows],
+                    slope[rows],
+                    None if offset is None else offset[rows],
+                    tiles.index[number, rows],
+                    at_target[number, rows],
+                    ctx.transform,
+                    dtype if bias_learns else hidden.dtype,
+                )
+                del logits
+                if grad_bias is not None:
+                    grad_bias[columns] += gradient.sum(dim=0)
+                    gradient = gradient.to(hidden.dtype)
+                _add_product(grad_hidden[rows], gradient, weight[columns])
+                if total is not None:
+                    _add_product(total, gradient.t(), hidden[rows])
+            if grad_weight is not None and total is not None and total.dtype != weight.dtype:
+                grad_weight[columns] = total
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 6
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: slice,
+    columns: slice,
+    transform: LogitTransform,
+) -> torch.Tensor:
+    """A tile of the transformed logits, in which FINITE_LOGIT replaces the -inf that a bias can contain."""
+    logits = transform(output_logits(hidden[rows], weight[columns], None if bias is None else bias[columns]))
+    return logits if bias is None else logits.clamp_(min=FINITE_LOGIT)

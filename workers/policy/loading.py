@@ -27,6 +27,7 @@ from workers.engine.sequence_parallel import sequence_group
 from workers.policy.activations import limit_activations
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
 from workers.policy.classifier import classifier_of
+from workers.policy.compiled import compile_policy
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers, sharding_problem
 
@@ -122,6 +123,8 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder, sequence_pa
             _freeze_non_text_layers(policy.model)
             refuse_to_train_choosers(policy.model)
             limit_activations(policy.model, model)
+        if model.compile:
+            compile_policy(policy)
         return policy
 
     return build

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from trainer.planner.memory import (
+    KEPT_LOGITS_BYTES,
+    TILE_BYTES,
     HeldNetwork,
     Pass,
     forward_only,
@@ -18,6 +20,7 @@ from trainer.planner.memory import (
 )
 from trainer.planner.model_shape import ModelShape, config_like, shape_of
 from verl_lite.errors import UserError
+from workers.policy import causal_lm
 
 # the models' own pages on the Hugging Face hub (number of parameters of the safetensors files)
 PUBLISHED = {
@@ -94,15 +97,17 @@ def test_freed_memory_in_pieces_is_kept_where_micro_batches_follow_each_other() 
     assert kept_when_freed({"logits and output layer": 5e9}, 2) == 1 << 30, "the C library is told to keep no more"
 
 
-def test_logits_exist_in_chunks() -> None:
+def test_logits_exist_in_tiles() -> None:
     shape = replace(SMALL, vocab=100_000)
     run = Pass(tokens=9000, predicted=4000, chunk=1024, size=4)
-    assert logits_bytes(shape, run) == 1024 * 100_000 * 4
+    assert logits_bytes(shape, run) == 96 << 20
+    assert logits_bytes(shape, replace(run, tile=16 << 20)) == 16 << 20
+    assert logits_bytes(shape, replace(run, chunk=100)) == 100 * 100_000 * 4
     assert logits_bytes(shape, replace(run, predicted=50)) == 50 * 100_000 * 4
     assert logits_bytes(shape, replace(run, predicted=83, chunk=8)) == 83 * 100_000 * 4, "up to 32 MiB they are kept"
     assert logits_bytes(shape.as_scorer(), run) == 0
-    more = forward_only(HeldNetwork(shape, 1, 4), replace(run, entropy=True))["logits"]
-    assert more - forward_only(HeldNetwork(shape, 1, 4), run)["logits"] == logits_bytes(shape, run)
+    assert forward_only(HeldNetwork(shape, 1, 4), run)["logits"] == 2 * logits_bytes(shape, run)
+    assert KEPT_LOGITS_BYTES == causal_lm.KEPT_LOGITS_BYTES and TILE_BYTES == causal_lm.TILE_BYTES
 
 
 def test_a_weight_update_holds_a_bucket_twice_and_this_ranks_part() -> None:

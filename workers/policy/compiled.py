@@ -1,0 +1,56 @@
+"""Compiles the decoder layers and the output layer of a policy with `torch.compile` (`model.compile`).
+
+Each function must be one graph: a graph break would cost more than it saves and is easily overlooked. If a function has
+a graph break, or the machine cannot compile (no C++ compiler, no Triton), the process prints a note and calls the
+function eagerly for the rest of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.engine.network import EngineNetwork
+
+
+def compile_policy(policy: EngineNetwork, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compiles the forward of each block of `policy` and its `functions`, at their first calls.
+
+    Hooks run outside the compiled code, so blocks can be sharded and checkpointed afterwards. Blocks of one class share
+    their compiled code.
+    """
+    eager: set[str] = set()
+    for block in policy.blocks():
+        block.forward = CompiledFunction(type(block).__name__, block.forward, eager, backend)
+    policy.functions = {
+        name: CompiledFunction(name, function, eager, backend) for name, function in policy.functions.items()
+    }
+
+
+class CompiledFunction:
+    """A function compiled as one graph, with dynamic shapes.
+
+    name: name in the note and in `eager`, the set of functions whose compilation failed.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], eager: set[str], backend: Any) -> None:
+        self.name, self.function, self.eager = name, function, eager
+        self.compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo import config
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        if self.name not in self.eager:
+            try:
+                with config.patch(disable=False):  # vLLM on a CPU disables the compiler for its own functions
+                    return self.compiled(*args, **kwargs)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                self.eager.add(self.name)
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    reason = " ".join(str(error).split("\n\n")[0].split())
+                    print(f"model.compile=true: {self.name} is not compiled and runs eagerly: {reason}", flush=True)
+        return self.function(*args, **kwargs)
