@@ -23,7 +23,6 @@ from trainer.data.prompts import PromptDataset
 from trainer.engine_pool import EnginePool, SeparateActorRole
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
-from trainer.picture import draw_curve
 from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
 from trainer.planner.batch import launch_table
 from trainer.planner.memory import memory_plan, read_networks
@@ -223,6 +222,8 @@ class PPOJob(Job[PPOConfig]):
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)
 
     def report(self, trainer: Any, result: Any) -> Report:
+        from trainer.picture import draw_curve  # imports matplotlib, which a starting run does not need
+
         config, run_dir = self.config, self.run_dir
         measured = measured_line(config, self.slots, run_dir) if self.kind.trains else ""
         more = "rollout.val_kwargs.n=8" if config.rollout.val_kwargs.do_sample else SAMPLED.format(8)
