@@ -49,6 +49,7 @@ from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
 from verl_lite.rewards import asks_by_source, reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
+from verl_lite.single_controller.guard import preload
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
@@ -183,6 +184,9 @@ class PPOJob(Job[PPOConfig]):
                 config.rollout.name = "hf"
                 self.console.note(f"rollout.name=auto chooses hf: {problem}")
                 validate(config, engines=engine_names(), slots=self.slots, available=available)
+        preload("workers.actor_rollout")
+        if resolve_engine_name(config.rollout.name) == "vllm":
+            preload("workers.rollout.vllm_engine:import_vllm")
         for note in sampling_notes(config, self.slots):
             self.console.note(note)
 
