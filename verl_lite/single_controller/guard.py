@@ -4,25 +4,28 @@ This also works if the driver is killed with kill -9. `guarded()` marks every pr
 and starts the guard (`watcher.py`), which waits for the driver's end. At a normal end the driver itself cleans up.
 """
 
+import contextlib
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from verl_lite.single_controller import watcher
+from verl_lite.single_controller import watcher, worker_template
 
 # The path of a Unix socket has at most 107 bytes: base + "/vl-12345678/ray" +
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store".
 _LONGEST_BASE = 26
 _PREFIX = "vl-"
 _SHORT_BASE = "/tmp"
+_SOCKET = "template"
 
 
 @dataclass
@@ -35,6 +38,8 @@ class Guard:
     base: previous folder for temporary files of this process.
     process: the guard's process.
     environment: previous values of the environment variables that the guard set.
+    template: process from which workers are forked (`worker_template`), if there is one.
+    template_env: environment variables with which the template imports the workers' libraries.
     """
 
     token: str
@@ -43,6 +48,15 @@ class Guard:
     base: str
     process: subprocess.Popen[bytes]
     environment: dict[str, str | None]
+    template: subprocess.Popen[bytes] | None = None
+    template_env: Mapping[str, str] = field(default_factory=dict)
+
+    def interpreter(self, env: Mapping[str, str]) -> str | None:
+        """Returns the command that forks a worker from the template. None without a template, or if it has imported
+        the libraries with other values of the variables `env`, which many libraries read only once."""
+        if self.template is None or not env.items() <= self.template_env.items():
+            return None
+        return shlex.join([sys.executable, "-I", "-S", worker_template.__file__, str(self.folder / _SOCKET)])
 
 
 _guard: Guard | None = None
@@ -68,6 +82,34 @@ def guarded() -> Iterator[Guard]:
         yield guard
     finally:
         stop_guard()
+
+
+@contextmanager
+def worker_template_running(env: Mapping[str, str]) -> Iterator[None]:
+    """Starts a worker template with the variables `env`, and a guard that ends it, unless there are already."""
+    with guarded() as guard:
+        if guard.template is None:
+            mark = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), watcher.CLUSTER_MARK: guard.token}
+            guard.template_env, guard.template = (
+                env,
+                subprocess.Popen(
+                    [sys.executable, worker_template.__file__, str(guard.folder / _SOCKET)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, **env, **mark},
+                    start_new_session=True,
+                ),
+            )
+        yield
+
+
+def preload(*names: str) -> None:
+    """Lets the run's worker template, if there is one, import modules or call functions (`module:function`)."""
+    if _guard is not None and _guard.template is not None and _guard.template.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # without a template, each worker imports them itself
+            _guard.template.stdin.write("".join(f"{name}\n" for name in names).encode())
+            _guard.template.stdin.flush()
 
 
 def start_guard() -> Guard:
@@ -111,6 +153,8 @@ def stop_guard() -> None:
     guard, _guard = _guard, None
     watcher.end(watcher.RUN_MARK, guard.token, [str(guard.folder), str(guard.temp)])
     guard.process.communicate(b"q")
+    if guard.template is not None:
+        guard.template.communicate()
     set_environment(guard.environment)
     tempfile.tempdir = guard.base
 

@@ -376,6 +376,14 @@ def worker_env(env: dict[str, str]) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
+def worker_runtime(env: dict[str, str]) -> dict[str, Any]:
+    """Returns Ray's `runtime_env` of a worker that is forked from the run's template if it has one for `env`."""
+    runtime: dict[str, Any] = {"env_vars": worker_env(env)}
+    guard = current_guard() if joined_cluster() is None else None
+    interpreter = None if guard is None else guard.interpreter(env)
+    return runtime if interpreter is None else runtime | {"py_executable": interpreter}
+
+
 def current_umask() -> int:
     """Returns the umask of this process."""
     mask = os.umask(0o077)

@@ -188,7 +188,7 @@ class RayTransport:
         options: dict[str, Any] = {
             "num_cpus": pool.cpus_per_process,
             "num_gpus": 1 if pool.use_gpu else 0,
-            "runtime_env": {"env_vars": ray_cluster.worker_env(env)},
+            "runtime_env": ray_cluster.worker_runtime(env),
         }
         places = [PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=n) for n in pool.nodes]
         umask = ray_cluster.current_umask()

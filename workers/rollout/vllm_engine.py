@@ -446,6 +446,14 @@ def _prepare_process(device: torch.device) -> None:
             sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
+def import_vllm() -> None:
+    """Imports what an engine on the CPU imports at its start, for a process from which workers are forked."""
+    _prepare_process(torch.device("cpu"))
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_model_runner
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
 def _engine_arguments(
     config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:

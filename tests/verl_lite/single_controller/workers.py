@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 
 import torch
@@ -211,3 +212,11 @@ class Client(Worker):
     def add(self, amount: int) -> int:
         self.service.send("add", amount)
         return self.service.call("value")
+
+
+class Place(Worker):
+    """Tells where it runs."""
+
+    def facts(self) -> tuple[int, bool, str | None, bool]:
+        """The parent of the process, whether a module was preloaded, a variable, and whether it leads its group."""
+        return os.getppid(), "wave" in sys.modules, os.environ.get("VL_FORKED"), os.getpgid(0) == os.getpid()

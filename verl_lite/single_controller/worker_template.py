@@ -1,0 +1,100 @@
+"""Forks the worker processes of a private Ray cluster from a process that has already imported their libraries.
+
+The driver starts the template as `python worker_template.py SOCKET` before it imports its own modules, and names on the
+template's standard input what to import. Ray runs `python worker_template.py SOCKET SCRIPT ARGUMENT...` as the
+interpreter of a worker: this process hands arguments, environment, folder and open streams to the template, which forks
+the worker, and waits for its end. The workers end with the template, and the template with the driver. Linux only; uses
+only the standard library.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import sys
+
+STREAMS = (0, 1, 2)
+_PR_SET_PDEATHSIG = 1
+
+
+def request_worker(path: str, argv: list[str]) -> None:
+    """Lets the template fork a worker that runs the script argv[0]. Becomes the worker if no template answers."""
+    with socket.socket(socket.AF_UNIX) as template:
+        try:
+            template.connect(path)
+        except OSError:
+            os.execv(sys.executable, [sys.executable, *argv])
+        socket.send_fds(template, [b"w"], STREAMS)
+        template.sendall(json.dumps([argv, dict(os.environ), os.getcwd()]).encode())
+        template.shutdown(socket.SHUT_WR)
+        template.recv(1)  # waits for the end of the worker: Ray takes an earlier end of this process for a failed start
+
+
+def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
+    """Imports modules and forks workers until standard input closes; then returns None.
+
+    In a worker, returns its arguments, environment and folder. An input line is a module, or a function to call as
+    `module:function`.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended workers
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # as in Ray's other processes
+    sys.modules["ray"] = None  # type: ignore[assignment]  # Ray keeps the settings of the environment at its import
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        while True:
+            ready, _, _ = select.select([0, listener.fileno()], [], [])
+            if 0 in ready:
+                if not (names := os.read(0, 1 << 16).decode().split()):
+                    return None
+                for name in names:
+                    with contextlib.suppress(Exception):  # the worker repeats the import and raises the error
+                        found = pkgutil.resolve_name(name)
+                        if callable(found):
+                            found()
+                continue
+            with listener.accept()[0] as connection:
+                _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
+                with connection.makefile("r") as request:
+                    argv, environment, folder = json.load(request)
+                gc.freeze()  # collections in the workers then leave the shared memory alone
+                if os.fork() == 0:
+                    os.setsid()  # Ray kills the process group of a worker that has died
+                    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Ray's workers end with their parent
+                    for stream, fd in zip(STREAMS, streams, strict=True):
+                        os.dup2(fd, stream)
+                        os.close(fd)
+                    os.dup(connection.fileno())  # stays open until this process ends
+                    return argv, environment, folder
+                for fd in streams:
+                    os.close(fd)
+
+
+def main(path: str, argv: list[str]) -> None:
+    """Runs the template, or with `argv` the interpreter of a worker."""
+    if argv:
+        request_worker(path, argv)
+        return
+    del sys.path[0]  # the folder of this file
+    gc.disable()  # while there are only imports
+    if (worker := serve(path)) is None:
+        return
+    gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    del sys.modules["ray"]
+    sys.argv, environment, folder = worker
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = dict.fromkeys([*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
