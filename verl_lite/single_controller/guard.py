@@ -90,16 +90,14 @@ def worker_template_running(env: Mapping[str, str]) -> Iterator[None]:
     with guarded() as guard:
         if guard.template is None:
             mark = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), watcher.CLUSTER_MARK: guard.token}
-            guard.template_env, guard.template = (
-                env,
-                subprocess.Popen(
-                    [sys.executable, worker_template.__file__, str(guard.folder / _SOCKET)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env={**os.environ, **env, **mark},
-                    start_new_session=True,
-                ),
+            guard.template_env = env
+            guard.template = subprocess.Popen(
+                [sys.executable, worker_template.__file__, str(guard.folder / _SOCKET)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **env, **mark},
+                start_new_session=True,
             )
         yield
 
