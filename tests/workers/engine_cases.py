@@ -169,7 +169,12 @@ def build_engine(
     return FSDPEngine(
         token_network(
             ModelConfig(
-                path, False, {}, case.checkpointing, case.packed, case.recomputed, case.offload, **(model or {})
+                path,
+                enable_gradient_checkpointing=case.checkpointing,
+                gradient_checkpointing_layers=case.recomputed,
+                enable_activation_offload=case.offload,
+                use_remove_padding=case.packed,
+                **(model or {}),
             ),
             build_policy or causal_lm(case.chunk_tokens),
             case.sequence_parallel,

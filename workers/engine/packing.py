@@ -442,7 +442,7 @@ def _sdpa_runs(
     """Computes attention with one call of SDPA per run of equally long sequences, without copies before the final
     `cat`. Inputs and output: (U, heads, D)."""
     outputs = []
-    gqa = query.shape[1] != key.shape[1]
+    gqa = _has_groups(query.shape[1], key.shape[1])
     sizes = [count * length for count, length in sequences.runs]
     pieces = (tensor.split(sizes) for tensor in (query, key, value))
     for (count, length), *heads in zip(sequences.runs, *pieces, strict=True):
@@ -459,6 +459,13 @@ def _sdpa_runs(
             )  # (count, heads, length, D)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _has_groups(heads: int, key_value_heads: int) -> bool:
+    """True if several query heads share a key/value head."""
+    if heads != key_value_heads:  # a branch, because torch.compile keeps the comparison itself as a symbol
+        return True
+    return False
 
 
 def _capped_attention(
@@ -487,7 +494,7 @@ def _sink_attention(
         F.pad(values, (0, 8, 1, 0)),
         attn_mask=F.pad(_window_mask(length, window, queries.device), (1, 0), value=True),
         scale=scale,
-        enable_gqa=heads != keys.shape[1],
+        enable_gqa=_has_groups(heads, keys.shape[1]),
     )[..., : values.shape[3]]
 
 
@@ -510,7 +517,7 @@ def _varlen_attention(
     if scores.softcap is None and (varlen := _torch_varlen()) is not None:
         group, options = query.shape[1] // key.shape[1], {}
         if "enable_gqa" in signature(varlen).parameters:
-            options["enable_gqa"] = group > 1
+            options["enable_gqa"] = _has_groups(query.shape[1], key.shape[1])
         elif group > 1:  # PyTorch 2.11
             key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
         return varlen(query, key, value, *where, scale=scores.scale, window_size=(left, 0), **options)
