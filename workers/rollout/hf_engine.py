@@ -29,6 +29,7 @@ from workers.rollout.base import (
     parameter_names,
     register_rollout_engine,
 )
+from workers.rollout.lean_decode import lean_decoder
 from workers.rollout.sampling import sample
 from workers.rollout.slot_cache import (
     SLOT_ATTENTION,
@@ -104,6 +105,7 @@ class HFEngine:
             _compute_logits_in_fp32(self._model)
         self._model.tie_weights()  # skipped above together with the initialisation
         self._model.requires_grad_(False).eval()
+        self._lean = None if config.router_replay else lean_decoder(self._model, max_model_len)
         self._names = parameter_names(self._model)
         self._routers = Routers(self._model) if config.router_replay else None
         self.extra_outputs = {} if self._routers is None else self._routers.extra_outputs
@@ -150,8 +152,11 @@ class HFEngine:
         temperature, top_p = self._floats[:, :rows]
         assert self._cache is not None
         mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
-        inputs = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "attention_mask": mask}
-        logits = self._forward(self._model, **inputs).logits[:, -1]
+        if self._lean is not None:
+            logits = self._lean(tokens, positions, mask, self._cache)
+        else:
+            inputs = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "attention_mask": mask}
+            logits = self._forward(self._model, **inputs).logits[:, -1]
         truncating = any(row.request.sampling.top_p < 1 or row.request.sampling.top_k > 0 for row in self._running)
         sampled, log_probs = sample(
             logits,
@@ -346,6 +351,8 @@ class HFEngine:
         if self._config.recompute_kv_on_update:
             self._requeue()
         self._kept.clear()
+        if self._lean is not None:
+            self._lean.use_new_weights()
         if self._cache is not None:
             self._cache.clear(len(self._running))
 
@@ -370,7 +377,9 @@ class HFEngine:
         if "kv_cache" in wanted:
             self._allocate()
         for tensor in self._model.parameters() if "weights" in wanted else ():  # buffers stay
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            storage = tensor.untyped_storage()  # `LeanDecoder` lets parameters share one
+            end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+            storage.resize_(max(storage.nbytes(), end))
 
     def move_in(self) -> None:
         self.wake(("weights",))
