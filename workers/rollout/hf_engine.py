@@ -1,4 +1,4 @@
-"""The rollout engine on transformers alone: the default if vLLM is not installed, and the numerical reference.
+"""The rollout engine on transformers alone: the default on a CPU, and the numerical reference.
 
 The forward of the transformers model runs over a static KV cache of slots (`slot_cache.py`). A step samples one token
 for every running sequence. A finished sequence leaves the batch at once, and the sequence in the last slot moves into
