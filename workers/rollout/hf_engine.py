@@ -157,14 +157,13 @@ class HFEngine:
         else:
             inputs = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "attention_mask": mask}
             logits = self._forward(self._model, **inputs).logits[:, -1]
-        truncating = any(row.request.sampling.top_p < 1 or row.request.sampling.top_k > 0 for row in self._running)
         sampled, log_probs = sample(
             logits,
             temperature=temperature,
             seeds=seeds,
             positions=positions,
-            top_k=top_k if truncating else None,
-            top_p=top_p if truncating else None,
+            top_k=top_k if self._truncates else None,
+            top_p=top_p if self._truncates else None,
         )
         tokens.copy_(sampled)
         positions += 1
@@ -234,6 +233,8 @@ class HFEngine:
             row.encoded_by = self._version
         slots = slice(first, first + len(rows))
         sampling = [row.request.sampling for row in rows]
+        running = (row.request.sampling for row in self._running)
+        self._truncates = any(each.top_p < 1 or each.top_k > 0 for each in running)
         self._integers[:, slots] = torch.tensor(
             [
                 [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],

@@ -32,9 +32,8 @@ def lean_decoder(model: PreTrainedModel, max_length: int) -> LeanDecoder | None:
     config, weight = model.config, model.get_output_embeddings().weight
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     is_lean = config.model_type in LEAN_FAMILIES and rotary not in _ROTARY_OF_LENGTH
-    if not is_lean or weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return None
-    return LeanDecoder(model, max_length)
+    is_fp32 = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return LeanDecoder(model, max_length) if is_lean and is_fp32 else None
 
 
 class LeanDecoder:
@@ -65,16 +64,16 @@ class LeanDecoder:
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: SlotCache
     ) -> torch.Tensor:
         """tokens, positions: (n,). mask: of `cache.begin_decode`."""
-        n, queries, split = len(tokens), self._queries, self._rotated
+        n, queries, split, size = len(tokens), self._queries, self._rotated, self._head_dim
         hidden = F.embedding(tokens, self._base.embed_tokens.weight)
         cos, sin = self._cos[positions], self._sin[positions]
         for index, (layer, qkv, out, gate_up, down) in enumerate(self._layers):
-            heads, attention = qkv(_norm(layer.input_layernorm, hidden)).view(n, -1, self._head_dim), layer.self_attn
+            heads, attention = qkv(_norm(layer.input_layernorm, hidden)).view(n, -1, size), layer.self_attn
             rotated = heads[:, :split]
             if hasattr(attention, "q_norm"):
                 parts = _norm(attention.q_norm, heads[:, :queries]), _norm(attention.k_norm, heads[:, queries:split])
                 rotated = torch.cat(parts, dim=1)
-            rotated = torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin)
+            rotated = torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin)
             keys, values = cache.update(rotated[:, queries:].unsqueeze(2), heads[:, split:].unsqueeze(2), index)
             output, _ = slot_attention(attention, rotated[:, :queries].unsqueeze(2), keys, values, mask, self._scale)
             hidden = hidden + out(output.reshape(n, -1))
@@ -86,14 +85,18 @@ class LeanDecoder:
 class _Projection:
     """Linear layers with the same input as one product. `packed` is the weight in oneDNN's layout, if any."""
 
+    weight: Any
+    bias: Any
+
     def __init__(self, *layers: nn.Linear) -> None:
-        self.weight, self.bias = (_joined([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         self.packed: torch.Tensor | None = None
+        for name in ("weight", "bias"):
+            parts = [part.detach() for layer in layers if (part := getattr(layer, name)) is not None]
+            setattr(self, name, parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None)
+            sizes = [len(part) for part in parts]
+            for layer, view in zip(layers, getattr(self, name).split(sizes), strict=True) if len(parts) > 1 else ():
+                setattr(layer, name, nn.Parameter(view, requires_grad=False))
         self._packs = self.weight.numel() >= PACKED_ELEMENTS and torch.backends.mkldnn.is_available()
-        for name, whole in (("weight", self.weight), ("bias", self.bias)):
-            parts = () if whole is None or len(layers) == 1 else whole.split([layer.out_features for layer in layers])
-            for layer, part in zip(layers, parts, strict=bool(parts)):
-                setattr(layer, name, nn.Parameter(part, requires_grad=False))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if not self._packs:
@@ -101,11 +104,6 @@ class _Projection:
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
         return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
-
-
-def _joined(parts: list[torch.Tensor | None]) -> Any:
-    present = [part.detach() for part in parts if part is not None]
-    return torch.cat(present) if len(present) > 1 else next(iter(present), None)
 
 
 def _norm(norm: Any, states: torch.Tensor) -> torch.Tensor:
