@@ -59,7 +59,7 @@ from workers.policy.loading import check_sequence_parallel, empty_network, load_
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
-from workers.rollout.base import ROLLOUT_ENGINES, engine_names, resolve_engine_name, vllm_problem
+from workers.rollout.base import ROLLOUT_ENGINES, choose_engine, engine_names, resolve_engine_name, vllm_problem
 from workers.rollout.group_queue import GroupQueue
 from workers.rollout.slot_cache import check_layers
 from workers.rollout.vllm_engine import check_replay
@@ -180,11 +180,10 @@ class PPOJob(Job[PPOConfig]):
             correction.bypass_mode = threshold > 0 and not is_corrected
         validate(config, engines=engine_names(), slots=self.slots, available=available)
         if config.rollout.name == "auto":
-            problem = vllm_problem(config.model, config.rollout, device_type(config.trainer.device))
-            if problem is not None:
-                config.rollout.name = "hf"
-                self.console.note(f"rollout.name=auto chooses hf: {problem}")
-                validate(config, engines=engine_names(), slots=self.slots, available=available)
+            length, device = config.rollout.max_model_len or config.longest_sample, device_type(config.trainer.device)
+            config.rollout.name, reason = choose_engine(config.model, config.rollout, length, device)
+            self.console.note(f"rollout.name=auto chooses {config.rollout.name}: {reason}")
+            validate(config, engines=engine_names(), slots=self.slots, available=available)
         preload("workers.actor_rollout")
         if resolve_engine_name(config.rollout.name) == "vllm":
             preload("workers.rollout.vllm_engine:import_vllm")

@@ -39,7 +39,7 @@ from verl_lite.config.pools import rollout_devices
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.host import available_memory
-from workers.rollout.base import engine_names, vllm_problem
+from workers.rollout.base import choose_engine, engine_names
 
 _ANY_DATA = ["owner/name"]  # replaces data files, which need not exist for a plan
 
@@ -88,10 +88,10 @@ def main(argv: list[str]) -> int:
             config.actor.ppo_max_token_len_per_gpu = max(budget, math.ceil(sum(longest) / ranks))
             rest = [*rest, f"{BUDGET}={config.actor.ppo_max_token_len_per_gpu}"]
         _check(config, slots)
-        is_auto_on_cpu = config.rollout.name == "auto" and device.name == "cpu"
-        if is_auto_on_cpu and (problem := vllm_problem(config.model, config.rollout, "cpu")):
-            config.rollout.name = "hf"
-            print(f"rollout.name=auto chooses hf: {problem}")
+        if config.rollout.name == "auto" and device.name == "cpu":
+            length = config.rollout.max_model_len or config.longest_sample
+            config.rollout.name, reason = choose_engine(config.model, config.rollout, length, "cpu")
+            print(f"rollout.name=auto chooses {config.rollout.name}: {reason}")
         shape, memory, nodes = networks.policy, given.memory_gb or device.memory_gib, config.trainer.nnodes
         if device.name != "cpu":
             device = replace(device, memory_gib=memory)  # the engine takes a share of it

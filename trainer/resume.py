@@ -78,6 +78,8 @@ def differing_keys(saved: Mapping[str, Any], config: RunOptions) -> list[str]:
     """
     now, allowed = flat_config(config), config.trainer.resume_allow
     before = flat_config(type(config)()) | dict(saved)
+    if now.get("rollout.name") != "auto" == before.get("rollout.name"):
+        before["rollout.name"] = "vllm"  # checkpoints of version 0.1 say auto if auto chose vllm
     names = sorted(name for name in {*before, *now} if is_bound(name, config) and name not in allowed)
     values = ((name, before[name], now.get(name, "(no such key)")) for name in names)
     return [f"{name}: {old} in the checkpoint, {new} now" for name, old, new in values if old != new]

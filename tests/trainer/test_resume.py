@@ -59,6 +59,14 @@ def test_the_length_of_the_run_counts_where_the_schedule_reads_it(schedule: dict
     ]
 
 
+def test_a_run_continues_with_its_engine_only() -> None:
+    """A checkpoint of version 0.1 says auto for vLLM."""
+    vllm, hf = config(rollout__name="vllm"), config(rollout__name="hf")
+    assert differing_keys(flat_config(vllm), hf) == ["rollout.name: vllm in the checkpoint, hf now"]
+    assert differing_keys(flat_config(config(rollout__name="auto")), vllm) == []
+    assert len(differing_keys(flat_config(config(rollout__name="auto")), hf)) == 1
+
+
 def test_the_refusal_lists_the_keys_and_the_ways_out(tmp_path: Path) -> None:
     checkpoint(tmp_path, 4, config(rollout__n=3, actor__shuffle=True))
     refuse_another_run(config(rollout__n=5), tmp_path, 9, LOOK)  # not asked to resume

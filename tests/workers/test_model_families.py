@@ -31,6 +31,7 @@ from workers.policy import token_mixing
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
 from workers.policy.token_mixing import arrangement_of, mixing_layers
+from workers.rollout import hf_engine
 from workers.rollout.slot_cache import check_layers
 
 
@@ -153,6 +154,34 @@ def test_the_hf_engine_samples_with_the_log_probs_of_training(family: str, tmp_p
     requests = [ask(length, tuple(range(3, 3 + length)), max_tokens=8) for length in (2, 5, 7)]
     expect_plain(run(engine, requests), network, requests)
     engine.close()
+
+
+@pytest.mark.parametrize("smallest", [0, hf_engine.PACKED_ELEMENTS])
+@pytest.mark.parametrize("family", hf_engine.LEAN_FAMILIES)
+def test_lean_decoding_samples_with_the_log_probs_of_training(
+    family: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a weight update, with matrices of oneDNN and of torch."""
+    monkeypatch.setattr(hf_engine, "PACKED_ELEMENTS", smallest)
+    more = {"mistral": {"sliding_window": None}, "llama": {"attention_bias": True}}.get(family, {})
+    network = tiny_network(family, **more)
+    assert hf_engine.lean_decoder(tiny_network(family, **more), 16) is not None
+    network.save_pretrained(tmp_path)
+    engine = make_engine("hf", str(tmp_path), 16, max_num_seqs=4)
+    network.config.use_cache = False
+    requests = [ask(length, tuple(range(3, 3 + length)), max_tokens=8) for length in (2, 5, 7)]
+    for version in (1, 2):
+        engine.load_weights(iter(network.state_dict().items()), version)
+        expect_plain(run(engine, requests), network, requests)
+        for parameter in network.parameters():
+            parameter.data *= -0.9
+    engine.close()
+
+
+def test_only_models_with_the_layers_of_llama_decode_leanly() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    others = [tiny_network("gemma2"), tiny_network("llama").bfloat16(), tiny_network("llama", rope_parameters=dynamic)]
+    assert [hf_engine.lean_decoder(network, 16) for network in others] == [None, None, None]
 
 
 def test_a_layer_with_a_state_that_is_not_told_of_borders_is_no_silent_leak() -> None:

@@ -17,8 +17,6 @@ from verl_lite.errors import UserError
 from workers.policy.loading import count_parameters, count_trained, load_model_config, longest_context
 from workers.rollout.base import resolve_engine_name
 
-SMALL_ON_CPU = 50_000_000  # parameters; the hf engine was faster at 1M and 12M (`python -m tests.bench step`)
-
 
 class PlanRow(NamedTuple):
     """One line of the table: the name of a quantity, its value, and the options that determine it."""
@@ -98,13 +96,8 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     engines = num_engines(config, slots)
     rows.append(PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit))
     engine = resolve_engine_name(rollout.name)
-    is_small = (
-        engine == "vllm"
-        and is_on_cpu(trainer.device)
-        and model.path is not None
-        and count_parameters(model) < SMALL_ON_CPU
-    )
-    advice = "; on a CPU rollout.name=hf is faster for a model this small" if is_small else ""
+    is_slower = engine == "vllm" and is_on_cpu(trainer.device)
+    advice = "; on a CPU rollout.name=hf is faster where it runs the model" if is_slower else ""
     rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{advice}"))
     if model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"

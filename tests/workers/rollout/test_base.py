@@ -12,7 +12,7 @@ from tests.tiny_model import tiny_qwen2
 from verl_lite.config import ModelConfig, RolloutConfig
 from workers.policy import loading as loading  # imported before the tests replace find_spec
 from workers.rollout import base
-from workers.rollout.base import build_rollout_engine, derive_seed, resolve_engine_name, vllm_problem
+from workers.rollout.base import build_rollout_engine, choose_engine, derive_seed, resolve_engine_name, vllm_problem
 
 
 def test_derived_seed_is_a_fixed_function() -> None:
@@ -41,6 +41,21 @@ def test_why_vllm_cannot_run_a_model_here(tmp_path: Path, monkeypatch: pytest.Mo
     assert "GPU" in (vllm_problem(model, RolloutConfig(router_replay=True), "cpu") or "")
     monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: None)
     assert vllm_problem(model, rollout, "cuda") == "vLLM is not installed"
+
+
+def test_auto_prefers_the_hf_engine_on_a_cpu_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "vllm_problem", lambda *_: None)
+    model = ModelConfig(path=tiny_qwen2(tmp_path))
+    assert choose_engine(model, RolloutConfig(), 16, "cpu") == ("hf", "it is faster than vLLM on a CPU")
+    assert choose_engine(model, RolloutConfig(), 16, "cuda")[0] == "vllm"
+    for options in ({"tensor_model_parallel_size": 2}, {"engine_kwargs": {"vllm": {"block_size": 16}}}):
+        name, reason = choose_engine(model, RolloutConfig(**options), 16, "cpu")
+        assert name == "vllm" and f"rollout.{next(iter(options))}" in reason
+    model.override_config = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
+    assert "its window is 8" in choose_engine(model, RolloutConfig(), 16, "cpu")[1]
+    assert choose_engine(model, RolloutConfig(), 8, "cpu")[0] == "hf"
+    monkeypatch.setattr(base, "vllm_problem", lambda *_: "none here")
+    assert choose_engine(model, RolloutConfig(), 16, "cpu") == ("hf", "none here")
 
 
 def test_registered_engine_gets_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
