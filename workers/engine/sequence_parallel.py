@@ -85,10 +85,8 @@ class _Sum(torch.autograd.Function):
         return gradients[0], None
 
 
-def sequence_group(size: int) -> SequenceGroup | None:
-    """Returns the group of `size` consecutive ranks that contains this rank, or None if size is 1. Collective."""
-    if size == 1:
-        return None
+def sequence_group(size: int) -> SequenceGroup:
+    """Returns the group of `size` consecutive ranks that contains this rank. Collective."""
     group, _ = dist.new_subgroups(group_size=size)
     return SequenceGroup(group, dist.get_rank(group), size)
 

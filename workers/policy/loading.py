@@ -117,7 +117,7 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder, sequence_pa
             with_weights=arguments.with_weights,
         )
         policy = build_policy(spec)
-        policy.sequence_group = sequence_group(sequence_parallel_size)
+        policy.sequence_group = sequence_group(sequence_parallel_size) if sequence_parallel_size > 1 else None
         policy.spec, policy.arrangement = spec, arrangement_of(policy.model, model)
         if arguments.trains:
             _freeze_non_text_layers(policy.model)
