@@ -11,11 +11,13 @@ from tests.bench.frame import options, print_row
 from tests.gpu_static.cost import SIZES, micro_batch
 
 CASES = {
-    "eager, full checkpointing (default)": (True, False),
-    "eager, no checkpointing": (False, False),
-    "compiled, full checkpointing": (True, True),
-    "compiled, no checkpointing": (False, True),
+    "eager, full checkpointing (default)": (1.0, False),
+    "eager, no checkpointing": (0.0, False),
+    "compiled, full checkpointing": (1.0, True),
+    "compiled, half of the layers checkpointed": (0.5, True),
+    "compiled, no checkpointing": (0.0, True),
 }
+"""Share of the layers that are recomputed (`model.gradient_checkpointing_layers`), and `model.compile`."""
 
 
 def main(argv: list[str]) -> int:
@@ -24,8 +26,8 @@ def main(argv: list[str]) -> int:
     print_row(("model", "execution", "kernels", "TFLOP", "GB", "ms"), head=True)
     for size in given.sizes:
         for case in given.cases:
-            checkpointing, compiled = CASES[case]
-            cost = micro_batch(size, checkpointing=checkpointing, compiled=compiled)
+            recomputed, compiled = CASES[case]
+            cost = micro_batch(size, recomputed=recomputed, compiled=compiled)
             numbers = f"{cost.total['TFLOP']:.1f}", f"{cost.total['GB']:.1f}", f"{cost.milliseconds:.0f}"
             print_row((size, case, cost.total["kernels"], *numbers))
     return 0

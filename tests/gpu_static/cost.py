@@ -27,10 +27,11 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.workers.engine_cases import token_columns
-from verl_lite.config import ActorConfig
+from verl_lite.config import ActorConfig, NetworkConfig
 from workers.engine import packing
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack
 from workers.policy import causal_lm
+from workers.policy.activations import limit_activations
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.compiled import compile_policy
 
@@ -184,8 +185,11 @@ def code_of_cuda(compiled: bool) -> Iterator[None]:
         yield
 
 
-def micro_batch(size: str, *, checkpointing: bool, compiled: bool) -> Cost:
-    """Counts forward and backward of a micro-batch of Qwen2.5, bf16, with entropy."""
+def micro_batch(size: str, *, recomputed: float, compiled: bool) -> Cost:
+    """Counts forward and backward of a micro-batch of Qwen2.5, bf16, with entropy.
+
+    recomputed: share of the layers with gradient checkpointing.
+    """
     packed = inputs()
     assert packed.sequences is not None and packed.input_ids.shape[1] == 11_499
     hidden, layers, heads, kv_heads, inner, vocab, tied = SIZES[size]
@@ -205,8 +209,7 @@ def micro_batch(size: str, *, checkpointing: bool, compiled: bool) -> Cost:
     with code_of_cuda(compiled), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PACKED_ATTENTION)
         policy = CausalLMPolicy(model, ActorConfig().log_prob_chunk_tokens)
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        limit_activations(model, NetworkConfig(gradient_checkpointing_layers=round(recomputed * layers)))
         if compiled:
             compile_policy(policy, cost.compile)
         policy.train()
@@ -214,6 +217,6 @@ def micro_batch(size: str, *, checkpointing: bool, compiled: bool) -> Cost:
             outputs = policy(not_there(packed, mode), temperature=1.0, calculate_entropy=True)
             torch.stack([values.sum() for values in outputs.values()]).sum().backward()
     parameters = sum(each.numel() for each in model.parameters()) - (0 if tied else hidden * vocab)
-    passes = 8 if checkpointing else 6
+    passes = 6 + 2 * recomputed
     assert cost.total["TFLOP"] > passes * parameters * packed.input_ids.shape[1] / 1e12 * 0.9
     return cost

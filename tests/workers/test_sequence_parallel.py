@@ -357,3 +357,18 @@ def test_sizes_are_checked_against_the_ranks_and_the_longest_sample() -> None:
     config.actor.ulysses_sequence_parallel_size, config.critic.ulysses_sequence_parallel_size = 2, 4
     sizes = [config.sequence_parallel_size(role) for role in ("actor", "ref", "critic", "reward_model")]
     assert sizes == [2, 2, 4, 2]
+
+
+def compiled_error(path: str, case: Case) -> float:
+    """The error of the gradient with compiled layers, which must not fall back to eager ones."""
+    engine = build_engine(path, case, model={"compile": True})
+    options = {"temperature": TEMPERATURE, "calculate_entropy": True}
+    found = gradient_of(engine, ragged_batch(BATCH), case, loss_fn, **options)
+    eager = {block.forward.function.__self__: block.forward.eager for block in engine.policy.blocks()}
+    assert eager and not any(eager.values())
+    return relative_error(found, plain_gradient(path, BATCH))
+
+
+@pytest.mark.slow
+def test_compiled_layers(path: str, two_ranks: OnRanks) -> None:
+    assert max(two_ranks(compiled_error, path, Case(sequence_parallel=2, checkpointing=True))) < FP32
