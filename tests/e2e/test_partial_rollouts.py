@@ -11,8 +11,9 @@ from trainer.tracking import read_metrics
 
 PARTIAL = [
     "async_training.max_off_policy_threshold=1", "async_training.partial_rollout=true", "trainer.backend=inline",
-    "data.max_response_length=400",
+    "data.max_response_length=400", "rollout.max_num_seqs=2",
 ]  # fmt: skip
+"""With few seats, so that samples are still waiting or running when an update begins."""
 
 
 def trained(folder: Path, *options: str, steps: int = 6) -> list[dict[str, float]]:
