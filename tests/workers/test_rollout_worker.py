@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
-from verl_lite.config import PPOConfig
+from verl_lite.config import ModelConfig, PPOConfig
 from verl_lite.errors import TransferError
 from verl_lite.single_controller.resource_pool import LocalService
 from verl_lite.single_controller.worker import host_store
@@ -36,9 +36,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Trainer:
     """The trainer's end of the channel, and the queue, for one engine."""
 
-    def __init__(self, folder: str, partial: bool = False, response: int = 16, seats: int = 8) -> None:
+    def __init__(
+        self, folder: str, partial: bool = False, response: int = 16, seats: int = 8, model: ModelConfig | None = None
+    ) -> None:
         config = PPOConfig()
-        config.model.path, config.hybrid_engine, config.rollout.nnodes = folder, False, 1
+        config.model = model or ModelConfig(path=folder)
+        config.hybrid_engine, config.rollout.nnodes = False, 1
         config.rollout.name, config.rollout.max_num_seqs, config.rollout.kv_cache_memory_mb = "hf", seats, 32
         config.data.max_prompt_length, config.data.max_response_length = 16, response
         if partial:
@@ -110,7 +113,7 @@ def test_an_engine_without_weights_takes_no_group(trainer: Trainer) -> None:
     assert {version for rows in found.values() for row in rows for version in row} == {7}
 
 
-@pytest.mark.parametrize("trainer", [{"response": 200}], indirect=True)
+@pytest.mark.parametrize("trainer", [{"response": 600}], indirect=True)
 def test_groups_wait_in_the_queue_until_the_engine_has_room(trainer: Trainer) -> None:
     trainer.send(1)
     trainer.put(range(12), size=4)
@@ -122,7 +125,7 @@ def test_groups_wait_in_the_queue_until_the_engine_has_room(trainer: Trainer) ->
     assert 1 <= most <= 4, "8 seats hold two groups of 4, and a third starts when a seat is free"
 
 
-@pytest.mark.parametrize("trainer", [{"partial": True, "response": 200}], indirect=True)
+@pytest.mark.parametrize("trainer", [{"partial": True, "response": 600}], indirect=True)
 def test_new_weights_arrive_while_many_groups_run(trainer: Trainer) -> None:
     """An update that waits for open requests, which themselves wait for it, would be a deadlock."""
     trainer.send(1)
@@ -147,7 +150,7 @@ def test_weights_do_not_change_under_running_groups_unless_samples_may_continue(
     trainer.worker.abort_groups([str(key) for key in range(200)])
 
 
-@pytest.mark.parametrize("trainer", [{"partial": True, "response": 200}], indirect=True)
+@pytest.mark.parametrize("trainer", [{"partial": True, "response": 600}], indirect=True)
 def test_after_an_interrupted_update_no_token_is_sampled_from_a_mixture(trainer: Trainer) -> None:
     trainer.send(1)
     trainer.put(range(4))
@@ -197,12 +200,10 @@ def test_an_error_of_the_engine_reaches_whoever_waits(folder: str, monkeypatch: 
 
 def test_only_the_adapter_travels_after_the_first_update(folder: str, tmp_path: Path) -> None:
     """The merged weights equal those that the trainer merges."""
-    from verl_lite.config import ModelConfig
     from workers.policy.adapter import add_adapter, is_adapter_parameter, merged
 
-    trainer = Trainer(folder)
     options = ModelConfig(path=folder, lora_rank=4, lora_alpha=8)
-    trainer.worker.config.model.lora_rank, trainer.worker.config.model.lora_alpha = 4, 8
+    trainer = Trainer(folder, model=options)
     add_adapter(trainer.model, options)
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
