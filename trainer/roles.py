@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.requirements import estimator_takes, is_on_policy, loss_takes, micro_batching
+from trainer.requirements import estimator_takes, is_on_policy, loss_takes, micro_batching, needs_reference_model
 from trainer.rewards.model_inputs import RewardInputs
 from trainer.saving import SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
@@ -53,8 +53,12 @@ def rows_of_prompts(
 
 
 class ModelRole:
-    """Base of all roles with a model: holds the worker group and plans batches for its ranks."""
+    """Base of all roles with a model: holds the worker group and plans batches for its ranks.
 
+    section: section of the configuration with the options of the training engine.
+    """
+
+    section: str
     extra_inputs: tuple[str, ...] = ()  # see workers.policy.loading.Policy
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
@@ -91,14 +95,14 @@ class ModelRole:
     ) -> BatchPlan:
         """Plans the batch for the ranks. stage: the pass, as named in `micro_batching`. mini_batch_size: prompts per
         optimizer step; -1 = all. shuffle_seed: seed of the row order; None = keep the order."""
-        data_parallel = self.group.mesh("train").dp_size
+        ranks_per_sequence = self.config.sequence_parallel_size(self.section)
         return plan_pass(
             batch,
             self.config,
             stage,
             lengths=batch.batch["attention_mask"].sum(1).numpy(),
-            world_size=data_parallel,
-            ranks_per_sequence=self.group.world_size // data_parallel,
+            world_size=self.group.world_size // ranks_per_sequence,
+            ranks_per_sequence=ranks_per_sequence,
             mini_batch_size=mini_batch_size,
             epochs=epochs,
             shuffle_seed=shuffle_seed,
@@ -150,6 +154,8 @@ def joined_metrics(results: Iterable[DataProto], more: Metrics) -> DataProto:
 
 class ActorRole(ModelRole, SavedByWorkers):
     """The driver's interface to the policy workers."""
+
+    section = "actor"
 
     extra_inputs = CausalLMPolicy.extra_inputs
 
@@ -271,6 +277,8 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
 class CriticRole(ModelRole, SavedByWorkers):
     """The driver's interface to the critic workers. Update options that `critic` leaves unset come from `actor`."""
 
+    section = "critic"
+
     def compute_values(self, batch: DataProto, blocking: bool = True) -> Any:
         """Computes values under the critic's current weights; blocking=False returns a future."""
         return self.infer(self.group.compute_values, batch, "values", blocking)
@@ -297,6 +305,10 @@ class CriticRole(ModelRole, SavedByWorkers):
 class ReferenceRole(ModelRole):
     """The driver's interface to the frozen reference model."""
 
+    @property
+    def section(self) -> str:  # type: ignore[override]
+        return "ref" if needs_reference_model(self.config) else "actor"
+
     def compute_ref_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
         """Computes ref_log_prob of the batch; blocking=False returns a future."""
         temperature = self.config.rollout.temperature
@@ -308,6 +320,8 @@ class RewardModelRole(ModelRole):
 
     inputs: converts a batch into the model's input rows. weight: factor of its score in the sum with the function's.
     """
+
+    section = "reward_model"
 
     def __init__(self, group: WorkerGroup, config: PPOConfig, inputs: RewardInputs) -> None:
         super().__init__(group, config)

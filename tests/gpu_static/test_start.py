@@ -74,6 +74,8 @@ def test_a_worker_meets_the_others_on_its_device_and_knows_what_repeats(
     engines: list[dict[str, Any]] = []
 
     class Engine:
+        policy = SimpleNamespace(sequence_group=None)
+
         def __init__(self, *arguments: Any, **options: Any) -> None:
             engines.append(options)
 

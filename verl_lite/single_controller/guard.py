@@ -88,7 +88,10 @@ def guarded() -> Iterator[Guard]:
 def worker_template_running(env: Mapping[str, str]) -> Iterator[None]:
     """Starts a worker template with the variables `env`, and a guard that ends it, unless there are already."""
     with guarded() as guard:
-        if guard.template is None:
+        if guard.template is not None:
+            yield
+            return
+        try:
             mark = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), watcher.CLUSTER_MARK: guard.token}
             guard.template_env = env
             guard.template = subprocess.Popen(
@@ -99,7 +102,9 @@ def worker_template_running(env: Mapping[str, str]) -> Iterator[None]:
                 env={**os.environ, **env, **mark},
                 start_new_session=True,
             )
-        yield
+            yield
+        finally:
+            end_template()
 
 
 def preload(*names: str) -> None:
@@ -108,6 +113,13 @@ def preload(*names: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # without a template, each worker imports them itself
             _guard.template.stdin.write("".join(f"{name}\n" for name in names).encode())
             _guard.template.stdin.flush()
+
+
+def end_template() -> None:
+    """Ends the worker template of the run, if there is one, and the workers that were forked from it."""
+    if _guard is not None and _guard.template is not None:
+        _guard.template.communicate()  # closes its input; ignores a template that has ended before
+        _guard.template = None
 
 
 def start_guard() -> Guard:
@@ -151,8 +163,6 @@ def stop_guard() -> None:
     guard, _guard = _guard, None
     watcher.end(watcher.RUN_MARK, guard.token, [str(guard.folder), str(guard.temp)])
     guard.process.communicate(b"q")
-    if guard.template is not None:
-        guard.template.communicate()
     set_environment(guard.environment)
     tempfile.tempdir = guard.base
 

@@ -336,9 +336,7 @@ class _TokenLogProbs(torch.autograd.Function):
         functions: Mapping[str, Callable[..., Any]],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        kind = hidden.device.type
-        if kind == "cuda" and functions is not TILE_FUNCTIONS:
-            kind = "cuda, compiled"
+        kind = "cpu" if hidden.device.type == "cpu" else "cuda" if functions is TILE_FUNCTIONS else "cuda, compiled"
         tiles = _Tiles(targets, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[kind])
         options = (calculate_entropy, calculate_sum_pi_squared)
         parts = torch.empty((2 + sum(options), *tiles.index.shape), dtype=dtype, device=hidden.device)

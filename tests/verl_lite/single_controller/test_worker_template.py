@@ -59,11 +59,11 @@ def test_a_forked_script_sees_what_it_would_see_in_an_interpreter_of_its_own(tmp
 def test_a_template_ends_with_its_driver_and_a_run_that_has_not_begun_leaves_nothing() -> None:
     with pytest.raises(KeyError), worker_template_running({}):
         guard = current_guard()
-        assert guard is not None and guard.template is not None and guard.template.stdin is not None
-        guard.template.stdin.close()
-        assert guard.template.wait(20) == 0
+        assert guard is not None and (template := guard.template) is not None and template.stdin is not None
+        template.stdin.close()
+        assert template.wait(20) == 0
         raise KeyError
-    assert current_guard() is None and gone(guard.template.pid, 0) and not guard.folder.exists()
+    assert current_guard() is None and gone(template.pid, 0) and not guard.folder.exists()
 
 
 RUN = """
