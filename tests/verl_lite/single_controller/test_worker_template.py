@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.processes import gone
-from verl_lite.single_controller.guard import current_guard, guarded, preload, worker_template_running
+from verl_lite.single_controller.guard import guarded, preload, worker_template_running
 
 FACTS = """
 import faulthandler, json, os, sys
@@ -56,14 +56,26 @@ def test_a_forked_script_sees_what_it_would_see_in_an_interpreter_of_its_own(tmp
         preload("wave")  # no error without a template
 
 
-def test_a_template_ends_with_its_driver_and_a_run_that_has_not_begun_leaves_nothing() -> None:
-    with pytest.raises(KeyError), worker_template_running({}):
+UNUSED = """
+from tests.workers.processes import gone
+from verl_lite.single_controller.guard import current_guard, worker_template_running
+
+try:
+    with worker_template_running({}):
         guard = current_guard()
-        assert guard is not None and (template := guard.template) is not None and template.stdin is not None
-        template.stdin.close()
-        assert template.wait(20) == 0
+        guard.template.stdin.close()
+        assert (template := guard.template).wait(20) == 0
         raise KeyError
+except KeyError:
     assert current_guard() is None and gone(template.pid, 0) and not guard.folder.exists()
+    print("done")
+"""
+
+
+def test_a_template_ends_with_its_driver_and_a_run_that_has_not_begun_leaves_nothing() -> None:
+    """In a process of its own, whose guard no other test has started."""
+    done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, timeout=200)
+    assert done.stdout == "done\n", done.stderr
 
 
 RUN = """
