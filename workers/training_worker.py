@@ -59,8 +59,11 @@ class ModelWorker(Worker):
             deterministic=self.config.trainer.deterministic,
         )
         group = self.engine.policy.sequence_group
-        size, position = (1, 0) if group is None else (group.size, group.rank)
-        self.register_mesh("train", dist.get_rank() // size, dist.get_world_size() // size, is_collect=position == 0)
+        if group is None:
+            self.register_mesh("train", self.rank, self.world_size)
+        else:
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            self.register_mesh("train", rank // group.size, ranks // group.size, is_collect=group.rank == 0)
         self.phases.add(self.engine)
         self.engine.move_out()
 

@@ -58,6 +58,7 @@ from workers.engine import sequence_parallel
 from workers.engine.packing import pack
 from workers.engine.sequence_parallel import SequenceGroup, sequence_group, valid_sizes
 from workers.policy.causal_lm import CausalLMPolicy, causal_lm
+from workers.policy.compiled import CompiledFunction
 from workers.policy.loading import check_sequence_parallel
 from workers.policy.router import ROUTED_EXPERTS
 from workers.policy.token_mixing import arrangement_of, sharding_problem
@@ -364,11 +365,12 @@ def compiled_error(path: str, case: Case) -> float:
     engine = build_engine(path, case, model={"compile": True})
     options = {"temperature": TEMPERATURE, "calculate_entropy": True}
     found = gradient_of(engine, ragged_batch(BATCH), case, loss_fn, **options)
-    eager = {block.forward.function.__self__: block.forward.eager for block in engine.policy.blocks()}
-    assert eager and not any(eager.values())
+    forwards = [vars(module).get("forward") for module in engine.policy.modules()]
+    compiled = [forward for forward in forwards if isinstance(forward, CompiledFunction)]
+    assert compiled and not any(forward.eager for forward in compiled)
     return relative_error(found, plain_gradient(path, BATCH))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_layers(path: str, two_ranks: OnRanks) -> None:
     assert max(two_ranks(compiled_error, path, Case(sequence_parallel=2, checkpointing=True))) < FP32

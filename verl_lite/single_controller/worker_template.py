@@ -46,6 +46,8 @@ def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # as in Ray's other processes
     sys.modules["ray"] = None  # type: ignore[assignment]  # Ray keeps the settings of the environment at its import
     with socket.socket(socket.AF_UNIX) as listener:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of an earlier template of the same run
         listener.bind(path)
         listener.listen()
         while True:
