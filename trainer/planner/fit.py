@@ -147,8 +147,11 @@ def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Chan
         [{"rollout.max_num_seqs": min(SEQUENCES, rollout.max_num_seqs)}],
         [{"rollout.gpu_memory_utilization": share} for share in SHARES],  # the engine sleeps during the update
     ]
-    is_change = lambda each: any(value_of(config, key) != value for key, value in each.items())  # noqa: E731
-    return [[{}, *filter(is_change, level)] for level in alternatives]
+    return [[{}, *(each for each in level if _is_change(config, each))] for level in alternatives]
+
+
+def _is_change(config: PPOConfig, changes: Changes) -> bool:
+    return any(value_of(config, key) != value for key, value in changes.items())
 
 
 def fit_table(
