@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic.agent_trainer import episode_parts, program_parts, try_environments, try_program
 from trainer.cli import worker_environment
 from trainer.console import Console
+from trainer.data.images import image_processor
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.engine_pool import EnginePool, SeparateActorRole
@@ -43,7 +45,7 @@ from verl_lite.config import NetworkConfig, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.config.pools import num_engines
 from verl_lite.config.rollout import SAMPLED
-from verl_lite.device import device_type
+from verl_lite.device import compute_dtype, device_type
 from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
@@ -96,14 +98,18 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
         try_environments(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
-    has_function, files = scores and needs_reward_function(config), config.data
+    has_function, files, device = scores and needs_reward_function(config), config.data, config.trainer.device
     if config.is_agentic:
         try_program(config, tokenizer)
         has_function = has_function and not asks_by_source(config.reward)  # otherwise the program may return scores
         trains = trains and not config.trainer.val_only
 
+    dtype = compute_dtype(config.actor.fsdp_config.mixed_precision.param_dtype, torch.device(device_type(device)))
+    images = image_processor(config.model, files, dtype)
+
     def prompts(split: str, paths: list[str], **more: int) -> PromptDataset:
-        return PromptDataset(paths, tokenizer, files, split=split, needs_ground_truth=has_function, **more)
+        options: dict[str, Any] = {"needs_ground_truth": has_function, "images": images, **more}
+        return PromptDataset(paths, tokenizer, files, split=split, **options)
 
     train = prompts("train", files.train_files, answers=config.rollout.n) if trains else None
     val = prompts("val", files.val_files) if files.val_files else None

@@ -27,6 +27,7 @@ from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.policy.causal_lm import CausalLMPolicy
+from workers.policy.loading import Policy
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults
 
@@ -59,7 +60,7 @@ class ModelRole:
     """
 
     section: str
-    extra_inputs: tuple[str, ...] = ()  # see workers.policy.loading.Policy
+    extra_inputs = Policy.extra_inputs
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
         self.group, self.config = group, config
@@ -79,8 +80,10 @@ class ModelRole:
     def apply_plan(self, batch: DataProto, plan: BatchPlan, more: Iterable[str] = (), **meta_info: Any) -> DataProto:
         """Returns the columns that the network reads, and `more`, with their rows in the order of the plan, as the
         ranks receive them."""
-        columns = [*TRAIN_COLUMNS, *filter(batch.__contains__, self.extra_inputs), *more]
-        data = plan.apply(batch.select(batch_keys=columns, non_tensor_batch_keys=[], meta_info_keys=[]))
+        columns, objects = [*TRAIN_COLUMNS, *more], list[str]()
+        for name in filter(batch.__contains__, self.extra_inputs):
+            (objects if name in batch.non_tensor_batch else columns).append(name)
+        data = plan.apply(batch.select(batch_keys=columns, non_tensor_batch_keys=objects, meta_info_keys=[]))
         data.meta_info |= meta_info
         return data
 

@@ -52,6 +52,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("index", ("B",), "int64", "row number of the prompt in the dataset", _PROMPTS),
     Column("prompts", ("B", "P"), "int64", "token ids of the prompt, left-padded", _PROMPTS, others=(_ROLLOUT,)),
     Column("prompt_mask", ("B", "P"), "int64", "1 on tokens of the prompt, 0 on padding", _PROMPTS, others=_AGENTS),
+    Column("multi_modal_inputs", ("B",), "object", "images as workers.policy.vision.ImageInputs, or None", _PROMPTS),
     Column("answers_per_prompt", ("B",), "int64", "number of responses to the prompt; absent = rollout.n", _PROMPTS),
     Column("sample", ("B",), "int64", "number of the response within its group, from 0", _GROUPS),
     Column("sample_id", ("B",), "object", "identifier of the row, unique within the run", _GROUPS, others=_AGENTS),

@@ -66,7 +66,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.tokenizer = load_tokenizer(model, config.data.chat_template)
         with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
         build_policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers)
-        network = token_network(model, build_policy, config.actor.ulysses_sequence_parallel_size)
+        trains_vision = not config.actor.freeze_vision_tower
+        network = token_network(model, build_policy, config.actor.ulysses_sequence_parallel_size, trains_vision)
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         if not config.hybrid_engine:
             return

@@ -5,6 +5,7 @@ defines the order of training prompts. The user's guide is trainer/DATA.md.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 from collections import Counter
@@ -15,14 +16,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.images import ImageProcessor, message_parts
 from trainer.data.row_formats import PromptRow, RowSchema
-from trainer.data.sources import open_sources
+from trainer.data.sources import RowTable, open_sources
 from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
+from workers.policy.vision import MULTI_MODAL_INPUTS
 
 _SUBSET_SEED = 1
+_DECODED_AT_ONCE = 256  # rows whose images are decoded together while the dataset is read
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ class PromptDataset:
         needs_ground_truth: True if a reward function compares answers with reward_model["ground_truth"].
         answers: Default number of answers per prompt (rollout.n), for rows without `n` whose data source has no
             data.sources.NAME.n. None ignores both settings.
+        images: The image processor of a vision-language model; None for a model of text.
     Raises:
         UserError: If a file, row or prompt is unusable.
     """
@@ -52,13 +57,15 @@ class PromptDataset:
         split: str,
         needs_ground_truth: bool = True,
         answers: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        self.split = split
+        self.split, self._images = split, images
+        self._image_tokens: dict[int, tuple[int, ...]] = {}  # by row, of rows with images
         self._pad_token_id = tokenizer.pad_token_id
         self._max_prompt_length = config.max_prompt_length
         max_samples = config.train_max_samples if split == "train" else config.val_max_samples
         paths = [files] if isinstance(files, str) else list(files)
-        self._schema = RowSchema(config, split, needs_ground_truth)
+        self._schema = RowSchema(config, split, needs_ground_truth, images is not None)
         self._files = open_sources(paths, config, tokenizer, split=split)
         self._schema.check_columns(self._files)
         self._starts = np.cumsum([0, *(len(file) for file in self._files)])
@@ -68,6 +75,9 @@ class PromptDataset:
         rows = total if max_samples < 0 or split == "val" else min(max_samples, total)
         prompts = self._read(rows, config, answers)
         self._tokens = encode_prompts(prompts, tokenizer, config)
+        if images is not None:
+            for place, tokens in enumerate(self._tokens):
+                self._tokens[place] = images.expand(tokens, self._image_tokens.get(place, ()), self._describe(place))
         self._index, self.report = self._fit_to_limit(config)
         if split == "val" and 0 < max_samples < len(self._index):
             # drawn at random, because files are often sorted; with a fixed seed, so that runs can be compared
@@ -88,8 +98,8 @@ class PromptDataset:
 
         Tensors: prompts (B, P), left-padded; prompt_mask (B, P); answers_per_prompt (B,), only if a row of the dataset
         requests another number of answers than `answers`. Non-tensors, each (B,): raw_prompt, data_source,
-        reward_model, extra_info, uid and index. Repeated prompts in a batch get different uids, so that the answers to
-        each occurrence form their own group.
+        reward_model, extra_info, uid and index, and multi_modal_inputs if a row of the dataset has images. Repeated
+        prompts in a batch get different uids, so that the answers to each occurrence form their own group.
         """
         index, width = self._index[np.asarray(positions, dtype=np.int64)], self._max_prompt_length
         prompts = torch.full((len(index), width), self._pad_token_id, dtype=torch.long)
@@ -107,6 +117,11 @@ class PromptDataset:
             uids.append(f"{self.split}-{place}" + (f"+{times[place]}" if times[place] else ""))
             times[place] += 1
         columns |= {"uid": as_column(uids), "index": index}
+        if self._images is not None and self._image_tokens:
+            files = {place: row["images"] for place, row in zip(index.tolist(), rows, strict=True) if row["images"]}
+            shown = self._images.inputs([(each, self._tokens[place]) for place, each in files.items()])
+            inputs = dict(zip(files, shown, strict=True))
+            columns[MULTI_MODAL_INPUTS] = as_column([inputs.get(place) for place in index.tolist()])
         tensors = {"prompts": prompts, "prompt_mask": mask}
         if self._answers is not None:
             tensors["answers_per_prompt"] = torch.from_numpy(self._answers[index])
@@ -150,12 +165,15 @@ class PromptDataset:
         sources = np.zeros(rows, dtype=np.int32)
         requested = np.zeros(rows, dtype=np.int64)
         for file in self._files:
-            for row in self._schema.rows(file, range(min(len(file), rows - len(prompts)))):
+            for row, counts in self._measured(file, min(len(file), rows - len(prompts))):
                 source, place = row["data_source"], len(prompts)
+                if counts:
+                    self._image_tokens[place] = counts
                 of_source = config.sources.get(source, {}).get("n")
                 sources[place] = codes.setdefault(source, len(codes))
                 requested[place] = row["n"] or of_source or answers or 0
-                prompts.append(Prompt(row["prompt"], json.dumps(row["tools"]) if row["tools"] else None))
+                messages = message_parts(row["prompt"]) if counts else row["prompt"]
+                prompts.append(Prompt(messages, json.dumps(row["tools"]) if row["tools"] else None))
         unknown = sorted(config.sources.keys() - codes.keys()) if self.split == "train" else []
         if unknown:
             raise UserError(
@@ -165,6 +183,18 @@ class PromptDataset:
         self._source_names, self._source_of = list(codes), sources
         self._answers = None if answers is None or (requested == answers).all() else requested
         return prompts
+
+    def _measured(self, file: RowTable, number: int) -> Iterator[tuple[PromptRow, tuple[int, ...]]]:
+        """Yields the first `number` rows of a file, each with the number of tokens of each of its images."""
+        rows, read = self._schema.rows(file, range(number)), 0
+        while part := list(itertools.islice(rows, _DECODED_AT_ONCE)):
+            counts: list[tuple[int, ...]] = [()] * len(part)
+            if self._images is not None:
+                option = f"data.{self.split}_files"
+                places = [f"{option}: row {read + row} of {file.path}" for row in range(len(part))]
+                counts = self._images.token_counts([row["images"] for row in part], places)
+            yield from zip(part, counts, strict=True)
+            read += len(part)
 
     def _rows(self, index: np.ndarray) -> list[PromptRow]:
         rows: dict[int, PromptRow] = {}
@@ -196,11 +226,19 @@ class PromptDataset:
                 "Raise it, drop such prompts with data.filter_overlong_prompts=true (at least one prompt must remain), "
                 "or cut them with data.truncation=left|right|middle."
             )
+        cut = [place for place in overlong.tolist() if place not in self._image_tokens]
+        if dropped := len(overlong) - len(cut):  # a cut prompt would lack a part of an image
+            index = np.setdiff1d(index, np.setdiff1d(overlong, cut))
+            report += f"; {dropped} longer than {limit} have images and were dropped, {len(index)} kept"
+        if not len(index):
+            raise UserError(f"{report}: raise data.max_prompt_length, or lower data.max_pixels")
         head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]  # tokens kept from the beginning
-        for place in overlong:
+        for place in cut:
             tokens = self._tokens[place]
             self._tokens[place] = np.concatenate([tokens[:head], tokens[len(tokens) - (limit - head) :]])
-        return index, f"{report}; {len(overlong)} longer than {limit} were cut (data.truncation={config.truncation})"
+        if cut:
+            report += f"; {len(cut)} longer than {limit} were cut (data.truncation={config.truncation})"
+        return index, report
 
     def _describe(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from trainer.data.images import PLACEHOLDER, read_image
 from trainer.data.sources import RowTable, parse_json
 from verl_lite.config import DataConfig
 from verl_lite.config.loader import is_unicode
@@ -27,7 +28,10 @@ EXAMPLE_ROW: dict[str, Any] = {
 
 _OURS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
 _MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
-_MULTIMODAL = "pictures, video and sound are not supported yet: use a dataset of text"
+_MULTIMODAL = "only images of prompts are supported, for main_ppo with a vision-language model"
+_TEXT_MODEL = (
+    "the model of model.path reads only text: set model.path to a vision-language model (Qwen2.5-VL, Qwen3-VL)"
+)
 _ROWS_AT_ONCE = 1000  # rows of a table that are converted to Python objects at a time
 
 
@@ -36,6 +40,7 @@ class PromptRow(TypedDict):
 
     prompt: chat messages. reward_model: verl's dict, with the key ground_truth if the row has a ground truth.
     tools: tool schemas for the chat template, or None. n: number of answers to sample, or None if the row has no `n`.
+    images: encoded image files, in the order of their placeholders `<image>` in the messages.
     """
 
     data_source: str
@@ -44,6 +49,7 @@ class PromptRow(TypedDict):
     extra_info: dict[str, Any]
     tools: list[dict[str, Any]] | None
     n: int | None
+    images: list[bytes]
 
 
 class RowSchema:
@@ -53,12 +59,17 @@ class RowSchema:
         split: "train" or "val", for messages.
         needs_ground_truth: True if a reward function compares answers with reward_model["ground_truth"], so that every
             row must have a ground truth.
+        accepts_images: True if the model reads images.
     Raises:
         UserError: If the file data.tools_path is unreadable or contains no tool schemas.
     """
 
-    def __init__(self, config: DataConfig, split: str, needs_ground_truth: bool = True) -> None:
+    def __init__(
+        self, config: DataConfig, split: str, needs_ground_truth: bool = True, accepts_images: bool = False
+    ) -> None:
         self._config, self._option, self._needs_ground_truth = config, f"data.{split}_files", needs_ground_truth
+        self._accepts_images = accepts_images
+        self._image_columns = [config.image_key, *(["image"] if config.image_key == "images" else [])]  # TRL has both
         self._maps_prompt = config.columns.get("prompt") is not None
         self._regex = None if config.ground_truth_regex is None else re.compile(config.ground_truth_regex)
         self._tools = None
@@ -73,7 +84,8 @@ class RowSchema:
     def rows(self, table: RowTable, indices: Sequence[int]) -> Iterator[PromptRow]:
         """Yields the checked rows at these indices. Raises UserError for the first unusable row."""
         mapped = [name for names in self._theirs.values() for name in names]
-        wanted = [*mapped, *(name.partition(".")[0] for name in mapped), "reward_model", *_MEDIA_COLUMNS, *table.media]
+        wanted = [*mapped, *(name.partition(".")[0] for name in mapped), "reward_model"]
+        wanted += [*self._image_columns, *_MEDIA_COLUMNS, *table.media]
         names = [name for name in dict.fromkeys(wanted) if name in table.columns]
         for start in range(0, len(indices), _ROWS_AT_ONCE):
             part = indices[start : start + _ROWS_AT_ONCE]
@@ -105,15 +117,18 @@ class RowSchema:
 
     def _row(self, raw: dict[str, Any], table: RowTable, where: str) -> PromptRow:
         for name in (*_MEDIA_COLUMNS, *table.media):
-            if raw.get(name):
-                raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL})")
+            if raw.get(name) and name not in self._image_columns:
+                remedy = f"if it has images, set data.image_key={name}"
+                raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL}); {remedy}")
         source, place = self._value("data_source", raw, where)
         source = self._config.data_source or table.data_source if source is None else source
         if source is None:
             raise self._not_understood(where, "data_source", table.columns)
         if not isinstance(source, str) or not source or not is_unicode(source):
             raise _wrong(place, source, "a name")
-        prompt, answer = self._prompt(raw, where)
+        images = self._images(raw)
+        prompt, answer = self._prompt(raw, where, images)
+        files = self._read_images(prompt, images, table, where)
         truth = self._reward_model(raw, answer, where)
         if self._needs_ground_truth and "ground_truth" not in truth:
             raise self._not_understood(where, "ground_truth", table.columns)
@@ -125,6 +140,7 @@ class RowSchema:
             "extra_info": self._extra_info(raw, where),
             "tools": _tools(tools, f"{place} (data.columns.tools=null leaves it out)") if tools else self._tools,
             "n": self._answers(raw, where),
+            "images": files,
         }
 
     def _value(self, ours: str, raw: dict[str, Any], where: str) -> tuple[Any, str]:
@@ -132,14 +148,43 @@ class RowSchema:
         value = next((value for name in self._theirs[ours] if (value := value_at(raw, name)) is not None), None)
         return value, f"{where}, column {_first_found(self._theirs[ours], raw) or (*self._theirs[ours], ours)[0]!r}"
 
-    def _prompt(self, raw: dict[str, Any], where: str) -> tuple[Chat, str | None]:
-        """Returns the prompt's messages and, for a mapped chat that ends with an assistant message, that answer."""
+    def _images(self, raw: dict[str, Any]) -> list[Any]:
+        """Returns the entries of the row's image column."""
+        found: Any = next((raw[name] for name in self._image_columns if raw.get(name) is not None), [])
+        return list(found) if isinstance(found, list | tuple) else [found]
+
+    def _read_images(self, prompt: Chat, images: list[Any], table: RowTable, where: str) -> list[bytes]:
+        """Returns the files of the images. Puts placeholders before the first user message of a prompt that has none,
+        as TRL does. Raises UserError if the numbers of images and placeholders differ."""
+        if not images and not self._accepts_images:
+            return []
+        if not self._accepts_images:
+            raise UserError(f"{where} has {len(images)} images, but {_TEXT_MODEL}")
+        shown = sum(message["content"].count(PLACEHOLDER) for message in prompt)
+        if images and not shown:
+            first = next((message for message in prompt if message["role"] == "user"), prompt[0])
+            first["content"] = PLACEHOLDER * len(images) + first["content"]
+        elif shown != len(images):
+            raise UserError(
+                f"{where} has {len(images)} images in column {' or '.join(self._image_columns)} (data.image_key) and "
+                f"{shown} placeholders {PLACEHOLDER} in its messages; expected one placeholder for each image"
+            )
+        base = self._config.image_folder or (
+            Path(table.path).parent if Path(table.path).expanduser().exists() else None
+        )
+        folder = None if base is None else Path(base).expanduser()
+        return [read_image(entry, folder, f"{where}, image {number}") for number, entry in enumerate(images)]
+
+    def _prompt(self, raw: dict[str, Any], where: str, images: list[Any]) -> tuple[Chat, str | None]:
+        """Returns the prompt's messages and, for a mapped chat that ends with an assistant message, that answer. Adds
+        images inside the messages to `images`."""
         value, place = self._value("prompt", raw, where)
         template, system = self._config.prompt_template, self._config.system_prompt
         if isinstance(value, str):
             if value.startswith('[{"role"'):
                 raise _wrong(place, value, "chat messages or plain text, not messages written as json text")
             value = [{"role": "user", "content": (template or "{prompt}").replace("{prompt}", value)}]
+        value = _texts_of_parts(value, images, place)
         check_prompt(value, place)
         answer = None
         if self._maps_prompt and value[-1]["role"] == "assistant":
@@ -188,6 +233,32 @@ class RowSchema:
         if value is not None and (type(value) is not int or value < 1):
             raise _wrong(place, value, "a number of answers, at least 1; data.columns.n=null ignores the column")
         return value
+
+
+def _texts_of_parts(prompt: Any, images: list[Any], where: str) -> Any:
+    """Returns the messages of a prompt with text instead of typed parts. An image part becomes a placeholder; its
+    image, if it has one, is added to `images`."""
+    if not isinstance(prompt, list):
+        return prompt
+    messages = []
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            messages.append(dict(message) if isinstance(message, dict) else message)
+            continue
+        texts = []
+        for part in message["content"]:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "image":
+                texts.append(PLACEHOLDER)
+                images += [part["image"]] if part.get("image") is not None else []
+            elif kind == "text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            else:
+                raise UserError(
+                    f"{where}: found the message part {part!r:.200} ({_MULTIMODAL}); expected text or image"
+                )
+        messages.append({**message, "content": "".join(texts)})
+    return messages
 
 
 def check_prompt(prompt: Any, where: str) -> None:

@@ -157,6 +157,7 @@ class ActorConfig(Options):
     use_kl_loss: bool = opt(False, "add a KL term against the reference model to the loss")
     kl_loss_coef: float = opt(0.001, "use_kl_loss: weight of the KL term", at_least(0))
     kl_loss_type: str = opt("low_var_kl", "KL: k1 | abs | k2 | k3 (= low_var_kl); NAME+: gradient of k2", KL_ESTIMATORS)
+    freeze_vision_tower: bool = opt(True, "vision-language models: train only the language model")
     router_aux_loss_coef: float = opt(0.0, "mixture of experts: weight of the load balancing loss", at_least(0))
     ulysses_sequence_parallel_size: int = opt(
         1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)

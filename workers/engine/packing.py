@@ -119,6 +119,8 @@ class ModelInputs:
     num_active: number of entries that count: N, or 0 for a placeholder. A micro-batch with nothing to train still runs
         forward and backward on one predicted token with weight zero, because all ranks must take part in collectives.
     extra: (T, ...) values of further columns for the tokens of the flattened input, by name; see `with_column`.
+    images: keyword arguments of the network with the images of the prompts (`workers.policy.vision`), empty if these
+        rows have none; None if the whole batch has none. With images, position_ids have a first dimension of size 3.
     """
 
     input_ids: torch.Tensor
@@ -133,10 +135,22 @@ class ModelInputs:
     response_shape: tuple[int, int]
     num_active: int
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    images: dict[str, torch.Tensor] | None = None
 
     def to(self, device: torch.device) -> ModelInputs:
         """Returns a copy on `device`."""
-        return replace(_moved(self, device), extra={name: value.to(device) for name, value in self.extra.items()})
+        extra = {name: value.to(device) for name, value in self.extra.items()}
+        images = None if self.images is None else {name: value.to(device) for name, value in self.images.items()}
+        return replace(_moved(self, device), extra=extra, images=images)
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """(T,) flat index in (b, P+R) of each token of the flattened input: of its first row if several rows share it,
+        and b * (P+R) if it influences no prediction."""
+        places = self.token_index.flatten()
+        rows = (places >= 0).nonzero().squeeze(1)
+        first = torch.full((self.input_ids.numel(),), len(places))
+        return first.scatter_reduce(0, places[rows], rows, "amin")
 
     def with_column(self, name: str, values: torch.Tensor) -> ModelInputs:
         """Returns the inputs with the values (b, P+R, ...) of one more column in `extra`. A shared prompt gets the
@@ -147,7 +161,7 @@ class ModelInputs:
         rows = (places >= 0).nonzero().squeeze(1)
         if entry.absent is not None and (values[rows] == entry.absent).any():
             raise ValueError(f"column {name!r} has no value for a token of the network's input; see {entry.writer}")
-        first = torch.full((self.input_ids.numel(),), len(places)).scatter_reduce(0, places[rows], rows, "amin")
+        first = self.origin
         known = first < len(places)
         arranged = values.new_full((len(first), *values.shape[1:]), entry.absent or 0)
         arranged[known] = values[first[known]]
@@ -206,7 +220,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     """The packed form of a micro-batch. Padding rows and rows whose response_mask is all 0 contribute no tokens.
 
     columns: input_ids, attention_mask, position_ids (b, P+R), responses, response_mask (b, R), optionally is_padding
-    (b,).
+    (b,), and prompt_digests (b,), by which prompts differ that have the same tokens.
     """
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
@@ -216,7 +230,8 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     used = _used_tokens(columns["attention_mask"], mask)
     order = active[torch.argsort(used[active].sum(dim=1), stable=True)]  # sorted by length, which makes runs long
     used, input_ids = used[order], columns["input_ids"][order]
-    owner = _prompt_owners(input_ids[:, :prompt_width], used[:, :prompt_width])
+    digests = columns["prompt_digests"][order] if "prompt_digests" in columns.keys() else None
+    owner = _prompt_owners(input_ids[:, :prompt_width], used[:, :prompt_width], digests)
     own = used.clone()
     own[:, :prompt_width] &= (owner == torch.arange(len(owner))).unsqueeze(1)
     sequences = _packed_sequences(used.sum(dim=1))
@@ -240,11 +255,13 @@ def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> t
     return attention_mask.bool() & before_last
 
 
-def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Returns (n,) the index of the first row with the same prompt, for each row. prompt_ids, real: (n, P)."""
+def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor, digests: torch.Tensor | None) -> torch.Tensor:
+    """Returns (n,) the index of the first row with the same prompt, for each row. prompt_ids, real: (n, P). digests:
+    (n,), also equal for the same prompt."""
     first: dict[bytes, int] = {}
-    keys = prompt_ids.masked_fill(~real, -1).cpu().numpy()
-    return torch.tensor([first.setdefault(key.tobytes(), row) for row, key in enumerate(keys)])
+    keys = prompt_ids.masked_fill(~real, -1)
+    keys = keys if digests is None else torch.cat([keys, digests.unsqueeze(1)], dim=1)
+    return torch.tensor([first.setdefault(key.tobytes(), row) for row, key in enumerate(keys.cpu().numpy())])
 
 
 def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:

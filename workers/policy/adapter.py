@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from workers.policy.model_errors import user_error_on_failure
+from workers.policy.vision import has_vision
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -57,6 +58,9 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         targets = linear_layers(network) if targets == [ALL_LINEAR] else targets
     if model.target_modules == [ALL_LINEAR] and (unreached := _layers_without_effect(network)):
         targets = [name for name in linear_layers(network) if name not in unreached]
+    if has_vision(network.config):
+        named = [name for name in linear_layers(network) if f".{name}".endswith(tuple(f".{each}" for each in targets))]
+        targets = linear_layers(network) if targets == [ALL_LINEAR] else named
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
@@ -79,9 +83,14 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
 
 
 def linear_layers(network: PreTrainedModel) -> list[str]:
-    """Names of the layers that can have an adapter: all linear layers except the output layer."""
-    head = network.get_output_embeddings()
-    return [name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    """Names of the layers that can have an adapter: all linear layers except the output layer and a vision tower."""
+    excluded = {network.get_output_embeddings()}
+    if has_vision(network.config):
+        excluded.update(network.base_model.visual.modules())
+    layers = (
+        name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module not in excluded
+    )
+    return list(layers)
 
 
 def _layers_without_effect(network: PreTrainedModel) -> set[str]:

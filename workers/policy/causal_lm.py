@@ -22,6 +22,7 @@ from workers.policy.adapter import add_adapter
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.router import ROUTED_EXPERTS, Routers, load_balancing_loss, replay_counts
+from workers.policy.vision import placeholder_ids
 
 # Logits up to this size are saved for the backward pass instead of recomputed, which is faster.
 KEPT_LOGITS_BYTES = 32 << 20
@@ -67,7 +68,7 @@ class CausalLMPolicy(Policy):
     Raises UserError if the model's transform of its logits is no `LogitTransform`.
     """
 
-    extra_inputs = (ROUTED_EXPERTS,)
+    extra_inputs = (*Policy.extra_inputs, ROUTED_EXPERTS)
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int, routers: Routers | None = None) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class CausalLMPolicy(Policy):
         statistics = token_log_probs(
             hidden,
             head.weight,
-            getattr(head, "bias", None),
+            self._output_bias(head),
             inputs.targets,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
@@ -117,6 +118,14 @@ class CausalLMPolicy(Policy):
         )
         named = statistics._asdict().items()
         return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
+
+    def _output_bias(self, head: Any) -> torch.Tensor | None:
+        """The bias of the output layer: -inf for tokens that the rollout engines never sample."""
+        bias: torch.Tensor | None = getattr(head, "bias", None)
+        if not (excluded := placeholder_ids(self.model.config)):
+            return bias
+        bias = torch.zeros(len(head.weight), device=head.weight.device) if bias is None else bias
+        return bias.index_fill(0, torch.tensor(excluded, device=bias.device), -torch.inf)
 
 
 def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:

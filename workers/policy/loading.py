@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -30,6 +31,7 @@ from workers.policy.classifier import classifier_of
 from workers.policy.compiled import compile_policy
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers, sharding_problem
+from workers.policy.vision import MULTI_MODAL_INPUTS, has_vision, prompt_digests, unused_tower, with_images
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Policy(EngineNetwork):
     The parameters of `model` have the prefix `model.`, followed by their Hugging Face names. `forward` takes
     `ModelInputs` and options, and returns outputs (b, R) by name.
 
-    extra_inputs: columns (b, P+R, ...) that `forward` reads besides the token columns if the batch has them.
+    extra_inputs: columns that `forward` reads besides the token columns if the batch has them: multi_modal_inputs, and
+        others of the shape (b, P+R, ...).
+    trains_vision: True if the vision tower is trained.
     adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
     spec, arrangement: the network's specification, and the function that converts micro-batches to inputs
         (`workers.policy.token_mixing`); set by `token_network`.
@@ -61,7 +65,8 @@ class Policy(EngineNetwork):
     spec: NetworkSpec
     arrangement: Arrangement
     prefix = "model."
-    extra_inputs: tuple[str, ...] = ()
+    extra_inputs: tuple[str, ...] = (MULTI_MODAL_INPUTS,)
+    trains_vision = False
 
     def blocks(self) -> list[nn.Module]:
         """The decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
@@ -69,9 +74,16 @@ class Policy(EngineNetwork):
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
         """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
-        inputs = self.arrangement(micro_batch.batch)
-        for name in filter(micro_batch.__contains__, self.extra_inputs):
-            inputs = inputs.with_column(name, micro_batch.batch[name])
+        columns: dict[str, Any] = dict(micro_batch.batch.items())
+        images: Any = micro_batch.non_tensor_batch.get(MULTI_MODAL_INPUTS) if has_vision(self.model.config) else None
+        if images is not None:
+            columns["prompt_digests"] = prompt_digests(images)
+        inputs = self.arrangement(columns)
+        if images is not None:
+            inputs = with_images(inputs, images, columns["position_ids"], self.model.config.image_token_id)
+        for name in self.extra_inputs:
+            if name in columns:
+                inputs = inputs.with_column(name, columns[name])
         if self.sequence_group is not None:
             inputs = inputs.shard(self.sequence_group)
         return inputs.to(device), inputs.num_active > 0
@@ -83,13 +95,18 @@ class Policy(EngineNetwork):
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
         """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
         packed = {} if inputs.sequences is None else {"packed_sequences": inputs.sequences}
-        return self.model.get_decoder()(
+        backbone = self.model.base_model if inputs.images else self.model.get_decoder()
+        hidden = backbone(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
             use_cache=False,
             **packed,
+            **(inputs.images or {}),
         ).last_hidden_state
+        if not inputs.images and (self.trains_vision or (inputs.images is not None and dist.get_world_size() > 1)):
+            hidden = hidden + unused_tower(self.model).to(hidden.dtype)
+        return hidden
 
     def label_of(self, head: nn.Linear, inputs: ModelInputs) -> torch.Tensor:
         """Applies a head with one label at each position that predicts a response token. Returns its logits (b, R) in
@@ -103,10 +120,13 @@ class Policy(EngineNetwork):
 PolicyBuilder = Callable[[NetworkSpec], Policy]
 
 
-def token_network(model: NetworkConfig, build_policy: PolicyBuilder, sequence_parallel_size: int = 1) -> NetworkBuilder:
+def token_network(
+    model: NetworkConfig, build_policy: PolicyBuilder, sequence_parallel_size: int = 1, trains_vision: bool = False
+) -> NetworkBuilder:
     """Returns the engine's builder of the network that `model` specifies, as the policy that `build_policy` makes.
 
-    sequence_parallel_size: number of consecutive ranks that share the tokens of each micro-batch.
+    sequence_parallel_size: number of consecutive ranks that share the tokens of each micro-batch. trains_vision: False
+    freezes the vision tower of a vision-language model.
     """
 
     def build(arguments: BuildArguments) -> Policy:
@@ -120,7 +140,9 @@ def token_network(model: NetworkConfig, build_policy: PolicyBuilder, sequence_pa
         policy.sequence_group = sequence_group(sequence_parallel_size) if sequence_parallel_size > 1 else None
         policy.spec, policy.arrangement = spec, arrangement_of(policy.model, model)
         if arguments.trains:
-            _freeze_non_text_layers(policy.model)
+            policy.trains_vision = trains_vision and has_vision(spec.config) and not has_adapter(model)
+            if not policy.trains_vision:
+                _freeze_non_text_layers(policy.model)
             refuse_to_train_choosers(policy.model)
             limit_activations(policy.model, model)
         if model.compile:

@@ -23,6 +23,7 @@ from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, PackedSequences, align, by_sequences, pack, pad
 from workers.engine.sequence_parallel import valid_sizes
+from workers.policy.vision import attention_of_text, has_vision
 
 Arrangement = Callable[[Mapping[str, torch.Tensor]], ModelInputs]
 
@@ -98,6 +99,8 @@ def sharding_problem(model: PreTrainedModel, network: NetworkConfig, size: int) 
     name, config = type(model).__name__, model.config.get_text_config()
     if not network.use_remove_padding:
         return "only packed rows can be shared; set model.use_remove_padding=true"
+    if has_vision(model.config):
+        return f"a {name} has a vision tower, whose features are not shared; set 1"
     # a state passes from token to token, and would have to be passed from rank to rank
     if unfit := mixing_layers(model) or sorted(state_layers(model)):
         return f"a {name} has layers of kind {', '.join(unfit[:3])}, which need all tokens on one rank; set 1"
@@ -141,7 +144,7 @@ def arrangement_of(model: PreTrainedModel, network: NetworkConfig) -> Arrangemen
     """Returns the function that prepares micro-batches for `model`, and sets the attention function that it needs."""
     mixing = mixing_layers(model)
     if network.use_remove_padding and not mixing:
-        model.set_attn_implementation(PACKED_ATTENTION)
+        model.set_attn_implementation(attention_of_text(model.config, PACKED_ATTENTION))
         printed: set[str] = set()
         for owner in model.get_decoder().modules():
             for layer in owner.children():

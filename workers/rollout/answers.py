@@ -12,6 +12,7 @@ import torch
 
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
+from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
 from workers.rewards.reward_pool import RewardItem
 from workers.rollout.base import Completion, FinishReason, Request, Sampled, SamplingParams, derive_seed
 from workers.rollout.group_run import GroupPlan
@@ -28,7 +29,7 @@ class AnswerSpec:
     prompt_length: width P of the columns of its row. is_greedy: True to decode greedily instead of as the sampling
     parameters say. is_padding: True for a row that is not sampled. item: arguments of the reward function, without the
     answer; None = no reward function is called. sampled: tokens that were sampled before, for example before the
-    checkpoint from which a run resumes. finish_reason: None unless these are the whole answer.
+    checkpoint from which a run resumes. finish_reason: None unless these are the whole answer. images: of the prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,6 +40,7 @@ class AnswerSpec:
     item: RewardItem | None = None
     sampled: Sampled = Sampled()
     finish_reason: FinishReason | None = None
+    images: ImageInputs | None = None
 
 
 torch.serialization.add_safe_globals([AnswerSpec, RewardItem, Sampled, GroupPlan])  # running groups in checkpoints
@@ -59,6 +61,7 @@ def answer_plans(
     ids, mask = rows.batch["prompts"], rows.batch["prompt_mask"].bool()
     columns, absent = rows.non_tensor_batch, np.zeros(len(rows), dtype=bool)
     greedy = columns.get("is_greedy", absent)
+    images = columns.get(MULTI_MODAL_INPUTS, [None] * len(rows))
     padding = rows.batch["is_padding"].numpy() if "is_padding" in rows.batch.keys() else absent
 
     def spec(row: int) -> AnswerSpec:
@@ -69,7 +72,8 @@ def answer_plans(
             item = RewardItem(name, source, "", truth, columns["extra_info"][row], prompt)
         prompt_ids = tuple(ids[row][mask[row]].tolist())
         number = derive_seed(seed, step, columns["uid"][row], int(columns["sample"][row]))
-        return AnswerSpec(prompt_ids, ids.shape[1], number, bool(greedy[row]), bool(padding[row]), item)
+        shape = ids.shape[1], number, bool(greedy[row]), bool(padding[row])
+        return AnswerSpec(prompt_ids, *shape, item, images=images[row])
 
     start = 0
     for size, key in zip(sizes, keys, strict=True):
@@ -108,7 +112,8 @@ class AnswerRunner:
                 tokens, log_probs, versions = spec.sampled.lists()
                 done.append(((key, number), Completion(name, tokens, log_probs, spec.finish_reason, versions)))
             elif not spec.is_padding:
-                self._runner.submit(Request(name, spec.prompt_ids, chosen, spec.sampled), (key, number))
+                request = Request(name, spec.prompt_ids, chosen, spec.sampled, images=spec.images)
+                self._runner.submit(request, (key, number))
         self._store(done)
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:

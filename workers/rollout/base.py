@@ -26,6 +26,7 @@ import torch
 
 from verl_lite.config import NetworkConfig, RolloutConfig
 from verl_lite.registry import Registry
+from workers.policy.vision import ImageInputs
 
 FinishReason = Literal["stop", "length"]
 ExtraOutputs = Mapping[str, tuple[int, ...]]
@@ -72,6 +73,7 @@ class Request:
     sampled: tokens of the response that were sampled before, by this or another engine; max_tokens includes them.
     is_interruptible: False if the request ends under the weights that it starts with and needs no `snapshot`; an engine
         may then return all its tokens together, which takes less time.
+    images: images of the prompt, in the order of their placeholder tokens.
     """
 
     request_id: str
@@ -79,6 +81,7 @@ class Request:
     sampling: SamplingParams
     sampled: Sampled = Sampled()
     is_interruptible: bool = True
+    images: ImageInputs | None = None
 
 
 @dataclass

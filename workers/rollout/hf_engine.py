@@ -30,6 +30,7 @@ from verl_lite.config import RolloutConfig
 from workers.engine.parameters import WholeWeights
 from workers.policy.causal_lm import output_logits
 from workers.policy.router import ROUTED_EXPERTS, Routers
+from workers.policy.vision import ImageInputs, attention_of_text, join_images, placeholder_ids
 from workers.rollout.base import (
     Completion,
     FinishReason,
@@ -53,7 +54,7 @@ from workers.rollout.slot_cache import (
 
 # a prefill of any size costs about as much as a decode step; waiting until this share of the slots is free amortises it
 _REFILL_SHARE = 1 / 8
-LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl")
 """Model families (model_type) that have exactly these layers; the tests compare each with transformers."""
 PACKED_ELEMENTS = 1 << 18
 """Smallest matrix that is kept in oneDNN's layout; products with smaller ones are faster without it."""
@@ -87,6 +88,11 @@ class _Sequence:
         """Returns the tokens that the cache must hold before the next step: all but the last."""
         return (*self.request.prompt_ids, *self.token_ids)[:-1]
 
+    @property
+    def shift(self) -> int:
+        """Difference between the position of a token of the response and its number in the sequence."""
+        return 0 if self.request.images is None else self.request.images.shift
+
 
 @register_rollout_engine("hf")
 class HFEngine:
@@ -114,13 +120,17 @@ class HFEngine:
         check_full_attention(model_config, max_model_len)
         with no_init_weights(), device:
             self._model = AutoModelForCausalLM.from_config(
-                model_config, dtype=dtype, attn_implementation=SLOT_ATTENTION, trust_remote_code=trust_remote_code
+                model_config,
+                dtype=dtype,
+                attn_implementation=attention_of_text(model_config, SLOT_ATTENTION),
+                trust_remote_code=trust_remote_code,
             )
         check_layers(self._model)
         if dtype != torch.float32:
             _compute_logits_in_fp32(self._model)
         self._model.tie_weights()  # skipped above together with the initialisation
         self._model.requires_grad_(False).eval()
+        self._excluded = placeholder_ids(model_config)
         self._lean = None if config.router_replay else lean_decoder(self._model, max_model_len)
         self._names = parameter_names(self._model)
         self._routers = Routers(self._model) if config.router_replay else None
@@ -143,7 +153,8 @@ class HFEngine:
             self._model.config, slots=slots, max_length=self._max_model_len, device=device, dtype=self._dtype
         )
         self._kept = KeptSlots(slots)
-        self._integers = torch.zeros(4, slots, dtype=torch.long, device=device)  # last token, its position, seed, top_k
+        # last token, its number in the sequence, its position minus this number, seed, top_k
+        self._integers = torch.zeros(5, slots, dtype=torch.long, device=device)
         self._floats = torch.zeros(2, slots, device=device)  # temperature, top_p
 
     def submit(self, request: Request) -> None:
@@ -167,15 +178,17 @@ class HFEngine:
         if not self._running:
             return []
         rows = len(self._running)
-        tokens, positions, seeds, top_k = self._integers[:, :rows]
+        tokens, positions, shifts, seeds, top_k = self._integers[:, :rows]
         temperature, top_p = self._floats[:, :rows]
         assert self._cache is not None
         mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
         if self._lean is not None:
-            logits = self._lean(tokens, positions, mask, self._cache)
+            logits = self._lean(tokens, positions + shifts, mask, self._cache)
         else:
-            inputs = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "attention_mask": mask}
-            logits = self._forward(self._model, **inputs).logits[:, -1]
+            inputs = {"input_ids": tokens[:, None], "position_ids": (positions + shifts)[:, None]}
+            logits = self._forward(self._model, **inputs, attention_mask=mask).logits[:, -1]
+        if self._excluded:
+            logits[:, self._excluded] = -torch.inf
         sampled, log_probs = sample(
             logits,
             temperature=temperature,
@@ -234,7 +247,8 @@ class HFEngine:
                 self._cache.swap(slot, last, max(row.length, removed.length) - 1)
                 self._integers[:, slot] = self._integers[:, last]
                 self._floats[:, slot] = self._floats[:, last]
-            if removed.encoded_by == self._version:  # later requests must not use keys and values of earlier weights
+            # later requests must not use keys and values of earlier weights, or of images that their tokens do not show
+            if removed.encoded_by == self._version and removed.request.images is None:
                 self._kept.keep(last, removed.encoded())
 
     def _admit(self) -> None:
@@ -258,6 +272,7 @@ class HFEngine:
             [
                 [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
                 [row.length - 1 for row in rows],
+                [row.shift for row in rows],
                 [each.seed for each in sampling],
                 [each.top_k for each in sampling],
             ]
@@ -277,7 +292,7 @@ class HFEngine:
         assert self._cache is not None
         continued: list[tuple[_Sequence, int]] = []
         end = first + len(rows)
-        for row in tuple(rows) if len(self._kept) else ():
+        for row in [row for row in rows if row.request.images is None] if len(self._kept) else ():
             target = first + len(continued)
             if (found := self._kept.claim(row.encoded(), target)) is None:
                 continue
@@ -318,22 +333,25 @@ class HFEngine:
         """Encodes all but the last token of `rows`, which own the slots from `first` on; equal prompts only once."""
         assert self._cache is not None
         slots_of: dict[tuple[int, ...], list[int]] = {}
+        images: dict[tuple[int, ...], ImageInputs | None] = {}
         for slot, row in enumerate(rows, start=first):
-            slots_of.setdefault(row.encoded(), []).append(slot)
-        slots_of.pop((), None)
-        ordered = sorted(slots_of, key=len)
-        for span in _pack([len(prompt) for prompt in ordered], self._config.max_num_batched_tokens):
-            prompts = ordered[span.start : span.stop]
-            ids = _padded(prompts).to(self._device)
-            slots = torch.tensor([slot for prompt in prompts for slot in slots_of[prompt]], device=self._device)
-            copies = torch.tensor([len(slots_of[prompt]) for prompt in prompts])
-            sources = torch.arange(len(prompts)).repeat_interleave(copies).to(self._device)
+            # prompts with equal tokens may have different images: the last entry of a key tells them apart
+            key = (*row.encoded(), -1 if row.request.images is None else row.request.images.digest)
+            slots_of.setdefault(key, []).append(slot)
+            images[key] = row.request.images
+        ordered = sorted((key for key in slots_of if len(key) > 1), key=len)
+        for span in _pack([len(key) - 1 for key in ordered], self._config.max_num_batched_tokens):
+            keys = ordered[span.start : span.stop]
+            ids = _padded([key[:-1] for key in keys]).to(self._device)
+            slots = torch.tensor([slot for key in keys for slot in slots_of[key]], device=self._device)
+            copies = torch.tensor([len(slots_of[key]) for key in keys])
+            sources = torch.arange(len(keys)).repeat_interleave(copies).to(self._device)
             self._cache.begin_prefill(slots, sources)
-            self._forward(
-                self._model.base_model,
-                input_ids=ids,
-                position_ids=torch.arange(ids.shape[1], device=self._device).expand(len(prompts), -1),
-            )
+            positions = torch.arange(ids.shape[1]).expand(len(keys), -1)
+            if found := [each for key in keys if (each := images[key]) is not None]:
+                positions = _image_positions(positions, [images[key] for key in keys])
+            shown = {name: tensor.to(self._device) for name, tensor in join_images(found).items()}
+            self._forward(self._model.base_model, input_ids=ids, position_ids=positions.to(self._device), **shown)
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -448,6 +466,17 @@ def _pack(lengths: list[int], token_budget: int) -> Iterator[range]:
         yield range(start, len(lengths))
 
 
+def _image_positions(numbers: torch.Tensor, images: Sequence[ImageInputs | None]) -> torch.Tensor:
+    """Returns the positions (3, B, L) of sequences with these images. numbers: (B, L) number of each token."""
+    positions = numbers.repeat(3, 1, 1)
+    for row, found in enumerate(images):
+        if found is not None:
+            positions[:, row] += found.shift
+            given = found.position_ids[:, : positions.shape[2]]
+            positions[:, row, : given.shape[1]] = given
+    return positions
+
+
 def _padded(rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """Returns the token ids as one tensor (B, longest), padded with zeros on the right."""
     width = max(map(len, rows))
@@ -494,7 +523,7 @@ def lean_decoder(model: PreTrainedModel, max_length: int) -> LeanDecoder | None:
     max_length: number of positions.
     """
     config, weight = model.config, model.get_output_embeddings().weight
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rotary = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
     is_lean = config.model_type in LEAN_FAMILIES and rotary not in _ROTARY_OF_LENGTH
     is_fp32 = weight.device.type == "cpu" and weight.dtype == torch.float32
     return LeanDecoder(model, max_length) if is_lean and is_fp32 else None
@@ -505,7 +534,7 @@ class LeanDecoder:
     common tensors, of which the model's parameters become views, so that weight updates of the model apply here too."""
 
     def __init__(self, model: PreTrainedModel, max_length: int) -> None:
-        self._base = model.model
+        self._base: Any = model.get_decoder()
         self._layers: list[tuple[Any, _Projection, _Projection, _Projection, _Projection]] = []
         for layer in self._base.layers:
             attention, mlp = layer.self_attn, layer.mlp

@@ -1,0 +1,182 @@
+"""Vision-language models against transformers: sampling with images, log-probs and gradients of packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+from tests.tiny_vision import FAMILIES, IMAGE, VIDEO, image_file, tiny_vision_model
+from tests.workers.engine_cases import CPU, TEMPERATURE, Case, loss_fn, planned
+from trainer.data.images import ImageProcessor
+from verl_lite.config import DataConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
+from verl_lite.images import open_image
+from verl_lite.protocol import DataProto, as_column
+from workers.engine.fsdp import FSDPEngine
+from workers.policy.causal_lm import causal_lm
+from workers.policy.loading import token_network
+from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
+from workers.rollout.base import Request, RolloutEngine, SamplingParams, build_rollout_engine
+
+PROMPT, RESPONSE = 40, 6
+OPTIONS = {"temperature": TEMPERATURE, "calculate_entropy": True}
+OPTIM = OptimConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9)
+TEXTS = ("a <image> b", "what <image> and <image>", "no image", "a <image> b", "z<image>z")
+FILES = ((0,), (1, 2), (), (3,), (4,))  # the first and the fourth prompt have equal tokens and other images
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def prompts_of(path: str) -> list[tuple[tuple[int, ...], ImageInputs | None]]:
+    """Token ids and images of the prompts `TEXTS`."""
+    processor, tokenizer = ImageProcessor(ModelConfig(path=path), DataConfig(), torch.float32), tokenizer_of(path)
+    found = []
+    for text, numbers in zip(TEXTS, FILES, strict=True):
+        files = [image_file(number, height=16 + 8 * (number == 2)) for number in numbers]
+        chat = text.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+        [counts] = processor.token_counts([files], ["here"])
+        ids = processor.expand(np.array(tokenizer(chat)["input_ids"]), counts, "here")
+        images = processor.inputs([(files, ids)])[0] if files else None
+        found.append((tuple(ids.tolist()), images))
+    return found
+
+
+def tokenizer_of(path: str) -> Any:
+    return AutoTokenizer.from_pretrained(path)
+
+
+def network_of(path: str) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(path).eval()
+
+
+def arguments_of(path: str, ids: list[int], images: ImageInputs | None) -> dict[str, torch.Tensor]:
+    """Arguments of a transformers network for one sequence, with pixels from transformers' own processor."""
+    tokens = torch.tensor([ids])
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if images is not None:
+        processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+        given |= dict(processor([open_image(data) for data in images.files], return_tensors="pt"))
+        given["mm_token_type_ids"] = (tokens == IMAGE).int()
+    return given
+
+
+@pytest.fixture
+def engine(path: str) -> Iterator[RolloutEngine]:
+    options = RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=8)
+    common: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "seed": 0}
+    made = build_rollout_engine("hf", path, options, max_model_len=PROMPT + RESPONSE, **common)
+    made.load_weights(network_of(path).state_dict().items(), 1)
+    yield made
+    made.close()
+
+
+def run(engine: RolloutEngine, requests: list[Request]) -> dict[str, Any]:
+    for request in requests:
+        engine.submit(request)
+    done: dict[str, Any] = {}
+    while engine.unfinished:
+        done |= {each.request_id: each for each in engine.step()}
+    return done
+
+
+def requests_of(path: str, n: int = 2, **options: Any) -> list[Request]:
+    sampling = SamplingParams(max_tokens=RESPONSE, ignore_eos=True, **options)
+    return [
+        Request(f"{row}/{k}", ids, replace(sampling, seed=10 * row + k), images=images)
+        for row, (ids, images) in enumerate(prompts_of(path))
+        for k in range(n)
+    ]
+
+
+@torch.no_grad()
+def plain_log_probs(network: Any, given: dict[str, torch.Tensor], tokens: list[int], temperature: float) -> Any:
+    logits = network(**given).logits[0, -len(tokens) - 1 : -1].float()
+    logits[:, [IMAGE, VIDEO]] = -torch.inf
+    return torch.log_softmax(logits / temperature, dim=1)[range(len(tokens)), tokens]
+
+
+def test_greedy_tokens_and_log_probs_equal_transformers_generate(path: str, engine: RolloutEngine) -> None:
+    requests, network = requests_of(path, n=1, temperature=0.0), network_of(path)
+    done = run(engine, requests)
+    for request in requests:
+        given, completion = arguments_of(path, list(request.prompt_ids), request.images), done[request.request_id]
+        options = {"max_new_tokens": RESPONSE, "min_new_tokens": RESPONSE, "suppress_tokens": [IMAGE, VIDEO]}
+        expected = network.generate(**given, **options, do_sample=False, eos_token_id=None)
+        assert completion.token_ids == expected[0, len(request.prompt_ids) :].tolist(), request.request_id
+        whole = arguments_of(path, [*request.prompt_ids, *completion.token_ids], request.images)
+        log_probs = plain_log_probs(network, whole, completion.token_ids, 1.0)
+        assert (torch.tensor(completion.log_probs) - log_probs).abs().max() < 1e-4
+
+
+def test_images_make_a_difference_where_the_tokens_do_not(path: str, engine: RolloutEngine) -> None:
+    first, *_, fourth, _ = requests_of(path, n=1, temperature=0.0)
+    assert first.prompt_ids == fourth.prompt_ids
+    done = run(engine, [first, fourth])
+    assert done[first.request_id].log_probs != done[fourth.request_id].log_probs
+
+
+def rows_of(path: str, n: int = 2) -> DataProto:
+    """Rows with random responses, `n` for each prompt."""
+    generator = np.random.default_rng(0)
+    ids = torch.zeros(n * len(TEXTS), PROMPT + RESPONSE, dtype=torch.long)
+    attention, images = torch.zeros_like(ids), []
+    for row in range(len(ids)):
+        prompt, shown = prompts_of(path)[row // n] if row % n == 0 else (prompt, shown)
+        response = generator.integers(3, 60, generator.integers(2, RESPONSE + 1))
+        start, end = PROMPT - len(prompt), PROMPT + len(response)
+        ids[row, start:end] = torch.from_numpy(np.concatenate([prompt, response]))
+        attention[row, start:end] = 1
+        images.append(shown)
+    advantages = torch.from_numpy(generator.standard_normal((len(ids), RESPONSE)).astype(np.float32))
+    columns = {
+        "responses": ids[:, PROMPT:],
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": attention[:, PROMPT:].clone(),
+        "advantages": advantages,
+    }
+    columns["response_mask"][3] = 0
+    return DataProto.from_dict(columns, {MULTI_MODAL_INPUTS: as_column(images)})
+
+
+def engine_of(path: str, case: Case, *, trains_vision: bool = False, **model: Any) -> FSDPEngine:
+    options = ModelConfig(path=path, use_remove_padding=case.packed, enable_gradient_checkpointing=False, **model)
+    network = token_network(options, causal_lm(64), trains_vision=trains_vision)
+    made = FSDPEngine(network, FSDPConfig(), OPTIM, device=CPU, total_training_steps=1, seed=0)
+    made.move_in()
+    return made
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_log_probs_of_micro_batches_equal_those_of_single_rows_by_transformers(path: str, packed: bool) -> None:
+    data, network = rows_of(path), network_of(path)
+    case = Case(packed=packed, micro_batch_size=None if packed else 3)
+    plan_data, plan = planned(data, case)
+    found = engine_of(path, case).infer(plan_data, **OPTIONS)["log_probs"]
+    for place, row in enumerate(plan.order.tolist()):
+        if data.batch["response_mask"][row].any():
+            ids = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()].tolist()
+            length = int(data.batch["response_mask"][row].sum())
+            given = arguments_of(path, ids, data.non_tensor_batch[MULTI_MODAL_INPUTS][row])
+            expected = plain_log_probs(network, given, ids[-length:], TEMPERATURE)
+            assert (found[place, :length] - expected).abs().max() < 1e-5, row
+
+
+def gradients(engine: FSDPEngine) -> dict[str, np.ndarray]:
+    named = engine.policy.named_parameters()
+    return {name: each.grad.float().numpy().copy() for name, each in named if each.grad is not None}
+
+
+def test_nothing(path: str) -> None:
+    engine = engine_of(path, Case())
+    print(engine.train(planned(rows_of(path), Case())[0], loss_fn, **OPTIONS))

@@ -1,0 +1,158 @@
+"""The images of prompts: reads the entries of an image column, and prepares images with the model's image processor.
+
+An image is decoded once when the dataset is read, which checks it and counts its tokens, and once per drawn prompt. All
+samples of the prompt share the result (`workers.policy.vision.ImageInputs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoImageProcessor, PreTrainedModel
+
+from verl_lite.config import DataConfig, ModelConfig
+from verl_lite.errors import UserError
+from verl_lite.images import open_image
+from verl_lite.machine.host import cpu_count
+from workers.policy.loading import empty_network, load_model_config
+from workers.policy.model_errors import user_error_on_failure
+from workers.policy.vision import ImageInputs, has_vision, prompt_positions
+
+PLACEHOLDER = "<image>"
+"""The text that stands for an image in a message, as in verl."""
+_MOST_THREADS = 8
+
+
+def read_image(entry: Any, folder: Path | None, where: str) -> bytes:
+    """Returns the encoded file of an entry of an image column.
+
+    entry: bytes, a path, a PIL image, or a dict with one of these under bytes, path or image. folder: folder in which
+    paths must be, and to which relative paths refer; None accepts no paths. Raises UserError, which contains `where`.
+    """
+    while isinstance(entry, dict):  # of `datasets` (bytes, path), of verl and of Qwen's message parts (image)
+        given = next((entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None)
+        entry = f"a dict with {', '.join(map(str, entry))}" if given is None else given
+        if given is None:
+            break
+    if isinstance(entry, bytes):
+        return entry
+    if hasattr(entry, "save") and hasattr(entry, "convert"):  # a PIL image
+        file = io.BytesIO()
+        entry.convert("RGB").save(file, "PNG")
+        return file.getvalue()
+    if not isinstance(entry, str) or "://" in entry.removeprefix("file://") or entry.startswith("data:"):
+        raise UserError(
+            f"{where}: found {entry!r:.200}, expected the bytes or the path of an image file; download images before "
+            "training"
+        )
+    if folder is None:
+        raise UserError(f"{where}: found the path {entry!r}; set data.image_folder to the folder of the images")
+    path = (folder / entry.removeprefix("file://")).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise UserError(
+            f"{where}: {entry!r} is outside of the folder {folder.absolute()}; set data.image_folder to the folder of "
+            "the images"
+        )
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{where}: {entry!r} cannot be read ({error}); expected a file in {folder}") from error
+
+
+def message_parts(messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """Returns messages with typed parts, as chat templates expect them, in place of `PLACEHOLDER` in their texts."""
+    converted: list[dict[str, Any]] = []
+    for message in messages:
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(message["content"].split(PLACEHOLDER)):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": text}] if text else []
+        converted.append({**message, "content": parts})
+    return converted
+
+
+class ImageProcessor:
+    """The image processor of a vision-language model, on PIL, and the positions of its image tokens.
+
+    dtype: compute dtype of the network. Raises UserError if the model's folder has no image processor.
+    """
+
+    def __init__(self, model: ModelConfig, data: DataConfig, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+        self._image_token = load_model_config(model).image_token_id
+        remedy = "expected preprocessor_config.json in that folder, as Hugging Face writes it"
+        with user_error_on_failure(f"model.path={model.path!r}: its image processor cannot be read", remedy):
+            trust = model.trust_remote_code
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                model.path, backend="pil", trust_remote_code=trust
+            )
+        if data.max_pixels is not None:
+            least = min(data.max_pixels, self._processor.size["shortest_edge"])
+            self._processor.size = {"shortest_edge": least, "longest_edge": data.max_pixels}
+        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, cpu_count()), "images")
+
+    @functools.cached_property
+    def _network(self) -> PreTrainedModel:
+        return empty_network(self._model)
+
+    def token_counts(self, rows: Sequence[Sequence[bytes]], places: Sequence[str]) -> list[tuple[int, ...]]:
+        """Decodes the images of several rows. Returns the number of tokens of each image. places: locations of the
+        rows for messages. Raises UserError for an image that cannot be used."""
+        return list(self._threads.map(self._tokens_of_row, rows, places))
+
+    def _tokens_of_row(self, files: Sequence[bytes], place: str) -> tuple[int, ...]:
+        counts = []
+        for number, data in enumerate(files):
+            try:
+                image = open_image(data)
+                patches = self._processor.get_number_of_image_patches(image.height, image.width)
+            except ValueError as error:
+                raise UserError(f"{place}: image {number} {error}. Replace or remove it") from error
+            counts.append(patches // self._processor.merge_size**2)
+        return tuple(counts)
+
+    def expand(self, token_ids: np.ndarray, counts: Sequence[int], place: str) -> np.ndarray:
+        """Returns the tokens of a prompt with as many image tokens as its images have, instead of one for each image.
+
+        Raises UserError if the number of image tokens is another one, for example because the text contains one.
+        """
+        is_image = token_ids == self._image_token
+        adjacent = is_image[1:] & is_image[:-1]
+        if is_image.sum() != len(counts) or adjacent.any() or (counts and is_image[-1]):
+            raise UserError(
+                f"{place}: its tokens contain {int(is_image.sum())} image tokens for {len(counts)} images; expected one "
+                "for each image, with other tokens between and after them. The chat template of the model must show "
+                "images (data.chat_template), and the text must not contain the model's image token itself"
+            )
+        repeats = np.ones(len(token_ids), dtype=np.int64)
+        repeats[is_image] = counts
+        return token_ids.repeat(repeats)
+
+    def inputs(self, rows: Sequence[tuple[Sequence[bytes], np.ndarray]]) -> list[ImageInputs]:
+        """Prepares the images of several prompts. rows: files and token ids of each prompt."""
+        return list(self._threads.map(self._inputs_of_row, *zip(*rows, strict=True))) if rows else []
+
+    def _inputs_of_row(self, files: Sequence[bytes], token_ids: np.ndarray) -> ImageInputs:
+        found = self._processor(images=[open_image(data) for data in files], return_tensors="pt")
+        grid = found["image_grid_thw"].long()
+        positions, following = prompt_positions(self._network, torch.from_numpy(token_ids.astype(np.int64)), grid)
+        digest = hashlib.blake2b(b"".join(map(_digest, files)), digest_size=8).digest()
+        number = int.from_bytes(digest, "big") >> 1
+        return ImageInputs(found["pixel_values"].to(self._dtype), grid, positions, following, number, tuple(files))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def image_processor(model: ModelConfig, data: DataConfig, dtype: torch.dtype) -> ImageProcessor | None:
+    """Returns the image processor of a vision-language model; None for a model of text."""
+    return ImageProcessor(model, data, dtype) if has_vision(load_model_config(model)) else None

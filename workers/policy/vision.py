@@ -1,0 +1,135 @@
+"""Vision-language models: the images of a prompt as a column of a batch, and the parts of a network that read them.
+
+Supported are the families of `VISION_FAMILIES`, whose networks consist of a vision tower and a language model with
+M-RoPE (a token has three positions: temporal, height and width). `ImageInputs` has the images of one prompt. All
+samples of the prompt refer to the same object, so that dispatch, checkpoints and crash dumps store its tensors once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from workers.engine.packing import ModelInputs
+
+MULTI_MODAL_INPUTS = "multi_modal_inputs"
+VISION_FAMILIES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+"""Class of the whole network by model_type."""
+
+# AutoModelForCausalLM then builds these networks too, so that their whole checkpoints are trained, sent and exported
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(VISION_FAMILIES)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInputs:
+    """The images of a prompt as the network reads them.
+
+    pixel_values: (N, D) patches of all images, in the compute dtype. image_grid_thw: (I, 3) patches of each image along
+    time, height and width. position_ids: (3, L) int32 positions of the prompt's L tokens. next_position: position of
+    the first token after the prompt. digest: distinguishes prompts that have equal tokens and other images. files: the
+    images as encoded files, for vLLM, reward functions and reports.
+    """
+
+    pixel_values: torch.Tensor
+    image_grid_thw: torch.Tensor
+    position_ids: torch.Tensor
+    next_position: int
+    digest: int
+    files: tuple[bytes, ...]
+
+    @property
+    def shift(self) -> int:
+        """Difference between the position of a token after the prompt and its number in the sequence."""
+        return self.next_position - self.position_ids.shape[1]
+
+
+torch.serialization.add_safe_globals([ImageInputs])  # prompts that wait are part of a checkpoint
+
+
+def has_vision(config: PretrainedConfig) -> bool:
+    """True if this is the config of a supported vision-language model."""
+    return config.model_type in VISION_FAMILIES
+
+
+def placeholder_ids(config: PretrainedConfig) -> list[int]:
+    """Ids of the tokens that stand for images and videos, which no policy may sample: the network would expect pixels
+    for them. Empty for a model of text."""
+    return [config.image_token_id, config.video_token_id] if has_vision(config) else []
+
+
+def attention_of_text(config: PretrainedConfig, name: str) -> str | dict[str, str]:
+    """Returns the argument of transformers' `set_attn_implementation` that sets the attention function of the language
+    model. The attention of a vision tower is not causal and always uses SDPA."""
+    return {"": name, "text_config": name, "vision_config": "sdpa"} if has_vision(config) else name
+
+
+def prompt_positions(
+    network: PreTrainedModel, token_ids: torch.Tensor, image_grid_thw: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """Returns `ImageInputs.position_ids` and next_position of a prompt (L,), by the rule of the network, which may be
+    on the meta device."""
+    ids = token_ids.unsqueeze(0)
+    is_image = (ids == network.config.image_token_id).int()
+    positions, shift = network.base_model.get_rope_index(ids, mm_token_type_ids=is_image, image_grid_thw=image_grid_thw)
+    return positions[:, 0].int(), len(token_ids) + int(shift)
+
+
+def join_images(images: Sequence[ImageInputs]) -> dict[str, torch.Tensor]:
+    """Returns the images of several prompts as keyword arguments of the network."""
+    names = ("pixel_values", "image_grid_thw") if images else ()
+    return {name: torch.cat([getattr(each, name) for each in images]) for name in names}
+
+
+def with_images(
+    inputs: ModelInputs, images: Sequence[ImageInputs | None], position_ids: torch.Tensor, image_token_id: int
+) -> ModelInputs:
+    """Returns the inputs with the images of their prompts, in the order of the tokens, and with positions (3, ...).
+
+    images: of each row; None for a row of text. position_ids: (b, P+R) number of each token in its sequence.
+    """
+    rows, width = inputs.token_index.shape
+    prompt_width = width - inputs.response_shape[1]
+    positions = position_ids.unsqueeze(2).repeat(1, 1, 3)
+    for row, found in enumerate(images):
+        if found is not None:
+            start = prompt_width - found.position_ids.shape[1]
+            positions[row] += found.shift
+            positions[row, start:prompt_width] = found.position_ids.T
+    origin = inputs.origin
+    known = origin < rows * width
+    arranged = inputs.position_ids.flatten().unsqueeze(1).repeat(1, 3)
+    arranged[known] = positions.flatten(0, 1)[origin[known]]
+    ids = inputs.input_ids.flatten()
+    is_image = ids == image_token_id
+    owners = torch.unique_consecutive(origin[is_image & known] // width).tolist()
+    return replace(
+        inputs,
+        # rows without a prediction keep their tokens in the padded form, but not their pixels
+        input_ids=ids.masked_fill(is_image & ~known, 0).view_as(inputs.input_ids),
+        position_ids=arranged.T.reshape(3, *inputs.input_ids.shape),
+        images=join_images([images[row] for row in owners]),
+    )
+
+
+def prompt_digests(images: Sequence[ImageInputs | None]) -> torch.Tensor:
+    """Returns (b,) `ImageInputs.digest` of each row, 0 for rows of text."""
+    return torch.tensor([0 if each is None else each.digest for each in images])
+
+
+def unused_tower(network: PreTrainedModel) -> torch.Tensor:
+    """Returns 0 times the features of a dummy image of one token, on which all parameters of the vision tower depend.
+
+    Ranks that have no image in a micro-batch use it, because a sharded tower gathers its weights from all ranks.
+    """
+    vision, device = network.config.vision_config, network.get_input_embeddings().weight.device
+    side = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.zeros(side**2, width, device=device)
+    found: Any = network.base_model.get_image_features(pixels, torch.tensor([[1, side, side]], device=device))
+    features = [*found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    return torch.stack([each.float().sum() for each in features]).sum() * 0.0
