@@ -116,6 +116,8 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     datasets = [data for data in (train, val) if data is not None]
     epoch_prompts = build_order(datasets[0], config).rows
     check_vocabulary(config, datasets)
+    if any(data.has_images for data in datasets):
+        check_images(config)
     named = named_by_options(config) if trains and scores else {}
     extras: list[list[dict[str, float | str]]] = []
     if has_function:  # try two rows per dataset; if options name reward values, also one row per data source
@@ -331,6 +333,33 @@ def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> No
             raise UserError(
                 f"data.{data.split}_files: a prompt has the token {largest}, and model.path={config.model.path!r} "
                 f"knows the tokens 0 to {size - 1}: give the tokenizer that belongs to it in model.tokenizer_path"
+            )
+
+
+def check_images(config: PPOConfig) -> None:
+    """Raises UserError if a part of the run cannot read the images of the prompts."""
+    engine, policy = resolve_engine_name(config.rollout.name), load_model_config(config.model)
+    if config.is_agentic:
+        raise UserError("agentic.program: its episodes start from text; remove the rows with images from the data")
+    if engine not in ("hf", "vllm") and not getattr(ROLLOUT_ENGINES.get_fn(engine), "reads_images", False):
+        raise UserError(
+            f"rollout.name={engine}: this engine does not read Request.images, and rows of the data have images; set "
+            "rollout.name=hf, or the class attribute reads_images = True if it does"
+        )
+    if config.reward_model.enable:
+        raise UserError(
+            "reward_model.enable=true: a reward model reads only text, and rows of the data have images; score them "
+            "with a reward function, whose parameter `images` receives them"
+        )
+    if needs_critic(config):
+        critic = load_model_config(critic_network(config))
+        of_patches = ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels")
+        if critic.model_type != policy.model_type or any(
+            getattr(critic.vision_config, name) != getattr(policy.vision_config, name) for name in of_patches
+        ):
+            raise UserError(
+                f"critic.model.path={config.critic.model.path!r}: a {critic.model_type} model does not read the images "
+                f"that are prepared for {policy.model_type}; set critic.model.path=null or a model of that family"
             )
 
 

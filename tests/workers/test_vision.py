@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,9 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.tiny_vision import FAMILIES, IMAGE, VIDEO, image_file, tiny_vision_model
-from tests.workers.engine_cases import CPU, TEMPERATURE, Case, loss_fn, planned
+from tests.workers.engine_cases import CPU, TEMPERATURE, Case, gradient_of, loss_fn, planned, relative_error
+from tests.workers.invariance import with_empty_rows
+from tests.workers.ranks import OnRanks
 from trainer.data.images import ImageProcessor
 from verl_lite.config import DataConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.images import open_image
@@ -26,7 +27,7 @@ from workers.rollout.base import Request, RolloutEngine, SamplingParams, build_r
 
 PROMPT, RESPONSE = 40, 6
 OPTIONS = {"temperature": TEMPERATURE, "calculate_entropy": True}
-OPTIM = OptimConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9)
+OPTIM = OptimConfig(lr=1e-3)
 TEXTS = ("a <image> b", "what <image> and <image>", "no image", "a <image> b", "z<image>z")
 FILES = ((0,), (1, 2), (), (3,), (4,))  # the first and the fourth prompt have equal tokens and other images
 
@@ -128,9 +129,9 @@ def rows_of(path: str, n: int = 2) -> DataProto:
     """Rows with random responses, `n` for each prompt."""
     generator = np.random.default_rng(0)
     ids = torch.zeros(n * len(TEXTS), PROMPT + RESPONSE, dtype=torch.long)
-    attention, images = torch.zeros_like(ids), []
+    attention, images, prompts = torch.zeros_like(ids), [], prompts_of(path)
     for row in range(len(ids)):
-        prompt, shown = prompts_of(path)[row // n] if row % n == 0 else (prompt, shown)
+        prompt, shown = prompts[row // n]
         response = generator.integers(3, 60, generator.integers(2, RESPONSE + 1))
         start, end = PROMPT - len(prompt), PROMPT + len(response)
         ids[row, start:end] = torch.from_numpy(np.concatenate([prompt, response]))
@@ -172,11 +173,67 @@ def test_log_probs_of_micro_batches_equal_those_of_single_rows_by_transformers(p
             assert (found[place, :length] - expected).abs().max() < 1e-5, row
 
 
-def gradients(engine: FSDPEngine) -> dict[str, np.ndarray]:
-    named = engine.policy.named_parameters()
-    return {name: each.grad.float().numpy().copy() for name, each in named if each.grad is not None}
+CUTS = (
+    Case(),
+    Case(micro_batch_size=1),
+    Case(micro_batch_size=2, row_order_seed=3),
+    Case(packed=False, micro_batch_size=3),
+    Case(max_token_len=120, row_order_seed=5, empty_rows=1),
+)
 
 
-def test_nothing(path: str) -> None:
-    engine = engine_of(path, Case())
-    print(engine.train(planned(rows_of(path), Case())[0], loss_fn, **OPTIONS))
+def gradients(path: str, case: Case, trains_vision: bool, n: int = 3) -> dict[str, np.ndarray]:
+    """The whole gradient of one step."""
+    engine = engine_of(path, case, trains_vision=trains_vision)
+    return gradient_of(engine, with_empty_rows(rows_of(path, n), case.empty_rows), case, loss_fn, **OPTIONS)
+
+
+@pytest.mark.parametrize("trains_vision", [False, True])
+def test_gradients_do_not_depend_on_the_cut(path: str, trains_vision: bool) -> None:
+    expected = gradients(path, CUTS[0], trains_vision)
+    assert any("visual" in name for name in expected) is trains_vision
+    assert all(value.any() for name, value in expected.items() if "k_proj.bias" not in name)
+    for case in CUTS[1:]:
+        assert relative_error(gradients(path, case, trains_vision), expected) < 2e-5, case
+
+
+def gradients_of_ranks(path: str, trains_vision: bool) -> list[dict[str, np.ndarray]]:
+    """Gradients with two ranks, one micro-batch of which has only text."""
+    return [gradients(path, case, trains_vision) for case in (Case(micro_batch_size=2), Case(micro_batch_size=1))]
+
+
+@pytest.mark.parametrize("trains_vision", [False, True])
+def test_two_ranks_with_and_without_images_have_the_same_gradients(
+    path: str, trains_vision: bool, two_ranks: OnRanks
+) -> None:
+    expected = gradients(path, CUTS[0], trains_vision)
+    for found in two_ranks(gradients_of_ranks, path, trains_vision)[0]:
+        assert relative_error(found, expected) < 2e-5
+
+
+def test_the_gradient_equals_that_of_transformers_over_single_rows(path: str) -> None:
+    data, network = rows_of(path), network_of(path)
+    schedule = planned(data, Case())[0].meta_info["schedule"][0][0]
+    mask, advantages = data.batch["response_mask"], data.batch["advantages"]
+    for row in range(len(data)):
+        if not (length := int(mask[row].sum())):
+            continue
+        ids = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()].tolist()
+        given = arguments_of(path, ids, data.non_tensor_batch[MULTI_MODAL_INPUTS][row])
+        logits = network(**given).logits[0, -length - 1 : -1].index_fill(1, torch.tensor([IMAGE, VIDEO]), -1e30)
+        log_probs = torch.log_softmax(logits / TEMPERATURE, dim=1)
+        picked = log_probs[range(length), ids[-length:]]
+        entropy = -(log_probs.exp() * log_probs).sum(1)
+        loss = -(picked * advantages[row, :length]).sum() / schedule.num_tokens
+        (loss - 0.1 * entropy.mean() / schedule.num_sequences).backward()
+    expected = {name: each.grad.double().numpy() for name, each in network.named_parameters()}
+    found = gradients(path, Case(), True, n=2)
+    assert relative_error(found, {name: expected[name] for name in found}) < 1e-4
+
+
+def test_an_adapter_trains_the_text_part_only(path: str) -> None:
+    for targets in (["all-linear"], ["gate_proj", "q_proj"]):
+        engine = engine_of(path, Case(), lora_rank=2, target_modules=targets)
+        trained = [name for name, each in engine.policy.named_parameters() if each.requires_grad]
+        assert trained and all("language_model" in name for name in trained)
+        assert engine.train(planned(rows_of(path), Case())[0], loss_fn, **OPTIONS)["grad_norm"].value > 0

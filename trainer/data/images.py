@@ -128,9 +128,9 @@ class ImageProcessor:
         adjacent = is_image[1:] & is_image[:-1]
         if is_image.sum() != len(counts) or adjacent.any() or (counts and is_image[-1]):
             raise UserError(
-                f"{place}: its tokens contain {int(is_image.sum())} image tokens for {len(counts)} images; expected one "
-                "for each image, with other tokens between and after them. The chat template of the model must show "
-                "images (data.chat_template), and the text must not contain the model's image token itself"
+                f"{place}: its tokens contain {int(is_image.sum())} image tokens for {len(counts)} images; expected "
+                "one for each image, with other tokens between and after them. The chat template of the model must "
+                "show images (data.chat_template), and the text must not contain the model's image token itself"
             )
         repeats = np.ones(len(token_ids), dtype=np.int64)
         repeats[is_image] = counts

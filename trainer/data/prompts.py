@@ -89,6 +89,11 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def has_images(self) -> bool:
+        """True if a row has images, including dropped rows."""
+        return bool(self._image_tokens)
+
     def __getitem__(self, position: int) -> DataProto:
         """Returns one prompt as a batch of one row."""
         return self.__getitems__([range(len(self))[position]])

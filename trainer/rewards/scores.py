@@ -22,6 +22,7 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardItem, RewardResult
 from verl_lite.single_controller.resource_pool import ServiceHandle
+from workers.policy.vision import MULTI_MODAL_INPUTS, image_files
 
 OVERLONG = ("overlong_reward", "overlong")
 """verl's names of the columns `reward/<name>` with the penalty of a long answer, and with 1 if there is a penalty."""
@@ -69,11 +70,12 @@ class Rewards:
         if self.pool is None:
             return
         columns, items = batch.non_tensor_batch, []
+        images = columns.get(MULTI_MODAL_INPUTS, [None] * len(batch))
         for row, key in enumerate(columns["sample_id"]):
             ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
             truth, prompt = columns["reward_model"][row].get("ground_truth"), columns["raw_prompt"][row]
             source, answer, info = columns["data_source"][row], self.failures.decode(ids), columns["extra_info"][row]
-            items.append(RewardItem(key, source, answer, truth, info, prompt))
+            items.append(RewardItem(key, source, answer, truth, info, prompt, image_files(images[row])))
         self.pool.call("submit", items)
 
     def cancel(self, sample_ids: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ Registered names may be `fnmatch` patterns (`math*`, `reasoning_gym/*`). An exac
 and a longer pattern over a shorter one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -70,6 +70,7 @@ def default_compute_score(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     prompt: list[dict[str, str]] | None = None,
+    images: Sequence[Any] = (),
     **reward_kwargs: Any,
 ) -> Any:
     """Scores one response with the function registered for its data_source.
@@ -78,6 +79,7 @@ def default_compute_score(
         solution_str: decoded response, without the prompt.
         ground_truth: `reward_model["ground_truth"]` of the row.
         prompt: chat messages, passed to functions that have this parameter.
+        images: PIL images of the prompt, passed to functions that have this parameter.
 
     Returns:
         The function's result: a number, a bool, a dict with "score", or an awaitable of one of these.
@@ -86,8 +88,8 @@ def default_compute_score(
         UserError: no function is registered for the data_source.
     """
     function = find_reward(data_source)
-    if takes(function, "prompt"):
-        reward_kwargs = {"prompt": prompt, **reward_kwargs}
+    optional = {"prompt": prompt, "images": images}
+    reward_kwargs = {name: value for name, value in optional.items() if takes(function, name)} | reward_kwargs
     sample = {"data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth}
     return function(**sample, extra_info=extra_info, **reward_kwargs)
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError, user_traceback
+from verl_lite.images import open_image
 from verl_lite.registry import accepts, did_you_mean, load_module, object_of, takes
 from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
@@ -37,7 +38,8 @@ class RewardItem:
     """A response to be scored.
 
     key: identifier that is unique among the pending samples. solution_str: decoded response, without the prompt.
-    ground_truth: `reward_model["ground_truth"]` of the row. prompt: chat messages of the prompt.
+    ground_truth: `reward_model["ground_truth"]` of the row. prompt: chat messages of the prompt. images: encoded files
+    of the prompt's images.
     """
 
     key: Hashable
@@ -46,6 +48,7 @@ class RewardItem:
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
     prompt: list[dict[str, str]] | None = None
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,10 @@ class RewardPart:
 
     def call(self, item: RewardItem) -> Any:
         """Calls the function with one sample. The result of an async function is an awaitable."""
-        names = (*_ARGUMENTS, "prompt") if takes(self.function, "prompt") else _ARGUMENTS
-        return self.function(**{**{name: getattr(item, name) for name in names}, **self.kwargs})
+        given = {name: getattr(item, name) for name in _ARGUMENTS}
+        given |= {"prompt": item.prompt} if takes(self.function, "prompt") else {}
+        given |= {"images": list(map(open_image, item.images))} if takes(self.function, "images") else {}
+        return self.function(**{**given, **self.kwargs})
 
     async def score_async(self, item: RewardItem) -> RewardResult:
         """Scores one sample and awaits the function's result if it is an awaitable."""
@@ -177,7 +182,10 @@ class RewardPart:
         Raises the function's exceptions, and ValueError if the function does not return one result per sample: the
         sample that caused such an error is unknown.
         """
-        returned = _awaited(self.function(**{**_LISTS[self.style](items), **self.kwargs}))
+        given = _LISTS[self.style](items)
+        if any(item.images for item in items) and accepts(self.function, "images"):
+            given["images"] = [list(map(open_image, item.images)) for item in items]
+        returned = _awaited(self.function(**{**given, **self.kwargs}))
         count = len(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
         if count != len(items):
             found = f"{returned!r:.200}" if count is None else f"{count} results"
@@ -273,7 +281,9 @@ def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option
     for name in kwargs:
         if not accepts(function, name):
             names = list(inspect.signature(function).parameters)
-            taken = ", ".join(each for each in names if each not in (*_ARGUMENTS, "prompt") or each == "ground_truth")
+            taken = ", ".join(
+                each for each in names if each not in (*_ARGUMENTS, "prompt", "images") or each == "ground_truth"
+            )
             hint = did_you_mean(name, names)
             yield f"{option}.kwargs.{name}: the function has no such parameter{hint}. Its parameters: {taken}"
 

@@ -96,6 +96,9 @@ class Policy(EngineNetwork):
         """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
         packed = {} if inputs.sequences is None else {"packed_sequences": inputs.sequences}
         backbone = self.model.base_model if inputs.images else self.model.get_decoder()
+        runs_dummy = self.trains_vision or (inputs.images is not None and dist.get_world_size() > 1)
+        # before the decoder, as for images: all ranks gather the weights of the blocks in the same order
+        zero = unused_tower(self.model) if runs_dummy and not inputs.images else None
         hidden = backbone(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
@@ -104,9 +107,7 @@ class Policy(EngineNetwork):
             **packed,
             **(inputs.images or {}),
         ).last_hidden_state
-        if not inputs.images and (self.trains_vision or (inputs.images is not None and dist.get_world_size() > 1)):
-            hidden = hidden + unused_tower(self.model).to(hidden.dtype)
-        return hidden
+        return hidden if zero is None else hidden + zero.to(hidden.dtype)
 
     def label_of(self, head: nn.Linear, inputs: ModelInputs) -> torch.Tensor:
         """Applies a head with one label at each position that predicts a response token. Returns its logits (b, R) in

@@ -51,6 +51,11 @@ class ImageInputs:
 torch.serialization.add_safe_globals([ImageInputs])  # prompts that wait are part of a checkpoint
 
 
+def image_files(images: ImageInputs | None) -> tuple[bytes, ...]:
+    """Returns the encoded images of a prompt; none for a prompt of text."""
+    return () if images is None else images.files
+
+
 def has_vision(config: PretrainedConfig) -> bool:
     """True if this is the config of a supported vision-language model."""
     return config.model_type in VISION_FAMILIES
@@ -129,7 +134,7 @@ def unused_tower(network: PreTrainedModel) -> torch.Tensor:
     vision, device = network.config.vision_config, network.get_input_embeddings().weight.device
     side = vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.zeros(side**2, width, device=device)
-    found: Any = network.base_model.get_image_features(pixels, torch.tensor([[1, side, side]], device=device))
+    pixels, grid = torch.zeros(side**2, width, device=device), torch.tensor([[1, side, side]], device=device)
+    found: Any = network.base_model.get_image_features(pixels, grid, return_dict=True)
     features = [*found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
     return torch.stack([each.float().sum() for each in features]).sum() * 0.0

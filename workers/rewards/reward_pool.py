@@ -186,14 +186,22 @@ class RewardPool:
         rows = list(rows)
         truths = [row["reward_model"]["ground_truth"] for row in rows]
         items = [
-            RewardItem(("dry_run", i), row["data_source"], str(truth), truth, row.get("extra_info"), row.get("prompt"))
+            RewardItem(
+                ("dry_run", i),
+                row["data_source"],
+                str(truth),
+                truth,
+                row.get("extra_info"),
+                row.get("prompt"),
+                tuple(row.get("images", ())),
+            )
             for i, (row, truth) in enumerate(zip(rows, truths, strict=True))
         ]
         self.submit(items)
         results = list(self.collect(item.key for item in items).values())
         for row, result in zip(rows, results, strict=True):
             if result.failed:
-                shown = json.dumps(row, indent=2, default=str)[:4000]
+                shown = json.dumps({**row, "images": len(row.get("images", ()))}, indent=2, default=str)[:4000]
                 raise RewardError(
                     "The reward function fails on a row of the dataset, given its ground truth as the answer. "
                     f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{shown}"

@@ -12,7 +12,7 @@ import torch
 
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
+from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs, image_files
 from workers.rewards.reward_pool import RewardItem
 from workers.rollout.base import Completion, FinishReason, Request, Sampled, SamplingParams, derive_seed
 from workers.rollout.group_run import GroupPlan
@@ -69,7 +69,8 @@ def answer_plans(
         if "sample_id" in columns and "reward_model" in columns:
             truth, prompt = columns["reward_model"][row].get("ground_truth"), columns["raw_prompt"][row]
             name, source = columns["sample_id"][row], columns["data_source"][row]
-            item = RewardItem(name, source, "", truth, columns["extra_info"][row], prompt)
+            info, files = columns["extra_info"][row], image_files(images[row])
+            item = RewardItem(name, source, "", truth, info, prompt, files)
         prompt_ids = tuple(ids[row][mask[row]].tolist())
         number = derive_seed(seed, step, columns["uid"][row], int(columns["sample"][row]))
         shape = ids.shape[1], number, bool(greedy[row]), bool(padding[row])
