@@ -133,7 +133,8 @@ def _panel(answer: Answer) -> Panel:
     score = ("timed out" if answer.timed_out else "failed") if answer.score is None else number(answer.score)
     heading = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
     reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
-    parts = [*answer.prompt, ("ground truth", answer.gts), (heading, answer.output), ("reward", reward)]
+    images = ("images", ", ".join(answer.images))
+    parts = [*answer.prompt, images, ("ground truth", answer.gts), (heading, answer.output), ("reward", reward)]
     shown = [Text.assemble((f"{name}: ", "bold"), shortened(text, _MOST_CHARACTERS)) for name, text in parts if text]
     trees = [_tree(answer, score)] if answer.requests else []
     return Panel(Group(*shown, *trees), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")

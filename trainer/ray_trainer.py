@@ -307,6 +307,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
         """Samples sampling.n responses to each validation prompt."""
+        self.samples.write_images(prompts)
         name, seed = f"{sampling.purpose}/{self.steps.global_step}", self.config.trainer.seed
         groups = prompt_groups(prompts, sampling.n, name, seed, step=0)
         return self.scheduler.run(groups, sampling.params).select(meta_info_keys=[])
@@ -372,6 +373,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Writes this step's samples to files."""
         if self.samples.keeps_training:
             step = self.steps.global_step
+            self.samples.write_images(batch)
             self.samples.write_training(samples_of(batch, self.tokenizer, step), step)
 
 

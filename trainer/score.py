@@ -31,6 +31,7 @@ from rich.table import Table
 
 from trainer.cli import command, out_as_word
 from trainer.data.sources import parse_json, read_rows
+from trainer.evaluate.sample import valid_image_names
 from trainer.evaluate.sample_files import FOLDER, JSON, TRAIN, VAL, as_text, reward_columns, write_table
 from trainer.final_report import titled_table
 from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, help_config, load_config, load_schema
@@ -52,13 +53,14 @@ class SavedAnswer:
     """A saved answer.
 
     item: input of the reward function; its key is the index of the answer. score: the saved score; None if there is
-    none or the reward failed.
+    none or the reward failed. images: file names of the prompt's images in the folder samples/images of the run.
     """
 
     item: RewardItem
     uid: str
     step: int | None
     score: float | None
+    images: tuple[str, ...] = ()
 
 
 @command
@@ -235,7 +237,8 @@ def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> 
     items = [RewardItem(key + number, source, text, truth, info, prompt) for number, text in enumerate(texts)]
     step = step if isinstance(step, int) else None
     score = float(score) if isinstance(score, int | float) else None
-    return [SavedAnswer(item, str(row.get("uid", where)), step, score) for item in items]
+    images = tuple(valid_image_names(row.get("images")))
+    return [SavedAnswer(item, str(row.get("uid", where)), step, score, images) for item in items]
 
 
 def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:

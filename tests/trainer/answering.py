@@ -121,6 +121,8 @@ class Quiet:
     def write_validation(self, samples: list[Sample], step: int, way: str = "") -> None:
         self.rows += samples
 
+    def write_images(self, batch: Any) -> None: ...
+
     def show(self, text: str) -> None:
         self.lines.append(text)
 

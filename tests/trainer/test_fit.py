@@ -124,7 +124,7 @@ class Parts:
 
     def ignore(self, *_: Any) -> None: ...
 
-    write_validation = write_training = rewind = show = ignore
+    write_validation = write_training = write_images = rewind = show = ignore
 
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
         return "text"

@@ -119,6 +119,12 @@ def test_what_is_read_of_other_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="row 0 of .*1.jsonl has no data_source: .*data_source=NAME"):
         read_saved(file, None, ScoreConfig())
     assert scored(file, "data_source=openai/gsm8k", INLINE)[0]["response"] == "#### 72?"
+    name = f"{1:016x}-0.jpg"
+    shown: dict[str, Any] = {"data_source": "s", "output": "x", "images": ["../x.png", name]}
+    file = jsonl(tmp_path / "i.jsonl", [shown, shown | {"images": [{"bytes": "x"}]}])
+    assert [answer.images for answer in read_saved(file, None, ScoreConfig())] == [(name,), ()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([shown]), tmp_path / "i.parquet")
+    assert read_saved(tmp_path / "i.parquet", None, ScoreConfig())[0].images == (name,)
     file = jsonl(tmp_path / "b.jsonl", [{"data_source": "s", "response": "<think>a</think><answer>b</answer>"}])
     assert scored(file, "reward=format", INLINE)[0]["score"] == 1.0, "without a ground truth"
 

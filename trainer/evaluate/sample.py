@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,9 +13,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl_lite.protocol import DataProto
+    from workers.policy.vision import ImageInputs
 
 PREDICTION = "pred"
 """The entry of a reward's result that maj@n uses as the vote."""
+OPTIONAL = ("requests", "images")
+"""Fields that most samples lack; records contain them only if they are not empty."""
+_IMAGE_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.jpg")
 
 
 def is_prediction(name: str) -> bool:
@@ -29,7 +34,8 @@ class Sample:
     score is None if the reward failed; timed_out is True if the reward exceeded its time limit. sample numbers the
     answers to one prompt. input and gts are for display. prompt (the chat messages), ground_truth and extra_info are
     the inputs of the reward, so that `trainer.score` can compute another reward. requests: requests of an episode's
-    program in the form of workers/endpoint/trace.py; empty for all other samples.
+    program in the form of workers/endpoint/trace.py; empty for all other samples. images: file names of the prompt's
+    images in the folder that `SampleFiles.write_images` fills.
     """
 
     step: int
@@ -49,6 +55,7 @@ class Sample:
     ground_truth: Any = None
     extra_info: dict[str, Any] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
 
 
 def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
@@ -58,6 +65,7 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     number = columns.get("sample", np.zeros(len(batch), dtype=np.int64))
     late = columns.get("reward_timed_out", np.zeros(len(batch), dtype=bool))
     infos = columns.get("extra_info", [None] * len(batch))
+    images = columns.get("multi_modal_inputs", [None] * len(batch))
     # from attention_mask, because the response_mask of a sample whose reward failed may already be empty
     lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1)
     scores: list[float | None] = [None] * len(batch)
@@ -85,9 +93,22 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
             prompt=plain_value(columns["raw_prompt"][row]),
             ground_truth=plain_value(truth),
             extra_info=plain_value(infos[row]) or None,
+            images=image_names(images[row]),
         )
         samples.append(sample)
     return samples
+
+
+def image_names(images: ImageInputs | None) -> list[str]:
+    """Returns the file names of a prompt's images. All prompts with the same images have the same names."""
+    return [] if images is None else [f"{images.digest:016x}-{place}.jpg" for place in range(len(images.files))]
+
+
+def valid_image_names(value: Any) -> list[str]:
+    """Returns the file names among the entries of a saved `images`, which is untrusted. Names of another form, such as
+    paths, are left out."""
+    entries = value if isinstance(value, list) else []
+    return [entry for entry in entries if isinstance(entry, str) and _IMAGE_NAME.fullmatch(entry)]
 
 
 def plain_value(value: Any) -> Any:

@@ -1,26 +1,37 @@
-"""Files with the answers of every step in the run folder: samples/train/000012.parquet, samples/val/000012.parquet.
+"""Files with the answers of every step in the run folder: samples/train/000012.parquet, samples/val/000012.parquet, and
+the images of their prompts: samples/images/DIGEST-NUMBER.jpg.
 
 Each row is one `Sample`. Values of any type (`ground_truth`, `extra_info`, `requests`) are json text in the columns
 NAME_json, and additional entries of the reward's result are columns reward/NAME. Only files with episodes of programs
-have `requests`. `trainer.report` and `trainer.inspect` show the files, `trainer.score` scores them with another reward,
-and pandas and datasets can read them. The folder stays below trainer.samples_max_mb: when it is full, the files of
-every second training step are deleted, so that the remaining files cover the run evenly.
+have `requests`, and only files with images of prompts have `images`, their file names. `trainer.report` and
+`trainer.inspect` show the files, `trainer.score` scores them with another reward, and pandas and datasets can read
+them. The folder stays below trainer.samples_max_mb: when it is full, the files of every second training step are
+deleted, so that the remaining files cover the run evenly. Images take at most half of the limit; beyond that, the
+least recently used images are deleted.
 """
+
+from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import pyarrow
 import pyarrow.parquet
 
 from trainer.checkpoint import beside_training
-from trainer.evaluate.sample import Sample
+from trainer.evaluate.sample import OPTIONAL, Sample, image_names
+from verl_lite.images import open_image
 
-FOLDER, TRAIN, VAL = "samples", "train", "val"
+if TYPE_CHECKING:
+    from verl_lite.protocol import DataProto
+
+FOLDER, TRAIN, VAL, IMAGES = "samples", "train", "val", "images"
+IMAGE_SIDE = 512  # pixels; larger images are scaled down
 JSON = "_json"
 REWARD = "reward/"
 _KINDS: dict[Any, pyarrow.DataType] = {
@@ -52,6 +63,8 @@ class SampleFiles:
         self.folder, self.max_bytes, self.tell = run_dir / FOLDER, max_bytes, tell
         self.rollout_dir, self.validation_dir = rollout_dir, validation_dir
         self._has_warned = False
+        images = sorted((self.folder / IMAGES).glob("*.jpg"), key=lambda file: file.stat().st_mtime)
+        self._image_sizes = {file.name: file.stat().st_size for file in images}  # the most recently used image is last
 
     @property
     def keeps_training(self) -> bool:
@@ -68,6 +81,27 @@ class SampleFiles:
         self._write(VAL, f"{step:06d}{f'-{way}' if way else ''}", samples)
         self._append(self.validation_dir, samples, step)
 
+    def write_images(self, batch: DataProto) -> None:
+        """Writes the images of a batch's prompts that the folder lacks as JPEG files of at most 512 x 512 pixels."""
+        inputs = [each for each in batch.non_tensor_batch.get("multi_modal_inputs", ()) if each is not None]
+        if not self.max_bytes or not inputs:
+            return
+        shown = {name: data for each in inputs for name, data in zip(image_names(each), each.files, strict=True)}
+        folder, sizes = self.folder / IMAGES, self._image_sizes
+        new = [name for name in shown if name not in sizes]
+        with beside_training(folder, self.tell), ThreadPoolExecutor(4) as threads:
+            folder.mkdir(parents=True, exist_ok=True)
+            written = threads.map(_write_image, [folder / name for name in new], [shown[name] for name in new])
+            sizes.update(zip(new, written, strict=True))
+            for name in shown:
+                sizes[name] = sizes.pop(name)
+            excess = sum(sizes.values()) - self.max_bytes // 2
+            for name in list(sizes):
+                if excess <= 0:
+                    break
+                (folder / name).unlink(missing_ok=True)
+                excess -= sizes.pop(name)
+
     def rewind(self, step: int) -> None:
         """Deletes the files of steps after `step`, which a run that resumes there repeats."""
         for file in [*self._files(TRAIN), *self._files(VAL)]:
@@ -82,7 +116,8 @@ class SampleFiles:
             write_table(table_of(samples), folder / f"{name}.parquet")
             # delete every second file, training files first, until the folder is below its limit; keep the newest file
             sizes = {file: file.stat().st_size for kind in (TRAIN, VAL) for file in self._files(kind)}
-            while sum(sizes.values()) > self.max_bytes and len(sizes) > 1:
+            room = self.max_bytes - sum(self._image_sizes.values())
+            while sum(sizes.values()) > room and len(sizes) > 1:
                 of_kind = {kind: [file for file in sizes if file.parent.name == kind][-2::-2] for kind in (TRAIN, VAL)}
                 for file in of_kind[TRAIN] or of_kind[VAL]:
                     file.unlink()
@@ -102,7 +137,19 @@ class SampleFiles:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with (Path(folder) / f"{step}.jsonl").open("a") as file:
                 for row in map(asdict, samples):
-                    file.write(json.dumps({name: x for name, x in row.items() if x or name != "requests"}) + "\n")
+                    file.write(json.dumps({name: x for name, x in row.items() if x or name not in OPTIONAL}) + "\n")
+
+
+def _write_image(path: Path, data: bytes) -> int:
+    """Writes an encoded image as JPEG file and returns the size of the file in bytes."""
+    from PIL.Image import Resampling  # not needed in runs without images
+
+    image = open_image(data)
+    image.thumbnail((IMAGE_SIDE, IMAGE_SIDE), Resampling.BILINEAR)  # a quarter of the default's time
+    draft = path.with_name(f".{path.name}.draft")
+    image.save(draft, "JPEG", quality=85)
+    os.replace(draft, path)
+    return path.stat().st_size
 
 
 def step_of(file: Path) -> int:
@@ -130,6 +177,8 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     for name in ("ground_truth", "extra_info", *["requests"] * any(sample.requests for sample in samples)):
         texts = [json.dumps(getattr(sample, name)) for sample in samples]
         arrays[f"{name}{JSON}"] = pyarrow.array(texts, pyarrow.string())
+    if any(sample.images for sample in samples):
+        arrays["images"] = pyarrow.array([sample.images for sample in samples], pyarrow.list_(pyarrow.string()))
     return pyarrow.table(arrays | reward_columns([sample.extra for sample in samples]))
 
 

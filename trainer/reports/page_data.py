@@ -33,7 +33,7 @@ COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c7
 MAX_POINTS, MAX_BARS, MAX_LEGEND, MAX_TICKS = 1500, 120, 24, 6
 MAX_PICTURE_BYTES = 1_500_000
 MAX_TEXT = 6000
-SAMPLE_BYTES = 5_000_000
+SAMPLE_BYTES = IMAGE_BYTES = 5_000_000
 MAX_SAMPLES = 8000
 
 PANELS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
@@ -99,9 +99,13 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
         for answer in kept:
             row = asdict(answer) | {"prompt": prompts.setdefault(answer.prompt, len(prompts))}
             samples.append([place, *map(_compact, row.values())])
+        images, total_images = _images(run.folder, kept, IMAGE_BYTES // len(runs))
         note = f"{len(kept):,} of {total:,} samples are on this page (for each step the best, the worst, and repeated "
         note += f"prompts); all are in {run.folder / 'samples'}"
-        shown.append(_run(run, title, [note] if len(kept) < total else []))
+        notes = [note] * (len(kept) < total)
+        if len(images) < total_images:
+            notes.append(f"{len(images):,} of {total_images:,} images of these samples are on this page")
+        shown.append(_run(run, title, notes) | {"images": images})
     names = list(dict.fromkeys(name for run in shown for name in run["series"]))
     docs = {name: doc for name in names if (doc := find(name)) is not None}
     seen = {name for run in runs for metrics in run.steps.values() for name, value in metrics.items() if value}
@@ -184,12 +188,16 @@ def _run(run: Run, title: str, notes: list[str]) -> Json:
         "findings": findings,
         "config": {key: [value.value, value.source] for key, value in run.config.items()},
         "pictures": [
-            {"name": file.name, "src": f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"}
+            {"name": file.name, "src": _data_uri(file, kind)}
             for kind in ("png", "gif")
             for file in run.folder.glob(f"before_after.{kind}")
             if file.stat().st_size <= MAX_PICTURE_BYTES
         ],
     }
+
+
+def _data_uri(file: Path, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def _chart(title: str, unit: str, traces: list[Json], wide: bool = False, layout: Json | None = None) -> Json:
@@ -364,3 +372,16 @@ def _samples(folder: Path, most_bytes: int, most_rows: int) -> tuple[int, list[A
             tree_room -= size * fits
             kept.append(answer if fits else replace(answer, requests=()))
     return sum(len(group.uids) for group in found), kept
+
+
+def _images(folder: Path, answers: Sequence[Answer], room: int) -> tuple[dict[str, str], int]:
+    """Returns the data URIs of images by path, and the number of all images of the answers. Images of the most answers
+    come first, until they fill `room` bytes."""
+    counts = Counter(path for answer in answers for path in answer.images)
+    found = {}
+    for path in sorted(counts, key=lambda path: (-counts[path], path)):  # names are digests, so ties mix the steps
+        with suppress(FileNotFoundError):  # the run has deleted the file in the meantime
+            if (size := (folder / path).stat().st_size * 4 // 3) <= room:
+                found[path] = _data_uri(folder / path, "jpeg")
+                room -= size
+    return found, len(counts)

@@ -18,7 +18,8 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 
-from trainer.evaluate.sample_files import FOLDER, JSON, REWARD, TRAIN, VAL, as_text, step_of
+from trainer.evaluate.sample import valid_image_names
+from trainer.evaluate.sample_files import FOLDER, IMAGES, JSON, REWARD, TRAIN, VAL, as_text, step_of
 from trainer.final_report import shortened
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.errors import UserError
@@ -33,6 +34,7 @@ OUTSIDE = ("testing", "save_checkpoint")
 MAX_REQUESTS, MAX_MESSAGES, MAX_DEPTH, MAX_FACTS, MAX_TREE = 200, 50, 8, 300, 60_000
 """Limits of an episode's tree: requests, messages of a request, depth, and characters of a request's facts and of all
 messages."""
+MAX_IMAGES = 50  # of a prompt
 
 _REQUESTS = f"requests{JSON}"
 _OPTION = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<value>.*?)(?: +# (?P<source>[^#]*))?)?")
@@ -184,7 +186,8 @@ class Request:
 class Answer:
     """One answer for display. kind: `train`, `val` or `val greedy`. prompt: (role, content) of each message.
     score: None if the reward failed. parts: additional entries of the reward's result. requests: for an episode of a
-    program, the first of its total_requests requests in the order of `request_tree`."""
+    program, the first of its total_requests requests in the order of `request_tree`. images: existing files with the
+    images of the prompt, as paths relative to the run folder."""
 
     kind: str
     step: int
@@ -201,6 +204,7 @@ class Answer:
     timed_out: bool
     requests: tuple[Request, ...] = ()
     total_requests: int = 0
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,8 @@ class Group:
             return []
         names = [name for name in table.column_names if not name.endswith(JSON) or name == _REQUESTS]
         shown = table.select(names).take(list(rows))
-        return [_answer(row, self.kind, self.step) for row in shown.to_pylist()]
+        run_dir = self.file.parent.parent.parent
+        return [_answer(row, self.kind, self.step, run_dir) for row in shown.to_pylist()]
 
 
 def groups(run_dir: Path) -> Iterator[Group]:
@@ -260,12 +265,15 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
         return None  # the run has deleted the file in the meantime, or the file is damaged
 
 
-def _answer(row: dict[str, Any], kind: str, step: int) -> Answer:
+def _answer(row: dict[str, Any], kind: str, step: int, run_dir: Path) -> Answer:
     messages = tuple((x["role"], x["content"]) for x in row["prompt"]) or (("user", row["input"]),)
     parts = {name.removeprefix(REWARD): x for name, x in row.items() if name.startswith(REWARD) and x is not None}
     names = ("uid", "data_source", "output", "gts", "score", "response_length", "finish_reason", "policy_version")
     own: dict[str, Any] = {name: row[name] for name in (*names, "timed_out")}
     own["requests"], own["total_requests"] = request_tree(row.get(_REQUESTS))
+    images = [f"{FOLDER}/{IMAGES}/{name}" for name in valid_image_names(row.get("images"))[:MAX_IMAGES]]
+    # a link could show a file of another folder
+    own["images"] = tuple(x for x in images if (run_dir / x).is_file() and not (run_dir / x).is_symlink())
     return Answer(kind=kind, step=step, prompt=messages, parts=parts, **own)
 
 

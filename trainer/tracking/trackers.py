@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.console import Console
-from trainer.evaluate.sample import Sample
+from trainer.evaluate.sample import OPTIONAL, Sample
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
@@ -160,7 +160,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
         shown = (dataclasses.asdict(sample) for sample in samples)
-        rows = {"step": step, "samples": [{k: v for k, v in row.items() if k != "requests" or v} for row in shown]}
+        rows = {"step": step, "samples": [{k: v for k, v in row.items() if k not in OPTIONAL or v} for row in shown]}
         client.log_dict(known_as, rows, f"generations/step_{step}.json")
 
     return Adapter(log, log_samples, lambda: client.set_terminated(known_as))

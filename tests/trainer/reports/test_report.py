@@ -17,9 +17,11 @@ import psutil
 import pytest
 from plotly import graph_objects
 
+from tests.tiny_vision import image_file
 from tests.trainer.run_folder import HOSTILE, SAMPLE, make_run, make_study, request
 from trainer import inspect, report
 from trainer.evaluate.sample_files import SampleFiles
+from trainer.reports import page_data as page_data_module
 from trainer.reports import run_data
 from trainer.reports.page_data import MAX_POINTS, page_data
 from trainer.reports.run_data import Request, chosen, groups, read_config, read_run, request_tree, run_titles
@@ -167,6 +169,37 @@ def test_long_curves_are_thinned_and_the_last_step_stays(tmp_path: Path) -> None
     assert run["series"]["critic/score/mean"][0][1] == 4.0
     assert run["series"]["val-core/sums/acc/mean@1"] == [[4001], [0.5]]
     assert run["notes"] == ["the curves show one in 3 steps, and the last step"]
+
+
+# ----------------------------------------------------------------------------------------------- images of prompts
+
+
+def test_images_of_prompts_are_shown_unless_their_names_leave_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, names = make_run(tmp_path / "a", steps=1), [f"{number:016x}-0.jpg" for number in range(4)]
+    images = folder / "samples" / "images"
+    images.mkdir()
+    (tmp_path / "secret.jpg").write_bytes(b"secret")
+    (images / names[0]).write_bytes(image_file(0, kind="JPEG"))
+    (images / names[1]).symlink_to(tmp_path / "secret.jpg")
+    (images / names[2]).write_bytes(image_file(2, kind="JPEG"))
+    hostile = ["../../etc/passwd", "/etc/passwd", "../../../secret.jpg", *names[1:2], *names[3:]]
+    rows = [replace(SAMPLE, uid="two", images=[*hostile, names[0], names[2]]), replace(SAMPLE, images=names[2:3])]
+    SampleFiles(folder, 1 << 30, print).write_training(rows, 2)
+    paths = [f"samples/images/{names[number]}" for number in (0, 2)]
+    data = data_of(folder)
+    shown = [row[data["fields"].index("images")] for row in data["samples"]]
+    assert sorted(map(tuple, filter(None, shown))) == [tuple(paths), (paths[1],)]
+    assert len(shown) > 2, "files of earlier versions have no such column"
+    encoded = [base64.b64encode((folder / path).read_bytes()).decode() for path in paths]
+    uris = [f"data:image/jpeg;base64,{text}" for text in encoded]
+    assert data["runs"][0]["images"] == dict(zip(paths, uris, strict=True)) and data["runs"][0]["notes"] == ["a note"]
+    monkeypatch.setattr(page_data_module, "IMAGE_BYTES", len(uris[1]) + 9)  # room for the image that both prompts have
+    (run,) = data_of(folder)["runs"]
+    assert [*run["images"]] == paths[1:] and run["notes"][-1] == "1 of 2 images of these samples are on this page"
+    assert inspect.main([str(folder), "--grep", "two"]) == 0
+    assert f"images: {', '.join(paths)}" in " ".join(capsys.readouterr().out.replace("│", "").split())
 
 
 # ------------------------------------------------------------------------------------------- requests of an episode

@@ -391,6 +391,12 @@ function requestTree({ requests, total_requests, score, timed_out }, word) {
   return el("details.box.tree", { open: true }, title, blocks[0], more);
 }
 
+// Creates the images of a sample's prompt. Images that are not in the page are represented by their paths.
+function promptImages({ run, images }) {
+  const show = (name) => (runs[run].images[name] ? el("img", { alt: name, src: runs[run].images[name] }) : el("span.soft", name));
+  return images.length ? el("div.images.small", images.map(show)) : null;
+}
+
 function answerOf(sample, word) {
   const { alike, first, kind, step, uid, policy_version, response_length, finish_reason } = sample;
   const facts = [kind, `step ${step}`, uid, `weights of step ${policy_version}`, `${response_length} tokens`, finish_reason];
@@ -402,6 +408,7 @@ function answerOf(sample, word) {
     "div.answer",
     el("div.soft.small.wrap", [single ? "" : runs[sample.run].title, ...facts].filter(Boolean).join(" · ")),
     sample.messages.map(([role, text]) => box(role, text, word)),
+    promptImages(sample),
     box("ground truth", sample.gts, word),
     el(`div.answer.${first ? "two" : ""}`, (first ? [first, sample] : [sample]).map((one) => box(heading(one), one.output, word))),
     requestTree(sample, word),
