@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -136,5 +137,5 @@ def unused_tower(network: PreTrainedModel) -> torch.Tensor:
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels, grid = torch.zeros(side**2, width, device=device), torch.tensor([[1, side, side]], device=device)
     found: Any = network.base_model.get_image_features(pixels, grid, return_dict=True)
-    features = [*found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    features = tree_leaves([found.pooler_output, getattr(found, "deepstack_features", None) or ()])
     return torch.stack([each.float().sum() for each in features]).sum() * 0.0
