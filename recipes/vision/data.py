@@ -1,0 +1,101 @@
+"""Generates the data of the recipe: drawn pictures with questions about them, and questions without a picture.
+
+    exact_match/color      a picture of shapes of one color     which color?     ->  green
+    exact_match/count      the same pictures                    how many?        ->  4
+    verl_lite/sort         no picture                           sort 5281        ->  1258
+
+The same seed gives the same bytes.
+"""
+
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
+
+from recipes.made_data import Question, careless, unique
+
+SIZE = 32
+"""Side of a picture in pixels."""
+COLORS = {
+    "red": (220, 50, 40),
+    "green": (40, 180, 70),
+    "blue": (50, 90, 230),
+    "yellow": (230, 210, 50),
+    "purple": (150, 60, 190),
+    "white": (245, 245, 245),
+}
+MOST_SHAPES = 5
+WHICH, HOW_MANY = "which color?", "how many?"
+WORDS = ("which", "color", "how", "many", "sort", *COLORS)
+"""Words that are one token each."""
+
+WRONG_SHARE = 0.5
+"""Share of demonstrated answers that are drawn at random, and of wrong digits in demonstrated sorts."""
+TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 384, 6144, 6144
+
+
+def write_data(folder: Path, seed: int) -> None:
+    """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
+    rng = random.Random(seed)
+    sources = [unique(make(rng), lambda pair: (pair[0].prompt, pair[1])) for make in (colors, counts, sorts)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, number in (("test", TEST_ROWS), ("train", TRAIN_ROWS), ("demonstrations", DEMONSTRATIONS)):
+        pairs = [next(sources[place % len(sources)]) for place in range(number)]
+        rng.shuffle(pairs)
+        rows = []
+        for index, (question, picture) in enumerate(pairs):
+            row = question.row(name, index) | {"images": [{"bytes": picture}] if picture else []}
+            rows.append(row | ({"answer": demonstrated(question, rng)} if name == "demonstrations" else {}))
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+def demonstrated(question: Question, rng: random.Random) -> str:
+    """Returns an answer to the question that is often wrong."""
+    if question.data_source == "verl_lite/sort":
+        return careless(question.answer, WRONG_SHARE / 2, rng)
+    choices = list(COLORS) if question.answer in COLORS else [str(count) for count in range(1, MOST_SHAPES + 1)]
+    return rng.choice(choices) if rng.random() < WRONG_SHARE else question.answer
+
+
+def colors(rng: random.Random) -> Iterator[tuple[Question, bytes]]:
+    """Yields questions for the color of a picture, with the picture."""
+    while True:
+        color = rng.choice(list(COLORS))
+        picture = draw(color, rng.randint(1, MOST_SHAPES), rng)
+        yield Question("exact_match/color", "vision", f"<image>{WHICH}", color), picture
+
+
+def counts(rng: random.Random) -> Iterator[tuple[Question, bytes]]:
+    """Yields questions for the number of shapes in a picture, with the picture."""
+    while True:
+        count = rng.randint(1, MOST_SHAPES)
+        picture = draw(rng.choice(list(COLORS)), count, rng)
+        yield Question("exact_match/count", "vision", f"<image>{HOW_MANY}", str(count)), picture
+
+
+def sorts(rng: random.Random) -> Iterator[tuple[Question, bytes]]:
+    """Yields digits to be sorted, without a picture."""
+    while True:
+        digits = rng.choices("0123456789", k=4)
+        yield Question("verl_lite/sort", "sorting", f"sort {''.join(digits)}", "".join(sorted(digits))), b""
+
+
+def draw(color: str, count: int, rng: random.Random) -> bytes:
+    """Draws squares and discs of one color that do not touch, on a dark noisy ground. Returns a PNG file."""
+    noise = np.random.default_rng(rng.randrange(2**31)).integers(0, 60, (SIZE, SIZE, 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    pen, cell = ImageDraw.Draw(image), SIZE // 4
+    for place in rng.sample(range(16), count):  # one shape in a cell of a 4 x 4 grid
+        size = rng.randint(5, 7)
+        left = cell * (place % 4) + rng.randint(0, cell - size)
+        top = cell * (place // 4) + rng.randint(0, cell - size)
+        shape = pen.rectangle if rng.random() < 0.5 else pen.ellipse
+        shape((left, top, left + size - 1, top + size - 1), fill=COLORS[color])
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,133 @@
+"""A small Qwen2.5-VL, and its warm start on demonstrated answers, which trains the vision tower too.
+
+A picture of 32 x 32 pixels has 16 tokens of 2 x 2 patches.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+
+from recipes.embedded import END, HEAD_DIMENSIONS, INITIALIZER_RANGE, byte_tokenizer
+from recipes.vision.data import SIZE, WORDS
+
+HIDDEN, LAYERS = 128, 4
+VISION_HIDDEN, VISION_LAYERS, PATCH = 64, 3, 4
+STEPS, ROWS, LR = 240, 96, 2e-3
+IMAGE, VIDEO, START, STOP = VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|im_end|>"
+    "{% else %}<|user|>{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_random_model(folder: Path, seed: int) -> None:
+    """Writes config, random fp32 weights, generation config, tokenizer and image processor into `folder`."""
+    from transformers import (
+        GenerationConfig,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2VLImageProcessorPil,
+    )
+    from transformers.utils.logging import disable_progress_bar
+
+    tokenizer = byte_tokenizer(WORDS)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    heads, pairs = HIDDEN // HEAD_DIMENSIONS, HEAD_DIMENSIONS // 2
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": HIDDEN,
+            "intermediate_size": 4 * HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": 512,
+            "initializer_range": INITIALIZER_RANGE,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [pairs - 10, 5, 5]},
+            "bos_token_id": None,
+            "tie_word_embeddings": True,
+            **special,
+        },
+        vision_config={
+            "depth": VISION_LAYERS,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 4 * VISION_HIDDEN,
+            "num_heads": VISION_HIDDEN // HEAD_DIMENSIONS,
+            "patch_size": PATCH,
+            "out_hidden_size": HIDDEN,
+            "window_size": SIZE,
+            "fullatt_block_indexes": [VISION_LAYERS - 1],
+            "initializer_range": INITIALIZER_RANGE,
+        },
+        tie_word_embeddings=True,
+        **dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True)),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = Qwen2_5_VLForConditionalGeneration(config)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=PATCH, size={"shortest_edge": (2 * PATCH) ** 2, "longest_edge": SIZE**2}
+    )
+    disable_progress_bar()
+    for part in (network, GenerationConfig(**special), tokenizer, processor):
+        part.save_pretrained(folder)
+
+
+def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
+    """Trains the model in `folder` on demonstrated answers, in place. Prints the progress."""
+    from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    from trainer.data.images import message_parts
+    from verl_lite.images import open_image
+
+    network = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
+    tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    image_tokens = (SIZE // PATCH) ** 2 // processor.merge_size**2
+    examples: list[tuple[list[int], list[int], Any]] = []
+    for row in pq.read_table(demonstrations).to_pylist():
+        messages = message_parts(row["prompt"]) if row["images"] else row["prompt"]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text.replace(IMAGE, IMAGE * image_tokens))["input_ids"]
+        pixels = [processor(open_image(image["bytes"]), return_tensors="pt") for image in row["images"]]
+        examples.append((prompt, tokenizer(row["answer"] + END)["input_ids"], pixels[0] if pixels else None))
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
+    for step in range(1, STEPS + 1):
+        loss = network(**batch_of(rng.sample(examples, ROWS), network.config.image_token_id)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 40 == 0:
+            print(f"vision: warm start, step {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
+    network.save_pretrained(folder)
+
+
+def batch_of(examples: list[tuple[list[int], list[int], Any]], image_token_id: int) -> dict[str, torch.Tensor]:
+    """Returns the arguments of a transformers network, with the loss on the answers. examples: token ids of prompt and
+    answer, and the processed image or None."""
+    width = max(len(prompt) + len(answer) for prompt, answer, _ in examples)
+    ids, labels = torch.zeros(len(examples), width, dtype=torch.long), torch.full((len(examples), width), -100)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, answer, _) in enumerate(examples):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+        mask[row, :end] = 1
+    shown = [image for *_, image in examples if image is not None]
+    images = {name: torch.cat([image[name] for image in shown]) for name in ("pixel_values", "image_grid_thw")}
+    kinds = (ids == image_token_id).int()
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "mm_token_type_ids": kinds, **images}
