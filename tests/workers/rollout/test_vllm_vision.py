@@ -30,7 +30,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tiny_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def request_of(path: str, name: str, *numbers: int, sampled: Sampled = Sampled()) -> Request:
+def request_of(path: str, name: str, *numbers: int) -> Request:
     """Two images within a text that fills a block of the prefix cache before and after the second."""
     files = [image_file(number, 19 + 8 * place, 90) for place, number in enumerate(numbers)]
     processor = ImageProcessor(ModelConfig(path=path), DataConfig(max_pixels=1024), torch.float32)
@@ -38,7 +38,7 @@ def request_of(path: str, name: str, *numbers: int, sampled: Sampled = Sampled()
     ids = processor.expand(np.array([5, IMAGE, *range(7, 40), IMAGE, *range(40, 80)]), counts, name)
     [images] = processor.inputs([(files, ids)])
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, seed=1)
-    return Request(name, tuple(ids.tolist()), sampling, sampled, images=images)
+    return Request(name, tuple(ids.tolist()), sampling, images=images)
 
 
 def engine_of(name: str, path: str, **options: Any) -> RolloutEngine:
@@ -90,7 +90,7 @@ def test_vllm_gets_one_token_and_one_picture_of_the_grid_s_size_for_each_image(
     with safe_open(Path(path, "model.safetensors"), "pt") as file:
         assert sorted(fake.names) == sorted(file.keys())
 
-    request = request_of(path, "a", 0, 1, sampled=Sampled((9, 11), (0.0, 0.0), (7, 7)))
+    request = replace(request_of(path, "a", 0, 1), sampled=Sampled((9, 11), (0.0, 0.0), (7, 7)))
     engine.submit(request)
     [(name, prompt, sampling)] = fake.requests
     pictures = prompt["multi_modal_data"].pop("image")
@@ -119,7 +119,8 @@ def engines(path: str) -> Iterator[dict[str, RolloutEngine]]:
 
 
 def test_vllm_samples_as_the_hf_engine_does(path: str, engines: dict[str, RolloutEngine]) -> None:
-    requests = [request_of(path, name, *numbers) for name, numbers in zip("abca", ((0, 1), (0, 2), (3, 1), (0, 1)))]
+    requests = [request_of(path, name, *numbers) for name, *numbers in (("a", 0, 1), ("b", 0, 2), ("c", 3, 1))]
+    requests.append(requests[0])
     weights, found = network_of(path).state_dict(), {}
     for version in (1, 2):
         for name, engine in engines.items():
@@ -131,7 +132,7 @@ def test_vllm_samples_as_the_hf_engine_does(path: str, engines: dict[str, Rollou
         first, other, _, again = found["vllm"]
         assert first.token_ids == again.token_ids and first.log_probs != other.log_probs
         # the next weights have another vision tower, and prefer an image token to the first sampled token
-        weights = {key: value + 0.1 * value.abs().mean() if "visual" in key else value for key, value in weights.items()}
+        weights = {key: value * 0.7 if "visual" in key else value for key, value in weights.items()}
         weights["lm_head.weight"][IMAGE] = 2 * weights["lm_head.weight"][first.token_ids[0]]
     sampled = Sampled(*(tuple(values[:3]) for values in (first.token_ids, first.log_probs, first.versions)))
     continued = run(engines["vllm"], [replace(requests[0], sampled=sampled)])["a"]
