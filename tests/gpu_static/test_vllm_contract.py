@@ -59,7 +59,7 @@ def test_the_installed_build_has_it_too() -> None:
         ("self._engine.wake_up(tags=", "self._engine.wake_up(names=", "wake_up .*unexpected keyword argument 'names'"),
         ("core.engine_core.scheduler.shutdown()", "core.engine_core.scheduler.stop()", "Scheduler has no stop"),
         ("import TokensPrompt, tokens_input", "import token_input", "vllm.inputs:token_input has no place"),
-        ("renderer.render_cmpl([prompt])", "renderer.render([prompt])", "BaseRenderer has no render that"),
+        ("renderer.render_cmpl([prompt])", "renderer.render([prompt])", "BaseRenderer has no render"),
         ('["limit_mm_per_prompt"]', '["limit_mm"]', "vllm:EngineArgs has no .* with limit_mm"),
         ('"logprobs_mode": "processed_logprobs"', '"logprobs_mode": "processed"', "LogprobsMode has no processed"),
         ('getattr(core, "_finalizer", None)', "core._finalizer", "InprocClient has no _finalizer"),

@@ -546,11 +546,8 @@ def _collapse_images(prompt_ids: Sequence[int], images: ImageInputs, config: Pre
 
 @functools.lru_cache(maxsize=16)  # the samples of a prompt share its images
 def _resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
-    """Returns the images in the size of their grids, resized as the trainer's processor does.
-
-    vLLM's processor would not choose the same size, because it does not know data.max_pixels, nor compute the same
-    pixels, because it resizes with torchvision.
-    """
+    """Returns the images in the size of their grids, resized as the trainer's processor does. vLLM's processor could
+    choose another size, since it does not know data.max_pixels, and other pixels, since it resizes with torchvision."""
     from PIL.Image import Resampling
 
     sizes = [(width * patch_size, height * patch_size) for _, height, width in images.image_grid_thw.tolist()]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -46,55 +47,43 @@ def engine_of(name: str, path: str, **options: Any) -> RolloutEngine:
     return build_rollout_engine(name, path, config, max_model_len=128, device=CPU, dtype=torch.float32, seed=0)
 
 
-class FakeEngine:
-    """Records what `vllm.LLMEngine` would get. It is its own renderer."""
-
-    def __init__(self, arguments: Any) -> None:
-        self.arguments, self.requests, self.names, self.renderer, self.resets = arguments, [], [], self, []
-
-    def collective_rpc(self, method: Any, kwargs: Any = None) -> list[Any]:
-        self.names += [name for name, _ in kwargs["weights_iterator"]] if kwargs else []
-        return [""] if kwargs or method.__name__ == "_summarize_engine" else []
-
-    def render_cmpl(self, prompts: list[Any]) -> list[Any]:
-        return prompts
-
-    def add_request(self, *given: Any) -> str:
-        self.requests.append(given)
-        return "id"
-
-    def reset_encoder_cache(self) -> None:
-        self.resets.append("encoder")
-
-    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        return not self.resets.append("prefix")
+def fake_engine(arguments: Any) -> MagicMock:
+    """Stands in for `vllm.LLMEngine`: records its calls, and consumes the weights into `names`."""
+    fake = MagicMock(arguments=arguments, names=[])
+    fake.collective_rpc.side_effect = lambda method, kwargs=None: (
+        fake.names.extend(name for name, _ in kwargs["weights_iterator"]) if kwargs else [""]
+    )
+    fake.renderer.render_cmpl.side_effect = lambda prompts: prompts
+    return fake
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_vllm_gets_one_token_and_one_picture_of_the_grid_s_size_for_each_image(
     path: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.rollout.vllm_engine import import_vllm
+    from workers.rollout import vllm_engine
 
-    import_vllm()
+    vllm_engine.import_vllm()
     import vllm
 
+    monkeypatch.setattr(vllm_engine, "_open_engines", 0)  # this engine is not closed
     monkeypatch.setattr(vllm.ModelRegistry, "get_supported_archs", list)
-    monkeypatch.setattr(vllm.LLMEngine, "from_engine_args", FakeEngine)
+    monkeypatch.setattr(vllm.LLMEngine, "from_engine_args", fake_engine)
     engine: Any = engine_of("vllm", path, recompute_kv_on_update=recompute)
     fake = engine._engine
     assert fake.arguments.skip_tokenizer_init is False and fake.arguments.limit_mm_per_prompt == {"video": 0}
     assert fake.arguments.mm_device_do_normalize is False
     engine.load_weights(network_of(path).state_dict().items(), 7)
-    assert fake.resets == ["encoder", "prefix"] if recompute else ["encoder"]
+    fake.reset_encoder_cache.assert_called_once()
+    assert fake.reset_prefix_cache.called == recompute
     with safe_open(Path(path, "model.safetensors"), "pt") as file:
         assert sorted(fake.names) == sorted(file.keys())
 
     request = replace(request_of(path, "a", 0, 1), sampled=Sampled((9, 11), (0.0, 0.0), (7, 7)))
     engine.submit(request)
-    [(name, prompt, sampling)] = fake.requests
+    _, prompt, sampling = fake.add_request.call_args.args
     pictures = prompt["multi_modal_data"].pop("image")
-    assert name == "a" and prompt == {
+    assert prompt == {
         "prompt_token_ids": [5, IMAGE, *range(7, 40), IMAGE, *range(40, 80), 9, 11],
         "multi_modal_data": {},
         "mm_processor_kwargs": {"do_resize": False},
