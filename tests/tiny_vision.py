@@ -36,7 +36,7 @@ def tiny_vision_model(
     pixels, and 2 x 2 patches are one token."""
     head_dim = hidden // heads
     sections = [head_dim // 2 - 2 * (head_dim // 6), head_dim // 6, head_dim // 6]
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -50,7 +50,8 @@ def tiny_vision_model(
         "bos_token_id": None,
         "eos_token_id": 2,
     }
-    text |= {"head_dim": head_dim} if family == "qwen3_vl" else {}
+    if family == "qwen3_vl":  # its checkpoints tell vLLM that M-RoPE is interleaved; transformers always interleaves it
+        text["head_dim"], text["rope_parameters"]["mrope_interleaved"] = head_dim, True
     vision = {
         "depth": 2,
         "hidden_size": 32,

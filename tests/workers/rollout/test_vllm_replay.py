@@ -82,7 +82,8 @@ def engine_on(fake: FakeVLLM, path: str, monkeypatch: pytest.MonkeyPatch) -> Rol
     module.EngineArgs = lambda **arguments: fake.arguments.update(arguments)
     module.LLMEngine.from_engine_args.return_value = fake
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setitem(sys.modules, "vllm.inputs", SimpleNamespace(tokens_input=lambda ids, cache_salt: list(ids)))
+    inputs = MagicMock(tokens_input=lambda ids, cache_salt: list(ids))
+    monkeypatch.setitem(sys.modules, "vllm.inputs", inputs)
     monkeypatch.setattr(vllm_engine, "_open_engines", 0)  # it is not closed
     has("0.32.0", monkeypatch)
     how: Any = {"device": torch.device("cuda", 0), "dtype": torch.float32, "seed": 0}
