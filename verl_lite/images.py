@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Accepted formats. PIL reads further ones with external programs or rarely tested code."""
 MOST_PIXELS = 64 << 20
 """Largest accepted width x height. A file of a few kilobytes can contain an image that fills the memory."""
+
+_DAMAGE = (OSError, SyntaxError, LookupError, TypeError, ArithmeticError, AttributeError, MemoryError, struct.error)
+"""Errors that PIL raises for damaged files."""
 
 
 def open_image(data: bytes) -> Image:
@@ -29,5 +33,7 @@ def open_image(data: bytes) -> Image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except Image.UnidentifiedImageError:
         raise ValueError(f"is no image in one of the formats {', '.join(FORMATS)}") from None
-    except (OSError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        raise ValueError(f"cannot be decoded ({error})") from error  # what PIL raises for damaged files
+    except Image.DecompressionBombError as error:  # PIL's own limit, which comes first
+        raise ValueError(f"has more than the {MOST_PIXELS:,} pixels allowed ({error})") from None
+    except _DAMAGE as error:
+        raise ValueError(f"cannot be decoded ({error})") from error

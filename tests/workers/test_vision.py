@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.tiny_vision import FAMILIES, IMAGE, VIDEO, image_file, tiny_vision_model
+from tests.workers.critic_cases import value_loss
 from tests.workers.engine_cases import CPU, TEMPERATURE, Case, gradient_of, loss_fn, planned, relative_error
 from tests.workers.invariance import with_empty_rows
 from tests.workers.ranks import OnRanks
@@ -19,9 +21,11 @@ from trainer.data.images import ImageProcessor
 from verl_lite.config import DataConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.images import open_image
 from verl_lite.protocol import DataProto, as_column
+from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
-from workers.policy.loading import token_network
+from workers.policy.loading import PolicyBuilder, token_network
+from workers.policy.value_head import value_head
 from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
 from workers.rollout.base import Request, RolloutEngine, SamplingParams, build_rollout_engine
 
@@ -150,9 +154,16 @@ def rows_of(path: str, n: int = 2) -> DataProto:
     return DataProto.from_dict(columns, {MULTI_MODAL_INPUTS: as_column(images)})
 
 
-def engine_of(path: str, case: Case, *, trains_vision: bool = False, **model: Any) -> FSDPEngine:
+def engine_of(
+    path: str,
+    case: Case,
+    *,
+    trains_vision: bool = False,
+    build_policy: PolicyBuilder = causal_lm(64),  # noqa: B008
+    **model: Any,
+) -> FSDPEngine:
     options = ModelConfig(path=path, use_remove_padding=case.packed, enable_gradient_checkpointing=False, **model)
-    network = token_network(options, causal_lm(64), trains_vision=trains_vision)
+    network = token_network(options, build_policy, trains_vision=trains_vision)
     made = FSDPEngine(network, FSDPConfig(), OPTIM, device=CPU, total_training_steps=1, seed=0)
     made.move_in()
     return made
@@ -237,3 +248,45 @@ def test_an_adapter_trains_the_text_part_only(path: str) -> None:
         trained = [name for name, each in engine.policy.named_parameters() if each.requires_grad]
         assert trained and all("language_model" in name for name in trained)
         assert engine.train(planned(rows_of(path), Case())[0], loss_fn, **OPTIONS)["grad_norm"].value > 0
+
+
+def test_the_critic_reads_images(path: str, tmp_path: Path) -> None:
+    data = rows_of(path)
+    columns = {"values": torch.zeros(len(data), RESPONSE), "returns": torch.ones(len(data), RESPONSE)}
+    data = data | DataProto.from_dict(columns)
+    whole, single = (
+        engine_of(path, case, build_policy=value_head) for case in (Case(), Case(packed=False, micro_batch_size=1))
+    )
+    for engine in (whole, single):
+        for _ in range(2):  # the head begins with zeros, so that the backbone learns in the second step
+            engine.train(planned(data, Case())[0], value_loss)
+    part, plan = planned(data, Case())
+    expected, _ = planned(data, Case(packed=False, micro_batch_size=1))
+    found = plan.restore(DataProto.from_dict({"values": whole.infer(part)["values"]})).batch["values"]
+    _, other = planned(data, Case(packed=False, micro_batch_size=1))
+    again = other.restore(DataProto.from_dict({"values": single.infer(expected)["values"]})).batch["values"]
+    assert found.any() and (found - again).abs().max() < 1e-5
+    one, four = 0, 6  # rows of prompts with equal tokens and other images, and the first value after the prompt
+    assert (found[one, 0] - found[four, 0]).abs() > 1e-5
+
+
+def test_an_export_is_the_whole_model_with_its_image_processor(path: str, tmp_path: Path) -> None:
+    data, engine = rows_of(path), engine_of(path, Case())
+    engine.train(planned(data, Case())[0], loss_fn, **OPTIONS)
+    engine.save(str(tmp_path / "saved"))
+    export(str(tmp_path / "saved"), str(tmp_path / "out"))
+    part, plan = planned(data, Case())
+    found = engine.infer(part, **OPTIONS)["log_probs"]
+    network = network_of(str(tmp_path / "out"))
+    row = plan.order.tolist().index(0)
+    ids = data.batch["input_ids"][0][data.batch["attention_mask"][0].bool()].tolist()
+    length = int(data.batch["response_mask"][0].sum())
+    given = arguments_of(str(tmp_path / "out"), ids, data.non_tensor_batch[MULTI_MODAL_INPUTS][0])
+    expected = plain_log_probs(network, given, ids[-length:], TEMPERATURE)
+    assert (found[row, :length] - expected).abs().max() < 1e-5
+    before, after = network_of(path).state_dict(), network.state_dict()
+    assert before.keys() == after.keys()
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert (
+        kept and all("visual" in name for name in kept) and not any("visual" in name for name in before.keys() - kept)
+    )

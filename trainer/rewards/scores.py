@@ -7,7 +7,7 @@ runs the reward model and collects the remaining results of the pool. A sample w
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardItem, RewardResult
 from verl_lite.single_controller.resource_pool import ServiceHandle
-from workers.policy.vision import MULTI_MODAL_INPUTS, image_files
+from workers.policy.vision import MULTI_MODAL_INPUTS
 
 OVERLONG = ("overlong_reward", "overlong")
 """verl's names of the columns `reward/<name>` with the penalty of a long answer, and with 1 if there is a penalty."""
@@ -70,12 +70,13 @@ class Rewards:
         if self.pool is None:
             return
         columns, items = batch.non_tensor_batch, []
-        images = columns.get(MULTI_MODAL_INPUTS, [None] * len(batch))
+        images: Any = columns.get(MULTI_MODAL_INPUTS, [None] * len(batch))
         for row, key in enumerate(columns["sample_id"]):
             ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
             truth, prompt = columns["reward_model"][row].get("ground_truth"), columns["raw_prompt"][row]
             source, answer, info = columns["data_source"][row], self.failures.decode(ids), columns["extra_info"][row]
-            items.append(RewardItem(key, source, answer, truth, info, prompt, image_files(images[row])))
+            files = () if images[row] is None else images[row].files
+            items.append(RewardItem(key, source, answer, truth, info, prompt, files))
         self.pool.call("submit", items)
 
     def cancel(self, sample_ids: Sequence[str]) -> None:

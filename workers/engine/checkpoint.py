@@ -32,6 +32,7 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
 )
+from transformers.utils import cached_file
 
 from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.device import DTYPES
@@ -41,11 +42,13 @@ from verl_lite.safe_state import read_metadata, read_state, write_state
 from workers.engine.optimizer import ShardedAdamW
 from workers.policy.adapter import load_adapter_config, merged, save_adapter, scale_of
 from workers.policy.classifier import KINDS, classifier_of, is_of_transformers
+from workers.policy.vision import has_vision
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 ASSETS = "huggingface"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def save(
@@ -187,6 +190,9 @@ def save_model_assets(
         AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
     with suppress(OSError):
         GenerationConfig.from_pretrained(str(model.path)).save_pretrained(folder)
+    for name in PROCESSOR_FILES if has_vision(config) else ():
+        if (file := cached_file(str(model.path), name, _raise_exceptions_for_missing_entries=False)) is not None:
+            shutil.copyfile(file, folder / name)
 
 
 def export(path: str, target: str, dtype: str | None = None) -> None:

@@ -77,6 +77,7 @@ class CausalLMPolicy(Policy):
         self.chunk_tokens = chunk_tokens
         self.routers = routers
         self.functions = TILE_FUNCTIONS
+        self.excluded_tokens = placeholder_ids(model.config)
 
     def forward(
         self,
@@ -122,10 +123,10 @@ class CausalLMPolicy(Policy):
     def _output_bias(self, head: Any) -> torch.Tensor | None:
         """The bias of the output layer: -inf for tokens that the rollout engines never sample."""
         bias: torch.Tensor | None = getattr(head, "bias", None)
-        if not (excluded := placeholder_ids(self.model.config)):
+        if not self.excluded_tokens:
             return bias
         bias = torch.zeros(len(head.weight), device=head.weight.device) if bias is None else bias
-        return bias.index_fill(0, torch.tensor(excluded, device=bias.device), -torch.inf)
+        return bias.index_fill(0, torch.tensor(self.excluded_tokens, device=bias.device), -torch.inf)
 
 
 def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:

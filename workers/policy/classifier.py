@@ -15,6 +15,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from verl_lite.errors import UserError
@@ -45,6 +49,9 @@ def classifier_of(kind: str, config: PretrainedConfig) -> Any:
     name = causal.config_class.__name__.removesuffix("Config")
     made = type(f"{name}For{kind}", (layers, base), entries)
     auto_class._model_mapping.register(type(config), made, exist_ok=True)
+    # transformers finds the names of weights in files by the name of the class
+    if (renamings := get_checkpoint_conversion_mapping(causal.__name__)) is not None:
+        register_checkpoint_conversion_mapping(made.__name__, renamings, overwrite=True)
     return auto_class
 
 

@@ -75,7 +75,7 @@ class Policy(EngineNetwork):
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
         """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
         columns: dict[str, Any] = dict(micro_batch.batch.items())
-        images: Any = micro_batch.non_tensor_batch.get(MULTI_MODAL_INPUTS) if has_vision(self.model.config) else None
+        images: Any = micro_batch.non_tensor_batch.get(MULTI_MODAL_INPUTS)
         if images is not None:
             columns["prompt_digests"] = prompt_digests(images)
         inputs = self.arrangement(columns)

@@ -52,11 +52,6 @@ class ImageInputs:
 torch.serialization.add_safe_globals([ImageInputs])  # prompts that wait are part of a checkpoint
 
 
-def image_files(images: ImageInputs | None) -> tuple[bytes, ...]:
-    """Returns the encoded images of a prompt; none for a prompt of text."""
-    return () if images is None else images.files
-
-
 def has_vision(config: PretrainedConfig) -> bool:
     """True if this is the config of a supported vision-language model."""
     return config.model_type in VISION_FAMILIES

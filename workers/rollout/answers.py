@@ -6,13 +6,14 @@ ids are trained on as they are; they are never decoded and encoded again.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs, image_files
+from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
 from workers.rewards.reward_pool import RewardItem
 from workers.rollout.base import Completion, FinishReason, Request, Sampled, SamplingParams, derive_seed
 from workers.rollout.group_run import GroupPlan
@@ -61,7 +62,7 @@ def answer_plans(
     ids, mask = rows.batch["prompts"], rows.batch["prompt_mask"].bool()
     columns, absent = rows.non_tensor_batch, np.zeros(len(rows), dtype=bool)
     greedy = columns.get("is_greedy", absent)
-    images = columns.get(MULTI_MODAL_INPUTS, [None] * len(rows))
+    images: Any = columns.get(MULTI_MODAL_INPUTS, [None] * len(rows))
     padding = rows.batch["is_padding"].numpy() if "is_padding" in rows.batch.keys() else absent
 
     def spec(row: int) -> AnswerSpec:
@@ -69,7 +70,7 @@ def answer_plans(
         if "sample_id" in columns and "reward_model" in columns:
             truth, prompt = columns["reward_model"][row].get("ground_truth"), columns["raw_prompt"][row]
             name, source = columns["sample_id"][row], columns["data_source"][row]
-            info, files = columns["extra_info"][row], image_files(images[row])
+            info, files = columns["extra_info"][row], () if images[row] is None else images[row].files
             item = RewardItem(name, source, "", truth, info, prompt, files)
         prompt_ids = tuple(ids[row][mask[row]].tolist())
         number = derive_seed(seed, step, columns["uid"][row], int(columns["sample"][row]))

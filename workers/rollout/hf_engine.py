@@ -348,9 +348,10 @@ class HFEngine:
             sources = torch.arange(len(keys)).repeat_interleave(copies).to(self._device)
             self._cache.begin_prefill(slots, sources)
             positions = torch.arange(ids.shape[1]).expand(len(keys), -1)
+            shown: dict[str, torch.Tensor] = {}
             if found := [each for key in keys if (each := images[key]) is not None]:
                 positions = _image_positions(positions, [images[key] for key in keys])
-            shown = {name: tensor.to(self._device) for name, tensor in join_images(found).items()}
+                shown = {name: tensor.to(self._device) for name, tensor in join_images(found).items()}
             self._forward(self._model.base_model, input_ids=ids, position_ids=positions.to(self._device), **shown)
 
     @torch.inference_mode()

@@ -1,0 +1,229 @@
+"""Images of prompts: the forms in which data have them, what is refused, and their bytes on the way to the workers."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+
+from tests.tiny_vision import IMAGE, image_file, tiny_vision_model
+from trainer.data.images import ImageProcessor, image_processor
+from trainer.data.prompts import PromptDataset
+from trainer.group_sources import prompt_groups
+from verl_lite.config import DataConfig, ModelConfig
+from verl_lite.errors import UserError
+from verl_lite.images import MOST_PIXELS, open_image
+from verl_lite.rewards.scoring import RewardItem, RewardPart
+from verl_lite.safe_state import read_state, write_state
+from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_vision_model(tmp_path_factory.mktemp("model"))
+
+
+def row_of(prompt: Any, **columns: Any) -> dict[str, Any]:
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    return {"data_source": "exact_match", "prompt": messages, "reward_model": {"ground_truth": "1"}, **columns}
+
+
+def load(model: str, rows: list[dict[str, Any]], folder: Path, **options: Any) -> PromptDataset:
+    file = folder / "rows.parquet"
+    if any("json" in row for row in rows):
+        file = folder / "rows.jsonl"
+        file.write_text("\n".join(json.dumps(row) for row in rows))
+    else:
+        names = dict.fromkeys(name for row in rows for name in row)
+        pq.write_table(pa.Table.from_pylist([dict.fromkeys(names) | row for row in rows]), file)
+    config = DataConfig(**{"max_prompt_length": 64, **options})
+    images = ImageProcessor(ModelConfig(path=model), config, torch.float32)
+    return PromptDataset([str(file)], AutoTokenizer.from_pretrained(model), config, split="train", images=images)
+
+
+def test_every_form_of_an_image_gives_the_same_prompt(model: str, tmp_path: Path) -> None:
+    data = image_file(0)
+    (tmp_path / "a.png").write_bytes(data)
+    text = "what is <image>?"
+    parts = [{"type": "text", "text": "what is "}, {"type": "image", "text": None}, {"type": "text", "text": "?"}]
+    typed = [{"role": "user", "content": parts}]
+    forms: list[list[dict[str, Any]]] = [
+        [row_of(text, images=[{"bytes": data, "path": None}])],
+        [row_of(text, images=[data])],
+        [row_of(text, images=["a.png"])],
+        [row_of(text, image={"bytes": data, "path": "gone.png"})],
+        [row_of(typed, images=[data])],
+        [row_of([{"role": "user", "content": [{**parts[1], "image": "a.png"}, parts[2]]}], json=1)],
+        [row_of("?", images=[data])],
+    ]
+    batches = [load(model, rows, tmp_path)[0] for rows in forms]
+    expected = batches[0].non_tensor_batch[MULTI_MODAL_INPUTS][0]
+    for batch in batches:
+        shown = batch.non_tensor_batch[MULTI_MODAL_INPUTS][0]
+        assert torch.equal(shown.pixel_values, expected.pixel_values) and shown.files == (data,)
+        tokens = batch.batch["prompts"][0]
+        assert (tokens == IMAGE).sum() == shown.image_grid_thw.prod() // 4 == shown.pixel_values.shape[0] // 4
+    assert len({tuple(batch.batch["prompts"][0].tolist()) for batch in batches[:5]}) == 1
+    assert batches[0].non_tensor_batch["raw_prompt"][0] == [{"role": "user", "content": text}]
+    assert batches[4].non_tensor_batch["raw_prompt"][0] == [{"role": "user", "content": text}]
+    assert torch.equal(batches[5].batch["prompts"], batches[6].batch["prompts"])
+
+
+def test_images_are_scaled_down_to_max_pixels(model: str, tmp_path: Path) -> None:
+    rows = [row_of("<image>", images=[image_file(0, 64, 64)])]
+    counts = [
+        int((load(model, rows, tmp_path, max_prompt_length=99, max_pixels=limit)[0].batch["prompts"] == IMAGE).sum())
+        for limit in (None, 32 * 32, 40 * 40)
+    ]
+    assert counts == [64, 16, 25]
+
+
+def test_text_rows_are_mixed_in_and_long_prompts_with_images_are_dropped(model: str, tmp_path: Path) -> None:
+    rows = [
+        row_of("<image>", images=[image_file(0)]),
+        row_of("<image>" + "z" * 60, images=[image_file(0)]),
+        row_of("y" * 70, images=[]),
+        row_of("x", images=[]),
+    ]
+    data = load(model, rows, tmp_path, truncation="left", max_prompt_length=50)
+    assert len(data) == 3
+    assert "1 longer than 50 have images and were dropped, 3 kept; 1 longer than 50 were cut" in data.report
+    shown = next(data.batches()).non_tensor_batch[MULTI_MODAL_INPUTS]
+    assert [each is None for each in shown] == [False, True, True]
+    with pytest.raises(UserError, match=r"2 of 4 prompts are longer than data.max_prompt_length=50"):
+        load(model, rows, tmp_path, max_prompt_length=50)
+    with pytest.raises(UserError, match="raise data.max_prompt_length, or lower data.max_pixels"):
+        load(model, rows[1:2], tmp_path, max_prompt_length=50, truncation="left")
+
+
+def bomb() -> bytes:
+    """A small file of an image with more pixels than allowed."""
+    file = io.BytesIO()
+    Image.new("1", (MOST_PIXELS // 1024 + 1, 1024)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            row_of("<image><image>", images=[image_file(0)]),
+            "row 1 .*has 1 images in column images.* and 2 placeholders",
+        ),
+        (row_of("<image>", images=[]), "row 1 .*has 0 images .* 1 placeholders"),
+        (row_of("<image>", images=[b"GIF89a"]), "row 1 .*: image 0 is no image in one of the formats PNG"),
+        (row_of("<image>", images=[image_file(0)[:-40]]), "row 1 .*: image 0 cannot be decoded"),
+        (row_of("<image>", images=[b"%!PS-Adobe-3.0 EPSF-3.0\n"]), "is no image in one of the formats"),
+        (row_of("<image>", images=[bomb()]), r"row 1 .*: image 0 has \d+ x 1024 pixels, more than the 67,108,864"),
+        (row_of("<image>", images=[image_file(0, 2, 600)]), "row 1 .*: image 0 absolute aspect ratio"),
+        (row_of("<image>", images=["../outside.png"]), "outside of the folder .*set data.image_folder"),
+        (row_of("<image>", images=["link.png"]), "outside of the folder"),
+        (row_of("<image>", images=["/etc/hostname"]), "outside of the folder"),
+        (row_of("<image>", images=["none.png"]), "'none.png' cannot be read"),
+        (row_of("<image>", images=["http://example.org/a.png"]), "download images before training"),
+        (row_of("<image><|image_pad|>", images=[image_file(0)]), "row 1 .*contain 2 image tokens for 1 images"),
+        (row_of("<|image_pad|>", images=[]), "row 1 .*contain 1 image tokens for 0 images"),
+        (row_of("<image>", images=[image_file(0)], videos=["a"]), "column 'videos' is not empty"),
+        (
+            row_of([{"role": "user", "content": [{"type": "video", "video": "a"}]}], images=[], json=1),
+            "the message part",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_row(
+    model: str, tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    inside = tmp_path / "data"
+    inside.mkdir()
+    (tmp_path / "outside.png").write_bytes(image_file(0))
+    (inside / "link.png").symlink_to(tmp_path / "outside.png")
+    has_bytes = any(isinstance(each, bytes) for each in row["images"])
+    first = row_of("<image>", images=[image_file(0)]) if has_bytes else row_of("x", images=[])
+    with pytest.raises(UserError, match=message):
+        load(model, [first, row], inside)
+
+
+def test_files_elsewhere_are_read_on_request(model: str, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(image_file(0))
+    (tmp_path / "rows").mkdir()
+    rows = [row_of("<image>", images=["a.png"])]
+    assert len(load(model, rows, tmp_path / "rows", image_folder=str(tmp_path / "pictures"))) == 1
+
+
+def test_a_text_model_and_a_model_without_a_processor_are_refused(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row_of("<image>", images=[image_file(0)])]), file)
+    config, tokenizer = DataConfig(max_prompt_length=64), AutoTokenizer.from_pretrained(model)
+    with pytest.raises(UserError, match="row 0 .*has 1 images, but the model of model.path reads only text"):
+        PromptDataset([str(file)], tokenizer, config, split="train")
+    bare = Path(tiny_vision_model(tmp_path / "bare"))
+    (bare / "preprocessor_config.json").unlink()
+    with pytest.raises(UserError, match="its image processor cannot be read.*expected preprocessor_config.json"):
+        image_processor(ModelConfig(path=str(bare)), config, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_formats_and_broken_files(kind: str) -> None:
+    whole = image_file(1, kind=kind)
+    assert open_image(whole).size == (24, 16)
+    generator = np.random.default_rng(0)
+    for _ in range(200):  # of random damage nothing but a ValueError or an image comes out
+        damaged = bytearray(whole)
+        for place in generator.integers(0, len(whole), 8):
+            damaged[place] = generator.integers(256)
+        try:
+            assert open_image(bytes(damaged[: generator.integers(8, len(whole))])).mode == "RGB"
+        except ValueError:
+            continue
+
+
+def test_bytes_do_not_grow_with_the_number_of_answers(model: str, tmp_path: Path) -> None:
+    rows = [row_of("<image>", images=[image_file(seed, 64, 64)]) for seed in range(3)]
+    prompts = next(load(model, rows, tmp_path, max_prompt_length=99).batches())
+    sizes: dict[str, list[int]] = {}
+    for n in (1, 16):
+        groups = prompt_groups(prompts, n, "train/1", 0, 1)
+        columns = groups[0].columns
+        assert columns is not None
+        batch, file = columns.batch, tmp_path / "state.pt"
+        write_state(file, {"columns": batch.non_tensor_batch, "plans": [group.plan for group in groups]})
+        restored = read_state(file)["columns"][MULTI_MODAL_INPUTS]
+        assert restored[0] is restored[n - 1]
+        batch.save_to_disk(tmp_path / "dump.pkl")
+        found = {
+            "dispatch": len(pickle.dumps(batch.select(non_tensor_batch_keys=[MULTI_MODAL_INPUTS]))),
+            "plans": len(pickle.dumps([group.plan for group in groups])),
+            "checkpoint": file.stat().st_size,
+            "crash dump": (tmp_path / "dump.pkl").stat().st_size,
+        }
+        for name, size in found.items():
+            sizes.setdefault(name, []).append(size)
+        again = pickle.loads(pickle.dumps(batch)).non_tensor_batch[MULTI_MODAL_INPUTS]
+        assert again[0] is again[n - 1] and isinstance(again[0], ImageInputs)
+    pixels = 3 * 256 * 96 * 4
+    for name, (one, many) in sizes.items():
+        assert pixels < one < 1.3 * pixels and many - one < 0.1 * pixels, (name, one, many)
+
+
+def test_rewards_receive_the_images() -> None:
+    item = RewardItem("a", "mine", "2", "2", images=(image_file(0), image_file(1)))
+
+    def one(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, images: list[Any]) -> float:
+        return float(len(images) == 2 and images[0].size == (24, 16))
+
+    def trl(prompts: Any, completions: Any, images: list[list[Any]], **columns: Any) -> list[float]:
+        return [float(len(each)) for each in images]
+
+    assert RewardPart(function=one).score_all([item])[0].score == 1.0
+    assert RewardPart(function=trl, style="trl").score_list([item])[0].score == 2.0
