@@ -15,7 +15,7 @@ from recipes.vision.data import SIZE, WORDS
 
 HIDDEN, LAYERS = 128, 4
 VISION_HIDDEN, VISION_LAYERS, PATCH = 64, 3, 4
-STEPS, ROWS, LR = 240, 96, 2e-3
+STEPS, ROWS, LR = 150, 96, 2e-3
 IMAGE, VIDEO, START, STOP = VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
