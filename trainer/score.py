@@ -32,7 +32,7 @@ from rich.table import Table
 from trainer.cli import command, out_as_word
 from trainer.data.sources import parse_json, read_rows
 from trainer.evaluate.sample import valid_image_names
-from trainer.evaluate.sample_files import FOLDER, JSON, TRAIN, VAL, as_text, reward_columns, write_table
+from trainer.evaluate.sample_files import FOLDER, IMAGES, JSON, TRAIN, VAL, as_text, reward_columns, write_table
 from trainer.final_report import titled_table
 from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, help_config, load_config, load_schema
 from verl_lite.config.checks import reward_problems, section_problems
@@ -52,15 +52,15 @@ _TOLERANCE = 1e-6
 class SavedAnswer:
     """A saved answer.
 
-    item: input of the reward function; its key is the index of the answer. score: the saved score; None if there is
-    none or the reward failed. images: file names of the prompt's images in the folder samples/images of the run.
+    item: input of the reward function; its key is the index of the answer. Its images are the copies in samples/images
+    of the run, of at most 512 x 512 pixels, or none if one was deleted. score: the saved score; None if there is none
+    or the reward failed.
     """
 
     item: RewardItem
     uid: str
     step: int | None
     score: float | None
-    images: tuple[str, ...] = ()
 
 
 @command
@@ -173,7 +173,7 @@ def read_saved(target: Path, run: PPOConfig | None, config: ScoreConfig) -> list
     answers: list[SavedAnswer] = []
     for file in _files(target, run):
         for number, row in enumerate(_rows(file)):
-            answers += _answers(row, len(answers), f"row {number} of {file}", config)
+            answers += _answers(row, len(answers), f"row {number} of {file}", config, file.parents[1] / IMAGES)
     if not answers:
         raise UserError(f"{target} contains no answers")
     return answers
@@ -216,8 +216,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         yield row | {name.removesuffix(JSON): json.loads(text) for name, text in packed.items()}
 
 
-def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> list[SavedAnswer]:
-    """Returns the answers of a row. key: key of the row's first answer."""
+def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig, images: Path) -> list[SavedAnswer]:
+    """Returns the answers of a row. key: key of the row's first answer. images: folder of the run's images."""
     found = next((row[name] for name in ("response", "output", "responses") if row.get(name) is not None), None)
     texts: list[Any] = found if isinstance(found, list) else [found]
     if not texts or not all(isinstance(text, str) for text in texts):
@@ -234,11 +234,12 @@ def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig) -> 
     prompt, info, score, step = (row.get(name) for name in ("prompt", "extra_info", "score", "step"))
     info = info if isinstance(info, dict) else None
     prompt = prompt if isinstance(prompt, list) and prompt else None
-    items = [RewardItem(key + number, source, text, truth, info, prompt) for number, text in enumerate(texts)]
+    shown = [images / name for name in valid_image_names(row.get("images"))]
+    files = tuple(file.read_bytes() for file in shown) if all(file.is_file() for file in shown) else ()
+    items = [RewardItem(key + number, source, text, truth, info, prompt, files) for number, text in enumerate(texts)]
     step = step if isinstance(step, int) else None
     score = float(score) if isinstance(score, int | float) else None
-    images = tuple(valid_image_names(row.get("images")))
-    return [SavedAnswer(item, str(row.get("uid", where)), step, score, images) for item in items]
+    return [SavedAnswer(item, str(row.get("uid", where)), step, score) for item in items]
 
 
 def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:

@@ -121,10 +121,14 @@ def test_what_is_read_of_other_files(tmp_path: Path) -> None:
     assert scored(file, "data_source=openai/gsm8k", INLINE)[0]["response"] == "#### 72?"
     name = f"{1:016x}-0.jpg"
     shown: dict[str, Any] = {"data_source": "s", "output": "x", "images": ["../x.png", name]}
-    file = jsonl(tmp_path / "i.jsonl", [shown, shown | {"images": [{"bytes": "x"}]}])
-    assert [answer.images for answer in read_saved(file, None, ScoreConfig())] == [(name,), ()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([shown]), tmp_path / "i.parquet")
-    assert read_saved(tmp_path / "i.parquet", None, ScoreConfig())[0].images == (name,)
+    for folder in ("images", "train"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "images" / name).write_bytes(b"a")
+    (tmp_path / "x.png").write_bytes(b"b")
+    file = jsonl(tmp_path / "train" / "i.jsonl", [shown, shown | {"images": [{"bytes": "x"}]}])
+    assert [answer.item.images for answer in read_saved(file, None, ScoreConfig())] == [(b"a",), ()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([shown]), tmp_path / "train" / "i.parquet")
+    assert read_saved(tmp_path / "train" / "i.parquet", None, ScoreConfig())[0].item.images == (b"a",)
     file = jsonl(tmp_path / "b.jsonl", [{"data_source": "s", "response": "<think>a</think><answer>b</answer>"}])
     assert scored(file, "reward=format", INLINE)[0]["score"] == 1.0, "without a ground truth"
 

@@ -129,6 +129,25 @@ def test_images_make_a_difference_where_the_tokens_do_not(path: str, engine: Rol
     assert done[first.request_id].log_probs != done[fourth.request_id].log_probs
 
 
+def test_an_interrupted_response_continues_with_the_images_of_its_prompt(path: str, engine: RolloutEngine) -> None:
+    requests = requests_of(path, n=1, temperature=1.0)
+    whole = run(engine, requests)
+    for request in requests:
+        engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    names = [request.request_id for request in requests]
+    continued = engine.snapshot(names)
+    assert all(
+        each.sampled.token_ids and each.images is one.images for each, one in zip(continued, requests, strict=True)
+    )
+    engine.abort(names)
+    again = run(engine, continued)
+    for name in names:
+        assert again[name].token_ids == whole[name].token_ids
+        assert again[name].log_probs == pytest.approx(whole[name].log_probs, abs=1e-5)
+
+
 def rows_of(path: str, n: int = 2) -> DataProto:
     """Rows with random responses, `n` for each prompt."""
     generator = np.random.default_rng(0)

@@ -6,7 +6,6 @@ samples of the prompt share the result (`workers.policy.vision.ImageInputs`).
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoImageProcessor, PreTrainedModel
+from transformers import AutoImageProcessor
 
 from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
@@ -86,8 +85,7 @@ class ImageProcessor:
     """
 
     def __init__(self, model: ModelConfig, data: DataConfig, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
-        self._image_token = load_model_config(model).image_token_id
+        self._dtype, self._image_token = dtype, load_model_config(model).image_token_id
         remedy = "expected preprocessor_config.json in that folder, as Hugging Face writes it"
         with user_error_on_failure(f"model.path={model.path!r}: its image processor cannot be read", remedy):
             trust = model.trust_remote_code
@@ -97,11 +95,8 @@ class ImageProcessor:
         if data.max_pixels is not None:
             least = min(data.max_pixels, self._processor.size["shortest_edge"])
             self._processor.size = {"shortest_edge": least, "longest_edge": data.max_pixels}
+        self._network = empty_network(model)
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, cpu_count()), "images")
-
-    @functools.cached_property
-    def _network(self) -> PreTrainedModel:
-        return empty_network(self._model)
 
     def token_counts(self, rows: Sequence[Sequence[bytes]], places: Sequence[str]) -> list[tuple[int, ...]]:
         """Decodes the images of several rows. Returns the number of tokens of each image. places: locations of the
