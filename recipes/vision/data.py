@@ -19,8 +19,10 @@ from PIL import Image, ImageDraw
 
 from recipes.made_data import Question, careless, unique
 
-SIZE = 32
+SIZE = 24
 """Side of a picture in pixels."""
+CELLS = 3
+"""Cells along a side of a picture; each contains at most one shape."""
 COLORS = {
     "red": (220, 50, 40),
     "green": (40, 180, 70),
@@ -29,12 +31,12 @@ COLORS = {
     "purple": (150, 60, 190),
     "white": (245, 245, 245),
 }
-MOST_SHAPES = 5
+MOST_SHAPES = 4
 WHICH, HOW_MANY = "which color?", "how many?"
 WORDS = ("which", "color", "how", "many", "sort", *COLORS)
 """Words that are one token each."""
 
-WRONG_SHARE = 0.5
+WRONG_SHARE = 0.4
 """Share of demonstrated answers that are drawn at random, and of wrong digits in demonstrated sorts."""
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 384, 6144, 6144
 
@@ -89,11 +91,11 @@ def draw(color: str, count: int, rng: random.Random) -> bytes:
     """Draws squares and discs of one color that do not touch, on a dark noisy ground. Returns a PNG file."""
     noise = np.random.default_rng(rng.randrange(2**31)).integers(0, 60, (SIZE, SIZE, 3), dtype=np.uint8)
     image = Image.fromarray(noise)
-    pen, cell = ImageDraw.Draw(image), SIZE // 4
-    for place in rng.sample(range(16), count):  # one shape in a cell of a 4 x 4 grid
+    pen, cell = ImageDraw.Draw(image), SIZE // CELLS
+    for place in rng.sample(range(CELLS**2), count):  # one shape in each of these cells
         size = rng.randint(5, 7)
-        left = cell * (place % 4) + rng.randint(0, cell - size)
-        top = cell * (place // 4) + rng.randint(0, cell - size)
+        left = cell * (place % CELLS) + rng.randint(0, cell - size)
+        top = cell * (place // CELLS) + rng.randint(0, cell - size)
         shape = pen.rectangle if rng.random() < 0.5 else pen.ellipse
         shape((left, top, left + size - 1, top + size - 1), fill=COLORS[color])
     file = io.BytesIO()

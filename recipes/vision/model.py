@@ -1,6 +1,6 @@
 """A small Qwen2.5-VL, and its warm start on demonstrated answers, which trains the vision tower too.
 
-A picture of 32 x 32 pixels has 16 tokens of 2 x 2 patches.
+A picture of 24 x 24 pixels has 9 tokens of 2 x 2 patches.
 """
 
 import random
@@ -15,7 +15,7 @@ from recipes.vision.data import SIZE, WORDS
 
 HIDDEN, LAYERS = 128, 4
 VISION_HIDDEN, VISION_LAYERS, PATCH = 64, 3, 4
-STEPS, ROWS, LR = 150, 96, 2e-3
+STEPS, ROWS, LR = 240, 64, 2e-3
 IMAGE, VIDEO, START, STOP = VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tiny_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@cache
 def prompts_of(path: str) -> list[tuple[tuple[int, ...], ImageInputs | None]]:
     """Token ids and images of the prompts `TEXTS`."""
     processor, tokenizer = ImageProcessor(ModelConfig(path=path), DataConfig(), torch.float32), tokenizer_of(path)
