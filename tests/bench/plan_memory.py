@@ -118,7 +118,8 @@ def write_image_task(folder: Path, family: str) -> list[str]:
     28 patches, which are 252 tokens."""
     from tests.tiny_vision import image_file, tiny_vision_model
 
-    sizes = {"depth": 8, "hidden_size": 320, "num_heads": 4, "intermediate_size": 856, "patch_size": 14, "window_size": 112}
+    sizes = {"depth": 8, "hidden_size": 320, "num_heads": 4, "intermediate_size": 856, "patch_size": 14}
+    sizes |= {"window_size": 112} if family == "qwen2_5_vl" else {}
     model = tiny_vision_model(folder / family, family, hidden=256, heads=4, kv_heads=2, **sizes)
     prompts = []
     for row in range(8):
@@ -185,4 +186,6 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
 def import_libraries() -> None:
     """What building the models would import, but for vLLM, which loads most of its libraries while it is built."""
     import torch.distributed.fsdp  # noqa: F401
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+    import transformers.models.qwen2.modeling_qwen2
+    import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+    import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401

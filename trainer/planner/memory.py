@@ -39,6 +39,7 @@ TILE_BYTES = {
     "cuda, compiled": 240 << 20,
 }  # and computes more logits in tiles of this size
 WHOLE_GRADIENTS, SHARD = "gradients before their reduction", "gradients, this rank's shard"
+ENGINE_IMAGES = "engine: images in a step"
 GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 
 
@@ -192,11 +193,12 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     rollout = _rollout_parts(config, networks.policy, device, plan, slots)
     if config.hybrid_engine:
         plan.phases["rollout"] = rollout
+    held_by_engine = {name: size for name, size in rollout.items() if name != ENGINE_IMAGES}
     asleep = (config.rollout.free_cache_engine and not on_cpu) or not config.hybrid_engine
     for name, role, parts in _train_phases(config, held, slots, plan):
         brought = weights[role] | (moments[role] if name.endswith("update") else {})
-        plan.phases[name] = {**({} if asleep else rollout), **brought, **parts}
-    awake = {name: size for name, size in rollout.items() if name == "engine: weights" or not asleep}
+        plan.phases[name] = {**({} if asleep else held_by_engine), **brought, **parts}
+    awake = {name: size for name, size in held_by_engine.items() if name == "engine: weights" or not asleep}
     awake = awake if config.hybrid_engine else {}
     awake.pop("engine: a step", None)
     bucket = sync_bytes(held["actor"], config.rollout.update_weights_bucket_megabytes << 20)
@@ -280,10 +282,14 @@ def _rollout_parts(
     weights = size * shape.parameters / parallel
     kv_per_sequence = kv_bytes_per_token(shape, size, parallel) * context
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
+    images = 0.0
+    if (tower := shape.tower) is not None:  # equal prompts are prefilled once
+        at_once = data.max_prompt_length * math.ceil(mini_batch_prompts(config, -1) / slots)
+        images = tower.prefill_bytes(min(rollout.max_num_batched_tokens, at_once), size)
     key, budget = "kv_cache_memory_mb", float(rollout.kv_cache_memory_mb << 20)
     if not on_cpu:
         key = "gpu_memory_utilization"
-        budget = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work
+        budget = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work - images
     plan.sequences = min(rollout.max_num_seqs, max(0, int(budget // kv_per_sequence)))
     if plan.sequences < 1:
         plan.notes.append(
@@ -294,7 +300,8 @@ def _rollout_parts(
         rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
         work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
     kv = max(0.0, budget) if resolve_engine_name(rollout.name) == "vllm" else plan.sequences * kv_per_sequence
-    return {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
+    parts = {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
+    return parts | ({ENGINE_IMAGES: images} if images else {})
 
 
 def rows_per_step(config: PPOConfig) -> int:
@@ -574,7 +581,7 @@ def tower_parts(
     kept, work = tower.feature_bytes(run.images, run.size), tower.work_bytes(run.images, run.size)
     if network.trains_tower:
         kept += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
-        work += is_recomputed * tower.block_bytes(run.images, run.size)
+        work = max(work, is_recomputed * tower.block_bytes(run.images, run.size))
     later = sum(size for name, size in parts.items() if name not in ("gathered weights", WHOLE_GRADIENTS, SHARD))
     return {"pixels": tower.pixel_bytes(run.images, run.size), "vision tower": kept + max(0.0, work - later)}
 
@@ -599,9 +606,6 @@ def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: in
     fp32 logits of all running sequences with the tensors that sampling derives from them."""
     run = Pass(batched_tokens, 0, 1, size)
     prefill = layer_work(shape, run) / tensor_parallel
-    if (tower := shape.tower) is not None:
-        prefill = max(prefill, tower.work_bytes(batched_tokens, size)) + tower.pixel_bytes(batched_tokens, size)
-        prefill += tower.feature_bytes(batched_tokens, size)
     return max(prefill, 4.0 * FP32 * sequences * shape.vocab)
 
 

@@ -19,10 +19,10 @@ FP32 = 4
 class TowerShape:
     """Sizes of a vision tower. `size` in its methods is bytes per element.
 
-    values: elements of a patch in pixel_values. per_token: patches of a token. pixels: area of a patch. output: width
-    of a token's features, of which there are `mergers`, each with layers of its own. has_gate: True for MLPs with a gate
-    and RMSNorm, False for two linear layers and LayerNorm. windowed: number of blocks whose attention covers `window`
-    patches instead of the image. largest_image: its patches; None: those of the prompt.
+    values: elements of a patch in pixel_values. per_token: patches of a token. pixels: area of a patch. mergers: number
+    of modules that turn patches into features of tokens, of width `output`. has_gate: True for RMSNorm and MLPs with a
+    gate, False for LayerNorm and two linear layers. windowed: number of blocks whose attention covers `window` patches
+    instead of the image. largest_image: its number of patches; None: that of the prompt.
     """
 
     parameters: int
@@ -50,29 +50,38 @@ class TowerShape:
         return tokens * self.per_token * self.values * size
 
     def feature_bytes(self, tokens: float, size: int) -> float:
-        """Returns the bytes of the features, which exist until the end of the forward pass."""
-        return tokens * self.mergers * self.output * size
+        """Returns the bytes of the outputs, which exist until the end of the forward pass: the features and the hidden
+        states of the last block."""
+        return tokens * float(size * (self.mergers * self.output + self.per_token * self.hidden))
 
     def work_bytes(self, tokens: float, size: int) -> float:
         """Returns the temporary bytes of a block's forward: input, its norm, and the larger of the attention (query,
         key, value, and six fp32 tensors of the rotary positions) and the MLP."""
         attention = 3 * size * self.hidden + 6 * FP32 * self.hidden
-        mlp = size * (2 + self.has_gate) * self.inner
-        return tokens * self.per_token * float(2 * size * self.hidden + max(attention, mlp))
+        block = 2 * size * self.hidden + max(attention, size * (2 + self.has_gate) * self.inner)
+        return tokens * self.per_token * float(block)
+
+    def prefill_bytes(self, tokens: float, size: int) -> float:
+        """Returns the bytes of pixels, features and a block's forward while a rollout engine encodes images."""
+        return self.pixel_bytes(tokens, size) + self.feature_bytes(tokens, size) + self.work_bytes(tokens, size)
 
     def block_bytes(self, tokens: float, size: int) -> float:
-        """Returns the bytes that a trained block keeps for its backward pass: the inputs and outputs of two norms (of
-        an RMSNorm also the normalized input), query, key and value without and with positions, the outputs of the
-        attention before and after their concatenation, and the tensors between the layers of the MLP."""
-        norms = 2 * self.hidden * (FP32 + 2 * size if self.has_gate else 2 * size)
-        between = size * (8 * self.hidden + (4 if self.has_gate else 2) * self.inner)
-        return tokens * self.per_token * float(norms + between)
+        """Returns the bytes that a trained block keeps for its backward pass: two norms, query, key and value, query
+        and key with positions, the outputs of the attention before and after their concatenation, and the tensors
+        between the layers of the MLP."""
+        between = size * (7 * self.hidden + (4 if self.has_gate else 2) * self.inner)
+        return tokens * self.per_token * float(2 * self._norm(size) + between)
 
     def kept_bytes(self, tokens: float, size: int, *, is_recomputed: bool) -> float:
         """Returns the bytes that a trained tower keeps for its backward pass, in its blocks and mergers."""
-        ends = tokens * self.per_token * self.mergers * self.hidden * (FP32 + 4 * size)
+        ends = tokens * self.per_token * self.mergers * (self._norm(size) + 2 * size * self.hidden)
         block = tokens * self.per_token * self.hidden * size if is_recomputed else self.block_bytes(tokens, size)
         return ends + self.blocks * block
+
+    def _norm(self, size: int) -> int:
+        """Returns the bytes per patch that a norm keeps: its input, of an RMSNorm in fp32, the normalized input of an
+        RMSNorm, and the result."""
+        return self.hidden * (FP32 + 2 * size if self.has_gate else 2 * size)
 
     def flops(self, prompts: float, tokens: float) -> float:
         """Returns the operations of a forward pass over the images of `prompts` prompts of `tokens` tokens: two per
