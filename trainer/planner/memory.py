@@ -38,8 +38,9 @@ TILE_BYTES = {
     "cuda": 96 << 20,
     "cuda, compiled": 240 << 20,
 }  # and computes more logits in tiles of this size
+KEPT_FREED = "freed, kept by the C library"
 WHOLE_GRADIENTS, SHARD = "gradients before their reduction", "gradients, this rank's shard"
-ENGINE_IMAGES = "engine: images in a step"
+TOWER, ENGINE_IMAGES = "vision tower", "engine: images in a step"
 GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 
 
@@ -359,7 +360,8 @@ def _train_phases(
     def forward(role: str, stage: str, entropy: bool = False) -> dict[str, float]:
         network, run, _ = micro_batch(role, stage, rows_per_step(config), data.train_batch_size, entropy)
         parts = forward_only(network, run)
-        return parts | tower_parts(replace(network, trained=0), run, parts)
+        parts |= tower_parts(replace(network, trained=0), run, parts)
+        return parts | ({KEPT_FREED: kept_when_freed(parts, 1)} if plan.base is not None and TOWER in parts else {})
 
     def update(role: str, stage: str, size: int, entropy: bool, model: NetworkConfig) -> dict[str, float]:
         prompts = mini_batch_prompts(config, size)
@@ -371,7 +373,7 @@ def _train_phases(
             plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
         parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=offload)
         parts |= tower_parts(network, run, parts, is_recomputed=model.enable_gradient_checkpointing)
-        kept = {} if plan.base is None else {"freed, kept by the C library": kept_when_freed(parts, plan.micro_batches)}
+        kept = {} if plan.base is None else {KEPT_FREED: kept_when_freed(parts, plan.micro_batches)}
         return parts | kept
 
     if "reward model" in networks:
@@ -583,14 +585,15 @@ def tower_parts(
         kept += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
         work = max(work, is_recomputed * tower.block_bytes(run.images, run.size))
     later = sum(size for name, size in parts.items() if name not in ("gathered weights", WHOLE_GRADIENTS, SHARD))
-    return {"pixels": tower.pixel_bytes(run.images, run.size), "vision tower": kept + max(0.0, work - later)}
+    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later)}
 
 
 def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:
     """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.keep_freed_memory`). The next
-    micro-batch has other lengths and cannot reuse them. Measured: about the temporary bytes of a mini-batch."""
+    micro-batch has other lengths and cannot reuse them, nor can a decoder reuse those of its vision tower. Measured:
+    about the temporary bytes of a mini-batch."""
     temporary = sum(size for name, size in parts.items() if name != SHARD)
-    return min(float(KEPT_FREED_BYTES), temporary) if micro_batches > 1 else 0.0
+    return min(float(KEPT_FREED_BYTES), temporary) if micro_batches > 1 or TOWER in parts else 0.0
 
 
 # -- rollout and sync --------------------------------------------------------------------------------------------------
