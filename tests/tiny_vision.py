@@ -30,10 +30,16 @@ _VISION: dict[str, dict[str, Any]] = {
 
 
 def tiny_vision_model(
-    folder: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 64, heads: int = 2, kv_heads: int = 2
+    folder: Path,
+    family: str = "qwen2_5_vl",
+    seed: int = 0,
+    hidden: int = 64,
+    heads: int = 2,
+    kv_heads: int = 2,
+    **tower: Any,
 ) -> str:
     """Writes a model, its tokenizer and its image processor into `folder`, and returns its path. Patches have 4 x 4
-    pixels, and 2 x 2 patches are one token."""
+    pixels, and 2 x 2 patches are one token. tower: other entries of the vision config."""
     head_dim = hidden // heads
     sections = [head_dim // 2 - 2 * (head_dim // 6), head_dim // 6, head_dim // 6]
     text: dict[str, Any] = {
@@ -62,6 +68,7 @@ def tiny_vision_model(
         "out_hidden_size": hidden,
         "initializer_range": 0.15,
         **_VISION[family],
+        **tower,
     }
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
     config = CONFIG_MAPPING[family](text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
@@ -79,8 +86,9 @@ def tiny_vision_model(
     tokenizer.add_special_tokens({"additional_special_tokens": [*names.values(), "<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    size = {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}
-    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(folder)
+    side = vision["patch_size"]
+    size = {"shortest_edge": (2 * side) ** 2, "longest_edge": (16 * side) ** 2}
+    Qwen2VLImageProcessorPil(patch_size=side, merge_size=2, temporal_patch_size=2, size=size).save_pretrained(folder)
     return str(folder)
 
 

@@ -24,6 +24,10 @@ from typing import Any
 
 from tests.bench.frame import in_a_process, options, print_row, reset_high_water, status_bytes
 
+_IMAGES = [  # one micro-batch in each pass
+    "data.max_prompt_length=280", "data.max_pixels=200000", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4",
+    "rollout.n=2", "actor.ppo_max_token_len_per_gpu=2500", "rollout.log_prob_max_token_len_per_gpu=5000",
+]  # fmt: skip
 CASES: dict[str, list[str]] = {
     "grpo": [],
     "no gradient checkpointing": ["model.enable_gradient_checkpointing=false"],
@@ -32,6 +36,17 @@ CASES: dict[str, list[str]] = {
     "critic": ["algorithm.adv_estimator=gae"],
     "adapter": ["model.lora_rank=16"],
     "vllm": ["rollout.name=vllm"],
+    **{
+        f"{family}, {name}": [*_IMAGES, *more]
+        for family in ("qwen2_5_vl", "qwen3_vl")
+        for name, more in {
+            "frozen tower": [],
+            "trained tower": ["actor.freeze_vision_tower=false"],
+            "trained tower, nothing recomputed": [
+                "actor.freeze_vision_tower=false", "model.enable_gradient_checkpointing=false"
+            ],
+        }.items()
+    },
     **{
         f"long rows{name}": ["data.max_prompt_length=2048", "actor.ppo_max_token_len_per_gpu=2080",
         "data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", *more]
@@ -74,7 +89,9 @@ def main(argv: list[str]) -> int:
         print_row(map("{:<{}}".format, head, WIDTHS), head=True)
         for name in given.only:
             run_dir = Path(folder) / f"run-{name.replace(' ', '-')}"
-            task = write_task(Path(folder), 1984 if name.startswith("long") else 76)
+            family = name.partition(",")[0] if "_vl" in name else ""
+            length = 1984 if name.startswith("long") else 76
+            task = write_image_task(Path(folder), family) if family else write_task(Path(folder), length)
             argv = [*OPTIONS, *task, *CASES[name], f"trainer.total_training_steps={given.steps}"]
             found = in_a_process("spawn", measure, [*argv, f"trainer.default_local_dir={run_dir}"], f"{run_dir}.log")
             worst = max(worst, *(abs(predicted / measured - 1) for predicted, measured in found["phases"].values()))
@@ -92,9 +109,29 @@ def write_task(folder: Path, length: int) -> list[str]:
     from tests.tiny_model import tiny_qwen2
 
     model = tiny_qwen2(folder / "model", vocab=16384, hidden=768, layers=8, heads=12, kv_heads=4, max_positions=4096)
+    prompts = [{"prompt": [{"role": "user", "content": str(1000 + row) * (length // 4)}]} for row in range(32)]
+    return _with_reward(folder, model, prompts)
+
+
+def write_image_task(folder: Path, family: str) -> list[str]:
+    """A vision-language model with a tower of 11 (qwen3_vl: 10) million parameters, and prompts with one image of 36 x
+    28 patches, which are 252 tokens."""
+    from tests.tiny_vision import image_file, tiny_vision_model
+
+    sizes = {"depth": 8, "hidden_size": 320, "num_heads": 4, "intermediate_size": 856, "patch_size": 14}
+    sizes |= {"window_size": 112} if family == "qwen2_5_vl" else {}
+    model = tiny_vision_model(folder / family, family, hidden=256, heads=4, kv_heads=2, **sizes)
+    prompts = []
+    for row in range(8):
+        image = folder / f"{row}.png"
+        image.write_bytes(image_file(row, 36 * 14, 28 * 14))
+        prompts.append({"prompt": [{"role": "user", "content": "<image>1+1"}], "images": [str(image)]})
+    return _with_reward(folder, model, prompts)
+
+
+def _with_reward(folder: Path, model: str, prompts: list[dict[str, Any]]) -> list[str]:
     other = {"data_source": "sums", "reward_model": {"ground_truth": ""}}
-    prompts = [{"prompt": [{"role": "user", "content": str(1000 + row) * (length // 4)}], **other} for row in range(32)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (folder / "train.jsonl").write_text("".join(json.dumps(prompt | other) + "\n" for prompt in prompts))
     reward = Path(__file__).parent / "step_task.py"
     return [
         f"model.path={model}",
@@ -149,4 +186,6 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
 def import_libraries() -> None:
     """What building the models would import, but for vLLM, which loads most of its libraries while it is built."""
     import torch.distributed.fsdp  # noqa: F401
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+    import transformers.models.qwen2.modeling_qwen2
+    import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+    import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401

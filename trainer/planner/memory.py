@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer import requirements
 from trainer.planner.accelerators import Accelerator
@@ -38,7 +38,9 @@ TILE_BYTES = {
     "cuda": 96 << 20,
     "cuda, compiled": 240 << 20,
 }  # and computes more logits in tiles of this size
-SHARD = "gradients, this rank's shard"
+KEPT_FREED = "freed, kept by the C library"
+WHOLE_GRADIENTS, SHARD = "gradients before their reduction", "gradients, this rank's shard"
+TOWER, ENGINE_IMAGES = "vision tower", "engine: images in a step"
 GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 
 
@@ -54,6 +56,7 @@ class MemoryPlan:
         engine: Bytes on a device of the rollout engines by name, if they have devices of their own.
         sequences: Number of sequences that decode concurrently.
         notes: Problems that stop the run even if the memory is enough.
+        images: The assumption about the images of a vision-language model, as a sentence.
     """
 
     always: dict[str, float]
@@ -64,6 +67,7 @@ class MemoryPlan:
     sequences: int = 0
     micro_batches: int = 1
     notes: list[str] = field(default_factory=list)
+    images: str = ""
 
     def by_phase(self) -> dict[str, float]:
         """Returns the bytes of tensors in each phase, including `always`."""
@@ -117,6 +121,8 @@ class MemoryPlan:
             yield f"{'additional host memory of each rank':<44}{host:8.2f}   {_listed(self.host)}"
         if self.sequences:
             yield f"{'concurrently decoded sequences':<44}{self.sequences:8d}   rollout.max_num_seqs and the KV cache"
+        if self.images:
+            yield self.images
         if memory_gib is not None:
             yield "\n".join(["", *self.notes])
             if self.fits(memory_gib * GIB):
@@ -153,7 +159,10 @@ def read_networks(config: PPOConfig) -> Networks:
         critic = read_shape(critic_network(config), name).as_scorer()
     if config.reward_model.enable:
         scorer = read_shape(config.reward_model.model, "reward_model.model.path").as_scorer()
-    return Networks(read_shape(config.model), critic, scorer)
+    policy, most = read_shape(config.model), config.data.max_pixels
+    if policy.tower is not None and most is not None:
+        policy = replace(policy, tower=replace(policy.tower, largest_image=max(1, most // policy.tower.pixels)))
+    return Networks(policy, critic, scorer)
 
 
 def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> MemoryPlan:
@@ -174,14 +183,23 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
                 plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
             elif size:
                 plan.always[f"{role}: {name}"] = size
+    if (tower := networks.policy.tower) is not None:
+        longest, whole = config.data.max_prompt_length, mini_batch_prompts(config, -1)
+        images = tower.pixel_bytes(longest * math.ceil(whole / slots), held["actor"].compute)
+        (plan.always if on_cpu else plan.host)["images of the batch"] = images
+        plan.images = (
+            f"assumed: all {longest} tokens of a prompt (data.max_prompt_length) are images, which have "
+            f"{longest * tower.per_token} patches; with fewer or smaller images it is less"
+        )
     rollout = _rollout_parts(config, networks.policy, device, plan, slots)
     if config.hybrid_engine:
         plan.phases["rollout"] = rollout
+    held_by_engine = {name: size for name, size in rollout.items() if name != ENGINE_IMAGES}
     asleep = (config.rollout.free_cache_engine and not on_cpu) or not config.hybrid_engine
     for name, role, parts in _train_phases(config, held, slots, plan):
         brought = weights[role] | (moments[role] if name.endswith("update") else {})
-        plan.phases[name] = {**({} if asleep else rollout), **brought, **parts}
-    awake = {name: size for name, size in rollout.items() if name == "engine: weights" or not asleep}
+        plan.phases[name] = {**({} if asleep else held_by_engine), **brought, **parts}
+    awake = {name: size for name, size in held_by_engine.items() if name == "engine: weights" or not asleep}
     awake = awake if config.hybrid_engine else {}
     awake.pop("engine: a step", None)
     bucket = sync_bytes(held["actor"], config.rollout.update_weights_bucket_megabytes << 20)
@@ -203,7 +221,8 @@ def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
     """Returns the policy's number of trainable parameters and, of these, the number in its LoRA adapter."""
     model = config.model
     if not model.lora_rank:
-        return shape.parameters, 0
+        frozen = shape.tower.parameters if shape.tower is not None and config.actor.freeze_vision_tower else 0
+        return shape.parameters - frozen, 0
     if list(model.target_modules) == ["all-linear"] and not model.exclude_modules:
         adapter = shape.adapter_parameters(model.lora_rank)
     else:
@@ -264,10 +283,14 @@ def _rollout_parts(
     weights = size * shape.parameters / parallel
     kv_per_sequence = kv_bytes_per_token(shape, size, parallel) * context
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
+    images = 0.0
+    if (tower := shape.tower) is not None:  # equal prompts are prefilled once
+        at_once = data.max_prompt_length * math.ceil(mini_batch_prompts(config, -1) / slots)
+        images = tower.prefill_bytes(min(rollout.max_num_batched_tokens, at_once), size)
     key, budget = "kv_cache_memory_mb", float(rollout.kv_cache_memory_mb << 20)
     if not on_cpu:
         key = "gpu_memory_utilization"
-        budget = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work
+        budget = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work - images
     plan.sequences = min(rollout.max_num_seqs, max(0, int(budget // kv_per_sequence)))
     if plan.sequences < 1:
         plan.notes.append(
@@ -278,7 +301,8 @@ def _rollout_parts(
         rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
         work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
     kv = max(0.0, budget) if resolve_engine_name(rollout.name) == "vllm" else plan.sequences * kv_per_sequence
-    return {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
+    parts = {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
+    return parts | ({ENGINE_IMAGES: images} if images else {})
 
 
 def rows_per_step(config: PPOConfig) -> int:
@@ -329,11 +353,15 @@ def _train_phases(
         tokens, predicted, shared = (math.ceil(each / ranks) for each in (tokens, predicted, shared))
         tile = TILE_BYTES["cpu" if plan.base is not None else "cuda, compiled" if config.model.compile else "cuda"]
         chunk, size = actor.log_prob_chunk_tokens, networks[role].compute
-        run = Pass(tokens, predicted, chunk, size, entropy, shared, ranks, tile)
+        images = 0 if networks[role].shape.tower is None else distinct * data.max_prompt_length
+        run = Pass(tokens, predicted, chunk, size, entropy, shared, ranks, tile, images)
         return networks[role], run, math.ceil(rows / together)
 
     def forward(role: str, stage: str, entropy: bool = False) -> dict[str, float]:
-        return forward_only(*micro_batch(role, stage, rows_per_step(config), data.train_batch_size, entropy)[:2])
+        network, run, _ = micro_batch(role, stage, rows_per_step(config), data.train_batch_size, entropy)
+        parts = forward_only(network, run)
+        parts |= tower_parts(replace(network, trained=0), run, parts)
+        return parts | ({KEPT_FREED: kept_when_freed(parts, 1)} if plan.base is not None and TOWER in parts else {})
 
     def update(role: str, stage: str, size: int, entropy: bool, model: NetworkConfig) -> dict[str, float]:
         prompts = mini_batch_prompts(config, size)
@@ -344,7 +372,8 @@ def _train_phases(
         if offload:
             plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
         parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=offload)
-        kept = {} if plan.base is None else {"freed, kept by the C library": kept_when_freed(parts, plan.micro_batches)}
+        parts |= tower_parts(network, run, parts, is_recomputed=model.enable_gradient_checkpointing)
+        kept = {} if plan.base is None else {KEPT_FREED: kept_when_freed(parts, plan.micro_batches)}
         return parts | kept
 
     if "reward model" in networks:
@@ -370,8 +399,8 @@ class HeldNetwork:
     """A network in an FSDP engine.
 
     ranks: number of ranks that share one copy. compute, reduce: bytes per element in passes and in the reduction of
-    gradients. trained: number of trainable parameters (all, those of the adapter, or 0 for a frozen network).
-    adapter: number of adapter parameters.
+    gradients. trained: number of trainable parameters (all, all but those of a vision tower, those of the adapter, or 0
+    for a frozen network). adapter: number of adapter parameters.
     """
 
     shape: ModelShape
@@ -381,6 +410,11 @@ class HeldNetwork:
     trained: int = 0
     adapter: int = 0
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+
+    @property
+    def trains_tower(self) -> bool:
+        """True if the network has a vision tower and all its parameters are trained."""
+        return self.shape.tower is not None and self.trained == self.shape.parameters
 
     @property
     def weights(self) -> float:
@@ -398,7 +432,8 @@ class HeldNetwork:
         """Bytes gathered in a pass: the root (embedding, output layer) and two layers, or all layers."""
         shape, layers = self.shape, GATHERED_LAYERS if self.fsdp.reshard_after_forward else self.shape.layers
         per_layer = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
-        return self.compute * shape.root_parameters + min(layers, shape.layers) * per_layer
+        root = shape.root_parameters + (0 if shape.tower is None else shape.tower.root_parameters)
+        return self.compute * root + min(layers, shape.layers) * per_layer
 
     def gradients(self, micro_batches: int) -> tuple[float, float]:
         """Returns the bytes of unreduced gradients and of this rank's fp32 shard of reduced gradients.
@@ -414,6 +449,8 @@ class HeldNetwork:
         if self.adapter or not self.trained:
             return 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers, shard
         parts = shape.root_parameters + min(GATHERED_LAYERS, shape.layers) * shape.layer_parameters
+        if shape.tower is not None and self.trains_tower:
+            parts += shape.tower.root_parameters
         return float((self.compute + self.reduce) * parts), shard
 
 
@@ -425,7 +462,7 @@ class Pass:
     """The size of one micro-batch. tokens: length of the packed row. predicted: tokens whose log-probs are computed.
     chunk: maximum tokens of a tile of logits. size: bytes per element. repeated: additional tokens in attention, where
     each answer has its own copy of a prompt that is shared in all other layers. ranks: number that shares each
-    sequence; the numbers of tokens are one rank's part. tile: maximum bytes of a tile."""
+    sequence; the numbers of tokens are one rank's part. tile: maximum bytes of a tile. images: tokens of images."""
 
     tokens: int
     predicted: int
@@ -435,6 +472,7 @@ class Pass:
     repeated: int = 0
     ranks: int = 1
     tile: int = TILE_BYTES["cuda"]
+    images: int = 0
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
@@ -523,18 +561,39 @@ def training_pass(
     before, shard = network.gradients(micro_batches)
     return {
         "gathered weights": network.gathered,
-        "gradients before their reduction": before,
+        WHOLE_GRADIENTS: before,
         "kept activations": kept + run.tokens * _norm(shape.hidden, run.size),
         "logits and output layer" if at_head > work else "one layer": max(at_head, work),
         SHARD: shard,
     }
 
 
+def tower_parts(
+    network: HeldNetwork, run: Pass, parts: Mapping[str, float], *, is_recomputed: bool = False
+) -> dict[str, float]:
+    """Returns the bytes by name that a vision tower adds to the `parts` of a pass.
+
+    The tower runs first: at that time none of the later activations and logits exist, and in a backward pass they are
+    freed. Its temporary tensors need additional memory only where they exceed those.
+
+    is_recomputed: True if the blocks of a trained tower are recomputed.
+    """
+    if (tower := network.shape.tower) is None:
+        return {}
+    kept, work = tower.feature_bytes(run.images, run.size), tower.work_bytes(run.images, run.size)
+    if network.trains_tower:
+        kept += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
+        work = max(work, is_recomputed * tower.block_bytes(run.images, run.size))
+    later = sum(size for name, size in parts.items() if name not in ("gathered weights", WHOLE_GRADIENTS, SHARD))
+    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later)}
+
+
 def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:
     """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.keep_freed_memory`). The next
-    micro-batch has other lengths and cannot reuse them. Measured: about the temporary bytes of a mini-batch."""
+    micro-batch has other lengths and cannot reuse them, nor can a decoder reuse those of its vision tower. Measured:
+    about the temporary bytes of a mini-batch."""
     temporary = sum(size for name, size in parts.items() if name != SHARD)
-    return min(float(KEPT_FREED_BYTES), temporary) if micro_batches > 1 else 0.0
+    return min(float(KEPT_FREED_BYTES), temporary) if micro_batches > 1 or TOWER in parts else 0.0
 
 
 # -- rollout and sync --------------------------------------------------------------------------------------------------

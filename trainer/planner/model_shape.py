@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer.planner.vision_tower import TowerShape, tower_of
 from verl_lite.config import NetworkConfig, did_you_mean
 from verl_lite.errors import UserError
 
-WITH_BIAS = ("qwen2", "qwen2_moe")  # bias on query, key and value
-WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
+WITH_BIAS = ("qwen2", "qwen2_moe", "qwen2_5_vl_text")  # bias on query, key and value
+WITH_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -25,7 +26,8 @@ class ModelShape:
 
     experts: number of experts, of which each token uses experts_per_token; 0 for one MLP. uncounted: parameters that
     the formulas do not cover. has_head: True for an output layer over the vocabulary, False for one output number.
-    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`).
+    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`). tower: the vision
+    tower of a vision-language model.
     """
 
     hidden: int
@@ -43,6 +45,7 @@ class ModelShape:
     uncounted: int = 0
     has_head: bool = True
     is_packed: bool = True
+    tower: TowerShape | None = None
 
     @property
     def query(self) -> int:
@@ -78,14 +81,15 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> int:
-        """Parameters outside the layers: embedding, output layer, last norm and `uncounted`."""
+        """Parameters outside the layers: embedding, output layer, last norm and `uncounted`, without a vision tower."""
         head = (self.embedding if not self.tied else 0) if self.has_head else self.hidden
         return self.embedding + head + self.hidden + self.uncounted
 
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        return self.layers * self.layer_parameters + self.root_parameters
+        tower = 0 if self.tower is None else self.tower.parameters
+        return self.layers * self.layer_parameters + self.root_parameters + tower
 
     @property
     def multiplied(self) -> int:
@@ -111,6 +115,8 @@ _LARGE_QWEN2 = _QWEN2 | {"vocab_size": 152064, _POSITIONS: 131072}
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "head_dim": 128, _POSITIONS: 131072}
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, _POSITIONS: 40960}
 _128_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_TOWER = {"hidden_size": 1280, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+_VISION = {"model_type": "qwen2_5_vl", _POSITIONS: 128000, "vision_config": _TOWER | {"intermediate_size": 3420}}
 _SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] = {
     "qwen2.5-0.5b": (_QWEN2, (896, 24, 14, 2, 4864, True)),
     "qwen2.5-1.5b": (_QWEN2, (1536, 28, 12, 2, 8960, True)),
@@ -119,6 +125,8 @@ _SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] =
     "qwen2.5-14b": (_LARGE_QWEN2, (5120, 48, 40, 8, 13824, False)),
     "qwen2.5-32b": (_LARGE_QWEN2, (5120, 64, 40, 8, 27648, False)),
     "qwen2.5-72b": (_LARGE_QWEN2, (8192, 80, 64, 8, 29568, False)),
+    "qwen2.5-vl-3b": (_VISION | {"vocab_size": 151936}, (2048, 36, 16, 2, 11008, True)),
+    "qwen2.5-vl-7b": (_VISION | {"vocab_size": 152064}, (3584, 28, 28, 4, 18944, False)),
     "qwen3-0.6b": (_QWEN3, (1024, 28, 16, 8, 3072, True)),
     "qwen3-8b": (_QWEN3, (4096, 36, 32, 8, 12288, False)),
     "qwen3-30b-a3b": (_QWEN3 | _128_EXPERTS, (2048, 48, 32, 4, 6144, False)),
@@ -132,7 +140,10 @@ def config_like(name: str) -> dict[str, Any]:
     """Returns the config.json of a published model, one of `LIKE`."""
     common, sizes = _SIZES[name]
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    return common | dict(zip(names, sizes[:5], strict=True)) | {"tie_word_embeddings": sizes[5]}
+    found = common | dict(zip(names, sizes[:5], strict=True)) | {"tie_word_embeddings": sizes[5]}
+    if "vision_config" in common:
+        found["vision_config"] = common["vision_config"] | {"out_hidden_size": sizes[0]}
+    return found
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
@@ -170,14 +181,19 @@ def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
     """
     from workers.policy.loading import empty_network, load_model_config
     from workers.policy.token_mixing import mixing_layers
+    from workers.policy.vision import has_vision
 
     if network.path is None:
         raise UserError(f"{name}=null: expected a folder with config.json, or --like {' | '.join(LIKE)}")
     try:
-        config = load_model_config(network).get_text_config().to_dict()
+        whole = load_model_config(network)
+        config = whole.get_text_config().to_dict()
     except UserError as error:
         near = did_you_mean(str(network.path).rpartition("/")[2].lower(), LIKE)
         raise UserError(f"{name}={network.path!r}: {error}; or plan with --like {' | '.join(LIKE)}{near}") from None
+    if has_vision(whole):
+        found = shape_of(config | {"tie_word_embeddings": whole.tie_word_embeddings})
+        return replace(found, tower=tower_of(empty_network(network)))
     found = shape_of(config)
     if config.get("model_type") in KNOWN:
         return found

@@ -67,6 +67,7 @@ def generation_stages(
         devices: Number of devices of the engine.
     """
     prefill = forward_flops(shape, prompts * mean.prompt, mean.prompt)
+    prefill += 0.0 if shape.tower is None else shape.tower.flops(prompts, mean.prompt)
     steps = math.ceil(sequences / at_once) * mean.response
     together = min(float(at_once), sequences)
     context = mean.prompt + mean.response / 2
@@ -134,11 +135,15 @@ def step_stages(
     groups = slots / actor.ulysses_sequence_parallel_size  # of devices that share their sequences
     together = max(1, round(rows / groups * mini / whole / plan.micro_batches))
 
-    def passes(shape: ModelShape, count: float = 1) -> Stage:
-        """Returns the time of `count` forward passes over a device's rows. A backward pass counts as two (one with an
-        adapter, whose base gets no gradient), and gradient checkpointing adds one for the layers that it recomputes."""
-        tokens = rows / slots * (answer + prompt * memory.distinct_prompts(config, shape, together, mini) / together)
-        return Stage(count * forward_flops(shape, tokens, prompt + answer) / (device.flops * TRAINING))
+    def passes(shape: ModelShape, count: float = 1, tower_count: float = 1) -> Stage:
+        """Returns the time of `count` forward passes over a device's rows, and `tower_count` over their images. A
+        backward pass counts as two (one with an adapter, whose base gets no gradient, none in a frozen vision tower),
+        and gradient checkpointing adds one for the layers that it recomputes."""
+        prompts = rows / slots * memory.distinct_prompts(config, shape, together, mini) / together
+        operations = count * forward_flops(shape, rows / slots * answer + prompts * prompt, prompt + answer)
+        if shape.tower is not None:
+            operations += tower_count * shape.tower.flops(prompts, prompt)
+        return Stage(operations / (device.flops * TRAINING))
 
     trained, adapter = memory.trained_parameters(config, policy)
     stages = {"generation: prompts": prefill, "generation: answers": decode}
@@ -153,7 +158,8 @@ def step_stages(
         stages["values"] = passes(networks.critic)
         stages["critic update"] = passes(networks.critic, (config.critic.ppo_epochs or actor.ppo_epochs) * (3 + again))
     again = memory.recomputed_layers(config.model, policy) / policy.layers
-    arithmetic = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + again))
+    of_tower = 3 + config.model.enable_gradient_checkpointing if trained == policy.parameters else 1
+    arithmetic = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + again), actor.ppo_epochs * of_tower)
     ranks = memory.ranks_of_a_copy(fsdp, slots)
     steps = actor.ppo_epochs * math.ceil(whole / mini)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)

@@ -32,6 +32,7 @@ def limit_activations(network: PreTrainedModel, model: NetworkConfig) -> None:
     decoder = network.get_decoder()
     if model.enable_gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
+        network.disable_input_require_grads()  # else a frozen vision tower keeps activations and runs a backward pass
         number = model.gradient_checkpointing_layers
         layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
         if number is not None and number > len(layers):
