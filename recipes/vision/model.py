@@ -101,7 +101,8 @@ def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
         prompt = tokenizer(text.replace(IMAGE, IMAGE * image_tokens))["input_ids"]
         pixels = [processor(open_image(image["bytes"]), return_tensors="pt") for image in row["images"]]
         examples.append((prompt, tokenizer(row["answer"] + END)["input_ids"], pixels[0] if pixels else None))
-    rng = random.Random(seed)
+    rng, threads = random.Random(seed), torch.get_num_threads()
+    torch.set_num_threads(1)  # its operations are too small for several threads
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
     for step in range(1, STEPS + 1):
@@ -113,6 +114,7 @@ def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
         schedule.step()
         if step % 40 == 0:
             print(f"vision: warm start, step {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
+    torch.set_num_threads(threads)
     network.save_pretrained(folder)
 
 
