@@ -397,6 +397,9 @@ function promptImages({ run, images }) {
   return images.length ? el("div.images.small", images.map(show)) : null;
 }
 
+const thumbnails = ({ run, images }) =>
+  images.filter((name) => runs[run].images[name]).map((name) => el("img.thumbnail", { alt: "", src: runs[run].images[name] }));
+
 function answerOf(sample, word) {
   const { alike, first, kind, step, uid, policy_version, response_length, finish_reason } = sample;
   const facts = [kind, `step ${step}`, uid, `weights of step ${policy_version}`, `${response_length} tokens`, finish_reason];
@@ -423,7 +426,7 @@ function samplesTab() {
   const columns = [
     { name: "step", style: "right", value: ({ step }) => step },
     { name: "kind", value: ({ kind }) => kind },
-    { name: "prompt", style: "peek", value: ({ question }) => question, cell: ({ question }, word) => peek(question, word) },
+    { name: "prompt", style: "peek", value: ({ question }) => question, cell: (sample, word) => [...thumbnails(sample), peek(sample.question, word)] },
     { name: "response", style: "peek", value: ({ output }) => output, cell: ({ output }, word) => peek(output, word) },
     { name: "score", style: "right", value: ({ score }) => score, cell: scoreOf },
     { name: "change", style: "right", value: ({ change }) => change, cell: ({ change }) => (change ? format(change) : "") },
