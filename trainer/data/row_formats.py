@@ -261,6 +261,13 @@ def _texts_of_parts(prompt: Any, images: list[Any], where: str) -> Any:
     return messages
 
 
+def check_text_only(row: dict[str, Any], where: str) -> None:
+    """Raises UserError if a row for supervised training has images, video or sound."""
+    for name in _MEDIA_COLUMNS:
+        if row.get(name):
+            raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL})")
+
+
 def check_prompt(prompt: Any, where: str) -> None:
     """Raises UserError unless `prompt` is a list of chat messages with text."""
     if not isinstance(prompt, list) or not prompt:

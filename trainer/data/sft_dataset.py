@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.row_formats import Chat, check_prompt, value_at
+from trainer.data.row_formats import Chat, check_prompt, check_text_only, value_at
 from trainer.data.sources import read_rows
 from verl_lite.config import SFTDataConfig
 from verl_lite.errors import UserError
@@ -66,7 +66,9 @@ def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[dict[str, Any],
     """Yields each row of the files with its location for messages. Raises UserError for an unreadable file."""
     for path in files:
         for index, row in enumerate(read_rows(path, option)):
-            yield row, f"{option}: row {index} of {path}"
+            where = f"{option}: row {index} of {path}"
+            check_text_only(row, where)
+            yield row, where
 
 
 def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[Chat, int]:

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from tests.tiny_vision import IMAGE, image_file, tiny_vision_model
 from trainer.data.images import ImageProcessor, image_processor
 from trainer.data.prompts import PromptDataset
+from trainer.data.sft_dataset import rows_of as sft_rows
 from trainer.group_sources import prompt_groups
 from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
@@ -227,3 +228,10 @@ def test_rewards_receive_the_images() -> None:
 
     assert RewardPart(function=one).score_all([item])[0].score == 1.0
     assert RewardPart(function=trl, style="trl").score_list([item])[0].score == 2.0
+
+
+def test_supervised_training_refuses_rows_with_images(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat, "images": ["a.png"]}))
+    with pytest.raises(UserError, match="row 0 of .*, column 'images' is not empty"):
+        list(sft_rows([str(tmp_path / "rows.jsonl")], "data.train_files"))
