@@ -56,6 +56,7 @@ setup(
         "gymnasium>=1.0",
         "rich>=13",
         "matplotlib>=3.8",
+        "pillow>=11",
         "plotly>=6",
         "optuna>=4",
         "tensorboard>=2.16",

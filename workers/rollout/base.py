@@ -20,13 +20,15 @@ import importlib
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from verl_lite.config import NetworkConfig, RolloutConfig
 from verl_lite.registry import Registry
-from workers.policy.vision import ImageInputs, has_vision
+
+if TYPE_CHECKING:
+    from workers.policy.vision import ImageInputs
 
 FinishReason = Literal["stop", "length"]
 ExtraOutputs = Mapping[str, tuple[int, ...]]
@@ -81,7 +83,7 @@ class Request:
     sampling: SamplingParams
     sampled: Sampled = Sampled()
     is_interruptible: bool = True
-    images: ImageInputs | None = None
+    images: "ImageInputs | None" = None
 
 
 @dataclass
@@ -193,6 +195,7 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
     if rollout.router_replay:
         return "rollout.router_replay=true needs the experts of each token, which vLLM records only on a GPU"
     from workers.policy.loading import load_model_config  # imports transformers, which takes seconds
+    from workers.policy.vision import has_vision
 
     whole = load_model_config(model)
     if has_vision(whole) and not has_torchvision():
