@@ -1,0 +1,111 @@
+"""`trainer.train` and its result: rows, rewards of all kinds, metrics, answers, an interrupt and a continued run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import tiny_qwen2
+from trainer import TrainResult, train
+from verl_lite.errors import UserError
+
+ROWS = [{"prompt": f"{number}+{number}=", "ground_truth": str(2 * number)} for number in range(6)]
+SMALL: dict[str, Any] = {
+    "trainer": {"backend": "inline", "n_gpus_per_node": 1, "device": "cpu", "total_training_steps": 2},
+    "data__max_prompt_length": 32,
+    "data__max_response_length": 4,
+    "rollout__name": "hf",
+    "rollout__n": 2,
+    "reward__num_workers": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen2(tmp_path_factory.mktemp("model"))
+
+
+def test_five_lines_train_generate_and_evaluate(model: str, tmp_path: Path) -> None:
+    bonus = 0.25  # a closure is copied too
+
+    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        return bonus + float(solution_str == ground_truth)
+
+    result = train(model, ROWS, reward, val_data=ROWS[:2], run_dir=tmp_path / "run", **SMALL)
+    assert isinstance(result, TrainResult) and not result.is_stopped
+    assert result.metrics.loc[[1, 2], "critic/score/mean"].ge(bonus).all() and result.metrics.index.name == "step"
+    assert AutoModelForCausalLM.from_pretrained(result.model_path).config.model_type == "qwen2"
+    prompts: list[Any] = ["1+1=", [{"role": "user", "content": "2+2="}]]
+    greedy, sampled = result.generate(prompts), result.generate(prompts, n=3)
+    assert list(map(len, greedy)) == [1, 1] and list(map(len, sampled)) == [3, 3]
+    assert greedy == result.generate(prompts), "the same answers from the file of the first call"
+    assert result.evaluate()["val-core/data/reward/mean@1"] >= bonus
+    assert result.evaluate(ROWS[3:])["val-core/data/reward/mean@1"] >= bonus
+
+
+def trl_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(len(completion[0]["content"]) > 1) for completion in completions]
+
+
+@pytest.mark.parametrize("reward", [trl_reward, "exact_match"])
+def test_rewards_of_trl_and_built_in_ones(model: str, tmp_path: Path, reward: Any) -> None:
+    data = pandas.DataFrame(ROWS)
+    result = train(model, data, reward, run_dir=tmp_path / "run", options={"trainer.save_freq": 0}, **SMALL)
+    assert result.metrics["reward/error_rate"].eq(0).all()
+    with pytest.raises(UserError, match="has no checkpoint; train with trainer.save_freq=-1"):
+        result.model_path.exists()
+
+
+def test_an_interrupted_run_has_a_checkpoint_and_continues(model: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
+    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        scored = len(list(Path(folder).glob("scored-*")))
+        (Path(folder) / f"scored-{scored}").touch()
+        if scored == 20:  # in the second step, after the trial of the reward on two rows
+            os.kill(os.getpid(), signal.SIGINT)
+        return scored % 2
+
+    small = SMALL | {"trainer": SMALL["trainer"] | {"total_training_steps": 4, "total_epochs": 9}}
+
+    def run() -> TrainResult:
+        return train(model, ROWS, reward, run_dir=tmp_path / "run", **small)
+
+    first = run()
+    assert first.is_stopped and first.metrics.index.max() < 4 and first.model_path.is_dir()
+    second = run()
+    assert not second.is_stopped and second.metrics.index.max() == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": []}, "train: there are no rows"),
+        ({"data": ["x.jsonl", 3]}, "data: row 0 is 'x.jsonl', expected a dict of columns such as prompt"),
+        ({"data": [{"question": "a"}]}, "there is no prompt"),
+        ({"reward": "exact_mtach"}, "no reward has this name; did you mean exact_match"),
+        ({"rollout__m": 3}, "rollout.m=3"),
+    ],
+)
+def test_wrong_arguments(model: str, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    given = {"model": model, "data": ROWS, "reward": "exact_match", "run_dir": tmp_path / "run", **SMALL}
+    with pytest.raises(UserError, match=message):
+        train(**given | arguments)
+
+
+def test_the_examples_of_the_guide_run_one_after_the_other(model: str) -> None:
+    page = (Path(__file__).parents[2] / "trainer" / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page.partition("## From Python")[2], flags=re.DOTALL)
+    names: dict[str, Any] = {"MODEL": model}
+    for block in blocks:
+        assert len([line for line in block.splitlines() if line.strip()]) <= 15
+        exec(block, names)
+    assert len(blocks) == 3 and names["loss"].isfinite() and names["log_probs"].shape == (2, 2)
+    assert names["metrics"]["grad_norm"].value > 0
