@@ -184,7 +184,7 @@ class RowSchema:
             if value.startswith('[{"role"'):
                 raise _wrong(place, value, "chat messages or plain text, not messages written as json text")
             value = [{"role": "user", "content": (template or "{prompt}").replace("{prompt}", value)}]
-        value = _texts_of_parts(value, images, place)
+        value = _texts_of_parts(value, images, place, self._accepts_images)
         check_prompt(value, place)
         answer = None
         if self._maps_prompt and value[-1]["role"] == "assistant":
@@ -235,9 +235,9 @@ class RowSchema:
         return value
 
 
-def _texts_of_parts(prompt: Any, images: list[Any], where: str) -> Any:
+def _texts_of_parts(prompt: Any, images: list[Any], where: str, accepts_images: bool) -> Any:
     """Returns the messages of a prompt with text instead of typed parts. An image part becomes a placeholder; its
-    image, if it has one, is added to `images`."""
+    image, if it has one, is added to `images`. Raises UserError for an image part if the model reads only text."""
     if not isinstance(prompt, list):
         return prompt
     messages = []
@@ -248,6 +248,8 @@ def _texts_of_parts(prompt: Any, images: list[Any], where: str) -> Any:
         texts = []
         for part in message["content"]:
             kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "image" and not accepts_images:
+                raise UserError(f"{where}: a message has an image, but {_TEXT_MODEL}")
             if kind == "image":
                 texts.append(PLACEHOLDER)
                 images += [part["image"]] if part.get("image") is not None else []

@@ -34,6 +34,7 @@ def test_question_and_answer(tmp_path: Path, name: str) -> None:
         "extra_info": {},
         "tools": None,
         "n": None,
+        "images": [],
     }
     batch = data.__getitems__([1, 0])
     assert batch.non_tensor_batch["raw_prompt"][0] == [{"role": "user", "content": "3"}]
