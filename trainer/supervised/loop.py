@@ -49,6 +49,7 @@ CURVES: tuple[Panel, Panel] = (
     ("Loss in training", "loss", {"train/loss": ""}),
     ("Norm of the gradient", "norm", {"train/grad_norm": ""}),
 )
+LOG_PROB_CHUNK_TOKENS = 1024  # maximum tokens of a tile of logits of a language model
 Row = TypeVar("Row", bound=Sized)  # len(row): the number of tokens that a forward pass over the row reads
 Options = TypeVar("Options", bound=SupervisedConfig)
 
