@@ -49,7 +49,22 @@ class ModelWorker(Worker):
         engine = getattr(getattr(self.config, "rollout", None), "name", "")  # a flow model has no rollout engine
         binds = self.device.type == "cuda" and resolve_engine_name(engine) != "vllm"
         self.init_process_group(dist_backend(self.device), device_id=self.device if binds else None)
-        self.engine = FSDPEngine(
+        self.engine = self.new_engine(network, fsdp_config, optim_config)
+        group = self.engine.policy.sequence_group
+        if group is None:
+            self.register_mesh("train", self.rank, self.world_size)
+        else:
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            self.register_mesh("train", rank // group.size, ranks // group.size, is_collect=group.rank == 0)
+
+    def new_engine(
+        self, network: NetworkBuilder, fsdp_config: FSDPConfig, optim_config: OptimConfig | None = None
+    ) -> FSDPEngine:
+        """Returns a new engine in the process group of `build_engine`, and moves it off the device until it is needed.
+
+        optim_config: optimizer options; None for a network that is never trained.
+        """
+        engine = FSDPEngine(
             network,
             fsdp_config,
             optim_config,
@@ -58,14 +73,9 @@ class ModelWorker(Worker):
             seed=self.config.trainer.seed,
             deterministic=self.config.trainer.deterministic,
         )
-        group = self.engine.policy.sequence_group
-        if group is None:
-            self.register_mesh("train", self.rank, self.world_size)
-        else:
-            rank, ranks = dist.get_rank(), dist.get_world_size()
-            self.register_mesh("train", rank // group.size, ranks // group.size, is_collect=group.rank == 0)
-        self.phases.add(self.engine)
-        self.engine.move_out()
+        self.phases.add(engine)
+        engine.move_out()
+        return engine
 
 
 class TrainingWorker(ModelWorker):

@@ -5,7 +5,7 @@ tokenized separately, because a policy also receives the question as tokens and 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.row_formats import check_prompt
 from trainer.data.sft_dataset import Chat, Example, collate, encode_text, question_of, render, rows_of, turn_of
-from verl_lite.config import PreferenceDataConfig
+from verl_lite.config import PreferenceDataConfig, SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
 MARGIN = "margin"
+PairDataConfig = PreferenceDataConfig | SFTDataConfig
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,25 @@ class Pair:
         return len(self.chosen) + len(self.rejected)
 
 
+CheckPair = Callable[[Pair, str], None]
+"""Called with a pair and its location; raises UserError if the loss cannot use the pair."""
+
+
 def load_pairs(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: PreferenceDataConfig, *, option: str
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PairDataConfig,
+    score_at: str = "end_of_turn",
+    *,
+    option: str,
+    check: CheckPair = lambda pair, where: None,
 ) -> list[Pair]:
     """Loads all pairs of the files.
 
     Args:
+        score_at: The end of an answer, see `encode_answer`.
         option: The configuration key that lists the files, for messages.
+        check: Further check of each pair.
     Raises:
         UserError: If a file, column or row is unusable, or if question and answer together are longer than
             data.max_length (data.truncation=drop drops such pairs instead).
@@ -51,12 +64,13 @@ def load_pairs(
     pairs: list[Pair] = []
     for row, where in rows_of(files, option):
         chats = read_pair(row, config, where)
-        chosen, rejected = (encode_answer(chat, tokenizer, config.score_at, where) for chat in chats)
+        chosen, rejected = (encode_answer(chat, tokenizer, score_at, where) for chat in chats)
         if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
             raise UserError(f"{where}: both answers have the same tokens, so neither is better; remove such rows")
-        longest = max(len(chosen), len(rejected))
+        pair, longest = Pair(chosen, rejected, _margin(row, where)), max(len(chosen), len(rejected))
+        check(pair, where)
         if longest <= config.max_length:
-            pairs.append(Pair(chosen, rejected, _margin(row, where)))
+            pairs.append(pair)
         elif config.truncation == "error":
             raise UserError(
                 f"{where}: question and answer together have {longest} tokens, more than data.max_length="
@@ -75,7 +89,7 @@ def _margin(row: dict[str, Any], where: str) -> float:
     return float(margin)
 
 
-def read_pair(row: dict[str, Any], config: PreferenceDataConfig, where: str) -> tuple[Chat, Chat]:
+def read_pair(row: dict[str, Any], config: PairDataConfig, where: str) -> tuple[Chat, Chat]:
     """Returns the chosen and the rejected chat of a row. Each ends with a message of the assistant.
 
     An answer is text or a list of messages. Text, and a list that begins with an assistant message, continue the row's
@@ -85,14 +99,14 @@ def read_pair(row: dict[str, Any], config: PreferenceDataConfig, where: str) -> 
     return _chat(row, *better, config, where), _chat(row, *worse, config, where)
 
 
-def _chat(row: dict[str, Any], key: str, option: str, config: PreferenceDataConfig, where: str) -> Chat:
+def _chat(row: dict[str, Any], key: str, option: str, config: PairDataConfig, where: str) -> Chat:
     answer, place = _column(row, key, option, where), f"{where}, column {key!r}"
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     check_prompt(answer, place)
     if answer[-1]["role"] != "assistant":
         found = f"its last message is of role {answer[-1]['role']!r}"
-        raise UserError(f"{place}: {found}; expected 'assistant', because the assistant's answer is scored")
+        raise UserError(f"{place}: {found}; expected 'assistant', because an answer is the assistant's")
     if answer[0]["role"] != "assistant":
         return answer
     prompt = _column(row, config.prompt_key, "prompt_key", where)
@@ -117,8 +131,8 @@ def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str,
     whole = render(chat, tokenizer, is_question=False)
     if not whole.startswith(question):
         raise UserError(
-            f"{where}: the chat template renders the question differently when an answer follows, so the reward model "
-            "would score other tokens than a policy reads; use another template"
+            f"{where}: the chat template renders the question differently when an answer follows, so training "
+            "would use other tokens than generation; use another template"
         )
     response = encode_text(whole[len(question) :], tokenizer)
     response = turn_of(response, tokenizer) if score_at == "end_of_turn" else response
@@ -142,3 +156,8 @@ def texts_of(data: DataProto) -> DataProto:
         column = data.batch[name]
         columns[name] = column.repeat_interleave(2, 0) if name in of_pair else column.reshape(2 * len(data), -1)
     return DataProto.from_dict(columns, meta_info=data.meta_info)
+
+
+def valid_pairs(data: DataProto) -> torch.Tensor:
+    """Returns (n,) bool for the 2n sequences of `texts_of`: False for pairs that only pad the batch."""
+    return data.batch["response_mask"].any(1).view(-1, 2).all(1)

@@ -39,6 +39,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engine.checkpoint import export
+from workers.engine.network import NetworkBuilder
 from workers.phase import PhaseManager
 from workers.policy.loading import PolicyBuilder, check_sequence_parallel, packing_note, token_network
 from workers.training_worker import COMPUTE_METRIC, TrainingWorker
@@ -48,6 +49,7 @@ CURVES: tuple[Panel, Panel] = (
     ("Loss in training", "loss", {"train/loss": ""}),
     ("Norm of the gradient", "norm", {"train/grad_norm": ""}),
 )
+LOG_PROB_CHUNK_TOKENS = 1024  # maximum tokens of a tile of logits of a language model
 Row = TypeVar("Row", bound=Sized)  # len(row): the number of tokens that a forward pass over the row reads
 Options = TypeVar("Options", bound=SupervisedConfig)
 
@@ -88,28 +90,31 @@ class SupervisedWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        config = self.config
-        network = token_network(config.model, self.build_policy, config.ulysses_sequence_parallel_size)
-        self.build_engine(network, config.fsdp_config, config.optim)
+        self.build_engine(self.network(), self.config.fsdp_config, self.config.optim)
+
+    def network(self) -> NetworkBuilder:
+        """Returns the builder of the network."""
+        return token_network(self.config.model, self.build_policy, self.config.ulysses_sequence_parallel_size)
 
     @register(dispatch_mode=COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
         """Takes one optimizer step on a planned batch. Returns metrics in meta_info, among them `loss`."""
+        rows = self.rows(data)
         self.phases.enter(self.engine)
-        metrics = self.engine.train(self.rows(data), self.loss, **self.options)
+        metrics = self.engine.train(rows, self.loss, **self.options)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=COMPUTE_METRIC)
     def measure(self, data: DataProto) -> DataProto:
         """Returns the loss metrics of `train` for a planned batch, without training."""
-        self.phases.enter(self.engine)
         rows = self.rows(data)
+        self.phases.enter(self.engine)
         outputs = self.engine.infer(rows, **self.options)
         rows.meta_info["num_tokens"] = 1  # the divisor has no effect: only the metrics are used
         return DataProto(meta_info={"metrics": self.loss(rows, outputs)[1]})
 
     def rows(self, data: DataProto) -> DataProto:
-        """Returns the rows of a planned batch in the form that the policy reads."""
+        """Returns a planned batch in the form that policy and loss read. The engine may be off the device."""
         return data
 
 

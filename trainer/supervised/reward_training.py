@@ -5,12 +5,22 @@ of a pair are in one micro-batch. The loss is divided by the number of pairs in 
 neither on the division into micro-batches nor on the number of ranks.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedTokenizerBase
 
-from trainer.data.preferences import Pair, collate_pairs, load_pairs, texts_of
+from trainer.data.preferences import (
+    CheckPair,
+    Pair,
+    PairDataConfig,
+    collate_pairs,
+    load_pairs,
+    texts_of,
+    valid_pairs,
+)
 from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from verl_lite.config import ModelConfig, RewardTrainingConfig
 from verl_lite.metrics import Metric
@@ -45,7 +55,7 @@ def pair_loss(
     position of each row. Metrics: loss; accuracy, the share of pairs whose chosen score is higher than the rejected
     score; margin, the chosen score minus the rejected score.
     """
-    counts = data.batch["response_mask"].any(1).view(-1, 2).all(1)  # (n,): False for padding
+    counts = valid_pairs(data)
     chosen, rejected = outputs["scores"].sum(1).view(-1, 2)[counts].unbind(1)
     losses = bradley_terry(chosen, rejected, data.batch["margin"].view(-1, 2)[counts][:, 0], center_coefficient)
     margins = (chosen - rejected).detach()
@@ -78,13 +88,27 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     )
 
     def read_task(self) -> Task[Pair]:
-        config, model, files = self.config, self.config.model, self.config.data.val_files
+        model, data = self.config.model, self.config.data
         source = ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code)
-        tokenizer = load_tokenizer(source, config.data.chat_template)
-        return Task(
-            worker=RewardTrainingWorker,
-            train=load_pairs(config.data.train_files, tokenizer, config.data, option="data.train_files"),
-            val=load_pairs(files, tokenizer, config.data, option="data.val_files") if files else [],
-            collate=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
-            count=lambda batch: torch.ones(len(batch), dtype=torch.long),
-        )
+        return pair_task(RewardTrainingWorker, load_tokenizer(source, data.chat_template), data, data.score_at)
+
+
+def pair_task(
+    worker: type[SupervisedWorker],
+    tokenizer: PreTrainedTokenizerBase,
+    data: PairDataConfig,
+    score_at: str = "end_of_turn",
+    check: CheckPair = lambda pair, where: None,
+) -> Task[Pair]:
+    """Returns the task of a loss that is a mean over pairs. Arguments and errors: see `load_pairs`."""
+
+    def load(files: Sequence[str], option: str) -> list[Pair]:
+        return load_pairs(files, tokenizer, data, score_at, option=option, check=check)
+
+    return Task(
+        worker=worker,
+        train=load(data.train_files, "data.train_files"),
+        val=load(data.val_files, "data.val_files") if data.val_files else [],
+        collate=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
+        count=lambda batch: torch.ones(len(batch), dtype=torch.long),
+    )

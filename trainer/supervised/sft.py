@@ -1,18 +1,20 @@
-"""Loss and worker for supervised fine-tuning; the loop is in `trainer.supervised.loop`."""
+"""Loss and worker for supervised fine-tuning, and the job of `trainer.main_sft`; the loop is in
+`trainer.supervised.loop`, the loss and worker of loss=dpo in `trainer.supervised.dpo`."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
-from trainer.data.sft_dataset import Example, collate, load_examples
-from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
+from trainer.data.sft_dataset import collate, load_examples
+from trainer.supervised.dpo import DPOWorker, check_pair
+from trainer.supervised.loop import LOG_PROB_CHUNK_TOKENS, SupervisedJob, SupervisedWorker, Task
+from trainer.supervised.reward_training import pair_task
 from verl_lite.config import SFTConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.causal_lm import causal_lm
 from workers.policy.tokenizer import load_tokenizer
-
-LOG_PROB_CHUNK_TOKENS = 1024
 
 
 def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -37,9 +39,11 @@ class SFTJob(SupervisedJob[SFTConfig]):
     module = "trainer.main_sft"
     next_options = "model.path={} data.train_files=FILE rollout.n=8"
 
-    def read_task(self) -> Task[Example]:
+    def read_task(self) -> Task[Any]:
         config = self.config
         tokenizer, files = load_tokenizer(config.model, config.data.chat_template), config.data.val_files
+        if config.loss == "dpo":
+            return pair_task(DPOWorker, tokenizer, config.data, check=check_pair)
         return Task(
             worker=SFTWorker,
             train=load_examples(config.data.train_files, tokenizer, config.data, option="data.train_files"),

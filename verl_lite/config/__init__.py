@@ -32,6 +32,7 @@ from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 from verl_lite.config.run import RayInitConfig, RunConfig, RunOptions, TrainerConfig
 from verl_lite.config.supervised import (
+    DPOConfig,
     PreferenceDataConfig,
     RewardLossConfig,
     RewardTrainingConfig,

@@ -1,13 +1,14 @@
-"""The options of training without a rollout: supervised fine-tuning (`python -m trainer.main_sft`) and reward models
-(`trainer.main_rm`)."""
+"""The options of training without a rollout: supervised fine-tuning and DPO (`python -m trainer.main_sft`) and reward
+models (`trainer.main_rm`)."""
 
 from dataclasses import dataclass
 
 from verl_lite.config.data import CHAT_TEMPLATE
-from verl_lite.config.fields import ALL_OR_SOME, Options, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, Options, Problems, Range, at_least, opt, section
 from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
 from verl_lite.config.run import RunConfig, RunOptions
 
+_BELOW_HALF = Range("at least 0 and less than 0.5 is expected", lambda value: 0 <= value < 0.5)
 _SCORE_AT = ("end_of_turn", "end_of_text")
 
 
@@ -29,6 +30,8 @@ class SFTDataConfig(SupervisedDataConfig):
     messages_key: str = opt("messages", "column of chat messages; the assistant's messages are trained")
     prompt_key: str = opt("prompt", "without messages_key: the prompt, text or chat messages; COLUMN or COLUMN.ENTRY")
     response_key: str = opt("response", "without messages_key: the answer, text; COLUMN or COLUMN.ENTRY")
+    chosen_key: str = opt("chosen", "loss=dpo: the better answer: text, the assistant's message, or the whole chat")
+    rejected_key: str = opt("rejected", "loss=dpo: the worse answer, in the same forms")
     max_length: int = opt(1024, "maximum number of tokens per sequence; see `truncation`")
     truncation: str = opt("error", "treatment of longer sequences", ("error", "right", "drop"))
 
@@ -57,11 +60,29 @@ class SupervisedConfig(RunOptions):
 
 
 @dataclass
-class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning, `python -m trainer.main_sft`."""
+class DPOConfig(Options):
+    """Direct Preference Optimization, with TRL's names; see `verl_lite.algos.preference_losses.dpo_loss`."""
 
+    beta: float = opt(0.1, "loss=dpo: strength of the pull toward the initial model", POSITIVE)
+    label_smoothing: float = opt(0.0, "loss=dpo: assumed share of pairs with swapped answers", _BELOW_HALF)
+
+
+@dataclass
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning and DPO, `python -m trainer.main_sft`."""
+
+    loss: str = opt("sft", "sft = likelihood of answers; dpo = preference of a chosen answer", ("sft", "dpo"))
     data: SFTDataConfig = section(SFTDataConfig, "training data")
     model: ModelConfig = section(ModelConfig, "the network")
+    dpo: DPOConfig = section(DPOConfig, "preference loss")
+
+    def check(self) -> Problems:
+        if self.loss == "dpo" and self.data.truncation == "right":
+            yield "data.truncation=right with loss=dpo: part of an answer is another answer; expected error or drop"
+        for name, default in vars(DPOConfig()).items():
+            value = getattr(self.dpo, name)
+            if self.loss != "dpo" and value != default:
+                yield f"dpo.{name}={value} has no effect with loss={self.loss}: set loss=dpo, or leave dpo.{name} out"
 
 
 @dataclass

@@ -31,6 +31,7 @@ def losses(run_dir: Path) -> dict[int, float]:
     [
         pytest.param(main_sft.main, SFT_ROWS, id="sft"),
         pytest.param(main_rm.main, PAIRS, id="rm", marks=pytest.mark.slow),
+        pytest.param(lambda given: main_sft.main([*given, "loss=dpo"]), PAIRS, id="dpo", marks=pytest.mark.slow),
     ],
 )
 def test_a_failed_step_is_dumped_and_repeated_with_the_same_loss(

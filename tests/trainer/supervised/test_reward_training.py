@@ -17,7 +17,7 @@ from tests.trainer.prompt_rows import write
 from tests.workers.ranks import OnRanks
 from trainer import main_rm
 from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair
-from trainer.supervised.loop import train_within
+from trainer.supervised.loop import SupervisedWorker, train_within
 from trainer.supervised.reward_training import RewardTrainingJob, RewardTrainingWorker, pair_loss
 from verl_lite.config import (
     NetworkConfig,
@@ -196,18 +196,24 @@ def test_a_run_learns_and_leaves_what_transformers_reads_as_it_was_measured(mode
 
 
 def learnt(model: str, budget: int, packed: bool, world: int) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Metrics of three steps of 7 pairs, and the weights after them, of this rank's part of a plan for `world`."""
-    rank = torch.distributed.get_rank() if world > 1 else 0
+    """`three_steps` of a reward model."""
     config = RewardTrainingConfig(
         model=NetworkConfig(path=model, enable_gradient_checkpointing=False, use_remove_padding=packed),
         optim=OptimConfig(lr=1e-2, eps=1e-2),
         loss=RewardLossConfig(center_rewards_coefficient=0.01),
         trainer=SFTTrainerConfig(device="cpu"),
     )
-    worker, tokenizer = RewardTrainingWorker(config, 3), tiny_tokenizer()
+    return three_steps(RewardTrainingWorker(config, 3), budget, world)
+
+
+def three_steps(
+    worker: SupervisedWorker, budget: int, world: int
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Metrics of three steps of 7 pairs, and the weights after them, of this rank's part of a plan for `world`."""
+    rank, tokenizer, keys = torch.distributed.get_rank() if world > 1 else 0, tiny_tokenizer(), PreferenceDataConfig()
     worker.init_model()
     pairs = [
-        Pair(*(encode_answer(chat, tokenizer, "end_of_turn", "row") for chat in read_pair(row, config.data, "row")))
+        Pair(*(encode_answer(chat, tokenizer, "end_of_turn", "row") for chat in read_pair(row, keys, "row")))
         for row in pairs_of(21)
     ]
     logged = []
@@ -229,14 +235,14 @@ def test_neither_micro_batches_nor_packing_nor_ranks_change_what_is_learnt(model
     assert max(np.abs(reference[name] - start[name]).max() for name in start if name != "score.weight") > 1e-3
     for budget, packed in ((75, True), (10_000, False)):
         found, weights = learnt(model, budget, packed, 1)
-        _same(weights, reference)
+        assert_same(weights, reference)
         assert [values(step) for step in found] == [pytest.approx(values(step), rel=1e-3) for step in metrics]
     for _, weights in (parts := two_ranks(learnt, model, 75, True, 2)):
-        _same(weights, reference)
+        assert_same(weights, reference)
     together = [values(combine([rank[0][step] for rank in parts])) for step in range(3)]
     assert together == [pytest.approx(values(step), rel=1e-3) for step in metrics]
 
 
-def _same(weights: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:
+def assert_same(weights: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:
     assert weights.keys() == reference.keys()
     assert max(np.abs(weights[name] - reference[name]).max() for name in reference) < 1e-5

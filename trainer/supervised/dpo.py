@@ -1,0 +1,85 @@
+"""Loss and worker of Direct Preference Optimization, `trainer.main_sft loss=dpo`; the loop is in
+`trainer.supervised.loop`.
+
+Both answers of a pair are in one micro-batch, where they share the prompt's tokens. The loss is divided by the number
+of pairs in the whole optimizer step. The reference is the model at model.path, also in a resumed run. Each step
+computes its log-probs in the same micro-batches as the policy's, so the first loss is exactly log 2.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+
+from trainer.data.preferences import Pair, texts_of, valid_pairs
+from trainer.supervised.loop import LOG_PROB_CHUNK_TOKENS, SupervisedWorker
+from verl_lite.algos.masked import masked_sum
+from verl_lite.algos.preference_losses import dpo_loss
+from verl_lite.config import SFTConfig
+from verl_lite.errors import UserError
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Dispatch, register
+from workers.policy.adapter import has_adapter
+from workers.policy.causal_lm import causal_lm
+
+
+def dpo_step_loss(
+    data: DataProto, outputs: dict[str, torch.Tensor], beta: float, label_smoothing: float
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Returns the loss of a micro-batch and its metrics under TRL's names, which are means over pairs.
+
+    data: response_mask, ref_log_prob (2n, R), whose rows alternate between chosen and rejected answers. outputs:
+    log_probs (2n, R).
+    """
+    mask, is_valid = data.batch["response_mask"], valid_pairs(data)
+    logps, ref_logps = (
+        masked_sum(log_probs, mask, axis=1).view(-1, 2)[is_valid]
+        for log_probs in (outputs["log_probs"], data.batch["ref_log_prob"])
+    )
+    losses, rewards = dpo_loss(logps, ref_logps, beta, label_smoothing)
+    margins = rewards[:, 0] - rewards[:, 1]
+    found = {"loss": losses, "rewards/accuracies": margins > 0, "rewards/margins": margins}
+    for column, answer in enumerate(("chosen", "rejected")):
+        found |= {f"rewards/{answer}": rewards[:, column], f"logps/{answer}": logps[:, column]}
+    metrics = {name: Metric.mean(float(values.detach().sum()), len(losses)) for name, values in found.items()}
+    return losses.sum() / data.meta_info["num_tokens"], metrics
+
+
+class DPOWorker(SupervisedWorker):
+    """One rank of DPO. reference: the engine of the reference model. With LoRA it is the trained engine, whose adapter
+    is disabled for the reference; otherwise it has a frozen copy of the weights at model.path."""
+
+    config: SFTConfig
+
+    def __init__(self, config: SFTConfig, total_training_steps: int) -> None:
+        loss = partial(dpo_step_loss, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing)
+        policy = causal_lm(LOG_PROB_CHUNK_TOKENS)
+        super().__init__(config, total_training_steps, policy, loss, temperature=1.0, calculate_entropy=False)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engines."""
+        super().init_model()
+        adapted = has_adapter(self.config.model)
+        self.reference = self.engine if adapted else self.new_engine(self.network(), self.config.fsdp_config)
+
+    def rows(self, data: DataProto) -> DataProto:
+        """Returns the texts of the pairs, one per row, with ref_log_prob (2n, R)."""
+        texts = texts_of(data)
+        self.phases.enter(self.reference)
+        with self.reference.adapter_off() if self.reference is self.engine else nullcontext():
+            texts.batch["ref_log_prob"] = self.reference.infer(texts, **self.options)["log_probs"]
+        return texts
+
+
+def check_pair(pair: Pair, where: str) -> None:
+    """Raises UserError if the answers follow different prompts, or if an answer is only its end-of-turn token."""
+    if pair.chosen.prompt != pair.rejected.prompt:
+        raise UserError(
+            f"{where}: the chats differ before their last message, and DPO compares two answers to the same prompt; "
+            "cut both chats after the first message that differs, or remove such rows"
+        )
+    for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        if len(answer.response) < 2:
+            raise UserError(f"{where}: the {name} answer has no tokens before its end-of-turn token; remove such rows")
