@@ -173,7 +173,7 @@ def read_saved(target: Path, run: PPOConfig | None, config: ScoreConfig) -> list
     answers: list[SavedAnswer] = []
     for file in _files(target, run):
         for number, row in enumerate(_rows(file)):
-            answers += _answers(row, len(answers), f"row {number} of {file}", config, file.parents[1] / IMAGES)
+            answers += _answers(row, len(answers), f"row {number} of {file}", config, file.parent.parent / IMAGES)
     if not answers:
         raise UserError(f"{target} contains no answers")
     return answers
