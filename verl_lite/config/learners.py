@@ -56,11 +56,14 @@ class ModelConfig(NetworkConfig):
     lora_alpha: int = opt(16, "the adapter's output is scaled by lora_alpha / lora_rank", at_least(1))
     target_modules: list[str] = opt(["all-linear"], "linear layers with an adapter: all-linear, or [q_proj,v_proj,...]")
     exclude_modules: list[str] = opt([], "layers without an adapter, although target_modules names them")
+    lora_adapter_path: str | None = opt(None, "start from this folder of a saved adapter in peft's format; null = zero")
 
     def check(self) -> Problems:
         targets = self.target_modules
         if self.lora_rank > 0 and (not targets or ("all-linear" in targets and len(targets) > 1)):
             yield f"model.target_modules={self.target_modules}: expected all-linear alone, or names of layers"
+        if self.lora_adapter_path is not None and not self.lora_rank:
+            yield f"model.lora_adapter_path={self.lora_adapter_path} needs model.lora_rank, the rank of that adapter"
 
 
 @dataclass
