@@ -61,8 +61,8 @@ def needs_greedy_baseline(config: PPOConfig) -> bool:
 
 
 def loss_takes(config: PPOConfig, column: str) -> bool:
-    """Returns True if the policy loss reads a column: `selected` (tokens selected over the whole batch) or `scores`
-    (score of each response)."""
+    """Returns True if the policy loss reads a column: `selected` (tokens selected over the whole batch), `scores`
+    (score of each response) or `staleness` (weight updates since each token was sampled)."""
     return takes(get_policy_loss_fn(config.actor.policy_loss.loss_mode), column)
 
 

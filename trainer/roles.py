@@ -256,10 +256,10 @@ class ActorRole(ModelRole, SavedByWorkers):
 
 
 def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, torch.Tensor]:
-    """Returns the columns selected (B, R) bool and scores (B,), each only if the policy loss takes it.
+    """Returns the columns selected (B, R) bool, scores (B,), staleness (B, R), each only if the policy loss takes it.
 
     selected: tokens chosen over the whole batch under the policy before the update, the same in every epoch. Random
-    choices are seeded with trainer.seed and the step.
+    choices are seeded with trainer.seed and the step. staleness: weight updates since the token was sampled.
     """
     tensors, loss_mode = {}, config.actor.policy_loss.loss_mode
     if loss_takes(config, "selected"):
@@ -274,6 +274,8 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
         tensors["selected"] = TOKEN_SELECTIONS[loss_mode](*columns, config.actor, generator=generator)
     if loss_takes(config, "scores"):
         tensors["scores"] = outcome_scores(batch.batch["token_level_scores"], batch.batch["response_mask"])
+    if loss_takes(config, "staleness"):
+        tensors["staleness"] = (step - 1 - batch.batch["rollout_versions"]).where(batch.batch["response_mask"] != 0, 0)
     return tensors
 
 

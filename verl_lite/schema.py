@@ -100,6 +100,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("advantages", ("B", "R"), "float32", "advantages that the policy loss reads", _ADVANTAGE, others=_AGENT),
     Column("returns", ("B", "R"), "float32", "targets of the critic", _ADVANTAGE, others=_AGENT),
     Column("selected", ("B", "R"), "bool", "True for tokens that the policy loss treats specially", _LOSS),
+    Column("staleness", ("B", "R"), "int32", "weight updates since the token was sampled", _LOSS),
     Column("scores", ("B",), "float32", "outcome score of the response, for losses that read it", _LOSS),
     Column("rollout_is_weights", ("B", "R"), "float32", "importance weights from the rollout correction", _DRIVER),
     Column("is_padding", ("B",), "bool", "True for rows that only pad the batch; absent = none", _PLANNER),

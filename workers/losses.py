@@ -30,7 +30,7 @@ LossFunc = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, Ma
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 _additive_losses: set[Any] = set()
 """Users' policy losses that passed `check_loss_is_additive` in this process."""
-LOSS_COLUMNS = ("selected", "scores")
+LOSS_COLUMNS = ("selected", "scores", "staleness")
 """Columns that the driver sends if the policy loss has parameters of these names: see `trainer.requirements`."""
 
 
@@ -43,10 +43,10 @@ def actor_loss(
     """Computes the actor's loss of one micro-batch, to be summed over micro-batches and ranks.
 
     Args:
-        data: response_mask, advantages (b, R); old_log_probs, ref_log_prob, rollout_is_weights, selected (b, R) and
-            scores (b,) if the step needs them. Without old_log_probs the update is strictly on-policy and the ratio is
-            1. meta_info: num_tokens and num_sequences of the whole mini-batch (valid tokens; sequences with valid
-            tokens); without them data is treated as the whole mini-batch.
+        data: response_mask, advantages (b, R); old_log_probs, ref_log_prob, rollout_is_weights, selected, staleness
+            (b, R) and scores (b,) if the step needs them. Without old_log_probs the update is strictly on-policy and
+            the ratio is 1. meta_info: num_tokens and num_sequences of the whole mini-batch (valid tokens; sequences
+            with valid tokens); without them data is treated as the whole mini-batch.
         outputs: log_probs (b, R) with gradient; optionally entropys (b, R); kl (b, R) with gradient if the policy
             computes its KL to the reference in closed form, which replaces the estimate from ref_log_prob;
             router_aux_loss (b,) with gradient if its coefficient is set, averaged over sequences; router_replay (b, 2)

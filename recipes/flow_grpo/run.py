@@ -49,7 +49,7 @@ def problems_of(config: FlowGRPOConfig) -> Problems:
     for argument in NOT_HERE:
         if function is not None and takes(function, argument):
             yield f"algorithm.adv_estimator={chosen} needs {argument}, which flow_grpo lacks: use grpo, rloo or opo"
-    if config.rollout.n == 1 and chosen.startswith(("grpo", "rloo", "opo", "gpg")):
+    if config.rollout.n == 1 and chosen.startswith(("grpo", "maxrl", "rloo", "opo", "gpg")):
         yield f"rollout.n=1: {chosen} compares the samples of one prompt with each other; set at least 2, such as 8"
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < steps:
         limit = f"actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu}"

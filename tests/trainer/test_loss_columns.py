@@ -149,3 +149,14 @@ def test_the_critics_forward_pass_is_balanced_and_bounded(
     CriticRole(group, config).compute_values(data)  # type: ignore[arg-type]
     assert group.data.batch["attention_mask"].view(2, -1).sum(1).tolist() == loads
     assert group.data.meta_info["schedule"][0][0].num_micro_batches == passes
+
+
+def test_staleness_is_in_weight_updates_and_0_under_the_mask() -> None:
+    data = batch()
+    data.batch["rollout_versions"] = (
+        torch.arange(ROWS)[:, None].expand(ROWS, RESPONSE).where(data.batch["response_mask"] != 0, -1)
+    )
+    found = loss_columns(data, config_of("a3po"), step=9)["staleness"]  # trains version 8
+    ages = 8 - torch.arange(ROWS)[:, None].expand(ROWS, RESPONSE)
+    assert torch.equal(found, torch.where(data.batch["response_mask"] != 0, ages, 0))
+    assert torch.equal(sent(config_of("a3po"), data, step=9)["staleness"].sum(), found.sum())

@@ -172,6 +172,11 @@ def grpo(given: Given, scores: Row, group: list[int], row: int) -> float:
     return (scores[row] - centre) / (scale + 1e-6 if given.option("norm_adv_by_std_in_grpo", True) else 1.0)
 
 
+def maxrl(given: Given, scores: Row, group: list[int], row: int) -> float:
+    centre, _ = centre_and_scale(scores, group)
+    return (scores[row] - centre) / (centre + 1e-6) if centre > 0 else 0.0
+
+
 def grpo_passk(given: Given, scores: Row, group: list[int], row: int) -> float:
     others = [scores[other] for other in group if other != row]
     if not others or scores[row] <= max(others):
@@ -329,7 +334,7 @@ def gigpo(given: Given) -> Pair:
 
 
 NAIVE_ESTIMATORS: dict[str, Callable[[Given], Pair]] = {
-    **{formula.__name__: outcome(formula) for formula in (grpo, grpo_passk, rloo, rloo_vectorized, opo)},
+    **{formula.__name__: outcome(formula) for formula in (grpo, maxrl, grpo_passk, rloo, rloo_vectorized, opo)},
     "grpo_vectorized": outcome(grpo),
     **{
         estimator.__name__: estimator

@@ -102,6 +102,11 @@ def kl_cov(old: float, new: float, a: float, config: Any, chosen: bool) -> float
     return -a * r + (config.policy_loss.ppo_kl_coef * abs(clip(new - old, -20.0, 20.0)) if chosen else 0.0)
 
 
+def a3po(old: float, new: float, a: float, config: Any, age: int) -> float:
+    proximal = old if age < 2 else old / age + new * (age - 1) / age  # of a token sampled so many weight updates ago
+    return ratio(old, proximal) * vanilla(proximal, new, a, config, False)
+
+
 def gspo(tokens: list[Token], weights: list[float], config: Any) -> list[float]:
     """Of a row: every token has the row's ratio, exp of the mean log-ratio."""
     low, high = clip_bounds(config)
@@ -124,7 +129,7 @@ def geo_mean(tokens: list[Token], weights: list[float], config: Any) -> list[flo
 
 NAIVE_TOKEN_LOSSES: dict[str, Callable[[float, float, float, Any, bool], float]] = {
     loss.__name__: loss
-    for loss in (vanilla, sapo, gpg, cispo, tis, topr, kimi15, dro, dppo_tv, dppo_kl, clip_cov, kl_cov)
+    for loss in (vanilla, sapo, gpg, cispo, tis, topr, kimi15, dro, dppo_tv, dppo_kl, clip_cov, kl_cov, a3po)
 }
 NAIVE_ROW_LOSSES: dict[str, Callable[[list[Token], list[float], Any], list[float]]] = {
     "gspo": gspo,
@@ -135,11 +140,11 @@ RATIO_LOSSES = ("vanilla", "cispo", "tis", "topr")  # they read ratio_type
 
 
 def naive_policy_loss(name: str, columns: dict[str, Any], mode: str, config: Any) -> float:
-    """Its value for a mini-batch given whole. `selected` (B, T) where the loss chooses tokens."""
+    """Its value for a mini-batch given whole. `selected` or `staleness` (B, T) where the loss takes it."""
     names = ("old_log_prob", "log_prob", "advantages")
     mask = [[m != 0 for m in row] for row in columns["response_mask"].tolist()]
     weights = columns["rollout_is_weights"].tolist() if "rollout_is_weights" in columns else None
-    chosen = columns["selected"].tolist() if "selected" in columns else None
+    chosen = columns.get("selected", columns.get("staleness"))
     losses = []
     for row, lists in enumerate(zip(*(columns[name].tolist() for name in names), strict=True)):
         kept = [t for t in range(len(mask[row])) if mask[row][t]]
@@ -149,7 +154,7 @@ def naive_policy_loss(name: str, columns: dict[str, Any], mode: str, config: Any
             values = NAIVE_ROW_LOSSES[name](tokens, own, config) if tokens else []
         else:
             formula = NAIVE_TOKEN_LOSSES[name]
-            flags = [bool(chosen[row][t]) if chosen else False for t in kept]
+            flags = [0 if chosen is None else int(chosen[row][t]) for t in kept]
             values = [formula(*token, config, flag) * w for token, flag, w in zip(tokens, flags, own, strict=True)]
         losses.append(values)
     width = len(mask[0]) if mask else 0

@@ -34,6 +34,7 @@ from verl_lite.core_algos import (
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOSEN = {"selected": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 == 0}
+AGES = {"staleness": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 5}
 OPTIONS = PolicyLossConfig(dro_beta=0.5)
 
 
@@ -41,11 +42,11 @@ def test_the_names_of_verl_and_roll_are_there() -> None:
     assert set(ADV_ESTIMATOR_REGISTRY) >= {
         *("gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
         *("rloo", "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline"),
-        *("gdpo", "reinforce", "step_reinforce", "gigpo", "agentic_reinforce"),
+        *("gdpo", "maxrl", "reinforce", "step_reinforce", "gigpo", "agentic_reinforce"),
     }
     assert set(POLICY_LOSS_REGISTRY) >= {
         *("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro", "cispo"),
-        *("tis", "topr", "kimi15"),
+        *("tis", "topr", "kimi15", "a3po"),
     }
 
 
@@ -60,7 +61,9 @@ def test_verls_smaller_names_give_what_verl_defines() -> None:
 
 @pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
 def test_every_estimator_keeps_its_promises(name: str) -> None:
-    check_adv_estimator(ADV_ESTIMATOR_REGISTRY[name], groups_of_one=name != "grpo_passk")
+    # the groups of the check have negative means, which maxrl takes as no success
+    positive = {"token_level_rewards": estimator_batch()["token_level_rewards"].abs()} if name == "maxrl" else {}
+    check_adv_estimator(ADV_ESTIMATOR_REGISTRY[name], groups_of_one=name != "grpo_passk", **positive)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,9 @@ def test_every_estimator_keeps_its_promises(name: str) -> None:
 )
 def test_every_loss_keeps_its_promises(name: str, ratio_type: str) -> None:
     config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, ratio_type=ratio_type, policy_loss=OPTIONS)
-    check_policy_loss(POLICY_LOSS_REGISTRY[name], config, **(CHOSEN if name in TOKEN_SELECTIONS else {}))
+    check_policy_loss(
+        POLICY_LOSS_REGISTRY[name], config, **(CHOSEN if name in TOKEN_SELECTIONS else AGES if name == "a3po" else {})
+    )
 
 
 def test_the_value_loss_keeps_the_promises_of_a_policy_loss() -> None:

@@ -233,3 +233,9 @@ def test_22_a_reward_reaches_the_turns_before_it() -> None:
     rewards, mask = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[1, 1, 0, 1]])
     _, returns = ADV_ESTIMATOR_REGISTRY["reinforce_plus_plus"](rewards, mask, gamma=1.0)
     assert returns.tolist() == [[1.0, 1.0, 0.0, 1.0]]
+
+
+def test_23_maxrl_divides_by_no_mean_that_is_0() -> None:
+    index = ["a", "a", "a", "a", "b", "c", "c"]  # one success of four, a group of one, no success
+    found = estimate("maxrl", [[1.0], [0.0], [0.0], [0.0], [1.0], [0.0], [-1.0]], [[1]] * 7, index=index).flatten()
+    assert found.tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0], abs=2e-5)

@@ -337,6 +337,7 @@ def _other_columns(batch: Batch, log_probs: torch.Tensor, values: torch.Tensor) 
         "scores": draw()[:, 0].float(),
         "values": (values + draw(CLIP)).float(),
         "returns": (values + draw()).float(),
+        "staleness": (draw().abs() * 3).int(),
     }
 
 

@@ -253,6 +253,56 @@ def test_exports_have_the_logits_of_the_model_in_memory(
         assert not (Path(f"{folder}_hf") / "adapter_config.json").exists()
 
 
+def started_from(path: str, adapter: str, folder: str = "") -> dict[str, np.ndarray]:
+    """On each rank: the adapter of a new engine that starts from a saved one, or that then loads a checkpoint."""
+    model = {"lora_rank": 3, "lora_alpha": 6, "lora_adapter_path": adapter}
+    engine = build_engine(path, CASE, OPTIM, model=model)
+    if folder:
+        engine.load(folder)
+    return {name: value.numpy() for name, value in gathered(engine).items()}
+
+
+def test_a_run_starts_from_a_saved_adapter_and_a_checkpoint_has_priority(
+    path: str, two_ranks: OnRanks, tmp_path: Path
+) -> None:
+    early, late = (trained_adapter(path, CASE, steps, str(tmp_path / f"{steps}"))["adapter"] for steps in (1, 2))
+    export_adapter(str(tmp_path / "1"), saved := str(tmp_path / "saved"))
+    for found in (started_from(path, saved), *two_ranks(started_from, path, saved)):
+        assert all(np.array_equal(found[name], value) for name, value in early.items()) and len(found) == len(early)
+    assert any(value.any() for name, value in early.items() if "lora_B" in name), "a new adapter has zeros there"
+    resumed = started_from(path, saved, str(tmp_path / "2"))
+    assert all(np.array_equal(resumed[name], value) for name, value in late.items())
+    assert any(not np.array_equal(early[name], value) for name, value in late.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"lora_rank": 4}, r"model.lora_rank=4: the adapter of .*/saved has 3; set model.lora_rank=3"),
+        ({"lora_alpha": 5}, r"model.lora_alpha=5: .* has 6; set model.lora_alpha=6"),
+        ({"target_modules": ["q_proj"]}, r"target_modules=\['q_proj'\]: .* Set model.target_modules=\[down_proj,gate_"),
+        ({"exclude_modules": ["q_proj"]}, r"q_proj.lora_A.weight is only in the adapter"),
+        ({"lora_adapter_path": "/none"}, r"lora_adapter_path=/none cannot be read .*adapter_model.safetensors, as"),
+        (
+            {"path": "wide"},
+            r"an adapter of another model: .*, and .*wide has .* there. Set model.path=",
+        ),
+        ({"path": "short"}, r"another model: .*layers.1.*short has no such layer. Set model.path="),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_a_run_starts(
+    options: dict[str, Any], refusal: str, path: str, tmp_path: Path
+) -> None:
+    engine_of(path).save(str(tmp_path / "checkpoint"))
+    export_adapter(str(tmp_path / "checkpoint"), str(tmp_path / "saved"))
+    sizes = {"wide": {"hidden": 64}, "short": {"hidden": 32, "layers": 1}}.get(options.get("path", ""))
+    if sizes is not None:
+        options = options | {"path": tiny_qwen2(tmp_path / options["path"], heads=4, kv_heads=2, **sizes)}
+    given = {"path": path, "lora_rank": 3, "lora_alpha": 6, "lora_adapter_path": str(tmp_path / "saved")} | options
+    with pytest.raises(UserError, match=refusal):
+        count_trained(ModelConfig(**given))
+
+
 def test_a_base_that_is_gone_is_one_sentence_and_the_adapter_can_still_be_had(tmp_path: Path) -> None:
     engine_of(tiny_qwen2(tmp_path / "base", hidden=32, heads=4)).save(str(tmp_path / "checkpoint"))
     (tmp_path / "base").rename(tmp_path / "elsewhere")

@@ -177,7 +177,7 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     for role, network in held.items():
         for name, size, is_offloaded, moved in (
             ("weights", network.weights, network.fsdp.param_offload, weights),
-            ("AdamW's moments", network.moments, network.fsdp.optimizer_offload, moments),
+            (f"{network.optimizer}'s moments", network.moments, network.fsdp.optimizer_offload, moments),
         ):
             if size and is_offloaded and not on_cpu:
                 plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
@@ -258,17 +258,22 @@ def _held_networks(
 ) -> Iterator[tuple[str, HeldNetwork]]:
     """Yields the role and the network of each FSDP engine in the run."""
 
-    def held(shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0) -> HeldNetwork:
+    def held(
+        shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0, optimizer: str = "adamw"
+    ) -> HeldNetwork:
         compute, reduce = (
             compute_size(name, device) for name in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
         )
-        return HeldNetwork(shape, ranks_of_a_copy(fsdp, slots), compute, reduce, trained, adapter, fsdp)
+        matrices = (adapter or shape.matrix_parameters) if optimizer == "muon" else 0
+        return HeldNetwork(shape, ranks_of_a_copy(fsdp, slots), compute, reduce, trained, adapter, fsdp, matrices)
 
-    yield "actor", held(networks.policy, config.actor.fsdp_config, *trained_parameters(config, networks.policy))
+    actor, trained = config.actor, trained_parameters(config, networks.policy)
+    yield "actor", held(networks.policy, actor.fsdp_config, *trained, actor.optim.optimizer)
     if needs_reference_model(config):
         yield "reference", held(networks.policy, config.ref.fsdp_config)
     if networks.critic is not None:
-        yield "critic", held(networks.critic, config.critic.fsdp_config, networks.critic.parameters)
+        trained = networks.critic.parameters, 0
+        yield "critic", held(networks.critic, config.critic.fsdp_config, *trained, config.critic.optim.optimizer)
     if networks.reward_model is not None:
         yield "reward model", held(networks.reward_model, config.reward_model.fsdp_config)
 
@@ -400,7 +405,7 @@ class HeldNetwork:
 
     ranks: number of ranks that share one copy. compute, reduce: bytes per element in passes and in the reduction of
     gradients. trained: number of trainable parameters (all, all but those of a vision tower, those of the adapter, or 0
-    for a frozen network). adapter: number of adapter parameters.
+    for a frozen network). adapter: number of adapter parameters. matrices: number of parameters that Muon updates.
     """
 
     shape: ModelShape
@@ -410,6 +415,7 @@ class HeldNetwork:
     trained: int = 0
     adapter: int = 0
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    matrices: int = 0
 
     @property
     def trains_tower(self) -> bool:
@@ -424,8 +430,13 @@ class HeldNetwork:
 
     @property
     def moments(self) -> float:
-        """Bytes of this rank's shard of AdamW's moments."""
-        return MOMENTS * self.trained / self.ranks
+        """Bytes of this rank's shard of AdamW's two moments, or Muon's one moment."""
+        return (MOMENTS * self.trained - FP32 * self.matrices) / self.ranks
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer in a plan."""
+        return "Muon" if self.matrices else "AdamW"
 
     @property
     def gathered(self) -> float:

@@ -75,6 +75,12 @@ class ModelShape:
         return attention + self.head_norms * 2 * self.head_dim + mlps + 2 * self.hidden
 
     @property
+    def matrix_parameters(self) -> int:
+        """Weights of the layers' linear modules, without those of experts, which are stacked."""
+        mlp = 0 if self.experts else 3 * self.inner
+        return self.layers * self.hidden * (2 * (self.query + self.kv) + mlp)
+
+    @property
     def embedding(self) -> int:
         """Parameters of the embedding, and also of an untied output layer."""
         return self.vocab * self.hidden

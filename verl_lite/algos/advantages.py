@@ -169,6 +169,27 @@ def compute_grpo_outcome_advantage(
     return rows.advantages(advantages, token_level_rewards)
 
 
+@estimator("maxrl", groups=True)
+def compute_maxrl_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index | None = None,
+    epsilon: float = 1e-6,
+    **_: Any,
+) -> Pair:
+    """MaxRL: A_i = (R_i - mean_g) / (mean_g + epsilon), the group's mean in place of GRPO's std (arXiv:2602.02710).
+
+    For scores of 0 and 1, K of N answers correct: N/K - 1 for a correct answer and -1 for a wrong one, so that rarely
+    solved prompts weigh most; with the loss -A log pi this is the gradient of the log of the success probability,
+    truncated at order N - 1. A group without a success (mean_g <= 0) and a group of one response get 0, where the
+    formula would divide by epsilon (authors' code: no exception).
+    """
+    rows = outcomes("maxrl", token_level_rewards, response_mask, index)
+    means = rows.means[rows.groups]  # 0 for a group of one
+    advantages = torch.where(means > 0, (rows.scores - means) / (means.clamp(min=0) + epsilon), 0)
+    return rows.advantages(advantages, token_level_rewards)
+
+
 @estimator("grpo_passk", groups=True)
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,

@@ -320,6 +320,34 @@ def compute_policy_loss(
     )
 
 
+@policy_loss("a3po")
+def compute_policy_loss_a3po(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    staleness: Tensor | None = None,
+) -> TokenLosses:
+    """A-3PO: decoupled PPO with an interpolated proximal policy (arXiv:2512.06547; AReaL's prox_logp_method=loglinear).
+
+    old_log_prob is that of the policy that sampled the token, s weight updates ago. The proximal policy is not
+    computed: log pi_prox = old_log_prob + a sg(d) with a = (s - 1) / s, and a = 0 for s = 0. The loss is
+    sg(pi_prox / pi_old) times `clipped_surrogate` of pi / pi_prox. For example, s = 2, pi / pi_old = 1.44 and A = 1
+    give pi_prox / pi_old = 1.2 and the loss -1.2 min(1.2, 1 + high). staleness: (B, T) s; None = 0, which gives PPO.
+    config: as for vanilla, without ratio_type. Metrics: pg_clipfrac, pg_clipfrac_lower.
+    """
+    low, high = clip_range(config)
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob)
+    proximal = torch.zeros_like(log_ratio)
+    if staleness is not None:
+        check_shapes("a3po", response_mask=response_mask, staleness=staleness)
+        proximal = log_ratio.detach() * (1 - 1 / staleness.clamp(min=1).to(log_ratio.dtype))
+    surrogate = clipped_surrogate(log_ratio - proximal, advantages, low, high, config.clip_ratio_c)
+    losses, is_clipped, is_bounded = surrogate
+    return proximal.exp() * losses, {"pg_clipfrac": is_clipped, "pg_clipfrac_lower": is_bounded}
+
+
 @policy_loss("gspo", always="seq-mean-token-mean")
 def compute_policy_loss_gspo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any

@@ -252,6 +252,11 @@ def _async_training(config: PPOConfig) -> Problems:
             f"{key} with {shown}agentic.model_update_frequency={every}: samples are up to {needed} weight updates old: "
             f"set async_training.max_off_policy_threshold={needed} async_training.batches_ahead={options.depth}"
         )
+    if mode == "a3po" and (not correction.bypass_mode or correction.rollout_is is not None):
+        yield (
+            "actor.policy_loss.loss_mode=a3po weighs the rollout's log-probs itself: set algorithm.rollout_correction."
+            "bypass_mode=true and algorithm.rollout_correction.rollout_is=null"
+        )
     is_bounded = POLICY_LOSS_REGISTRY.facts.get(mode, {}).get("bounds_ratio") and correction.loss_type == "ppo_clip"
     if threshold and not is_bounded and correction.rollout_is is None and correction.rollout_rs is None:
         bounded = sorted(name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio"))

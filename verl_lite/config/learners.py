@@ -27,6 +27,7 @@ _MOMENTS = Range(
     "two numbers of at least 0 and less than 1 are expected, such as [0.9,0.999]",
     lambda values: len(values) == 2 and all(0 <= value < 1 for value in values),
 )
+_BELOW_ONE = Range("a number of at least 0 and less than 1 is expected", lambda value: 0 <= value < 1)
 _ABOVE_ONE = Range("a bound above 1 of the ratio for negative advantages is expected", lambda c: c > 1)
 
 
@@ -55,21 +56,26 @@ class ModelConfig(NetworkConfig):
     lora_alpha: int = opt(16, "the adapter's output is scaled by lora_alpha / lora_rank", at_least(1))
     target_modules: list[str] = opt(["all-linear"], "linear layers with an adapter: all-linear, or [q_proj,v_proj,...]")
     exclude_modules: list[str] = opt([], "layers without an adapter, although target_modules names them")
+    lora_adapter_path: str | None = opt(None, "start from this folder of a saved adapter in peft's format; null = zero")
 
     def check(self) -> Problems:
         targets = self.target_modules
         if self.lora_rank > 0 and (not targets or ("all-linear" in targets and len(targets) > 1)):
             yield f"model.target_modules={self.target_modules}: expected all-linear alone, or names of layers"
+        if self.lora_adapter_path is not None and not self.lora_rank:
+            yield f"model.lora_adapter_path={self.lora_adapter_path} needs model.lora_rank, the rank of that adapter"
 
 
 @dataclass
 class OptimConfig(Options):
-    """AdamW and its learning rate schedule."""
+    """The optimizer and its learning rate schedule."""
 
+    optimizer: str = opt("adamw", "adamw | muon (linear layers of the blocks; the rest: AdamW)", ("adamw", "muon"))
     lr: float = opt(1e-6, "peak learning rate", at_least(0))
-    weight_decay: float = opt(0.01, "decoupled weight decay of AdamW", at_least(0))
+    weight_decay: float = opt(0.01, "decoupled weight decay", at_least(0))
     betas: list[float] = opt([0.9, 0.999], "decay rates of the two moments of AdamW", _MOMENTS)
     eps: float = opt(1e-8, "term added to the denominator of AdamW", POSITIVE)
+    muon_momentum: float = opt(0.95, "muon: decay rate of its momentum", _BELOW_ONE)
     clip_grad: float = opt(1.0, "bound of the global gradient norm; a non-finite norm skips the step", POSITIVE)
     lr_scheduler_type: str = opt("constant", "schedule after warm-up: constant | cosine", ("constant", "cosine"))
     lr_warmup_steps: int = opt(-1, "steps of linear warm-up; -1 = use lr_warmup_steps_ratio", at_least(-1))

@@ -98,6 +98,11 @@ def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAd
             f"Set the options model.* of the checkpoint's run (model.lora_rank={0 if adapter is None else adapter.r}), "
             "or start from another checkpoint"
         )
+    if optimizer is not None and (missing := optimizer.moments().keys() - saved.keys()):
+        raise UserError(
+            f"checkpoint {path} was written by another optimizer: it has no {min(missing)}, which optim.optimizer="
+            f"{optimizer.config.optimizer} needs. Set the optim.optimizer of the checkpoint's run"
+        )
     _read(state, path)
     if optimizer is not None:
         optimizer.steps_taken = int(state["steps_taken"])
@@ -159,7 +164,7 @@ class _Planner(DefaultLoadPlanner):
 def _state(
     parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None, scheduler_step: int
 ) -> dict[str, Any]:
-    """The checkpoint's state with flat keys: model.NAME, exp_avg.NAME, exp_avg_sq.NAME, steps_taken, scheduler_step."""
+    """The checkpoint's state with flat keys: model.NAME, the optimizer's moments, steps_taken, scheduler_step."""
     state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     state["scheduler_step"] = scheduler_step
     return state if optimizer is None else state | optimizer.moments() | {"steps_taken": optimizer.steps_taken}

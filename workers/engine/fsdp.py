@@ -27,7 +27,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.random_state import seed_random_state
 from workers.engine import checkpoint
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
-from workers.engine.optimizer import ShardedAdamW, lr_factor
+from workers.engine.optimizer import ShardedAdamW, ShardedMuon, hidden_matrices, lr_factor
 from workers.engine.parameters import WholeWeights, fill_shards, gather_full, saved_buffers
 from workers.policy.adapter import adapter_off, merged, scale_of
 from workers.update import Interleave, LossFunction, infer_batch, train_epochs
@@ -68,7 +68,7 @@ class FSDPEngine:
         self.parameters = self._sharded_parameters()
         self.optimizer = None
         if optim_config is not None:
-            self.optimizer = ShardedAdamW(self.trained, optim_config, self.shard_group)
+            self.optimizer = self._build_optimizer(optim_config)
         self.interleave: Interleave = lambda: None  # other work of this process, called between micro-batches
         self._forward_arguments: dict[str, Any] = {}
         self._saving: Future[Any] | None = None
@@ -111,13 +111,20 @@ class FSDPEngine:
             ),
         }
         least = self.fsdp_config.wrap_policy.min_num_params
-        for block in policy.blocks():
+        self._blocks = policy.blocks()  # fully_shard changes the names of their classes
+        for block in self._blocks:
             if sum(parameter.numel() for parameter in block.parameters()) >= max(1, least):
                 fully_shard(block, **arguments)
         fully_shard(policy, **arguments)
         for module in self._fsdp_modules(policy):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+    def _build_optimizer(self, config: OptimConfig) -> ShardedAdamW:
+        if config.optimizer == "muon":
+            matrices = hidden_matrices(self._blocks, self.trained)
+            return ShardedMuon(self.trained, config, self.shard_group, matrices)
+        return ShardedAdamW(self.trained, config, self.shard_group)
 
     @staticmethod
     def _fsdp_modules(policy: nn.Module) -> list[FSDPModule]:

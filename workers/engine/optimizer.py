@@ -1,18 +1,21 @@
-"""AdamW on the local shards of the parameters, clipping by the global gradient norm, and the learning-rate schedule.
+"""AdamW on the local shards of the parameters, Muon on whole matrices, clipping by the global gradient norm, and the
+learning-rate schedule.
 
 FSDP keeps each parameter as a DTensor. The element-wise update needs only this rank's shard, so the optimizer works on
 plain local tensors without DTensor dispatch, and wraps its state as DTensors for writing and reading checkpoints.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from verl_lite.config import OptimConfig
+from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.profiling import count_moved
 
@@ -28,8 +31,12 @@ class ShardedAdamW:
         self.config, self.shard_group = config, shard_group
         self.bind(parameters)
         self.exp_avg = [torch.zeros_like(shard) for shard in self.shards]
-        self.exp_avg_sq = [torch.zeros_like(shard) for shard in self.shards]
+        self.exp_avg_sq = [torch.zeros_like(self.shards[index]) for index in self._adamw_indices()]
         self.steps_taken = 0
+
+    def _adamw_indices(self) -> list[int]:
+        """The positions of the parameters that AdamW updates, in the order of exp_avg_sq."""
+        return list(range(len(self.shards)))
 
     def bind(self, parameters: Mapping[str, DTensor]) -> None:
         """Replaces the references to the parameters, for example after they moved to another device."""
@@ -67,16 +74,22 @@ class ShardedAdamW:
         config = self.config
         if norm > config.clip_grad > 0:
             torch._foreach_mul_(gradients, config.clip_grad / (norm + 1e-6))
+        self._update_parameters(gradients, lr)
+        self.steps_taken += 1
+
+    def _update_parameters(self, gradients: list[torch.Tensor], lr: float) -> None:
+        config = self.config
         beta1, beta2 = config.betas
         # if a parameter has fewer rows than there are ranks, its shard is empty on some ranks
-        filled = [index for index, shard in enumerate(self.shards) if shard.numel()]
+        squares = zip(self._adamw_indices(), self.exp_avg_sq, strict=True)
+        filled = [(index, square) for index, square in squares if square.numel()]
         device = self.shards[0].device
         counters = [torch.tensor(float(self.steps_taken), device=device) for _ in filled]
         adamw(
-            [self.shards[index] for index in filled],
-            [gradients[index] for index in filled],
-            [self.exp_avg[index] for index in filled],
-            [self.exp_avg_sq[index] for index in filled],
+            [self.shards[index] for index, _ in filled],
+            [gradients[index] for index, _ in filled],
+            [self.exp_avg[index] for index, _ in filled],
+            [square for _, square in filled],
             [],
             counters,
             fused=True,
@@ -88,7 +101,6 @@ class ShardedAdamW:
             eps=config.eps,
             maximize=False,
         )
-        self.steps_taken += 1
 
     def zero_grad(self) -> None:
         """Sets all gradients to None."""
@@ -104,18 +116,83 @@ class ShardedAdamW:
 
     def moments(self) -> dict[str, DTensor]:
         """The moments as DTensors that share this rank's memory, by the names exp_avg.NAME and exp_avg_sq.NAME."""
-        result = {}
-        for kind, tensors in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
-            for (name, parameter), tensor in zip(self.parameters.items(), tensors, strict=True):
-                result[f"{kind}.{name}"] = DTensor.from_local(
-                    tensor,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-        return result
+        names = list(self.parameters)
+        named = [(f"exp_avg.{name}", name, mean) for name, mean in zip(names, self.exp_avg, strict=True)]
+        for index, square in zip(self._adamw_indices(), self.exp_avg_sq, strict=True):
+            named.append((f"exp_avg_sq.{names[index]}", names[index], square))
+        return {key: self._as_dtensor(name, shard) for key, name, shard in named}
+
+    def _as_dtensor(self, name: str, shard: torch.Tensor) -> DTensor:
+        """Returns this rank's `shard` as a DTensor that is placed like the parameter `name`."""
+        parameter = self.parameters[name]
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class ShardedMuon(ShardedAdamW):
+    """Muon (Jordan et al. 2024) for hidden matrices, and AdamW for all other parameters.
+
+    Muon replaces the momentum G of a matrix (m, n) by an approximation of U V^T, where G = U S V^T, computed by torch's
+    `torch.optim.Muon`. The update is scaled by 0.2 sqrt(max(m, n)), which gives it the RMS of AdamW's updates, so both
+    use the same learning rate and weight decay (Liu et al. 2025, arXiv:2502.16982). The momentum is Nesterov's.
+    Every rank gathers the momentum of one matrix at a time and computes the whole update, so the result does not depend
+    on the number of ranks. The state of a matrix is a single moment, momentum.NAME in checkpoints.
+
+    matrices: names of the parameters that Muon updates, see `hidden_matrices`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, DTensor],
+        config: OptimConfig,
+        shard_group: dist.ProcessGroup,
+        matrices: Collection[str],
+    ) -> None:
+        self.matrices = frozenset(matrices)
+        super().__init__(parameters, config, shard_group)
+
+    def _adamw_indices(self) -> list[int]:
+        return [index for index, name in enumerate(self.parameters) if name not in self.matrices]
+
+    def _update_parameters(self, gradients: list[torch.Tensor], lr: float) -> None:
+        super()._update_parameters(gradients, lr)
+        momentum = self.config.muon_momentum
+        for index, (name, parameter) in enumerate(self.parameters.items()):
+            if name in self.matrices:
+                mean = self.exp_avg[index].lerp_(gradients[index], 1.0 - momentum)
+                whole = self._as_dtensor(name, gradients[index].lerp(mean, momentum)).full_tensor()
+                change = DTensor.from_local(_muon_change(whole, lr), parameter.device_mesh, run_check=False)
+                shard = change.redistribute(placements=parameter.placements).to_local()
+                self.shards[index].mul_(1.0 - lr * self.config.weight_decay).add_(shard)
+
+    def moments(self) -> dict[str, DTensor]:
+        """The moments as DTensors that share this rank's memory: momentum.NAME for a matrix, else as for AdamW."""
+        prefix = len("exp_avg.")
+        return {
+            f"momentum.{key[prefix:]}" if key[prefix:] in self.matrices else key: moment
+            for key, moment in super().moments().items()
+        }
+
+
+def _muon_change(momentum: torch.Tensor, lr: float) -> torch.Tensor:
+    """Returns the change of a parameter that torch's Muon makes for `momentum` (m, n), without weight decay."""
+    change = nn.Parameter(torch.zeros_like(momentum))
+    change.grad = momentum
+    torch.optim.Muon(
+        [change], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+    ).step()
+    return change.detach()
+
+
+def hidden_matrices(blocks: Collection[nn.Module], parameters: Mapping[str, DTensor]) -> set[str]:
+    """Returns the names of the weights of linear layers in `blocks`, which include neither the embedding nor the output
+    layer. Experts in stacked tensors (3-D), norms and biases are not among them. Raises UserError if there is none."""
+    linear = (module for block in blocks for module in block.modules() if isinstance(module, nn.Linear))
+    weights = {id(module.weight) for module in linear}
+    if not (found := {name for name, parameter in parameters.items() if id(parameter) in weights}):
+        raise UserError("optim.optimizer=muon: no layer of this network has a trained torch.nn.Linear; use adamw")
+    return found
 
 
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:

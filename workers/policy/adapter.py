@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,6 +31,8 @@ ALL_LINEAR = "all-linear"
 CHOOSERS = ("Indexer",)  # class names of modules that select tokens, as in DeepSeek's sparse attention
 STATE_SPACE = re.compile("Mamba|Mixer$")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+_PLAIN = ("use_rslora", "use_dora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")  # entries that are off
+_PREFIX_IN_FILE = "base_model.model."
 _IN_NETWORK = ".default."  # peft's adapter name, which is part of parameter names in the network but not in files
 
 
@@ -79,7 +81,58 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    if model.lora_adapter_path is not None:
+        _load_saved_adapter(network, model, Path(model.lora_adapter_path))
     return config
+
+
+def _load_saved_adapter(network: PreTrainedModel, model: ModelConfig, folder: Path) -> None:
+    """Copies a saved adapter into the adapter of `network`; on the meta device only checks that it fits.
+
+    Raises UserError if the folder has no readable adapter, or if its adapter has another rank, scale or kind, belongs
+    to other layers, or to a model of other sizes.
+    """
+    key = f"model.lora_adapter_path={model.lora_adapter_path}"
+    remedy = (
+        f"expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, as `python -m trainer.export RUN --adapter` writes"
+    )
+    with user_error_on_failure(f"{key} cannot be read", remedy):
+        saved, tensors = load_adapter_config(folder), load_file(folder / WEIGHTS_FILE)
+        if saved is None:
+            raise FileNotFoundError(folder / CONFIG_FILE)
+        kind = {name: getattr(saved, name) for name in _PLAIN}
+    for name, found, wanted in (("rank", saved.r, model.lora_rank), ("alpha", saved.lora_alpha, model.lora_alpha)):
+        if found != wanted:
+            raise UserError(
+                f"model.lora_{name}={wanted}: the adapter of {key} has {found}; set model.lora_{name}={found}"
+            )
+    if other := [f"{name}={value}" for name, value in kind.items() if value and value != "none"]:
+        raise UserError(f"{key}: its {CONFIG_FILE} has {other[0]}, which is not supported; merge it into model.path")
+    mine = {_name_in_file(name): each for name, each in network.named_parameters() if is_adapter_parameter(name)}
+    layers = {f"{_PREFIX_IN_FILE}{name}" for name in linear_layers(network)}
+    layers |= {name.removesuffix(".base_layer") for name in layers}
+    for name, tensor in tensors.items():
+        layer = name.rpartition(".lora_")[0]
+        if layer not in layers or (name in mine and mine[name].shape != tensor.shape):
+            shape = "no such layer" if layer not in layers else f"{tuple(mine[name].shape)} there"
+            raise UserError(
+                f"{key}: an adapter of another model: {name} has the shape {tuple(tensor.shape)}, and {model.path} has "
+                f"{shape}. Set model.path={saved.base_model_name_or_path}, or train that model without this adapter"
+            )
+    if odd := sorted(mine.keys() ^ tensors.keys()):
+        names = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
+        raise UserError(
+            f"model.target_modules={model.target_modules}: {odd[0]} is only in the "
+            f"{'adapter of ' + key if odd[0] in tensors else 'options'}. Set model.target_modules=[{','.join(names)}]"
+        )
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(tensors[name])
+
+
+def _name_in_file(name: str) -> str:
+    """The name in peft's file of an adapter's parameter, given its name in the network."""
+    return f"{_PREFIX_IN_FILE}{name.replace(_IN_NETWORK, '.')}"
 
 
 def linear_layers(network: PreTrainedModel) -> list[str]:
@@ -212,7 +265,7 @@ def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> 
 
 def save_adapter(folder: Path, adapter: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
     """Writes an adapter in the format of peft. adapter: the adapter's parameters by their names in the network."""
-    tensors = {f"base_model.model.{name.replace(_IN_NETWORK, '.')}": value for name, value in adapter.items()}
+    tensors = {_name_in_file(name): value for name, value in adapter.items()}
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / WEIGHTS_FILE)
     config.save_pretrained(str(folder))
 

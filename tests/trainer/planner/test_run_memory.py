@@ -56,6 +56,17 @@ def test_phases_of_seven_billion_parameters_on_eight_devices() -> None:
     assert update["gradients, this rank's shard"] == PARAMETERS / 2
 
 
+def test_muon_has_one_moment_of_the_matrices_of_the_layers() -> None:
+    config = grpo()
+    config.actor.optim.optimizer = "muon"
+    plan = memory_plan(config, Networks(SEVEN), 8, H100)
+    matrices = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)  # query and output, key and value, MLP
+    assert plan.always["actor: Muon's moments"] == (8 * PARAMETERS - 4 * matrices) / 8
+    config.model.lora_rank = 16
+    adapter = SEVEN.adapter_parameters(16)
+    assert memory_plan(config, Networks(SEVEN), 8, H100).always["actor: Muon's moments"] == 4 * adapter / 8
+
+
 def test_what_is_offloaded_comes_for_its_phase_and_is_on_the_host_else() -> None:
     config = grpo()
     config.actor.fsdp_config.param_offload = config.actor.fsdp_config.optimizer_offload = True

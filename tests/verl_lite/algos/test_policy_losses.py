@@ -26,7 +26,8 @@ CHOSEN = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 == 0
 
 
 def batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    return loss_batch(seed) | ({"selected": CHOSEN} if name in TOKEN_SELECTIONS else {})
+    ages = {"staleness": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 5} if name == "a3po" else {}
+    return loss_batch(seed) | ({"selected": CHOSEN} if name in TOKEN_SELECTIONS else ages)
 
 
 def call(
@@ -59,6 +60,7 @@ def test_losses_equal_plain_loops(name: str, mode: str) -> None:
         ("dppo_kl", replace(CONFIG, clip_ratio_low=0.01, clip_ratio_high=0.02)),
         ("kl_cov", replace(CONFIG, policy_loss=PolicyLossConfig(ppo_kl_coef=2.0))),
         *((name, replace(CONFIG, clip_ratio_c=None)) for name in ("vanilla", "dppo_tv")),
+        ("a3po", ActorConfig(clip_ratio=0.02, policy_loss=OPTIONS)),
         *((name, ActorConfig(clip_ratio=0.05, policy_loss=OPTIONS)) for name in ("vanilla", "gspo", "geo_mean")),
     ],
 )
@@ -80,6 +82,18 @@ def test_dppo_counts_ratios_above_c_among_the_tokens_inside(name: str) -> None:
     loss, metrics = call(name, one_token(-9.0, -7.4, -1.0))
     assert loss.item() == pytest.approx(3 * -7.4)
     assert (metrics["pg_clipfrac"].value, metrics["pg_clipfrac_lower"].value) == (0, 1)
+
+
+def test_a3po_by_hand() -> None:
+    columns = one_token(-1.0, -1.0 + math.log(1.44), 1.0)
+    config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.1)
+    for age, wanted in ((0, -1.1), (1, -1.1), (2, -1.2 * 1.1), (3, -(1.44 ** (2 / 3)) * 1.1)):
+        loss, metrics = call("a3po", columns | {"staleness": torch.tensor([[age]])}, config)
+        assert loss.item() == pytest.approx(wanted) and metrics["pg_clipfrac"].value == 1.0
+    columns["log_prob"].requires_grad_()
+    call("a3po", columns | {"staleness": torch.tensor([[9]])}, config)[0].backward()
+    # 1.44 ** (1 / 9) is in the clip range, so the loss is -A pi / pi_old
+    assert columns["log_prob"].grad.item() == pytest.approx(-1.44)
 
 
 def test_topr_by_scores() -> None:

@@ -130,6 +130,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
       f"{CORRECTION}.rollout_is_batch_normalize": True}, "their mean over the batch does not"),
     ({f"{CORRECTION}.bypass_mode": True, "algorithm.adv_estimator": "optimal_token_baseline"},
      "bypass_mode=true omits"),
+    ({"actor.policy_loss.loss_mode": "a3po"}, "set .*bypass_mode=true and .*rollout_is=null"),
+    # the adapter
+    ({"model.lora_adapter_path": "saved"}, "model.lora_adapter_path=saved needs model.lora_rank"),
+    ({"actor.optim.optimizer": "adamw_8bit"}, "actor.optim.optimizer=adamw_8bit is not known"),
     # rewards
     ({"reward.function_weight": 0.0}, "function_weight=0 .*makes every score 0"),
     ({"reward_model.enable": True}, "reward_model.enable=true needs reward_model.model.path"),

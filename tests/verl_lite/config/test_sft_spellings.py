@@ -100,7 +100,7 @@ def test_a_pasted_command_line() -> None:
         ("engine.strategy=megatron", "FSDP2, which the section fsdp_config configures"),
         ("engine.tensor_model_parallel_size=2", r"FSDP2, which .*fsdp_config.*Accepted here: 1"),
         ("model.fsdp_config.model_dtype=bf16", "weights are stored in fp32"),
-        ("optim.optimizer=SGD", "AdamW"),
+        ("optim.override_optimizer_config.fused=true", "optimizer selects adamw or muon"),
         ("model.speculator.n_predict=3", "speculators"),
         ("optim.lr_schedule=cosine", "there is no such key; did you mean optim.lr_scheduler_type"),
     ],
