@@ -85,8 +85,8 @@ RUNS = {
     "program": ["agentic.program=tests.workers.endpoint.programs:run", "data.max_response_length=96"],
     "agentic": ["--config", "FOLDER/envs.yaml", *AGENTIC, "model.path=FOLDER/experts", "rollout.router_replay=true"],
 }  # fmt: skip
-NOT_RUN = {"rm_scores", "scores", "noise_seed", "multi_modal_inputs"}
-"""Need a reward model, a user's loss, a direct call of `train_step`, and a vision-language model."""
+NOT_RUN = {"rm_scores", "scores", "noise_seed", "multi_modal_inputs", "staleness"}
+"""Need a reward model, a user's loss, a direct call of `train_step`, a vision-language model, and a3po."""
 
 
 @pytest.mark.slow

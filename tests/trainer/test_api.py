@@ -70,7 +70,7 @@ def test_an_interrupted_run_has_a_checkpoint_and_continues(model: str, tmp_path:
         scored = len(list(Path(folder).glob("scored-*")))
         (Path(folder) / f"scored-{scored}").touch()
         if scored == 20:  # in the second step, after the trial of the reward on two rows
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)  # a shell may have made children ignore SIGINT
         return scored % 2
 
     small = SMALL | {"trainer": SMALL["trainer"] | {"total_training_steps": 4, "total_epochs": 9}}
