@@ -169,10 +169,9 @@ class RowSchema:
                 f"{where} has {len(images)} images in column {' or '.join(self._image_columns)} (data.image_key) and "
                 f"{shown} placeholders {PLACEHOLDER} in its messages; expected one placeholder for each image"
             )
-        base = self._config.image_folder or (
-            Path(table.path).parent if Path(table.path).expanduser().exists() else None
-        )
-        folder = None if base is None else Path(base).expanduser()
+        place, given = Path(table.path).expanduser(), self._config.image_folder
+        folder = place if place.is_dir() else place.parent if place.is_file() else None
+        folder = folder if given is None else Path(given).expanduser()
         return [read_image(entry, folder, f"{where}, image {number}") for number, entry in enumerate(images)]
 
     def _prompt(self, raw: dict[str, Any], where: str, images: list[Any]) -> tuple[Chat, str | None]:

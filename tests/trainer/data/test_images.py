@@ -19,7 +19,9 @@ from transformers import AutoTokenizer
 from tests.tiny_vision import IMAGE, image_file, tiny_vision_model
 from trainer.data.images import ImageProcessor, image_processor
 from trainer.data.prompts import PromptDataset
+from trainer.data.row_formats import RowSchema
 from trainer.data.sft_dataset import rows_of as sft_rows
+from trainer.data.sources import RowTable
 from trainer.group_sources import prompt_groups
 from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
@@ -160,6 +162,20 @@ def test_files_elsewhere_are_read_on_request(model: str, tmp_path: Path) -> None
     (tmp_path / "rows").mkdir()
     rows = [row_of("<image>", images=["a.png"])]
     assert len(load(model, rows, tmp_path / "rows", image_folder=str(tmp_path / "pictures"))) == 1
+
+
+def test_a_saved_dataset_reads_only_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    for name in ("inside", "outside"):
+        (tmp_path / ("saved" if name == "inside" else ".") / f"{name}.png").write_bytes(image_file(0))
+    schema = RowSchema(DataConfig(), "train", accepts_images=True)
+    for name, found in (("inside.png", 1), ("../outside.png", 0)):
+        table = RowTable(str(tmp_path / "saved"), [row_of("<image>", images=[name])])
+        if found:
+            assert len(next(schema.rows(table, [0]))["images"]) == 1
+        else:
+            with pytest.raises(UserError, match="outside of the folder"):
+                next(schema.rows(table, [0]))
 
 
 def test_a_text_model_and_a_model_without_a_processor_are_refused(model: str, tmp_path: Path) -> None:
