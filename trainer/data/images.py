@@ -54,16 +54,20 @@ def read_image(entry: Any, folder: Path | None, where: str) -> bytes:
         )
     if folder is None:
         raise UserError(f"{where}: found the path {entry!r}; set data.image_folder to the folder of the images")
-    path = (folder / entry.removeprefix("file://")).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise UserError(
-            f"{where}: {entry!r} is outside of the folder {folder.absolute()}; set data.image_folder to the folder of "
-            "the images"
-        )
     try:
+        path = (folder / entry.removeprefix("file://")).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{where}: {entry!r:.200} is outside of the folder {folder.absolute()}; set data.image_folder to the "
+                "folder of the images"
+            )
+        if path.exists() and not path.is_file():  # reading a pipe would wait
+            raise OSError("not a file")
         return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{where}: {entry!r} cannot be read ({error}); expected a file in {folder}") from error
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # also for null bytes and circles of links
+        raise UserError(f"{where}: {entry!r:.200} cannot be read ({error}); expected a file in {folder}") from error
 
 
 def message_parts(messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,9 @@ def bomb() -> bytes:
         (row_of("<image>", images=["link.png"]), "outside of the folder"),
         (row_of("<image>", images=["/etc/hostname"]), "outside of the folder"),
         (row_of("<image>", images=["none.png"]), "'none.png' cannot be read"),
+        (row_of("<image>", images=["pipe"]), "'pipe' cannot be read .not a file"),
+        (row_of("<image>", images=["x" * 5000]), "x' cannot be read|cannot be read .*too long"),
+        (row_of("<image>", images=["a\0.png"], json=1), "cannot be read .*null"),
         (row_of("<image>", images=["http://example.org/a.png"]), "download images before training"),
         (row_of("<image><|image_pad|>", images=[image_file(0)]), "row 1 .*contain 2 image tokens for 1 images"),
         (row_of("<|image_pad|>", images=[]), "row 1 .*contain 1 image tokens for 0 images"),
@@ -150,6 +154,7 @@ def test_what_cannot_be_used_is_refused_with_its_row(
     inside.mkdir()
     (tmp_path / "outside.png").write_bytes(image_file(0))
     (inside / "link.png").symlink_to(tmp_path / "outside.png")
+    os.mkfifo(inside / "pipe")
     has_bytes = any(isinstance(each, bytes) for each in row["images"])
     first = row_of("<image>", images=[image_file(0)]) if has_bytes else row_of("x", images=[])
     with pytest.raises(UserError, match=message):
