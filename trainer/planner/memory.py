@@ -272,7 +272,8 @@ def _held_networks(
     if needs_reference_model(config):
         yield "reference", held(networks.policy, config.ref.fsdp_config)
     if networks.critic is not None:
-        trained = networks.critic.parameters, 0
+        frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters  # also in the critic
+        trained = networks.critic.parameters - frozen, 0
         yield "critic", held(networks.critic, config.critic.fsdp_config, *trained, config.critic.optim.optimizer)
     if networks.reward_model is not None:
         yield "reward model", held(networks.reward_model, config.reward_model.fsdp_config)

@@ -183,7 +183,8 @@ class RewardPart:
         sample that caused such an error is unknown.
         """
         given = _LISTS[self.style](items)
-        if any(item.images for item in items) and accepts(self.function, "images"):
+        has_images = any(item.images for item in items)
+        if takes(self.function, "images") or (has_images and accepts(self.function, "images")):
             given["images"] = [list(map(open_image, item.images)) for item in items]
         returned = _awaited(self.function(**{**given, **self.kwargs}))
         count = len(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None

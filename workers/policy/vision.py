@@ -32,7 +32,7 @@ class ImageInputs:
 
     pixel_values: (N, D) patches of all images, in the compute dtype. image_grid_thw: (I, 3) patches of each image along
     time, height and width. position_ids: (3, L) int32 positions of the prompt's L tokens. next_position: position of
-    the first token after the prompt. digest: distinguishes prompts that have equal tokens and other images. files: the
+    the first token after the prompt. digest: distinguishes prompts with equal tokens and different images. files: the
     images as encoded files, for vLLM, reward functions and reports.
     """
 

@@ -75,7 +75,8 @@ class Request:
     sampled: tokens of the response that were sampled before, by this or another engine; max_tokens includes them.
     is_interruptible: False if the request ends under the weights that it starts with and needs no `snapshot`; an engine
         may then return all its tokens together, which takes less time.
-    images: images of the prompt, in the order of their placeholder tokens.
+    images: images of the prompt, in the order of their placeholder tokens. The class of a registered engine that reads
+        them has the attribute `reads_images = True`; other registered engines are refused for prompts with images.
     """
 
     request_id: str

@@ -249,6 +249,7 @@ def test_rewards_receive_the_images() -> None:
 
     assert RewardPart(function=one).score_all([item])[0].score == 1.0
     assert RewardPart(function=trl, style="trl").score_list([item])[0].score == 2.0
+    assert RewardPart(function=trl, style="trl").score_list([RewardItem("b", "mine", "2", "2")])[0].score == 0.0
 
 
 def test_supervised_training_refuses_rows_with_images(tmp_path: Path) -> None:

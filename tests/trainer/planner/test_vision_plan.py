@@ -102,3 +102,13 @@ def test_a_tower_against_its_live_tensors(family: str, tmp_path: Path) -> None:
         found.append(live.now / kept)
         del features
     assert found == pytest.approx([1, 1, 1], rel=0.15)
+
+
+def test_the_tower_of_a_critic_is_frozen_too(tmp_path: Path) -> None:
+    config = planned(tmp_path)
+    config.algorithm.adv_estimator, config.actor.freeze_vision_tower = "gae", False
+    networks = read_networks(config)
+    assert networks.critic is not None
+    always = memory_plan(config, networks, 8, H100).always
+    assert always["critic: AdamW's moments"] == 2 * 4 * (networks.critic.parameters - TOWER) / 8
+    assert always["actor: AdamW's moments"] == 2 * 4 * 8_292_166_656 / 8
