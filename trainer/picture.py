@@ -36,6 +36,7 @@ def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH) -> 
     _draw_time(panels[3], steps)
     for axes in panels:
         axes.set(xlabel="training step", xlim=(0, max(1.0, max(steps) * 1.02)))
+        axes.title.set_fontsize(10)  # the longest title is wider than a panel with a legend
         axes.grid(axis="y", color="#e4e6e9", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
