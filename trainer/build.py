@@ -40,6 +40,7 @@ from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.run import Job, Report, ResourceRequest, run
 from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import count_steps
+from trainer.teachers import build_teachers, check_teachers, role_of
 from trainer.tracking import Tracking
 from verl_lite.config import NetworkConfig, PPOConfig, load_config
 from verl_lite.config.checks import validate
@@ -56,7 +57,7 @@ from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
 from workers.critic import CriticWorker, critic_network
-from workers.frozen_models import ReferenceWorker, RewardModelWorker
+from workers.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWorker, teacher_network
 from workers.policy.loading import check_sequence_parallel, empty_network, load_model_config, packing_note
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
@@ -96,6 +97,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     check_engine(config)
     if not config.reads_prompts:
         try_environments(config, tokenizer)
+        check_teachers(config, tokenizer)
         return RunData(tokenizer, None, None)
     check_context(config)
     has_function, files, device = scores and needs_reward_function(config), config.data, config.trainer.device
@@ -130,6 +132,8 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
         finally:
             pool.close()
     check_named(config, named, extras[0] if extras else [])
+    if trains:
+        check_teachers(config, tokenizer, datasets[:1])
     inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
     return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
 
@@ -314,14 +318,15 @@ def check_experts(config: PPOConfig) -> None:
 
 def check_shared_sequences(config: PPOConfig) -> None:
     """Raises UserError if a network cannot be trained with its `ulysses_sequence_parallel_size`."""
-    networks: dict[str, NetworkConfig] = {"actor": config.model}
+    networks: list[tuple[str, NetworkConfig]] = [("actor", config.model)]
     if needs_critic(config):
-        networks["critic"] = critic_network(config)
+        networks.append(("critic", critic_network(config)))
     if needs_reference_model(config):
-        networks["ref"] = config.model
+        networks.append(("ref", config.model))
+    networks += [("ref", teacher_network(config, each)) for each in config.distillation.named_teachers() if each.path]
     if config.reward_model.enable:
-        networks["reward_model"] = config.reward_model.model
-    for role, network in networks.items():
+        networks.append(("reward_model", config.reward_model.model))
+    for role, network in networks:
         check_sequence_parallel(network, f"{role}.", config.sequence_parallel_size(role))
 
 
@@ -339,6 +344,8 @@ def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> No
 def check_images(config: PPOConfig) -> None:
     """Raises UserError if a part of the run cannot read the images of the prompts."""
     engine, policy = resolve_engine_name(config.rollout.name), load_model_config(config.model)
+    if config.distillation.is_active:
+        raise UserError("distillation.teachers: teachers read only text, and rows of the data have images; remove one")
     if config.is_agentic:
         raise UserError("agentic.program: its episodes start from text; remove the rows with images from the data")
     if engine not in ("hf", "vllm") and not getattr(ROLLOUT_ENGINES.get_fn(engine), "reads_images", False):
@@ -407,6 +414,9 @@ def worker_classes(
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
     if kind.trains and needs_reference_model(config):
         roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
+    for teacher in config.distillation.named_teachers() if kind.trains else ():
+        if teacher.path:
+            roles[role_of(teacher)] = ClassWithInitArgs(TeacherWorker, config, teacher)
     if kind.scores and config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
@@ -507,6 +517,7 @@ def build_trainer(
             actor=actor,
             ref=ReferenceRole(reference, config) if needs_reference(config) else None,
             critic=critic,
+            teachers=build_teachers(config, groups, data.tokenizer, run_dir, tracking.note) if kind.trains else None,
             tokenizer=data.tokenizer,
             tracking=tracking,
             samples=SampleFiles(run_dir, trainer.samples_max_mb << 20, tracking.note, *folders),

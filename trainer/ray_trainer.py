@@ -29,6 +29,7 @@ from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.rollout_scheduler import GroupFilter, GroupSource, RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import TrainingSteps
+from trainer.teachers import Teachers
 from trainer.tracking import Tracking
 from trainer.training_loop import TrainingLoop
 from verl_lite.config import PPOConfig
@@ -43,7 +44,8 @@ from workers.rollout.base import SamplingParams
 class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     """The trainer: holds the components of a run, which `trainer.build` creates from the configuration.
 
-    ref is None if no KL term is configured; critic is None if the estimator needs no values. source: draws the training
+    ref is None if no KL term is configured; critic is None if the estimator needs no values; teachers is None without
+    distillation. source: draws the training
     samples. total_steps: last step. trains: True if the class updates the policy; if False it has neither critic nor
     training prompts. scores: True if it computes rewards.
     """
@@ -63,6 +65,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         actor: ActorRole,
         ref: ReferenceRole | None,
         critic: CriticRole | None,
+        teachers: Teachers | None = None,
         rewards: Scorer,
         source: GroupSource,
         total_steps: int,
@@ -74,7 +77,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         run_dir: Path,
     ) -> None:
         self.config, self.val_only = config, config.trainer.val_only
-        self.actor, self.ref, self.critic = actor, ref, critic
+        self.actor, self.ref, self.critic, self.teachers = actor, ref, critic, teachers
         self.rewards: Any = rewards
         chosen = self.group_filter()
         self.scheduler = RolloutScheduler(config, source, actor, training_sampling(config), chosen, total_steps)
@@ -103,6 +106,10 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
                 if self.ref:
                     with self.timed("ref"):
                         batch |= self.ref.compute_ref_log_prob(batch)
+                if self.teachers:
+                    with self.timed("teacher"):
+                        batch |= self.teachers.compute_log_probs(batch)
+                        self.metrics |= batch.meta_info.pop("metrics")
                 if self.critic:
                     with self.timed("values"):
                         batch |= self.critic.compute_values(batch)

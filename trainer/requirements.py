@@ -21,8 +21,8 @@ def is_on_policy(config: PPOConfig) -> bool:
 
 def needs_old_log_prob(config: PPOConfig) -> bool:
     """Returns True if a forward pass must compute the policy's log-probs before the update. They are read by later
-    optimizer steps, the rollout correction, the KL penalty in the reward, the estimator, and the token selection of the
-    loss. With bypass_mode the rollout's log-probs are used instead."""
+    optimizer steps, the rollout correction, the KL penalty in the reward, the estimator, the token selection of the
+    loss, and distillation over the policy's top tokens. With bypass_mode the rollout's log-probs are used instead."""
     correction = config.algorithm.rollout_correction
     return not correction.bypass_mode and (
         not is_on_policy(config)
@@ -31,6 +31,7 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
         or config.algorithm.use_kl_in_reward
         or loss_takes(config, "selected")
         or estimator_takes(config, "old_log_probs")
+        or config.distillation.takes_student_topk
     )
 
 

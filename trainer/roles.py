@@ -27,7 +27,7 @@ from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.policy.causal_lm import CausalLMPolicy
-from workers.policy.loading import Policy
+from workers.policy.loading import Policy, load_model_config
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults
 
@@ -135,7 +135,8 @@ def plan_pass(
         samples=batch.non_tensor_batch["traj_id"].tolist() if has_program else None,
         max_token_len=None if cut.max_token_len is None else cut.max_token_len * ranks_per_sequence,
         micro_batch_size=cut.micro_batch_size,
-        num_tokens=batch.batch["response_mask"].sum(1).numpy(),
+        num_tokens=(tokens := batch.batch["response_mask"].sum(1)).numpy(),
+        num_distilled=(tokens * batch.batch["has_teacher"]).numpy() if "has_teacher" in batch else None,
         **options,
     )
 
@@ -215,6 +216,7 @@ class ActorRole(ModelRole, SavedByWorkers):
             temperature=self.config.rollout.temperature,
             calculate_entropy=True,
             calculate_sum_pi_squared=estimator_takes(self.config, "sum_pi_squared"),
+            calculate_topk=distilled_tokens(self.config) if self.config.distillation.takes_student_topk else 0,
         )
 
     def update(self, batch: DataProto, step: int) -> Metrics:
@@ -239,6 +241,8 @@ class ActorRole(ModelRole, SavedByWorkers):
             columns.append("rollout_log_probs")
         chosen = loss_columns(batch, config, step)
         columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
+        taught = ("teacher_log_probs", "teacher_topk_log_probs", "has_teacher")
+        columns += filter(batch.__contains__, taught) if config.distillation.is_active else []
         columns += ["rollout_is_weights"] if correction.rollout_is and not correction.bypass_mode else []
         batch = batch | DataProto.from_dict(chosen)
         data = self.apply_plan(batch, plan, [*columns, *chosen], temperature=config.rollout.temperature)
@@ -318,6 +322,33 @@ class ReferenceRole(ModelRole):
         """Computes ref_log_prob of the batch; blocking=False returns a future."""
         temperature = self.config.rollout.temperature
         return self.infer(self.group.compute_ref_log_prob, batch, "ref", blocking, temperature=temperature)
+
+
+class TeacherRole(ModelRole):
+    """The driver's interface to a teacher of distillation, or to the policy as its own teacher."""
+
+    extra_inputs = CausalLMPolicy.extra_inputs
+
+    def __init__(self, group: WorkerGroup, config: PPOConfig, is_policy: bool) -> None:
+        super().__init__(group, config)
+        self.section = "actor" if is_policy else "ref"
+
+    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
+        """Computes the columns of `workers.frozen_models.teacher_log_probs`."""
+        temperature, topk = self.config.rollout.temperature, distilled_tokens(self.config)
+        call, stage = self.group.compute_teacher_log_prob, "log_prob" if self.section == "actor" else "ref"
+        return self.infer(call, batch, stage, temperature=temperature, topk=topk)
+
+
+def distilled_tokens(config: PPOConfig) -> int:
+    """Returns K, the number of tokens in each compared distribution; 0 if only sampled tokens are compared."""
+    if not config.distillation.takes_topk:
+        return 0
+    size, topk = (
+        load_model_config(config.model).get_text_config().vocab_size,
+        config.distillation.distillation_loss.topk,
+    )
+    return size if topk == -1 else min(topk, size)
 
 
 class RewardModelRole(ModelRole):

@@ -35,6 +35,7 @@ _ADVANTAGE = "trainer/advantage.py"
 _EPISODES = "workers/rollout/trajectories.py"
 _AGENTS = (_EPISODES,)
 _LOSS = "trainer/roles.py"
+_TEACHERS = "trainer/teachers.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
 _CLIPS = "trainer/clips/dataset.py"
 _PATHS = "recipes/flow_grpo/trainer.py"
@@ -76,6 +77,10 @@ COLUMNS: tuple[Column, ...] = (
     Column("entropys", ("B", "R"), "float32", "entropy of the policy at each response token", _ACTOR),
     Column("sum_pi_squared", ("B", "R"), "float32", "sum of squared probabilities over the vocabulary", _ACTOR),
     Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", "workers/frozen_models.py"),
+    Column("teacher_log_probs", ("B", "R"), "float32", "log-probs of the response by the teacher", _TEACHERS),
+    Column("teacher_topk_log_probs", ("B", "R", "K"), "float32", "teacher's log-probs of teacher_ids", _TEACHERS),
+    Column("teacher_ids", ("B", "R", "K"), "int32", "tokens of a distillation loss", _TEACHERS, others=(_ACTOR,)),
+    Column("has_teacher", ("B",), "bool", "True for rows in the distillation loss", _TEACHERS),
     Column("values", ("B", "R"), "float32", "expected return from each response token onward", "workers/critic.py"),
     Column("reward_baselines", ("B",), "float32", "score of the greedy response to the row's prompt", _REWARD),
     Column("traj_id", ("B",), "object", "identifier of the episode that contains the row", _EPISODES),

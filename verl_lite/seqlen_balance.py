@@ -42,6 +42,7 @@ class MiniBatch:
     num_micro_batches: int
     num_tokens: int  # valid response tokens on all ranks
     num_sequences: int  # samples with at least one valid token
+    num_distilled: int = 0  # valid response tokens that have a teacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +111,13 @@ def plan_batch(
     shuffle_seed: int | None = None,
     balance: bool = True,
     num_tokens: ArrayLike,
+    num_distilled: ArrayLike | None = None,
     samples: Sequence[str] | None = None,
 ) -> BatchPlan:
     """Plans `epochs` passes over a batch.
 
     lengths: (B,) number of prompt and response tokens of each row. num_tokens: (B,) number of tokens in the loss.
+        num_distilled: (B,) the part of them that has a teacher; None = 0.
     mini_batch_size: sequences per optimizer step over all ranks, where the last step may be smaller; a list with the
         number of sequences of each step, which must sum to B; None = all sequences in one step.
     max_token_len, micro_batch_size: bounds of a micro-batch on one rank, in tokens and in sequences; None = no bound.
@@ -127,6 +130,7 @@ def plan_batch(
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = np.asarray(num_tokens, dtype=np.int64)
+    distilled = np.zeros_like(tokens) if num_distilled is None else np.asarray(num_distilled, dtype=np.int64)
     num_rows = len(sizes)
     of_sample = np.arange(num_rows) if samples is None else np.unique(np.asarray(samples, str), return_inverse=True)[1]
     _check(sizes, tokens, max_token_len, mini_batch_size)
@@ -151,7 +155,7 @@ def plan_batch(
         is_padding=is_padding[places].reshape(-1),
         mini_batch=mini_batch[places].reshape(-1, epochs),
         micro_batch=micro_batch[places].reshape(-1, epochs),
-        schedule=[_schedule(steps[:, epoch], tokens, of_sample, numbers[epoch]) for epoch in range(epochs)],
+        schedule=[_schedule(steps[:, epoch], tokens, distilled, of_sample, numbers[epoch]) for epoch in range(epochs)],
     )
 
 
@@ -271,11 +275,14 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
     return rows, mini_batch
 
 
-def _schedule(steps: Ints, num_tokens: Ints, samples: Ints, num_micro_batches: list[int]) -> list[MiniBatch]:
-    tokens = np.bincount(steps, weights=num_tokens).astype(np.int64)
+def _schedule(
+    steps: Ints, num_tokens: Ints, num_distilled: Ints, samples: Ints, num_micro_batches: list[int]
+) -> list[MiniBatch]:
+    tokens, distilled = (np.bincount(steps, weights=each).astype(np.int64) for each in (num_tokens, num_distilled))
     counted = np.unique(np.stack([steps, samples])[:, num_tokens > 0], axis=1)[0]
     sequences = np.bincount(counted, minlength=len(tokens))
-    return [MiniBatch(*each) for each in zip(num_micro_batches, tokens.tolist(), sequences.tolist(), strict=True)]
+    counts = (each.tolist() for each in (tokens, sequences, distilled))
+    return [MiniBatch(*each) for each in zip(num_micro_batches, *counts, strict=True)]
 
 
 def _positions_by_value(values: Ints, number: int) -> list[Ints]:

@@ -22,7 +22,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_lite.single_controller.worker import host_store
 from workers.engine.fsdp import FSDPEngine
-from workers.frozen_models import ref_log_prob
+from workers.frozen_models import ref_log_prob, teacher_log_probs
 from workers.losses import actor_loss, check_loss_is_additive, loss_of_batch, user_loss
 from workers.policy.adapter import KeptBase, sends_adapter
 from workers.policy.causal_lm import causal_lm
@@ -157,15 +157,17 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Computes old_log_probs (n, R) of the responses under the current weights, and on request entropys and
-        sum_pi_squared (n, R).
+        sum_pi_squared (n, R), and teacher_ids (n, R, K), the K most probable tokens.
 
-        data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy, calculate_sum_pi_squared.
+        data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy, calculate_sum_pi_squared,
+        calculate_topk (K, or 0).
         """
         self.phases.enter(self.engine)
-        options = ("temperature", "calculate_entropy", "calculate_sum_pi_squared")
+        options = ("temperature", "calculate_entropy", "calculate_sum_pi_squared", "calculate_topk")
         outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in options})
-        columns = {"log_probs": "old_log_probs", "entropys": "entropys", "sum_pi_squared": "sum_pi_squared"}
-        return DataProto.from_dict(tensors={columns[name]: value for name, value in outputs.items()})
+        outputs.pop("topk_log_probs", None)
+        columns = {"log_probs": "old_log_probs", "topk_ids": "teacher_ids"}
+        return DataProto.from_dict(tensors={columns.get(name, name): value for name, value in outputs.items()})
 
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -174,6 +176,12 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.phases.enter(self.engine)
         with self.engine.adapter_off():
             return ref_log_prob(self.engine, data)
+
+    @register(dispatch_mode=COMPUTE_PROTO)
+    def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
+        """Computes the columns of `teacher_log_probs` with the policy's current weights as the teacher."""
+        self.phases.enter(self.engine)
+        return teacher_log_probs(self.engine, data)
 
     @register(dispatch_mode=COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> DataProto:
@@ -222,7 +230,9 @@ class ActorWorker(SamplingWorker, TrainingWorker):
                 self._is_additive = check_loss_is_additive(loss_func, data, outputs, "loss_func", USER_LOSS_REMEDY)
             loss, metrics = loss_func(data, outputs)
         else:
-            loss, metrics = actor_loss(data, outputs, self.config.actor, self.config.algorithm.rollout_correction)
+            config = self.config
+            more = config.algorithm.rollout_correction, config.distillation.active_loss
+            loss, metrics = actor_loss(data, outputs, config.actor, *more)
         return loss, _with_prefix(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

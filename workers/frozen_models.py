@@ -1,15 +1,18 @@
-"""Workers with a frozen network: the reference model, whose log-probs are used by KL terms, and the reward model, a
-sequence-classification network that scores prompt and answer in packed batches.
+"""Workers with a frozen network: the reference model, whose log-probs are used by KL terms, the teachers of
+distillation, and the reward model, a sequence-classification network that scores prompt and answer in packed batches.
 
 A policy that trains an adapter needs no reference worker: with the adapter disabled, the policy is the reference.
 """
 
-from verl_lite.config import PPOConfig
+from dataclasses import replace
+
+from verl_lite.config import NetworkConfig, PPOConfig
+from verl_lite.config.distillation import Teacher
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.engine.fsdp import FSDPEngine
-from workers.policy.causal_lm import causal_lm
+from workers.policy.causal_lm import TEACHER_IDS, causal_lm
 from workers.policy.loading import load_model_config, token_network
 from workers.policy.sequence_score import scored_rows, sequence_score
 from workers.training_worker import COMPUTE_PROTO, ModelWorker
@@ -41,6 +44,57 @@ def ref_log_prob(engine: FSDPEngine, data: DataProto) -> DataProto:
     """
     outputs = engine.infer(data, temperature=data.meta_info["temperature"], calculate_entropy=False)
     return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
+
+
+class TeacherWorker(ModelWorker):
+    """Worker of a teacher with a model of its own. The options of its engine are those of `ref`."""
+
+    config: PPOConfig
+
+    def __init__(self, config: PPOConfig, teacher: Teacher) -> None:
+        super().__init__(config)
+        self.teacher = teacher
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the forward-only engine. Tokens that the policy does not have get the probability 0."""
+        config, size = self.config, load_model_config(self.config.model).get_text_config().vocab_size
+        build_policy = causal_lm(config.actor.log_prob_chunk_tokens, vocab_size=size)
+        network = teacher_network(config, self.teacher)
+        self.build_engine(
+            token_network(network, build_policy, config.sequence_parallel_size("ref")), config.ref.fsdp_config
+        )
+
+    @register(dispatch_mode=COMPUTE_PROTO)
+    def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
+        """Computes the columns of `teacher_log_probs`."""
+        self.phases.enter(self.engine)
+        return teacher_log_probs(self.engine, data)
+
+
+def teacher_network(config: PPOConfig, teacher: Teacher) -> NetworkConfig:
+    """Returns the network of a teacher with a path. Its options for packing and remote code are the policy's."""
+    code, packs = config.model.trust_remote_code, config.model.use_remove_padding
+    return replace(NetworkConfig(), path=teacher.path, trust_remote_code=code, use_remove_padding=packs)
+
+
+def teacher_log_probs(engine: FSDPEngine, data: DataProto) -> DataProto:
+    """Computes a teacher's log-probs of a planned batch. Reads meta_info temperature and topk.
+
+    Returns teacher_log_probs (n, R) of the responses if topk is 0. Otherwise returns teacher_topk_log_probs (n, R, K)
+    of the tokens in the column teacher_ids; without that column, also teacher_ids (n, R, K), the teacher's K most
+    probable tokens.
+    """
+    topk, is_given = data.meta_info["topk"], TEACHER_IDS in data
+    options = {"temperature": data.meta_info["temperature"], "calculate_topk": 0 if is_given else topk}
+    outputs = engine.infer(data, calculate_entropy=False, **options)
+    if is_given:
+        return DataProto.from_dict(tensors={"teacher_topk_log_probs": outputs["log_probs_at_ids"]})
+    if not topk:
+        return DataProto.from_dict(tensors={"teacher_log_probs": outputs["log_probs"]})
+    return DataProto.from_dict(
+        tensors={"teacher_topk_log_probs": outputs["topk_log_probs"], TEACHER_IDS: outputs["topk_ids"]}
+    )
 
 
 class RewardModelWorker(ModelWorker):

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from verl_lite import core_algos
+from verl_lite.algos.distillation import divergence, sampled_reverse_kl
 from verl_lite.algos.policy_losses import call_policy_loss, clip_range, importance_log_ratio
 from verl_lite.config import ActorConfig, CriticConfig, PPOConfig, RolloutCorrectionConfig
+from verl_lite.config.distillation import SAMPLED, DistillationLossConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, declared
 from verl_lite.protocol import DataProto
@@ -39,6 +41,7 @@ def actor_loss(
     outputs: dict[str, torch.Tensor],
     config: ActorConfig,
     correction: RolloutCorrectionConfig | None = None,
+    distillation: DistillationLossConfig | None = None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Computes the actor's loss of one micro-batch, to be summed over micro-batches and ranks.
 
@@ -52,6 +55,7 @@ def actor_loss(
             router_aux_loss (b,) with gradient if its coefficient is set, averaged over sequences; router_replay (b, 2)
             for metrics.
         correction: with bypass_mode, old_log_probs are the rollout's, and the policy loss is corrected here.
+        distillation: adds the loss against the teachers; see `distillation_loss`.
 
     Returns:
         The loss, and metrics: those of `loss_metrics` and of the policy loss; entropy, entropy_loss and
@@ -71,6 +75,10 @@ def actor_loss(
 
     loss, metrics = _policy_loss(data, log_probs, old_log_probs, config, counts, correction)
     parts, token_values = {"pg_loss": loss}, {}
+    if distillation is not None:
+        parts["distillation_loss"], more = distillation_loss(data, outputs, old_log_probs, config, distillation)
+        metrics |= more
+        loss = loss * distillation.use_task_rewards + distillation.distillation_loss_coef * parts["distillation_loss"]
     if config.router_aux_loss_coef:
         count = int(mask.any(-1).sum()) if sequences is None else sequences
         parts["router_aux_loss"] = outputs["router_aux_loss"].sum() / max(1, count)
@@ -99,6 +107,41 @@ def actor_loss(
         metrics |= rollout_probs_diff(log_probs.detach(), batch["rollout_log_probs"], mask)
         metrics |= mismatch_metrics(log_probs.detach(), batch["rollout_log_probs"], mask)
     return loss, metrics
+
+
+def distillation_loss(
+    data: DataProto,
+    outputs: dict[str, torch.Tensor],
+    old_log_probs: torch.Tensor,
+    config: ActorConfig,
+    options: DistillationLossConfig,
+) -> LossAndMetrics:
+    """Computes the mean loss against the teachers over all tokens that have a teacher.
+
+    data: teacher_log_probs (b, R), or teacher_topk_log_probs (b, R, K) for a divergence, and has_teacher (b,); meta_info num_distilled, the
+    tokens with a teacher in the whole mini-batch. outputs: log_probs (b, R), and log_probs_at_ids (b, R, K) for a
+    divergence. Also returns distillation/teacher_mass and distillation/student_mass, the means of the probability of
+    the K tokens.
+    """
+    name = "teacher_log_probs" if options.loss_mode == SAMPLED else "teacher_topk_log_probs"
+    check(data, [name, "has_teacher"], f"distillation.distillation_loss.loss_mode={options.loss_mode}")
+    teacher = data.batch[name]
+    mask = data.batch["response_mask"] * data.batch["has_teacher"].unsqueeze(1)
+    found = mask.sum()
+    metrics = {}
+    if options.loss_mode == SAMPLED:
+        low, high = clip_range(config)
+        log_probs, bound = outputs["log_probs"], options.loss_max_clamp
+        values = sampled_reverse_kl(
+            log_probs, old_log_probs, teacher, max_advantage=bound, clip_low=low, clip_high=high
+        )
+    else:
+        student = outputs["log_probs_at_ids"]
+        values = divergence(student, teacher, options.loss_mode.removesuffix("_topk"), with_rest=options.topk != -1)
+        for name, log_probs in (("teacher", teacher), ("student", student.detach())):
+            mass = core_algos.masked_sum(log_probs.exp().sum(-1), mask)
+            metrics[f"distillation/{name}_mass"] = Metric.mean(mass, found)
+    return core_algos.masked_sum(values, mask) / max(1, data.meta_info.get("num_distilled", int(found))), metrics
 
 
 def _policy_loss(
@@ -251,7 +294,7 @@ def loss_of_batch(
         batch.update({"response_mask": kept} | ({} if weights is None else {"rollout_is_weights": weights}))
     if actor.loss_scale_factor is None:  # the mask may be wider than a response
         actor = replace(actor, loss_scale_factor=float(config.data.max_response_length))
-    loss, metrics = actor_loss(data, outputs, actor, correction)
+    loss, metrics = actor_loss(data, outputs, actor, correction, config.distillation.active_loss)
     return loss, metrics | correction_metrics
 
 

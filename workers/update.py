@@ -49,7 +49,7 @@ def train_epochs(
     metrics: list[Mapping[str, Metric]] = []
     for epoch, mini_batches in enumerate(data.meta_info["schedule"]):
         for mini_index, mini_batch in enumerate(mini_batches):
-            counts = {"num_tokens": mini_batch.num_tokens, "num_sequences": mini_batch.num_sequences}
+            counts = {name: getattr(mini_batch, name) for name in ("num_tokens", "num_sequences", "num_distilled")}
             is_empty = mini_batch.num_tokens == 0
             metrics.append({"empty_mini_batch_frac": Metric.mean(float(is_empty), 1)})
             if is_empty:

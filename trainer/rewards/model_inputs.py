@@ -46,7 +46,8 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
             key = "actor.ppo_max_token_len_per_gpu" if limit is None else "reward_model.forward_max_token_len_per_gpu"
             limits.append((limit or actor.ppo_max_token_len_per_gpu, key))
         return Retokenizer(tokenizer, reward_tokenizer, *min(limits, default=(None, "")))
-    _check_same_vocabulary(tokenizer, reward_tokenizer, path)
+    problem = f"reward_model.retokenize=false passes the policy's token ids to reward_model.model.path={path!r}"
+    check_same_vocabulary(tokenizer, reward_tokenizer, problem, "reward model", "Set reward_model.retokenize=true")
     longest = config.data.max_prompt_length + config.data.max_response_length
     if context is not None and context < longest:
         raise UserError(
@@ -116,17 +117,17 @@ class Retokenizer:
         return render_chats(self._reward, chats, add_generation_prompt=False)
 
 
-def _check_same_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, reward_tokenizer: PreTrainedTokenizerBase, path: str
+def check_same_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, problem: str, reader: str, remedy: str
 ) -> None:
-    """Raises UserError unless each token of the policy has the same id in the reward model's vocabulary."""
-    ours, theirs = tokenizer.get_vocab(), reward_tokenizer.get_vocab()
+    """Raises UserError unless each token of the policy has the same id in the vocabulary of another model. problem,
+    reader, remedy: beginning of the message, kind of the model, and end of the message."""
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     differing = sorted((token for token, number in ours.items() if theirs.get(token) != number), key=lambda t: ours[t])
     if differing:
         token = differing[0]
         found = f"has id {theirs[token]}" if token in theirs else "does not exist"
         raise UserError(
-            f"reward_model.retokenize=false passes the policy's token ids to reward_model.model.path={path!r}, but the "
-            f"vocabularies differ in {len(differing)} of {len(ours)} tokens: {token!r} is {ours[token]} for the policy "
-            f"and {found} in the reward model. Set reward_model.retokenize=true"
+            f"{problem}, but the vocabularies differ in {len(differing)} of {len(ours)} tokens: {token!r} is "
+            f"{ours[token]} for the policy and {found} in the {reader}. {remedy}"
         )

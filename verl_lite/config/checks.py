@@ -148,7 +148,7 @@ def estimator_problems(config: PPOConfig) -> Problems:
         for name in ("norm_mean_type", "norm_std_type", "reward_clip", "whiten_rewards"):
             if getattr(algorithm, name):
                 yield f"algorithm.{name}={getattr(algorithm, name)} with {key}, which reads raw scores: remove it"
-    if not config.trainer.val_only:
+    if not config.trainer.val_only and not config.distillation.replaces_rewards:
         yield from _groups(config, chosen if facts.get("groups") else None)
 
 
@@ -270,8 +270,11 @@ def _async_training(config: PPOConfig) -> Problems:
 
 def _models(config: PPOConfig) -> Problems:
     """Checks that model folders exist. Names in the form of the Hugging Face hub are looked up when they are loaded."""
-    for name in ("model.path", "model.tokenizer_path", "reward_model.model.path", "critic.model.path"):
-        value = value_of(config, name)
+    names = ("model.path", "model.tokenizer_path", "reward_model.model.path", "critic.model.path")
+    folders = {name: value_of(config, name) for name in names}
+    if not any(config.distillation.check()):
+        folders |= {f"distillation.teachers.{one.name}.path": one.path for one in config.distillation.named_teachers()}
+    for name, value in folders.items():
         if value and not Path(value).is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", value):
             yield f"{name}={value}: there is no folder {Path(value).absolute()}"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from verl_lite.config.agentic import AgenticConfig
 from verl_lite.config.algorithm import AlgorithmConfig
 from verl_lite.config.data import DataConfig
+from verl_lite.config.distillation import DistillationConfig
 from verl_lite.config.fields import Problems, opt, section
 from verl_lite.config.learners import ActorConfig, CriticConfig, ModelConfig, RefConfig, RewardModelConfig
 from verl_lite.config.reward import RewardConfig
@@ -33,6 +34,7 @@ class PPOConfig(RunOptions):
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "rewards and advantages")
     reward: RewardConfig = section(RewardConfig, "reward function")
     reward_model: RewardModelConfig = section(RewardModelConfig, "model that scores answers")
+    distillation: DistillationConfig = section(DistillationConfig, "teachers whose probabilities the policy learns")
     agentic: AgenticConfig = section(AgenticConfig, "agents that act in environments, instead of a dataset of prompts")
     trainer: TrainerConfig = section(TrainerConfig, "the run")
 
@@ -73,7 +75,8 @@ class PPOConfig(RunOptions):
         trainer, buffer, filters = self.trainer, self.reward.overlong_buffer, self.algorithm.filter_groups
         if self.model.path is None:
             yield "model.path is null: set it to a Hugging Face folder or a cached hub name, or set recipe=quickstart"
-        if not self.reward_model.enable and self.reward.function_weight == 0:
+        unscored = not self.reward_model.enable and self.reward.function_weight == 0
+        if unscored and not self.distillation.replaces_rewards:
             yield "reward.function_weight=0 without reward_model.enable=true makes every score 0: set one of them"
         if not self.reward_model.enable and filters.enable and filters.metric in ("model", "function"):
             yield f"algorithm.filter_groups.metric={filters.metric} needs reward_model.enable=true: set another metric"
@@ -89,6 +92,7 @@ class PPOConfig(RunOptions):
             if (value := getattr(trainer, name)) > 0 and not self.validates:
                 yield f"trainer.{name}={str(value).lower()} needs {files}, which is empty"
         yield from self._check_lengths()
+        yield from self._check_distillation()
         if not self.reads_prompts:
             yield from self.agentic.check_run()
             yield from self._check_agent()
@@ -131,6 +135,21 @@ class PPOConfig(RunOptions):
         if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < context:
             shown = f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}"
             yield f"{shown} is shorter than the context: set {context}, or rollout.enable_chunked_prefill=true"
+
+    def _check_distillation(self) -> Problems:
+        """Checks the options that have no meaning for some teachers or samples."""
+        teachers, temperature = self.distillation.named_teachers(), self.rollout.temperature
+        for teacher in teachers:
+            if teacher.url and temperature != 1:
+                at = f"distillation.teachers.{teacher.name}.url={teacher.url}"
+                yield f"rollout.temperature={temperature} with {at}, whose log-probs have the temperature 1: set 1"
+            if teacher.prompt_template and self.is_agentic:
+                yield f"distillation.teachers.{teacher.name}.prompt_template: episodes have no single prompt; set null"
+        if self.distillation.takes_student_topk and self.algorithm.rollout_correction.bypass_mode:
+            yield (
+                "distillation.distillation_loss.topk_source=student needs the pass over the samples that algorithm."
+                "rollout_correction.bypass_mode=true omits: set it to false, or topk_source=teacher"
+            )
 
     def _check_program(self) -> Problems:
         """Checks the options that cannot give each episode the same weight, whatever its number of rows."""

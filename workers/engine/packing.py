@@ -118,7 +118,8 @@ class ModelInputs:
     response_shape: (b, R).
     num_active: number of entries that count: N, or 0 for a placeholder. A micro-batch with nothing to train still runs
         forward and backward on one predicted token with weight zero, because all ranks must take part in collectives.
-    extra: (T, ...) values of further columns for the tokens of the flattened input, by name; see `with_column`.
+    extra: (T, ...) values of further columns for the tokens of the flattened input, or (N, ...) for the predicted
+        tokens, by name; see `with_column` and `with_predictions`.
     images: keyword arguments of the network with the images of the prompts (`workers.policy.vision`), empty if these
         rows have none; None if the whole batch has none. With images, position_ids have a first dimension of size 3.
     """
@@ -167,6 +168,12 @@ class ModelInputs:
         arranged[known] = values[first[known]]
         return replace(self, extra=self.extra | {name: arranged})
 
+    def with_predictions(self, name: str, values: torch.Tensor) -> ModelInputs:
+        """Returns the inputs with the values (b, R, ...) of one more column in `extra`, as (N, ...) for the predicted
+        tokens. Call it after `shard`. A placeholder gets zeros."""
+        chosen = values[self.rows, self.columns] if self.num_active else values.new_zeros(1, *values.shape[2:])
+        return replace(self, extra=self.extra | {name: chosen})
+
     def shard(self, group: SequenceGroup) -> ModelInputs:
         """Returns this rank's shard of packed inputs: its tokens, and the predictions that it computes. The sequence
         boundaries remain those of the whole row, which attention sees. Tokens that fill up the last shards belong to no
@@ -202,11 +209,11 @@ class ModelInputs:
         return values if group is None else group.sum(values)
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Puts values (N,) of the predicted tokens into a (b, R) matrix, zero elsewhere. Differentiable; the gradient
-        of a placeholder is zero."""
-        matrix = values.new_zeros(self.response_shape)
+        """Puts values (N, ...) of the predicted tokens into a (b, R, ...) matrix, zero elsewhere. Differentiable; the
+        gradient of a placeholder is zero."""
+        matrix = values.new_zeros(*self.response_shape, *values.shape[1:])
         if self.num_active == 0:
-            return matrix + 0.0 * values.sum()
+            return matrix + 0 * values.sum(dtype=values.dtype)
         return self.total(matrix.index_put((self.rows, self.columns), values))
 
 

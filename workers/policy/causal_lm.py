@@ -24,6 +24,8 @@ from workers.policy.model_errors import user_error_on_failure
 from workers.policy.router import ROUTED_EXPERTS, Routers, load_balancing_loss, replay_counts
 from workers.policy.vision import placeholder_ids
 
+TEACHER_IDS = "teacher_ids"
+
 # Logits up to this size are saved for the backward pass instead of recomputed, which is faster.
 KEPT_LOGITS_BYTES = 32 << 20
 # Up to three tiles of logits are in memory at a time; compiled, one and a half. On a CPU a tile stays in the caches.
@@ -65,19 +67,27 @@ class CausalLMPolicy(Policy):
     model: a `...ForCausalLM`. Its parameters have the prefix `model.`, followed by their Hugging Face names.
     chunk_tokens: maximum number of tokens in a tile of logits, if all logits need over KEPT_LOGITS_BYTES.
     routers: the routers of the model, if the forward needs them.
+    vocab_size: number of tokens with a probability, for a teacher with more tokens than its student; None = all.
     Raises UserError if the model's transform of its logits is no `LogitTransform`.
     """
 
-    extra_inputs = (*Policy.extra_inputs, ROUTED_EXPERTS)
+    extra_inputs = (*Policy.extra_inputs, ROUTED_EXPERTS, TEACHER_IDS)
 
-    def __init__(self, model: PreTrainedModel, chunk_tokens: int, routers: Routers | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk_tokens: int,
+        routers: Routers | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.logit_transform = logit_transform(model)
         self.chunk_tokens = chunk_tokens
         self.routers = routers
         self.functions = TILE_FUNCTIONS
-        self.excluded_tokens = placeholder_ids(model.config)
+        size = model.config.get_text_config().vocab_size
+        self.excluded_tokens = (*placeholder_ids(model.config), *range(vocab_size or size, size))
 
     def forward(
         self,
@@ -87,11 +97,14 @@ class CausalLMPolicy(Policy):
         calculate_sum_pi_squared: bool = False,
         calculate_router_aux_loss: bool = False,
         count_router_replay: bool = False,
+        calculate_topk: int = 0,
     ) -> dict[str, torch.Tensor]:
         """Computes log_probs (b, R) and the outputs whose option is True, 0 at tokens that are not predicted.
 
         entropys and sum_pi_squared (b, R): see `TokenStatistics`. router_aux_loss (b,): see `load_balancing_loss`.
-        router_replay (b, 2): see `replay_counts`.
+        router_replay (b, 2): see `replay_counts`. topk_ids and topk_log_probs (b, R, K), without gradient: the
+        `calculate_topk` most probable tokens. If the batch has the column teacher_ids (b, R, K), log_probs_at_ids
+        (b, R, K) are the log-probs of these tokens.
         """
         outputs = {}
         if self.routers is None:
@@ -105,11 +118,16 @@ class CausalLMPolicy(Policy):
                 outputs["router_replay"] = replay_counts(routes, inputs)
         hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)
         head = self.model.get_output_embeddings()
+        bias, targets, ids = self._output_bias(head), inputs.targets, inputs.extra.get(TEACHER_IDS)
+        if calculate_topk:
+            divided = self.logit_transform.divided_by(temperature)
+            found = top_log_probs(hidden, head.weight, bias, calculate_topk, divided, self.chunk_tokens)
+            outputs |= {f"topk_{name}": inputs.scatter(value) for name, value in found.items()}
         statistics = token_log_probs(
             hidden,
             head.weight,
-            self._output_bias(head),
-            inputs.targets,
+            bias,
+            targets if ids is None else torch.cat([targets.unsqueeze(1), ids], dim=1),
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             calculate_entropy=calculate_entropy,
@@ -117,8 +135,10 @@ class CausalLMPolicy(Policy):
             transform=self.logit_transform,
             functions=self.functions,
         )
-        named = statistics._asdict().items()
-        return {name: inputs.scatter(value) for name, value in named if value is not None} | outputs
+        named = statistics._asdict()
+        if ids is not None:
+            named |= {"log_probs": statistics.log_probs[:, 0], "log_probs_at_ids": statistics.log_probs[:, 1:]}
+        return {name: inputs.scatter(value) for name, value in named.items() if value is not None} | outputs
 
     def _output_bias(self, head: Any) -> torch.Tensor | None:
         """The bias of the output layer: -inf for tokens that the rollout engines never sample."""
@@ -129,15 +149,16 @@ class CausalLMPolicy(Policy):
         return bias.index_fill(0, torch.tensor(self.excluded_tokens, device=bias.device), -torch.inf)
 
 
-def causal_lm(chunk_tokens: int, with_routers: bool = False) -> PolicyBuilder:
+def causal_lm(chunk_tokens: int, with_routers: bool = False, vocab_size: int | None = None) -> PolicyBuilder:
     """Returns a builder of a `CausalLMPolicy`, which adds an adapter if `model.lora_rank` is above 0.
 
-    chunk_tokens: maximum number of tokens in a tile of logits. with_routers: the forward needs the routers.
+    chunk_tokens: maximum number of tokens in a tile of logits. with_routers: the forward needs the routers. vocab_size:
+    see `CausalLMPolicy`.
     """
 
     def build(spec: NetworkSpec) -> CausalLMPolicy:
         model = build_network(AutoModelForCausalLM, spec)
-        policy = CausalLMPolicy(model, chunk_tokens, Routers(model) if with_routers else None)
+        policy = CausalLMPolicy(model, chunk_tokens, Routers(model) if with_routers else None, vocab_size)
         if isinstance(spec.model, ModelConfig) and spec.model.lora_rank > 0:
             policy.adapter = add_adapter(policy.model, spec.model)
         return policy
@@ -217,7 +238,8 @@ def has_wide_products(device: torch.device) -> bool:
 
 class TokenStatistics(NamedTuple):
     """Statistics of softmax(logits / temperature) at N tokens, each (N,) in fp32 (fp64 for fp64 inputs): log-probs of
-    the targets, entropies in nats, and sums of p^2 over the vocabulary, without gradient."""
+    the targets, in their shape (N,) or (N, M), entropies in nats, and sums of p^2 over the vocabulary, without
+    gradient."""
 
     log_probs: torch.Tensor
     entropys: torch.Tensor | None
@@ -226,21 +248,21 @@ class TokenStatistics(NamedTuple):
 
 def tile_statistics(
     logits: torch.Tensor, index: torch.Tensor, calculate_entropy: bool, calculate_sum_pi_squared: bool
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes statistics of softmax(logits) over the columns of a tile of logits (n, v).
 
-    index: (n,) columns. Returns (2 to 4, n): the logarithm of the normalizer, the logits in the columns `index`, and
-    with their options the mean of the logits and the sum of squared probabilities.
+    index: (n, M) columns. Returns (1 to 3, n): the logarithm of the normalizer, and with their options the mean of the
+    logits and the sum of squared probabilities; and (n, M) the logits in the columns `index`.
     """
     peak = logits.amax(dim=1)
-    picked = logits.gather(1, index.unsqueeze(1)).squeeze(1)
+    picked = logits.gather(1, index)
     scores = (logits - peak.unsqueeze(1)).exp_()
     total = scores.sum(dim=1)
-    found = [peak + total.log(), picked]
+    found = [peak + total.log()]
     squares = [scores.square().sum(dim=1) / total.square()] if calculate_sum_pi_squared else []
     if calculate_entropy:
         found.append(scores.mul_(logits).sum(dim=1) / total)
-    return torch.stack(found + squares)
+    return torch.stack(found + squares), picked
 
 
 def tile_gradient(
@@ -255,18 +277,18 @@ def tile_gradient(
 ) -> torch.Tensor:
     """Computes p_j (slope z_j + offset) + [j = index] at_target for a tile (n, v) of transformed logits z, where p_j is
     exp(z_j - normalizer), and from this the gradient of the logits before `transform`. Without an offset: p_j slope.
-    The other tensors have the shape (n,). Returns (n, v) in `dtype`.
+    index and at_target have the shape (n, M), the other tensors (n,). Returns (n, v) in `dtype`.
     """
     gradient = (logits - normalizers.unsqueeze(1)).exp_()
     if offset is None:
         gradient.mul_(slope.unsqueeze(1))
     else:
         gradient.mul_(torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits))
-    if torch.compiler.is_compiling():  # a comparison is fused with the rest, unlike a scatter
-        is_target = torch.arange(logits.shape[1], device=logits.device) == index.unsqueeze(1)
-        gradient = gradient + is_target * at_target.unsqueeze(1)
+    if torch.compiler.is_compiling() and index.shape[1] == 1:  # a comparison is fused with the rest, unlike a scatter
+        is_target = torch.arange(logits.shape[1], device=logits.device) == index
+        gradient = gradient + is_target * at_target
     else:
-        gradient.scatter_add_(1, index.unsqueeze(1), at_target.unsqueeze(1))
+        gradient.scatter_add_(1, index, at_target)
     return transform.backward(gradient, logits).to(dtype)
 
 
@@ -288,27 +310,59 @@ def token_log_probs(
 ) -> TokenStatistics:
     """Computes the statistics of the logits transform(hidden @ weight.T + bias) whose option is True.
 
-    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,). functions: TILE_FUNCTIONS, or compiled forms.
+    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,) or (N, M). functions: TILE_FUNCTIONS, or compiled
+    forms.
     """
     options = (calculate_entropy, calculate_sum_pi_squared)
     divided = transform.divided_by(temperature)
     log_probs, entropys, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, divided, chunk_tokens, *options, functions
+        hidden, weight, bias, targets.view(len(targets), -1), divided, chunk_tokens, *options, functions
     )
     return TokenStatistics(
-        log_probs, entropys if calculate_entropy else None, squares if calculate_sum_pi_squared else None
+        log_probs.view(targets.shape),
+        entropys if calculate_entropy else None,
+        squares if calculate_sum_pi_squared else None,
     )
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    k: int,
+    transform: LogitTransform,
+    chunk_tokens: int,
+) -> dict[str, torch.Tensor]:
+    """Computes the k most probable tokens of softmax(transform(hidden @ weight.T + bias)), most probable first.
+
+    hidden: (N, H); weight: (V, H); bias: (V,) or None. Returns `ids` int32 and `log_probs`, both (N, k).
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    tiles = _Tiles(len(hidden), len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[hidden.device.type])
+    found: dict[str, list[torch.Tensor]] = {"ids": [], "log_probs": []}
+    for rows in tiles.rows:
+        best = hidden.new_empty(rows.stop - rows.start, 0, dtype=dtype)
+        ids, normalizers = best.long(), []
+        for columns in tiles.columns:
+            logits = _logits(hidden, weight, bias, rows, columns, transform)
+            normalizers.append(logits.logsumexp(dim=1))
+            values, places = logits.topk(min(k, logits.shape[1]), dim=1)
+            best, ids = torch.cat([best, values], dim=1), torch.cat([ids, places + columns.start], dim=1)
+            best, order = best.topk(min(k, best.shape[1]), dim=1)
+            ids = ids.gather(1, order)
+        found["ids"].append(ids.int())
+        found["log_probs"].append(best - torch.stack(normalizers).logsumexp(dim=0).unsqueeze(1))
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 class _Tiles:
     """Division of the logits (N, V) into tiles of tile_bytes, or one tile if they need at most KEPT_LOGITS_BYTES.
 
-    rows, columns: slices of the tokens and of the vocabulary. index: (tiles of the vocabulary, N) column of each target
-    in each tile, 0 where `inside` is False: the target is in another tile.
+    rows, columns: slices of the tokens and of the vocabulary.
     """
 
-    def __init__(self, targets: torch.Tensor, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int) -> None:
-        count = len(targets)
+    def __init__(self, count: int, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int) -> None:
         self.keep = count * vocab * itemsize <= KEPT_LOGITS_BYTES
         blocks = 1 if self.keep else -(-count // chunk_tokens)
         height = max(1, -(-count // blocks))
@@ -316,9 +370,14 @@ class _Tiles:
         width = -(-vocab // (number * 8)) * 8 if number * 8 <= vocab else 1  # multiples of 8 for fast kernels
         self.rows = [slice(start, min(start + height, count)) for start in range(0, count, height)]
         self.columns = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
-        local = targets - torch.arange(0, vocab, width, device=targets.device).unsqueeze(1)
-        self.inside = (local >= 0) & (local < width)
-        self.index = local.where(self.inside, 0)
+
+    @staticmethod
+    def places(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the column of each target in the tile `columns`, 0 for targets in other tiles, and a bool mask of the
+        targets inside the tile."""
+        local = targets - columns.start
+        inside = (local >= 0) & (targets < columns.stop)
+        return local.where(inside, 0), inside
 
 
 def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
@@ -347,51 +406,55 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         kind = "cpu" if hidden.device.type == "cpu" else "cuda" if functions is TILE_FUNCTIONS else "cuda, compiled"
-        tiles = _Tiles(targets, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[kind])
+        tiles = _Tiles(len(targets), len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[kind])
         options = (calculate_entropy, calculate_sum_pi_squared)
-        parts = torch.empty((2 + sum(options), *tiles.index.shape), dtype=dtype, device=hidden.device)
+        shape = (1 + sum(options), len(tiles.columns), len(targets))
+        parts = torch.empty(shape, dtype=dtype, device=hidden.device)
+        at_targets = torch.zeros(targets.shape, dtype=dtype, device=hidden.device)
         logits = hidden.new_empty(0, dtype=dtype)
         for number, columns in enumerate(tiles.columns):
             for rows in tiles.rows:
                 logits = _logits(hidden, weight, bias, rows, columns, transform)
-                parts[:, number, rows] = functions["tile_statistics"](logits, tiles.index[number, rows], *options)
-        partial, picked, *more = parts
+                index, inside = tiles.places(targets[rows], columns)
+                parts[:, number, rows], picked = functions["tile_statistics"](logits, index, *options)
+                at_targets[rows] += picked.where(inside, 0)
+        partial, *more = parts
         normalizers = partial.logsumexp(dim=0)
         share = (partial - normalizers).exp_()  # of each tile in the probability
-        log_probs = picked.where(tiles.inside, 0).sum(dim=0) - normalizers
+        log_probs = at_targets - normalizers.unsqueeze(1)
         none = log_probs.new_empty(0)
         entropys = normalizers - more[0].mul_(share).sum(dim=0) if calculate_entropy else none
         squares = more[-1].mul_(share.square_()).sum(dim=0) if calculate_sum_pi_squared else none
-        ctx.save_for_backward(hidden, weight, bias, normalizers, entropys, logits if tiles.keep else none)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropys, logits if tiles.keep else none)
         ctx.transform, ctx.tiles, ctx.functions, ctx.calculate_entropy = transform, tiles, functions, calculate_entropy
         ctx.mark_non_differentiable(squares)
         return log_probs, entropys, squares
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, normalizers, entropys, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizers, entropys, kept = ctx.saved_tensors
         grad_log_probs, grad_entropys, _ = grad_outputs
         tiles, dtype = ctx.tiles, normalizers.dtype
         _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # False for a model with an adapter
         # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
-        slope, offset = -grad_log_probs, None
+        slope, offset = -grad_log_probs.sum(dim=1), None
         if ctx.calculate_entropy:
-            slope, offset = -grad_entropys, grad_entropys * (normalizers - entropys) - grad_log_probs
-        at_target = tiles.inside * grad_log_probs
+            slope, offset = -grad_entropys, grad_entropys * (normalizers - entropys) + slope
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if weight_learns else None
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None
-        for number, columns in enumerate(tiles.columns):
+        for columns in tiles.columns:
             total = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
             for rows in tiles.rows:
                 logits = kept if tiles.keep else _logits(hidden, weight, bias, rows, columns, ctx.transform)
+                index, inside = tiles.places(targets[rows], columns)
                 gradient = ctx.functions["tile_gradient"](
                     logits,
                     normalizers[rows],
                     slope[rows],
                     None if offset is None else offset[rows],
-                    tiles.index[number, rows],
-                    at_target[number, rows],
+                    index,
+                    inside * grad_log_probs[rows],
                     ctx.transform,
                     dtype if bias_learns else hidden.dtype,
                 )

@@ -1,0 +1,78 @@
+"""Losses of on-policy distillation: divergences of the next-token distributions of teacher and student, per token.
+
+A distribution over K tokens has one more bin for the remaining probability. Without that bin the reverse KL divergence
+would be smallest when the student moves its probability away from the K tokens.
+"""
+
+import math
+
+import torch
+
+MIN_LOG_PROB = -50.0
+"""Lower bound of the teacher's log-probs, so that a token that only the teacher excludes has a finite divergence."""
+MIN_REST = 1e-6
+"""Lower bound of the remaining probability; in fp32, 1 minus a sum of probabilities has a rounding error near 1e-7."""
+
+
+def sampled_reverse_kl(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    teacher_log_probs: torch.Tensor,
+    *,
+    max_advantage: float | None = None,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """Computes the policy gradient loss whose advantage is the log-ratio log q - log p_old of the sampled token.
+
+    Its gradient is an unbiased estimate of the gradient of KL(p | q) at each position (Thinking Machines, "On-Policy
+    Distillation", 2025; verl's k1 with use_policy_gradient). Later optimizer steps on the same samples clip the ratio
+    p / p_old as PPO does.
+
+    Args:
+        log_probs: (b, R) of the policy p, with gradient. old_log_probs: before the update.
+        teacher_log_probs: (b, R) of the teacher q.
+        max_advantage: bound of the absolute advantage; None = no bound.
+        clip_low, clip_high: widths of the clip range below and above 1.
+
+    Returns:
+        (b, R). While the ratio is 1, the mean is an estimate of KL(p | q).
+    """
+    advantages = (teacher_log_probs - old_log_probs).detach()
+    if max_advantage is not None:
+        advantages = advantages.clamp(-max_advantage, max_advantage)
+    ratio = (log_probs - old_log_probs).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: str, with_rest: bool) -> torch.Tensor:
+    """Computes a divergence of teacher q and student p over K tokens at each position.
+
+    Args:
+        log_probs, teacher_log_probs: (b, R, K) of the same tokens; the former with gradient.
+        kind: forward_kl is KL(q | p), reverse_kl is KL(p | q) (MiniLLM, 2306.08543), and jsd is the Jensen-Shannon
+            divergence, half the sum of both against the mean of p and q (GKD, 2306.13649, with beta 0.5).
+        with_rest: True adds a bin with the remaining probability. False if the K tokens are the whole vocabulary.
+
+    Returns:
+        (b, R) in nats. Raises ValueError for an unknown kind.
+    """
+    log_p, log_q = log_probs, teacher_log_probs.detach()
+    if with_rest:
+        log_p, log_q = (torch.cat([each, _log_rest(each)], dim=-1) for each in (log_p, log_q))
+    log_q = log_q.clamp(min=MIN_LOG_PROB)
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl":
+        return (q * (log_q - log_p)).sum(-1)
+    if kind == "reverse_kl":
+        return (p * (log_p - log_q)).sum(-1)
+    if kind == "jsd":
+        log_mean = torch.logaddexp(log_p, log_q) - math.log(2)
+        return 0.5 * (q * (log_q - log_mean) + p * (log_p - log_mean)).sum(-1)
+    raise ValueError(f"divergence: found kind={kind!r}, expected forward_kl, reverse_kl or jsd")
+
+
+def _log_rest(log_probs: torch.Tensor) -> torch.Tensor:
+    """Returns log(1 - sum of the probabilities) (..., 1). Below MIN_REST it is constant, but keeps its gradient."""
+    rest = 1 - log_probs.exp().sum(-1, keepdim=True)
+    return (rest + (rest.clamp(min=MIN_REST) - rest).detach()).log()

@@ -1,0 +1,178 @@
+"""The options of on-policy distillation: the teachers, and the loss against their probabilities."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, Options, Problems, at_least, opt, section
+from verl_lite.registry import did_you_mean
+
+SAMPLED = "k1"
+LOSS_MODES = (SAMPLED, "forward_kl_topk", "reverse_kl_topk", "jsd_topk")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """An entry of `distillation.teachers`.
+
+    path: folder or hub name of the model. url, model, api_key_env: a server. Without path and url, the teacher is the
+    policy itself. key: rows with this value in the column `distillation.teacher_key`; None = all rows.
+    prompt_template: text of the last user message in the teacher's prompt, see `trainer.teachers`; None = the
+    student's prompt. inference, num_replicas: accepted from verl's configurations, without effect.
+    """
+
+    name: str
+    path: str | None = None
+    url: str | None = None
+    model: str | None = None
+    api_key_env: str | None = None
+    key: str | None = None
+    prompt_template: str | None = None
+    inference: Any = field(default=None, repr=False)
+    num_replicas: Any = field(default=None, repr=False)
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the policy itself is the teacher."""
+        return self.path is None and self.url is None
+
+
+@dataclass
+class DistillationLossConfig(Options):
+    """The loss against the teachers; the names are verl's."""
+
+    loss_mode: str = opt(
+        SAMPLED,
+        "k1 (log-ratio of the sampled token as advantage), or a divergence of the next-token distributions: "
+        "forward_kl_topk | reverse_kl_topk | jsd_topk",
+        LOSS_MODES,
+    )
+    topk: int = opt(128, "*_topk: number of tokens; the others form one bin; -1 = the whole vocabulary", ALL_OR_SOME)
+    topk_source: str = opt("teacher", "*_topk: whose most probable tokens: teacher | student", ("teacher", "student"))
+    distillation_loss_coef: float = opt(1.0, "weight of the distillation loss", at_least(0))
+    use_task_rewards: bool = opt(True, "also train with the rewards; false = only with the teachers")
+    use_policy_gradient: bool | None = opt(None, "null = as loss_mode requires: true for k1, false for *_topk")
+    loss_max_clamp: float | None = opt(10.0, "k1: bound of |advantage|; null = none", POSITIVE)
+
+    def check(self) -> Problems:
+        expected, key = self.loss_mode == SAMPLED, "distillation.distillation_loss"
+        if self.use_policy_gradient not in (None, expected):
+            why = "the gradient of this loss does not depend on the teacher" if expected else "it is differentiated"
+            shown = f"use_policy_gradient={str(self.use_policy_gradient).lower()} with loss_mode={self.loss_mode}"
+            yield f"{key}.{shown}: {why}; set {str(expected).lower()} or null, or another loss_mode"
+
+
+@dataclass
+class DistillationConfig(Options):
+    """On-policy distillation: the policy learns on its own samples from the probabilities of teachers."""
+
+    enabled: bool | None = opt(None, "null = if there are teachers")
+    teachers: dict[str, Any] = opt(
+        {},
+        "NAME: {path: FOLDER} | {url: http://.../v1, model: NAME, api_key_env: VARIABLE} | {prompt_template: TEXT} for "
+        "the policy itself; also with key: VALUE of the rows, if there are several, by default NAME",
+    )
+    teacher_key: str = opt("data_source", "column that selects a row's teacher: data_source or extra_info.NAME")
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig, "loss against the teachers")
+
+    @property
+    def is_active(self) -> bool:
+        """True if the run has teachers."""
+        return bool(self.teachers) and self.enabled is not False
+
+    @property
+    def active_loss(self) -> DistillationLossConfig | None:
+        """The loss against the teachers; None if the run has no teachers."""
+        return self.distillation_loss if self.is_active else None
+
+    @property
+    def replaces_rewards(self) -> bool:
+        """True if the policy learns only from teachers."""
+        return self.is_active and not self.distillation_loss.use_task_rewards
+
+    @property
+    def takes_topk(self) -> bool:
+        """True if the loss compares distributions over several tokens."""
+        return self.is_active and self.distillation_loss.loss_mode != SAMPLED
+
+    @property
+    def takes_student_topk(self) -> bool:
+        """True if the loss compares distributions over the policy's most probable tokens."""
+        return self.takes_topk and self.distillation_loss.topk_source == "student"
+
+    def named_teachers(self) -> list[Teacher]:
+        """Returns the teachers. Call it after `check`."""
+        if not self.is_active:
+            return []
+        entries = {name: {_NAMES.get(key, key): value for key, value in entry.items()} for name, entry in _items(self)}
+        several = len(entries) > 1
+        return [Teacher(name, **({"key": name} if several else {}) | entry) for name, entry in entries.items()]
+
+    def check(self) -> Problems:
+        if self.enabled and not self.teachers:
+            yield "distillation.enabled=true without teachers: set distillation.teachers.NAME.path=FOLDER"
+        if not re.fullmatch(r"data_source|extra_info\.\w[\w.]*", self.teacher_key):
+            yield f"distillation.teacher_key={self.teacher_key}: expected data_source or extra_info.NAME"
+        if "teacher_model" in self.teachers and len(self.teachers) > 1:
+            yield (
+                "distillation.teachers.teacher_model next to other teachers: verl ignores this entry silently. Give it "
+                "another name, or remove it"
+            )
+        wrong = [problem for name, entry in _items(self) for problem in _entry_problems(name, entry)]
+        yield from wrong
+        if wrong:
+            return
+        teachers = self.named_teachers()
+        for teacher in teachers:
+            yield from _teacher_problems(teacher, self.distillation_loss.loss_mode)
+        for key, number in Counter(teacher.key for teacher in teachers).items():
+            if number > 1:
+                yield f"distillation.teachers: {number} teachers have key={key}; give each its own value"
+
+
+_NAMES = {"model_path": "path"}  # verl's names
+_FIELDS = {entry.name for entry in fields(Teacher)} - {"name"}
+
+
+def _items(config: DistillationConfig) -> list[tuple[str, Any]]:
+    return list(config.teachers.items())
+
+
+def _entry_problems(name: str, entry: Any) -> Problems:
+    at = f"distillation.teachers.{name}"
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        yield f"{at}: expected a name of letters, digits, _, - and . ; set `key` to the value of the column"
+    if not isinstance(entry, Mapping):
+        yield f"{at}={entry}: expected entries such as {at}.path=FOLDER"
+        return
+    for key, value in entry.items():
+        if _NAMES.get(key, key) not in _FIELDS:
+            yield f"{at}.{key}={value} is not known; known: {', '.join(sorted(_FIELDS))}{did_you_mean(key, _FIELDS)}"
+        elif key not in ("inference", "num_replicas") and not isinstance(value, str | None):
+            yield f"{at}.{key}={value}: expected text"
+
+
+def _teacher_problems(teacher: Teacher, loss_mode: str) -> Problems:
+    at, variable = f"distillation.teachers.{teacher.name}", teacher.api_key_env
+    if teacher.path and teacher.url:
+        yield f"{at}: found path={teacher.path} and url={teacher.url}; a teacher has only one of them"
+    if teacher.is_policy and teacher.prompt_template is None:
+        yield f"{at}: without path and url the teacher is the policy itself, so prompt_template has to add information"
+    if teacher.prompt_template is not None and "{prompt}" not in teacher.prompt_template:
+        yield f"{at}.prompt_template={teacher.prompt_template!r}: expected a text that contains {{prompt}}"
+    if teacher.url is None:
+        return
+    if not teacher.url.startswith(("http://", "https://")):
+        yield f"{at}.url={teacher.url}: expected http://.../v1, the address of an OpenAI-compatible server"
+    if teacher.model is None:
+        yield f"{at}.model is not set: expected the model's name on the server at {teacher.url}"
+    if variable and not os.environ.get(variable):
+        yield f"{at}.api_key_env={variable}: this environment variable is not set"
+    if loss_mode != SAMPLED:
+        yield (
+            f"{at}.url with distillation.distillation_loss.loss_mode={loss_mode}: a server returns the log-prob of the "
+            f"sampled token only; set loss_mode={SAMPLED}, or path"
+        )
