@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from verl_lite.registry import takes
+from workers.policy.loading import load_model_config
 
 
 def is_on_policy(config: PPOConfig) -> bool:
@@ -70,6 +71,15 @@ def loss_takes(config: PPOConfig, column: str) -> bool:
 def estimator_takes(config: PPOConfig, column: str) -> bool:
     """Returns True if the advantage estimator reads the column."""
     return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), column)
+
+
+def distilled_tokens(config: PPOConfig) -> int:
+    """Returns K, the number of tokens in each compared distribution; 0 if only sampled tokens are compared."""
+    if not config.distillation.takes_topk:
+        return 0
+    topk = config.distillation.distillation_loss.topk
+    size: int = load_model_config(config.model).get_text_config().vocab_size
+    return size if topk == -1 else min(topk, size)
 
 
 @dataclass(frozen=True)

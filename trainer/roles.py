@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.requirements import estimator_takes, is_on_policy, loss_takes, micro_batching, needs_reference_model
+from trainer.requirements import (
+    distilled_tokens,
+    estimator_takes,
+    is_on_policy,
+    loss_takes,
+    micro_batching,
+    needs_reference_model,
+)
 from trainer.rewards.model_inputs import RewardInputs
 from trainer.saving import SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
@@ -27,7 +34,7 @@ from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.policy.causal_lm import CausalLMPolicy
-from workers.policy.loading import Policy, load_model_config
+from workers.policy.loading import Policy
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults
 
@@ -338,17 +345,6 @@ class TeacherRole(ModelRole):
         temperature, topk = self.config.rollout.temperature, distilled_tokens(self.config)
         call, stage = self.group.compute_teacher_log_prob, "log_prob" if self.section == "actor" else "ref"
         return self.infer(call, batch, stage, temperature=temperature, topk=topk)
-
-
-def distilled_tokens(config: PPOConfig) -> int:
-    """Returns K, the number of tokens in each compared distribution; 0 if only sampled tokens are compared."""
-    if not config.distillation.takes_topk:
-        return 0
-    size, topk = (
-        load_model_config(config.model).get_text_config().vocab_size,
-        config.distillation.distillation_loss.topk,
-    )
-    return size if topk == -1 else min(topk, size)
 
 
 class RewardModelRole(ModelRole):

@@ -36,6 +36,7 @@ _EPISODES = "workers/rollout/trajectories.py"
 _AGENTS = (_EPISODES,)
 _LOSS = "trainer/roles.py"
 _TEACHERS = "trainer/teachers.py"
+_FROZEN = ("workers/frozen_models.py",)
 _PLANNER = "verl_lite/seqlen_balance.py"
 _CLIPS = "trainer/clips/dataset.py"
 _PATHS = "recipes/flow_grpo/trainer.py"
@@ -70,16 +71,25 @@ COLUMNS: tuple[Column, ...] = (
     Column("finish_reason", ("B",), "object", "reason for the end of the response: stop, length or abort", _ROLLOUT),
     Column("token_level_scores", ("B", "R"), "float32", "score, on each turn's last token", _REWARD, others=_AGENTS),
     Column("outcomes", ("B",), "float32", "score before the overlong penalty; absent = no penalty", _REWARD),
-    Column("rm_scores", ("B",), "float32", "score of the reward model, before its weight", "workers/frozen_models.py"),
+    Column("rm_scores", ("B",), "float32", "score of the reward model, before its weight", *_FROZEN),
     Column("reward_failed", ("B",), "object", "True where the reward returned no number", _REWARD, others=_AGENTS),
     Column("reward_timed_out", ("B",), "object", "True where the reward function exceeded its time limit", _REWARD),
     Column("old_log_probs", ("B", "R"), "float32", "log-probs before the update", _ACTOR, others=(_DRIVER, _SDE)),
     Column("entropys", ("B", "R"), "float32", "entropy of the policy at each response token", _ACTOR),
     Column("sum_pi_squared", ("B", "R"), "float32", "sum of squared probabilities over the vocabulary", _ACTOR),
-    Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", "workers/frozen_models.py"),
-    Column("teacher_log_probs", ("B", "R"), "float32", "log-probs of the response by the teacher", _TEACHERS),
-    Column("teacher_topk_log_probs", ("B", "R", "K"), "float32", "teacher's log-probs of teacher_ids", _TEACHERS),
-    Column("teacher_ids", ("B", "R", "K"), "int32", "tokens of a distillation loss", _TEACHERS, others=(_ACTOR,)),
+    Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", *_FROZEN),
+    Column(
+        "teacher_log_probs", ("B", "R"), "float32", "teacher's log-probs of the response", _TEACHERS, others=_FROZEN
+    ),
+    Column(
+        "teacher_topk_log_probs",
+        ("B", "R", "K"),
+        "float32",
+        "of teacher_ids, by the teacher",
+        _TEACHERS,
+        others=_FROZEN,
+    ),
+    Column("teacher_ids", ("B", "R", "K"), "int32", "tokens to compare", _TEACHERS, others=(*_FROZEN, _ACTOR)),
     Column("has_teacher", ("B",), "bool", "True for rows in the distillation loss", _TEACHERS),
     Column("values", ("B", "R"), "float32", "expected return from each response token onward", "workers/critic.py"),
     Column("reward_baselines", ("B",), "float32", "score of the greedy response to the row's prompt", _REWARD),

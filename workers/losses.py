@@ -118,10 +118,10 @@ def distillation_loss(
 ) -> LossAndMetrics:
     """Computes the mean loss against the teachers over all tokens that have a teacher.
 
-    data: teacher_log_probs (b, R), or teacher_topk_log_probs (b, R, K) for a divergence, and has_teacher (b,); meta_info num_distilled, the
-    tokens with a teacher in the whole mini-batch. outputs: log_probs (b, R), and log_probs_at_ids (b, R, K) for a
-    divergence. Also returns distillation/teacher_mass and distillation/student_mass, the means of the probability of
-    the K tokens.
+    data: teacher_log_probs (b, R), or teacher_topk_log_probs (b, R, K) for a divergence; has_teacher (b,); meta_info
+    num_distilled, the tokens with a teacher in the whole mini-batch. outputs: log_probs (b, R), and log_probs_at_ids
+    (b, R, K) for a divergence. Also returns distillation/teacher_mass and distillation/student_mass, the means of the
+    probability of the K tokens.
     """
     name = "teacher_log_probs" if options.loss_mode == SAMPLED else "teacher_topk_log_probs"
     check(data, [name, "has_teacher"], f"distillation.distillation_loss.loss_mode={options.loss_mode}")

@@ -28,14 +28,15 @@ does not depend on positions."""
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 15_360
 
 
-def write_data(folder: Path, seed: int) -> None:
-    """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
+def write_data(folder: Path, seed: int, wrong_share: float = WRONG_SHARE) -> None:
+    """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`. wrong_share: share of wrong
+    characters in the demonstrations."""
     rng = random.Random(seed)
     generators = (sort_questions, add_questions, word_questions)
     sources = [unique(generate(rng), lambda question: question.prompt) for generate in generators]
     test, train = (draw(sources, number, rng, EQUAL_PARTS) for number in (TEST_ROWS, TRAIN_ROWS))
     shown = draw(sources, DEMONSTRATIONS, rng, DEMONSTRATED_PARTS)
-    taught = (question.answered(careless(question.answer, WRONG_SHARE, rng)) for question in shown)
+    taught = (question.answered(careless(question.answer, wrong_share, rng)) for question in shown)
     write_files(folder, test=test, train=train, taught=taught)
 
 

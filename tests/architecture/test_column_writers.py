@@ -75,6 +75,7 @@ AGENTIC = [
     "agentic.train_env_manager.num_env_groups=2", "agentic.train_env_manager.group_size=2",
     "agentic.env_pool.num_workers=0", "rollout.n=1",
 ]  # fmt: skip
+LOSS = "distillation.distillation_loss"
 RUNS = {
     "critic": ["algorithm.adv_estimator=gae", "actor.use_kl_loss=true", "reward.overlong_buffer.enable=true",
                "reward.overlong_buffer.len=2", "data.sources={talk: {n: 3}}"],
@@ -83,6 +84,10 @@ RUNS = {
     "correction": ["algorithm.rollout_correction.rollout_is=token", "actor.policy_loss.loss_mode=clip_cov",
                    "actor.ppo_epochs=2", "algorithm.adv_estimator=optimal_token_baseline"],
     "program": ["agentic.program=tests.workers.endpoint.programs:run", "data.max_response_length=96"],
+    "teacher": ["distillation.teachers.t.path=FOLDER/policy"],
+    "teacher's top k": ["distillation.teachers.t.path=FOLDER/policy", f"{LOSS}.loss_mode=jsd_topk"],
+    "student's top k": ["distillation.teachers.t.prompt_template='{prompt} {ground_truth}'",
+                        f"{LOSS}.loss_mode=jsd_topk", f"{LOSS}.topk_source=student"],
     "agentic": ["--config", "FOLDER/envs.yaml", *AGENTIC, "model.path=FOLDER/experts", "rollout.router_replay=true"],
 }  # fmt: skip
 NOT_RUN = {"rm_scores", "scores", "noise_seed", "multi_modal_inputs", "staleness"}

@@ -144,7 +144,8 @@ def parts_of(
         balance=case.balance,
         epochs=case.epochs,
         shuffle_seed=case.shuffle_seed,
-        num_tokens=data.batch["response_mask"].sum(1).numpy(),
+        num_tokens=(tokens := data.batch["response_mask"].sum(1)).numpy(),
+        num_distilled=(tokens * data.batch["has_teacher"]).numpy() if "has_teacher" in data else None,
     )
     return plan.apply(data).chunk(world), plan
 

@@ -81,6 +81,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         "reward model": config.reward_model.enable,
         "old log-probs": requirements.needs_old_log_prob(config),
         "reference log-probs": requirements.needs_reference(config),
+        **{f"log-probs by teacher {one.name}": True for one in config.distillation.named_teachers()},
         "values": requirements.needs_critic(config),
     }
     passes = [name for name, is_needed in needed.items() if is_needed]

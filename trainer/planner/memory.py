@@ -18,11 +18,18 @@ from dataclasses import dataclass, field, replace
 from trainer import requirements
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.model_shape import ModelShape, read_shape
-from trainer.requirements import needs_critic, needs_old_log_prob, needs_reference, needs_reference_model
+from trainer.requirements import (
+    distilled_tokens,
+    needs_critic,
+    needs_old_log_prob,
+    needs_reference,
+    needs_reference_model,
+)
 from trainer.resources import VLLM_BYTES, WORKER_BYTES
 from verl_lite.config import FSDPConfig, NetworkConfig, PPOConfig
 from verl_lite.device import KEPT_FREED_BYTES
 from workers.critic import critic_network
+from workers.frozen_models import teacher_network
 from workers.policy.activations import AHEAD
 from workers.rollout.base import resolve_engine_name
 
@@ -41,6 +48,11 @@ TILE_BYTES = {
 KEPT_FREED = "freed, kept by the C library"
 WHOLE_GRADIENTS, SHARD = "gradients before their reduction", "gradients, this rank's shard"
 TOWER, ENGINE_IMAGES = "vision tower", "engine: images in a step"
+TEACHER = "teacher "  # prefix of the role of a teacher
+TOP_TOKEN = (
+    36  # bytes of each of the top tokens at a position: logits and ids of two tiles, their sorted union, results
+)
+DISTILLED_TOKEN = 60  # bytes of each token of a divergence: ids, 8 fp32 tensors of both distributions, and gradients
 GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 
 
@@ -144,11 +156,13 @@ def _listed(parts: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Networks:
-    """Shapes of the run's networks; None for a role that the run does not have."""
+    """Shapes of the run's networks; None for a role that the run does not have. teachers: by name, if they have a model
+    of their own."""
 
     policy: ModelShape
     critic: ModelShape | None = None
     reward_model: ModelShape | None = None
+    teachers: Mapping[str, ModelShape] = field(default_factory=dict)
 
 
 def read_networks(config: PPOConfig) -> Networks:
@@ -162,7 +176,12 @@ def read_networks(config: PPOConfig) -> Networks:
     policy, most = read_shape(config.model), config.data.max_pixels
     if policy.tower is not None and most is not None:
         policy = replace(policy, tower=replace(policy.tower, largest_image=max(1, most // policy.tower.pixels)))
-    return Networks(policy, critic, scorer)
+    teachers = {
+        teacher.name: read_shape(teacher_network(config, teacher), f"distillation.teachers.{teacher.name}.path")
+        for teacher in config.distillation.named_teachers()
+        if teacher.path
+    }
+    return Networks(policy, critic, scorer, teachers)
 
 
 def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accelerator) -> MemoryPlan:
@@ -191,6 +210,10 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
             f"assumed: all {longest} tokens of a prompt (data.max_prompt_length) are images, which have "
             f"{longest * tower.per_token} patches; with fewer or smaller images it is less"
         )
+    if config.distillation.is_active:
+        values = max(1, 2 * distilled_tokens(config)) * config.data.max_response_length  # log-probs, and token ids
+        columns = float(FP32 * values * math.ceil(rows_per_step(config) / slots))
+        (plan.always if on_cpu else plan.host)["log-probs of the teachers"] = columns
     rollout = _rollout_parts(config, networks.policy, device, plan, slots)
     if config.hybrid_engine:
         plan.phases["rollout"] = rollout
@@ -271,6 +294,8 @@ def _held_networks(
     yield "actor", held(networks.policy, actor.fsdp_config, *trained, actor.optim.optimizer)
     if needs_reference_model(config):
         yield "reference", held(networks.policy, config.ref.fsdp_config)
+    for name, shape in networks.teachers.items():
+        yield f"{TEACHER}{name}", held(shape, config.ref.fsdp_config)
     if networks.critic is not None:
         frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters  # also in the critic
         trained = networks.critic.parameters - frozen, 0
@@ -347,7 +372,9 @@ def _train_phases(
     def micro_batch(role: str, stage: str, rows: int, prompts: int, entropy: bool) -> tuple[HeldNetwork, Pass, int]:
         """Returns the network, one micro-batch, and the number of micro-batches for all devices' `rows`."""
         cut = requirements.micro_batching(config, stage)
-        ranks = config.sequence_parallel_size({"reference": "ref", "reward model": "reward_model"}.get(role, role))
+        sections = {"reference": "ref", "reward model": "reward_model"}
+        section = "ref" if role.startswith(TEACHER) else sections.get(role, role)
+        ranks = config.sequence_parallel_size(section)
         rows = max(1, math.ceil(rows * ranks / slots))
         together = cut.micro_batch_size or 1
         if cut.max_token_len is not None:
@@ -363,9 +390,11 @@ def _train_phases(
         run = Pass(tokens, predicted, chunk, size, entropy, shared, ranks, tile, images)
         return networks[role], run, math.ceil(rows / together)
 
-    def forward(role: str, stage: str, entropy: bool = False) -> dict[str, float]:
+    def forward(role: str, stage: str, entropy: bool = False, topk: int = 0) -> dict[str, float]:
         network, run, _ = micro_batch(role, stage, rows_per_step(config), data.train_batch_size, entropy)
         parts = forward_only(network, run)
+        if topk:
+            parts["top tokens"] = float(TOP_TOKEN * topk * run.predicted)
         parts |= tower_parts(replace(network, trained=0), run, parts)
         return parts | ({KEPT_FREED: kept_when_freed(parts, 1)} if plan.base is not None and TOWER in parts else {})
 
@@ -378,6 +407,8 @@ def _train_phases(
         if offload:
             plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
         parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=offload)
+        if role == "actor" and (topk := distilled_tokens(config)):
+            parts["distillation"] = float(DISTILLED_TOKEN * topk * run.predicted)
         parts |= tower_parts(network, run, parts, is_recomputed=model.enable_gradient_checkpointing)
         kept = {} if plan.base is None else {KEPT_FREED: kept_when_freed(parts, plan.micro_batches)}
         return parts | kept
@@ -385,10 +416,15 @@ def _train_phases(
     if "reward model" in networks:
         yield "reward model", "reward model", forward("reward model", "reward_model")
     if needs_old_log_prob(config):
-        yield "old log-probs", "actor", forward("actor", "log_prob", entropy=True)
+        topk = distilled_tokens(config) if config.distillation.takes_student_topk else 0
+        yield "old log-probs", "actor", forward("actor", "log_prob", entropy=True, topk=topk)
     if needs_reference(config):
         role = "reference" if "reference" in networks else "actor"
         yield "reference log-probs", role, forward(role, "ref")
+    for teacher in config.distillation.named_teachers():
+        if not teacher.url:
+            role, stage = ("actor", "log_prob") if teacher.is_policy else (f"{TEACHER}{teacher.name}", "ref")
+            yield f"{TEACHER}{teacher.name}: log-probs", role, forward(role, stage, topk=distilled_tokens(config))
     if "critic" in networks:
         yield "values", "critic", forward("critic", "values")
         size = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size

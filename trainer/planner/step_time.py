@@ -153,6 +153,9 @@ def step_stages(
         stages["old log-probs"] = passes(policy)
     if needs_reference(config):
         stages["reference log-probs"] = passes(policy)
+    for teacher in config.distillation.named_teachers():
+        if not teacher.url:
+            stages[f"teacher {teacher.name}: log-probs"] = passes(networks.teachers.get(teacher.name, policy))
     if networks.critic is not None:
         again = memory.recomputed_layers(config.critic.model, networks.critic) / networks.critic.layers
         stages["values"] = passes(networks.critic)
