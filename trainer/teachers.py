@@ -234,10 +234,11 @@ class TeacherServer:
         try:
             found = reply["choices"][0]["logprobs"]
             values, texts = found["token_logprobs"][1 : len(ids)], found["tokens"][: len(ids)]
+            is_aligned = len(found["token_logprobs"]) == len(found["tokens"])
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"the reply has no log-probs of the prompt's tokens: {reply!s:.300}") from error
         are_numbers = all(isinstance(value, float | int) and -math.inf < value <= 1e-3 for value in values)
-        if len(values) != len(ids) - 1 or len(texts) != len(ids) or not are_numbers:
+        if len(values) != len(ids) - 1 or len(texts) != len(ids) or not (is_aligned and are_numbers):
             raise ValueError(f"the reply has no log-prob for each of the {len(ids)} tokens: {found!s:.300}")
         return [float(value) for value in values], [str(text) for text in texts]
 

@@ -42,7 +42,8 @@ class Rewards:
     """Collects the scores of a batch from the reward functions, the reward model, or both.
 
     pool: service of `workers.rewards.reward_pool.RewardPool`; None: no reward function. model: None: no reward model.
-    At least one of the two is required. failures: log of failed rewards; None: a new log in `run_dir`.
+    Without both every score is 0, as in distillation without task rewards. failures: log of failed rewards; None: a new
+    log in `run_dir`.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class Rewards:
             found = self.pool.call("collect", keys)
             parts["function"] = (self.config.function_weight, [found[key] for key in keys])
         weights = [weight for weight, _ in parts.values()]
-        results = [_weighted_sum(weights, row) for row in zip(*(each for _, each in parts.values()), strict=True)]
+        rows = zip(*(each for _, each in parts.values()), strict=True) if parts else [()] * len(batch)
+        results = [_weighted_sum(weights, row) for row in rows]
         self.failures.check(batch, results)
         failed, timed_out = (np.array([getattr(x, name) for x in results], bool) for name in ("failed", "timed_out"))
         metrics = {
@@ -216,7 +218,7 @@ def _weighted_sum(weights: list[float], row: tuple[RewardResult, ...]) -> Reward
     failure = next((result for result in row if result.failed), None)
     if failure is not None:
         return failure
-    score = sum(weight * result.score for weight, result in zip(weights, row, strict=True))
+    score = sum((weight * result.score for weight, result in zip(weights, row, strict=True)), start=0.0)
     extra = {name: value for result in row for name, value in result.extra.items()}
     return RewardResult.scored("The weighted sum of reward function and reward model", score, extra)
 

@@ -138,8 +138,10 @@ class PPOConfig(RunOptions):
 
     def _check_distillation(self) -> Problems:
         """Checks the options that have no meaning for some teachers or samples."""
-        teachers, temperature = self.distillation.named_teachers(), self.rollout.temperature
-        for teacher in teachers:
+        if any(self.distillation.check()):
+            return
+        temperature = self.rollout.temperature
+        for teacher in self.distillation.named_teachers():
             if teacher.url and temperature != 1:
                 at = f"distillation.teachers.{teacher.name}.url={teacher.url}"
                 yield f"rollout.temperature={temperature} with {at}, whose log-probs have the temperature 1: set 1"
