@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ONLY_SHOWN = ("verl_lite/config/", "trainer/plan.py", "trainer/planner/", "trainer/diffusion_plan.py")
 """How paths begin of modules that load, check, plan with or show options; a value that only they read has no effect."""
 
-READS = ("verl_lite/config/rollout_correction.py", "verl_lite/config/pools.py")
+READS = tuple(f"verl_lite/config/{name}.py" for name in ("rollout_correction", "pools", "distillation"))
 """What of these makes numbers of options for the code that computes with them."""
 
-READ_BY_THE_LOADER = {"recipe"}
+READ_BY_THE_LOADER = {"recipe", "distillation.enabled"}  # the latter by `DistillationConfig.is_active`
 KINDS = ("_config", "_options")
 
 
