@@ -106,3 +106,13 @@ def test_extreme_distributions_have_finite_losses_and_gradients(kind: str) -> No
         losses = divergence(logits.log_softmax(-1)[:, :2], teacher, kind, with_rest)
         [gradient] = torch.autograd.grad(losses.sum(), logits)
         assert losses.isfinite().all() and gradient.isfinite().all() and gradient.abs().max() < 60
+
+
+def test_a_rest_below_its_bound_still_has_a_gradient() -> None:
+    """The student has 1e-7 outside of the two compared tokens and the teacher 0.2: d/dz of an outside token j is
+    -0.2 p_j / rest, with the bound 1e-6 in place of the rest."""
+    logits = torch.tensor([16.0, 16.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([0.5, 0.3], dtype=torch.float64).log()
+    [gradient] = torch.autograd.grad(divergence(logits.log_softmax(-1)[:2], teacher, "forward_kl", True), logits)
+    outside = math.exp(-16) / (2 + 2 * math.exp(-16))
+    assert gradient[2:].tolist() == pytest.approx([-0.2 * outside / 1e-6] * 2, rel=1e-4)
