@@ -6,14 +6,14 @@ continues; a finished run is not repeated. FOLDER has one run folder per way and
 """
 
 import math
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import numpy as np
 
 from recipes.distill.recipe import ANSWERS, PROMPTS, STEPS, TEACHER
 from recipes.quickstart.recipe import START
+from recipes.stages import call, folder_argument, is_finished
 from trainer.tracking import read_metrics
 
 SEEDS = (1, 2, 3)
@@ -29,7 +29,7 @@ WAYS = {
 
 def train(folder: Path, way: str, seed: int) -> Path:
     """Trains one student unless it is finished. Returns the run folder, whose metrics contain a validation."""
-    run = folder / f"{way.replace(' ', '_').replace(',', '').replace(chr(39), '')}-{seed}"
+    run = folder / f"{re.sub('[^a-zA-Z]+', '_', way)}-{seed}"
     common = ["trainer.resume_mode=auto", f"trainer.seed={seed}", f"trainer.default_local_dir={run}"]
     options = WAYS[way]
     if options is None:
@@ -42,7 +42,8 @@ def train(folder: Path, way: str, seed: int) -> Path:
         call("trainer.main_sft", *supervised(answers), *common[:2], f"trainer.default_local_dir={run}-sft")
         common = [f"trainer.default_local_dir={run}", "trainer.val_only=true", f"trainer.seed={seed}"]
         options = [f"model.path={run}-sft/hf", "distillation.enabled=false", WITH_REWARDS]
-    if not (run / "metrics.jsonl").exists() or (WAYS[way] is not None and accuracy(run)[-1][0] < STEPS):
+    is_done = (run / "metrics.jsonl").exists() if WAYS[way] is None else is_finished(run, STEPS)
+    if not is_done:
         call("trainer.main_ppo", "recipe=distill", *options, *common)
     return run
 
@@ -52,7 +53,6 @@ def supervised(answers: Path) -> list[str]:
     return [
         f"model.path={START.folder}/model",
         f"data.train_files={answers}",
-        "data.prompt_key=input",
         "data.response_key=output",
         f"data.train_batch_size={PROMPTS * ANSWERS}",
         "data.max_length=32",
@@ -63,12 +63,6 @@ def supervised(answers: Path) -> list[str]:
         "trainer.total_epochs=100",
         "trainer.save_freq=-1",
     ]
-
-
-def call(module: str, *words: str) -> None:
-    """Runs a command of the project and ends this program if it fails."""
-    print("python -m", module, *words, flush=True)
-    subprocess.run([sys.executable, "-m", module, *words], check=True)
 
 
 def accuracy(run: Path, kind: str = "val-core/", suffix: str = "/reward/mean@1") -> list[tuple[int, float]]:
@@ -114,6 +108,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        raise SystemExit("usage: python -m recipes.distill.compare FOLDER")
-    main(Path(sys.argv[1]).expanduser().absolute())
+    main(folder_argument("recipes.distill.compare"))

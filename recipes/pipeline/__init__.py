@@ -1,0 +1,1 @@
+"""Three training stages in one script: see `recipes.pipeline.__main__`."""
