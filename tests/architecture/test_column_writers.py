@@ -83,12 +83,14 @@ RUNS = {
     "bypass": ["algorithm.adv_estimator=remax", "algorithm.rollout_correction.bypass_mode=true"],
     "correction": ["algorithm.rollout_correction.rollout_is=token", "actor.policy_loss.loss_mode=clip_cov",
                    "actor.ppo_epochs=2", "algorithm.adv_estimator=optimal_token_baseline"],
-    "program": ["agentic.program=tests.workers.endpoint.programs:run", "data.max_response_length=96"],
+    "program": ["agentic.program=tests.workers.endpoint.programs:run", "data.max_response_length=96",
+                "distillation.teachers.t.path=FOLDER/policy"],
     "teacher": ["distillation.teachers.t.path=FOLDER/policy"],
     "teacher's top k": ["distillation.teachers.t.path=FOLDER/policy", f"{LOSS}.loss_mode=jsd_topk"],
     "student's top k": ["distillation.teachers.t.prompt_template='{prompt} {ground_truth}'",
                         f"{LOSS}.loss_mode=jsd_topk", f"{LOSS}.topk_source=student"],
-    "agentic": ["--config", "FOLDER/envs.yaml", *AGENTIC, "model.path=FOLDER/experts", "rollout.router_replay=true"],
+    "agentic": ["--config", "FOLDER/envs.yaml", *AGENTIC, "model.path=FOLDER/experts", "rollout.router_replay=true",
+                "distillation.teachers.t.path=FOLDER/policy", f"{LOSS}.loss_mode=jsd_topk"],
 }  # fmt: skip
 NOT_RUN = {"rm_scores", "scores", "noise_seed", "multi_modal_inputs", "staleness"}
 """Need a reward model, a user's loss, a direct call of `train_step`, a vision-language model, and a3po."""

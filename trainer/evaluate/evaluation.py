@@ -39,6 +39,7 @@ ONLY_ANSWERS = (
     "~data.sources",
     "~data.sampler",
     "~algorithm.filter_groups",
+    "~distillation",
     "~trainer.validation_data_dir",
     "~trainer.rollout_data_dir",
     "~trainer.resume_allow",
