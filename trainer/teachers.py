@@ -8,9 +8,10 @@ one with a hint. `check_teachers` compares vocabularies and rows with the teache
 import asyncio
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from workers.frozen_models import teacher_network
 from workers.policy.loading import load_model_config, longest_context
 from workers.policy.model_errors import user_error_on_failure
 
+T = TypeVar("T")
 REQUESTS_AT_ONCE = 32
 MAX_RETRIES = 3
 PROBED_TOKENS = 64
@@ -69,9 +71,9 @@ class Teachers:
         columns = {"has_teacher": torch.zeros(len(batch), dtype=torch.bool)}
         for teacher in self.config.distillation.named_teachers():
             rows = np.flatnonzero(rows_of(teacher, batch, self.config.distillation.teacher_key))
-            part, prompts = batch.select_idxs(rows), self.prompts.get(teacher.name)
-            if prompts is not None:
-                part, fits = prompts(part)
+            part = batch.select_idxs(rows)
+            if len(rows) and teacher.name in self.prompts:
+                part, fits = self.prompts[teacher.name](part)
                 rows = rows[fits]
             if not len(rows):
                 continue
@@ -201,7 +203,7 @@ class TeacherServer:
         ids = [row[real].tolist() for row, real in zip(batch.batch["input_ids"], mask, strict=True)]
         answered = mask[:, -width:]
         log_probs = torch.zeros(answered.shape)
-        found = asyncio.run(self._request_all(ids))
+        found = run_async(self._request_all(ids))
         for row, values in enumerate(found):
             if not isinstance(values, str):
                 log_probs[row, answered[row]] = torch.tensor(values[len(values) - int(answered[row].sum()) :])
@@ -241,6 +243,12 @@ class TeacherServer:
         if len(values) != len(ids) - 1 or len(texts) != len(ids) or not (is_aligned and are_numbers):
             raise ValueError(f"the reply has no log-prob for each of the {len(ids)} tokens: {found!s:.300}")
         return [float(value) for value in values], [str(text) for text in texts]
+
+
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end in a thread of its own, because a notebook has a running event loop in this one."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def build_teachers(
@@ -355,7 +363,7 @@ def _check_server(server: TeacherServer, tokenizer: PreTrainedTokenizerBase, at:
     ids = sorted({int(number) for number in np.linspace(0, len(tokenizer) - 1, PROBED_TOKENS)})
     where = f"{at}.url={server.teacher.url}"
     try:
-        _, texts = asyncio.run(server.request(ids))
+        _, texts = run_async(server.request(ids))
     except (RemoteRewardError, ValueError) as error:
         raise UserError(
             f"{where}: expected log-probs of the prompt's tokens for a request with echo=true and logprobs=1, as vLLM "

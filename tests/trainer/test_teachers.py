@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -129,6 +130,7 @@ def test_the_students_own_top_tokens(folder: Path) -> None:
 def test_a_failing_server_is_counted_and_then_ends_the_run(
     folder: Path, serve: Callable[..., Any], tmp_path: Path
 ) -> None:
+    """The first call is made inside of an event loop, as in a cell of a notebook."""
     numbers = iter(range(100))
 
     def reply(body: dict[str, Any]) -> tuple[int, Any]:
@@ -141,7 +143,12 @@ def test_a_failing_server_is_counted_and_then_ends_the_run(
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     columns = {"input_ids": ids, "attention_mask": mask, "responses": ids[:, 2:]}
     batch = DataProto.from_dict(columns)
-    found = server_of(teacher, config, tmp_path, shown.append).compute_teacher_log_prob(batch).batch
+    server = server_of(teacher, config, tmp_path, shown.append)
+
+    async def in_a_cell() -> DataProto:
+        return server.compute_teacher_log_prob(batch)
+
+    found = asyncio.run(in_a_cell()).batch
     assert sorted(found["has_teacher"].tolist()) == [False, True] and len(shown) == 1 and "status 400" in shown[0]
     row = found["has_teacher"].nonzero().item()
     assert (found["teacher_log_probs"][row] != 0).tolist() == [[True, True, True], [True, True, False]][row]
