@@ -14,7 +14,7 @@ from recipes.embedded import ONE_GROUP
 from recipes.quickstart.recipe import START
 from recipes.stages import call, folder_argument, is_finished
 
-SFT_STEPS, DISTILL_STEPS, RL_STEPS = 200, 40, 60
+SFT_STEPS, DISTILL_STEPS, RL_STEPS = 390, 40, 60
 
 
 def supervised(folder: Path, start: Path) -> Path:
