@@ -54,7 +54,7 @@ class Policy(EngineNetwork):
     `ModelInputs` and options, and returns outputs (b, R) by name.
 
     extra_inputs: columns that `forward` reads besides the token columns if the batch has them: multi_modal_inputs, and
-        others of the shape (b, P+R, ...).
+        others of the shape (b, P+R, ...) or (b, R, ...).
     trains_vision: True if the vision tower is trained.
     adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
     spec, arrangement: the network's specification, and the function that converts micro-batches to inputs
