@@ -106,7 +106,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         tokens = samples * config.data.max_response_length
         options = f"rollout.top_k={rollout.top_k} x 4 bytes per response token, on the driver and in messages"
         rows.append(
-            PlanRow("sampling candidates per training step", f"{tokens * rollout.top_k * 4 / 1e9:.3g} GB", options)
+            PlanRow("sampling candidates per training step", f"{tokens * rollout.top_k * 4 / 1e6:,.1f} MB", options)
         )
     if model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
