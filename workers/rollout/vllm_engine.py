@@ -572,16 +572,15 @@ def _resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
 
 
 def _candidates(result: Any, count: int) -> tuple[list[float], torch.Tensor]:
-    """Returns the log-probs of the tokens of a vllm.CompletionOutput, and the tokens that could be sampled instead of
-    each (n, count): itself first, then the others with a finite log-prob, most probable first, then -1."""
-    # vLLM returns the sampled token and the `count` most probable tokens, with which it may be among
-    shape = len(result.token_ids), count + 1
-    log_probs = torch.tensor(result.logprobs.logprobs, dtype=torch.float64).view(shape)
+    """Returns the log-probs of the tokens of a vllm.CompletionOutput, and the tokens that could be sampled at each
+    position (n, count), most probable first, then -1."""
+    shape = len(result.token_ids), count + 1  # the sampled token and the most probable ones, usually with it
+    log_probs = torch.tensor(result.logprobs.logprobs).view(shape)
     ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(shape)
-    is_other = log_probs[:, 1:].isfinite() & (ids[:, 1:] != ids[:, :1])
-    order = is_other.int().argsort(dim=1, descending=True, stable=True)[:, : count - 1]
-    others = ids[:, 1:].where(is_other, -1).gather(1, order)
-    return log_probs[:, 0].tolist(), torch.cat([ids[:, :1], others], dim=1)
+    candidates = ids[:, 1:].where(log_probs[:, 1:].isfinite(), -1)
+    # the sampled token can be missing if more than `count` tokens are kept, because the logits of the last are equal
+    candidates[:, -1] = candidates[:, -1].where((candidates == ids[:, :1]).any(dim=1), ids[:, 0])
+    return log_probs[:, 0].tolist(), candidates
 
 
 def _sampling_params(
