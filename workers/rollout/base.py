@@ -306,7 +306,7 @@ def build_rollout_engine(
     )
 
 
-def candidates_of(config: RolloutConfig) -> ExtraOutputs:
+def candidates_of(config: RolloutConfig) -> dict[str, tuple[int, ...]]:
     """Returns the extra output with the tokens that could be sampled: rollout.top_k per token; none without top_k."""
     return {SAMPLING_CANDIDATES: (config.top_k,)} if config.top_k > 0 else {}
 

@@ -197,7 +197,7 @@ class HFEngine:
             temperature=temperature,
             seeds=seeds,
             positions=positions,
-            truncation=Truncation(top_k, top_p, min_p) if self._truncates else None,
+            truncation=Truncation(top_k, top_p, min_p, self._limit) if self._truncates else None,
             num_candidates=max(0, self._config.top_k),
         )
         if candidates is not None:
@@ -274,7 +274,9 @@ class HFEngine:
             row.encoded_by = self._version
         slots = slice(first, first + len(rows))
         sampling = [row.request.sampling for row in rows]
-        running = (row.request.sampling for row in self._running)
+        running = [row.request.sampling for row in self._running if row.request.sampling.temperature > 0]
+        limits = [each.top_k for each in running]
+        self._limit = max(limits) if min(limits, default=-1) > 0 else None
         self._truncates = any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in running)
         self._integers[:, slots] = torch.tensor(
             [

@@ -34,11 +34,15 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Truncation(NamedTuple):
-    """Truncation of each row's distribution, each (B,). Neutral values: top_k = -1, top_p = 1, min_p = 0."""
+    """Truncation of each row's distribution, each (B,). Neutral values: top_k = -1, top_p = 1, min_p = 0.
+
+    limit: largest top_k of the rows that are not greedy; None if one of them has no top_k, which takes more time.
+    """
 
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    limit: int | None = None
 
 
 def sample(
@@ -93,14 +97,17 @@ def _kept_tokens(probs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     First min_p removes the tokens whose probability is below min_p times the largest one. Then top_k keeps the most
     probable of the others. Last, top_p keeps the smallest set of the most probable tokens whose mass, relative to that
     of the tokens kept so far, reaches top_p. Of tokens with equal logits at the border of top_k, vLLM keeps all, this
-    function the first ones.
+    function no more than top_k.
     """
-    top_k, top_p, min_p = truncation
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[1], device=probs.device)
+    top_k, top_p, min_p, limit = truncation
+    if limit is None or limit >= probs.shape[1]:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    else:
+        ordered, order = probs.topk(limit, dim=-1)
+    rank = torch.arange(ordered.shape[1], device=probs.device)
     kept = (ordered >= min_p[:, None] * ordered[:, :1]) & ((top_k[:, None] < 0) | (rank < top_k[:, None]))
     ordered = ordered * kept
     before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
     # rounding must not cut the tail of a row with top_p = 1
     in_top_p = (top_p[:, None] >= 1) | (before < top_p[:, None] * ordered.sum(dim=-1, keepdim=True))
-    return torch.zeros_like(kept).scatter(1, order, kept & in_top_p)
+    return torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, kept & in_top_p)

@@ -4,6 +4,7 @@ draws do not depend on."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def _draw(
     temperature: float = 1.0,
     truncation: tuple[float, ...] | None = None,
     num_candidates: int = 0,
+    limit: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`count` draws from one row of logits. truncation: top_k, top_p and min_p."""
     return sample(
@@ -44,7 +46,7 @@ def _draw(
         temperature=torch.full((count,), temperature),
         seeds=torch.arange(count),
         positions=torch.full((count,), position),
-        truncation=None if truncation is None else Truncation(*(torch.full((count,), each) for each in truncation)),
+        truncation=None if truncation is None else Truncation(*(torch.full((count,), x) for x in truncation), limit),
         num_candidates=num_candidates,
     )
 
@@ -86,7 +88,11 @@ def test_truncation_keeps_exactly_the_naive_set(top_k: int, top_p: float, min_p:
     logits = torch.tensor([0.1, 1.2, -0.4, 2.0, 0.3, -3.0])
     kept = naive_candidates(logits, top_k, top_p, min_p)
     width = top_k if 0 < top_k < 6 else 0
-    tokens, log_probs, candidates = _draw(logits, 6000, truncation=(top_k, top_p, min_p), num_candidates=width)
+    given: Any = {"truncation": (top_k, top_p, min_p), "num_candidates": width}
+    tokens, log_probs, candidates = _draw(logits, 6000, **given)
+    if top_k > 0:
+        limited = _draw(logits, 6000, **given, limit=top_k)
+        assert torch.equal(limited[0], tokens) and torch.equal(limited[1], log_probs)
     assert set(tokens.tolist()) == set(kept)
     torch.testing.assert_close(log_probs, logits[tokens] - logits[kept].exp().sum().log())
     if candidates is not None:
