@@ -18,6 +18,7 @@ from tests.workers.rollout.test_engines import VLLM, ask, episodes, load, make_e
 from tests.workers.rollout.test_sampling import naive_candidates
 from trainer.build import check_engine
 from trainer.planner.batch import launch_table
+from trainer.ray_trainer import training_sampling
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -174,6 +175,8 @@ def test_what_cannot_be_truncated_is_refused(path: str, sampled: DataProto) -> N
     config.rollout.top_k = 65
     with pytest.raises(UserError, match="rollout.top_k=65: .* has 64 tokens"):
         check_engine(config)
+    config.rollout.min_p = 0.3
+    assert training_sampling(config) == SamplingParams(top_k=65, min_p=0.3, max_tokens=512)
     config.data.train_batch_size, config.rollout.n, config.data.max_response_length = 8, 4, 1000
     assert "8.3 MB   rollout.top_k=65 x 4 bytes" in launch_table(config, 1)
     with pytest.raises(ValueError, match="rollout.top_k needs outputs by name"):
