@@ -291,6 +291,18 @@ def check_engine(config: PPOConfig) -> None:
             "returns its running samples: add it (see workers.rollout.base.RolloutEngine), or set "
             "async_training.partial_rollout=false"
         )
+    if (count := config.rollout.top_k) > 0:
+        if name not in ("hf", "vllm") and not getattr(ROLLOUT_ENGINES.get_fn(name), "returns_candidates", False):
+            raise UserError(
+                f"rollout.top_k={count} with rollout.name={name}: training needs the tokens that could be sampled: "
+                "return them and set the engine's attribute returns_candidates = True (see workers.rollout.base), set "
+                "rollout.name=hf or vllm, or rollout.top_k=-1"
+            )
+        size = load_model_config(config.model).get_text_config().vocab_size
+        if count > size:
+            raise UserError(
+                f"rollout.top_k={count}: model.path={config.model.path!r} has {size} tokens: set at most that"
+            )
     if name == "hf":
         try:
             check_layers(empty_network(config.model))

@@ -391,6 +391,7 @@ def training_sampling(config: PPOConfig) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         max_tokens=config.data.max_response_length,
         ignore_eos=rollout.ignore_eos,
     )

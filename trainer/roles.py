@@ -30,6 +30,7 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto, DataProtoFuture, chunk_bounds
 from verl_lite.rewards import RewardResult
+from verl_lite.schema import SAMPLING_CANDIDATES
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
@@ -320,6 +321,8 @@ class CriticRole(ModelRole, SavedByWorkers):
 
 class ReferenceRole(ModelRole):
     """The driver's interface to the frozen reference model."""
+
+    extra_inputs = (*ModelRole.extra_inputs, SAMPLING_CANDIDATES)
 
     @property
     def section(self) -> str:  # type: ignore[override]

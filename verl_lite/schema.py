@@ -24,6 +24,11 @@ class Column(NamedTuple):
     absent: int | None = None
     others: tuple[str, ...] = ()
 
+    @property
+    def is_of_response(self) -> bool:
+        """True if the column has one value per token of the response, (B, R, ...)."""
+        return self.dims[1:2] == ("R",)
+
 
 _PROMPTS = "trainer/data/prompts.py"
 _DRIVER = "trainer/ray_trainer.py"
@@ -66,6 +71,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("position_ids", ("B", "P+R"), "int64", "position of each token in its sequence, from 0", _ROLLOUT),
     Column("rollout_log_probs", ("B", "R"), "float32", "log-probs of sampled tokens, by the rollout engine", _ROLLOUT),
     Column("routed_experts", ("B", "P+R", "L", "K"), "int16", "experts that the rollout selected", _ROLLOUT, -1),
+    Column("sampling_candidates", ("B", "R", "C"), "int32", "tokens that could be sampled, or -1", _ROLLOUT, -1),
     Column("rollout_versions", ("B", "R"), "int32", "weight update whose policy sampled the token; else -1", _ROLLOUT),
     Column("policy_version", ("B",), "int64", "the smallest rollout_versions of the response", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "reason for the end of the response: stop, length or abort", _ROLLOUT),
@@ -133,6 +139,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("counted", ("B",), "float32", "1 if the frames have a score, else 0", _FLOW),
 )
 
+SAMPLING_CANDIDATES = "sampling_candidates"
 _BY_NAME = {entry.name: entry for entry in COLUMNS}
 _EXTRA_PREFIX = "reward/"
 

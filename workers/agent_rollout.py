@@ -84,7 +84,7 @@ class AgentSampling(SamplingWorker):
             programs = ProcessPool(program_pool(config, log_dir, lambda number: runner.repeat(number)))
             port, name = config.endpoint.port, Path(str(self.config.model.path)).name
             rollout = self.config.rollout
-            training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+            training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
             endpoint = Endpoint(config.endpoint, port and port + self.engine_index, name, programs.wake, training)
             self.parts += [endpoint, programs]
         runner = ProgramRunner(

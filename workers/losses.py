@@ -22,7 +22,7 @@ from verl_lite.metrics import Metric, declared
 from verl_lite.protocol import DataProto
 from verl_lite.registry import is_own
 from verl_lite.rollout_correction import correct_rollout, mismatch_metrics, rollout_probs_diff
-from verl_lite.schema import check
+from verl_lite.schema import SAMPLING_CANDIDATES, check
 
 REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce multiplies by its weights."""
@@ -286,6 +286,8 @@ def loss_of_batch(
     if isinstance(outputs, torch.Tensor):
         if actor.router_aux_loss_coef:
             raise ValueError("loss_func: actor.router_aux_loss_coef needs outputs by name; logits do not have routes")
+        if SAMPLING_CANDIDATES in batch.keys():
+            raise ValueError("loss_func: rollout.top_k needs outputs by name; logits are those of the whole vocabulary")
         outputs = outputs_of_logits(data, outputs, actor.calculate_entropy or actor.entropy_coeff != 0)
     corrects = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
     if corrects and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():

@@ -82,7 +82,7 @@ RUNS = {
     "experts": ["model.path=FOLDER/experts", "rollout.router_replay=true"],
     "bypass": ["algorithm.adv_estimator=remax", "algorithm.rollout_correction.bypass_mode=true"],
     "correction": ["algorithm.rollout_correction.rollout_is=token", "actor.policy_loss.loss_mode=clip_cov",
-                   "actor.ppo_epochs=2", "algorithm.adv_estimator=optimal_token_baseline"],
+                   "actor.ppo_epochs=2", "algorithm.adv_estimator=optimal_token_baseline", "rollout.top_k=9"],
     "program": ["agentic.program=tests.workers.endpoint.programs:run", "data.max_response_length=96",
                 "distillation.teachers.t.path=FOLDER/policy"],
     "teacher": ["distillation.teachers.t.path=FOLDER/policy"],

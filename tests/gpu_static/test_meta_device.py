@@ -20,7 +20,7 @@ from workers.engine.packing import PACKED_ATTENTION, pack
 from workers.losses import actor_loss, critic_loss
 from workers.policy import causal_lm
 from workers.policy.causal_lm import CausalLMPolicy
-from workers.rollout.sampling import sample
+from workers.rollout.sampling import Truncation, sample
 
 ROWS, WIDTH = 6, 10
 META = torch.device("meta")
@@ -81,8 +81,9 @@ def test_forward_and_backward_through_the_kernels_of_cuda(monkeypatch: pytest.Mo
 
 def test_the_sampler() -> None:
     whole, part = torch.ones(ROWS, dtype=torch.long, device=META), torch.rand(ROWS, device=META)
-    options = {"temperature": part, "seeds": whole, "positions": whole, "top_k": whole, "top_p": part}
-    assert [each.device for each in sample(torch.randn(ROWS, 32, device=META), **options)] == [META, META]
+    options = {"temperature": part, "seeds": whole, "positions": whole, "truncation": Truncation(whole, part, part)}
+    found = sample(torch.randn(ROWS, 32, device=META), **options, num_candidates=4)
+    assert [each.device for each in found] == [META] * 3
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ RESULTS: dict[str, str | None] = {
 """The class of an attribute, of a method's result, or of what either holds. None: not vLLM's."""
 
 VARIABLES = {
-    "_completion": {"output": OUTPUT},
+    "_store": {"output": OUTPUT},
+    "_candidates": {"result": COMPLETION},
     "_routes_of": {"output": OUTPUT},
     "_disable_expert_recording": {"core": CLIENT},
     "_summarize_engine": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},

@@ -123,6 +123,18 @@ def test_a_run_at_temperature_0_7(tmp_path: Path) -> None:
     assert sum(drawn[0][key] == drawn[1][key] for key in drawn[0]) < 8, "of 16 answers"
 
 
+@pytest.mark.parametrize("more", [[], OPTIONS[3:]], ids=["whole model", "adapter"])
+def test_a_run_with_truncated_sampling(tmp_path: Path, more: list[str]) -> None:
+    """Engine, old log-probs, update and reference use the same tokens; otherwise they would be 0.1 and more apart."""
+    tiny_run.write_files(tmp_path, [f"{number}+{number}" for number in range(4)])
+    cut = ["rollout.top_p=0.8", "rollout.top_k=20", "rollout.min_p=0.01", "rollout.temperature=0.7"]
+    several = ["actor.ppo_mini_batch_size=2", "actor.use_kl_loss=true", "actor.calculate_entropy=true"]
+    for step in tiny_run.run(tmp_path, "run", "trainer.total_training_steps=2", *cut, *several, *more):
+        assert step["training/rollout_probs_diff_mean"] < 1e-6 and step["training/rollout_probs_diff_max"] < 1e-5
+        assert step["actor/kl_loss"] < 1e-4 and step["actor/ratio_max"] < 1.02 and step["actor/grad_norm"] > 0
+        assert step["actor/entropy"] < 2.8, "of at most 20 of 64 tokens"
+
+
 # -------------------------------------------------------------------------------------------------------------- experts
 
 

@@ -44,6 +44,7 @@ from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, get_polic
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.registry import takes
+from verl_lite.schema import SAMPLING_CANDIDATES
 from workers import losses
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
 from workers.engine.sequence_parallel import SequenceGroup, sequence_group
@@ -88,6 +89,25 @@ POLICY = Network(
     _log_probs,
     {"temperature": TEMPERATURE, "calculate_entropy": True},
 )
+
+
+def candidates_of(tokens: torch.Tensor) -> torch.Tensor:
+    """Made-up candidates (..., 4) of tokens: 2 to 4, with the token itself; none for tokens that are divided by 5."""
+    others = torch.stack([(factor * tokens + 1) % 64 for factor in (3, 5, 7)], dim=-1)
+    others[..., :2] = others[..., :2].masked_fill((tokens % 3 == 0).unsqueeze(-1), -1)
+    chosen = torch.cat([others, tokens.unsqueeze(-1)], dim=-1)
+    return chosen.masked_fill((tokens % 5 == 0).unsqueeze(-1), -1).int()
+
+
+def _truncated_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> Outputs:
+    rows = []
+    for row, token, chosen in zip(logits, tokens, candidates_of(tokens).tolist(), strict=True):
+        kept = sorted(set(chosen) - {-1}) or list(range(64))
+        rows.append(_log_probs(row[None, kept], torch.tensor([kept.index(token)])))
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+TRUNCATED = replace(POLICY, outputs=_truncated_log_probs)
 CRITIC = Network("critic", AutoModelForTokenClassification, value_head, _values)
 
 
@@ -107,16 +127,22 @@ TERMS = ("ref_log_prob", "rollout_is_weights")
 
 @dataclass(frozen=True)
 class PolicyCase:
-    """A policy loss and how it is aggregated. with_terms: also entropy bonus, KL to the reference, rollout weights."""
+    """A policy loss and how it is aggregated. with_terms: also entropy bonus, KL to the reference, rollout weights.
+    truncated: over a part of the vocabulary."""
 
     name: str
     mode: str
     ratio_type: str = "token"
     with_terms: bool = False
-    network = POLICY
+    truncated: bool = False
+
+    @property
+    def network(self) -> Network:
+        return TRUNCATED if self.truncated else POLICY
 
     def __str__(self) -> str:
         extras = [self.ratio_type] * (self.ratio_type != "token") + ["entropy, KL, weights"] * self.with_terms
+        extras += ["truncated"] * self.truncated
         return " ".join([self.name.rpartition(":")[2], self.mode, *(f"({extra})" for extra in extras)])
 
     def loss_fn(self, data: DataProto, outputs: Outputs) -> LossResult:
@@ -138,6 +164,7 @@ class PolicyCase:
         """The columns that the driver would send for it."""
         loss = get_policy_loss_fn(self.name)
         extras = [name for name in LOSS_COLUMNS if takes(loss, name)] + list(TERMS if self.with_terms else ())
+        extras += [SAMPLING_CANDIDATES] * self.truncated
         return data.select(batch_keys=[*COLUMNS, "advantages", "old_log_probs", *extras])
 
 
@@ -172,6 +199,7 @@ def all_cases() -> list[LossCase]:
         cases += [PolicyCase(name, mode) for mode in modes]
         cases += [PolicyCase(name, mode, ratio_type="segment") for mode in modes if name in RATIO_LOSSES]
         cases += [PolicyCase(name, mode, with_terms=True) for mode in modes if name in ("vanilla", "geo_mean")]
+    cases.append(PolicyCase("vanilla", "token-mean", with_terms=True, truncated=True))
     return cases + [ValueCase(mode) for mode in LOSS_AGG_MODES]
 
 
@@ -264,8 +292,9 @@ class Reference:
 def reference(path: str, batch: Batch, cases: Iterable[LossCase]) -> Reference:
     """By plain transformers on the whole mini-batch. path: as `write_networks` gives it."""
     data = ragged_batch(batch)
-    outputs = {network: plain_outputs(_plain(path, network), network, data) for network in (POLICY, CRITIC)}
+    outputs = {network: plain_outputs(_plain(path, network), network, data) for network in (POLICY, TRUNCATED, CRITIC)}
     data.batch.update(_other_columns(batch, outputs[POLICY]["log_probs"].detach(), outputs[CRITIC]["values"].detach()))
+    data.batch[SAMPLING_CANDIDATES] = candidates_of(data.batch["responses"])
     lengths = data.batch["response_mask"].sum(1)
     wide = in_fp64(data)
     wide.meta_info |= {"num_tokens": int(lengths.sum()), "num_sequences": int((lengths > 0).sum())}
@@ -359,6 +388,8 @@ class PlainEngine:
     def forward(self, micro_batch: DataProto) -> tuple[Outputs, bool]:
         """As the training engine's."""
         inputs: ModelInputs = self.arrange(micro_batch.batch)
+        if SAMPLING_CANDIDATES in micro_batch.batch.keys():
+            inputs = inputs.with_column(SAMPLING_CANDIDATES, micro_batch.batch[SAMPLING_CANDIDATES])
         inputs = inputs if self.group is None else inputs.shard(self.group)
         return self.policy(inputs.to(CPU), **self.forward_arguments), inputs.num_active > 0
 

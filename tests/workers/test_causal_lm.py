@@ -105,6 +105,46 @@ def test_equals_naive_in_fp64(
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("tile_bytes", [1, 300])
+@pytest.mark.parametrize(("with_bias", "cap"), [(False, None), (True, None), (False, 2.0)])
+def test_candidates_restrict_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, kept_bytes: int, tile_bytes: int, with_bias: bool, cap: float | None
+) -> None:
+    """Each row equals the naive formula on its part of the weights, in fp32 too, where 1e30 has no square."""
+    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", tile_bytes)
+    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    generator, transform = torch.Generator().manual_seed(0), LogitTransform(1.5, cap)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        shapes = [(9, 5), (17, 5), *[(17,)] * with_bias]
+        leaves = [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+        hidden, weight, bias = (*leaves, None)[:3]
+        kept = [
+            sorted(torch.randperm(17, generator=generator)[:size].tolist()) for size in (1, 2, 3, 4, 4, 3, 2, 17, 17)
+        ]
+        targets = torch.tensor([ids[row % len(ids)] for row, ids in enumerate(kept)])
+        candidates = torch.tensor([ids + [-1] * (4 - len(ids)) if len(ids) < 5 else [-1] * 4 for ids in kept]).int()
+        expected, squares = [], []
+        for row, ids in enumerate(kept):
+            part = None if bias is None else bias[ids]
+            place = torch.tensor([ids.index(int(targets[row]))])
+            expected.append(torch.cat(naive(hidden[row : row + 1], weight[ids], part, place, 0.7, transform)))
+            parts = [naive(hidden[row : row + 1], weight[ids], part, torch.tensor([j]), 0.7, transform)[0]
+                     for j in range(len(ids))]  # fmt: skip
+            squares.append(torch.cat(parts).exp().square().sum())
+        found = token_log_probs(
+            hidden, weight, bias, targets, temperature=0.7, chunk_tokens=4, calculate_entropy=True,
+            calculate_sum_pi_squared=True, transform=transform, candidates=candidates,
+        )  # fmt: skip
+        both = torch.stack(found[:2], dim=1)
+        assert torch.allclose(both, torch.stack(expected), rtol=0, atol=bound)
+        assert found[2] is not None and torch.allclose(found[2], torch.stack(squares), rtol=0, atol=bound)
+        weights = torch.randn(9, 2, generator=generator, dtype=dtype)
+        grads = torch.autograd.grad((weights * torch.stack(expected)).sum(), leaves)
+        for one, other in zip(torch.autograd.grad((weights * both).sum(), leaves), grads, strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=10 * bound)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 def test_a_token_whose_logit_is_minus_infinity_adds_no_entropy(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int
 ) -> None:

@@ -66,20 +66,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distributions(path: Path, data: DataProto) -> list[torch.Tensor]:
-    """Log-probs (n, V) at the responses of each row, by plain transformers without padding, in fp64."""
+    """Log-probs (n, V) at the responses of each row, by plain transformers without padding, in fp64; over the
+    candidates if the batch has some."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     rows = []
     for row in range(len(data)):
         real = data.batch["attention_mask"][row].bool()
         start, end = int(real[:PROMPT].sum()) - 1, int(real.sum()) - 1
         logits = model(data.batch["input_ids"][row][real].unsqueeze(0)).logits[0, start:end]
+        if "sampling_candidates" in data:
+            candidates = data.batch["sampling_candidates"][row, : end - start].long()
+            logits = torch.full_like(logits, -1e9).scatter(1, candidates, logits.gather(1, candidates))
         rows.append((logits / TEMPERATURE).log_softmax(-1))
     return rows, dict(model.named_parameters())
 
 
-def batch_of(folder: Path, options: DistillationLossConfig) -> DataProto:
-    """A batch with the teacher's columns, of which rows 1 and 8 have no teacher."""
+def batch_of(folder: Path, options: DistillationLossConfig, is_truncated: bool = False) -> DataProto:
+    """A batch with the teacher's columns, of which rows 1 and 8 have no teacher. is_truncated: each token was sampled
+    from four candidates, fewer than the compared tokens."""
     data = ragged_batch(BATCH)
+    if is_truncated:
+        tokens = data.batch["responses"].int().unsqueeze(2)
+        data.batch["sampling_candidates"] = torch.cat(
+            [tokens, (tokens + 1) % 64, (tokens + 7) % 64, (tokens + 9) % 64], 2
+        )
     students, teachers = (distributions(folder / name, data)[0] for name in ("student", "teacher"))
     width, vocab = data.batch["responses"].shape[1], students[0].shape[1]
     count = 0 if options.loss_mode == "k1" else vocab if options.topk == -1 else options.topk
@@ -152,6 +162,14 @@ def test_the_gradient_equals_plain_transformers_for_every_cut(folder: Path, tmp_
     torch.save((data, expected(folder, data, options)), file)
     found = dict(zip(CUTS, errors(str(folder), file, options, list(CUTS.values())), strict=True))
     assert max(found.values()) < 2e-5, found
+
+
+@pytest.mark.parametrize("mode", ["k1", "forward_kl, 5", "reverse_kl, 5"])
+def test_the_gradient_over_the_candidates_of_truncated_sampling(folder: Path, tmp_path: Path, mode: str) -> None:
+    options, file = MODES[mode], str(tmp_path / "known.pt")
+    data = batch_of(folder, options, is_truncated=True)
+    torch.save((data, expected(folder, data, options)), file)
+    assert max(errors(str(folder), file, options, [CUTS["20 tokens"], CUTS["padded"], CUTS["tiles"]])) < 2e-5
 
 
 @pytest.mark.slow

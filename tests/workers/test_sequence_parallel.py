@@ -76,7 +76,7 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_two_ranks(networks: str, ranks: Ranks, tmp_path: Path) -> None:
     few = {batch: {name: CUTS[batch][name] for name in names} for batch, names in FEW.items()}
-    cases = [PolicyCase("vanilla", "token-mean", with_terms=True), ValueCase("token-mean")]
+    cases = [PolicyCase("vanilla", "token-mean", with_terms=True, truncated=True), ValueCase("token-mean")]
     tables = shared_table(networks, str(tmp_path), cases, ranks, ((2, 1),), few)
     assert_within(tables["fp64"], FP64)
     assert_within(tables["fp32"], FP32)

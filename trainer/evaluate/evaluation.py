@@ -49,7 +49,7 @@ ONLY_ANSWERS = (
 _SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
 _ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
 _TRAINING = ("data.train_", "data.shuffle", "data.sampler.", "data.sources", "rollout.log_prob_", "reward.overlong_")
-_TRAINING_ALONE = ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.ignore_eos")
+_TRAINING_ALONE = tuple(f"rollout.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos"))
 
 
 @dataclass(frozen=True)

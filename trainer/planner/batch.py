@@ -100,6 +100,15 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     is_slower = engine == "vllm" and is_on_cpu(trainer.device)
     advice = "; on a CPU rollout.name=hf is faster where it runs the model" if is_slower else ""
     rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{advice}"))
+    if rollout.top_k > 0:
+        samples = (
+            config.data.train_batch_size * rollout.n if config.reads_prompts else config.agentic.rollout_batch_size
+        )
+        tokens = samples * config.data.max_response_length
+        options = f"rollout.top_k={rollout.top_k} x 4 bytes per response token, on the driver and in messages"
+        rows.append(
+            PlanRow("sampling candidates per training step", f"{tokens * rollout.top_k * 4 / 1e6:,.1f} MB", options)
+        )
     if model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
         whole, trained = count_parameters(model), count_trained(model)

@@ -347,9 +347,9 @@ RULES = (
     ),
     Rule(  # verl's FAQ: below 0.005 is rounding, above 0.01 an error; fp32: 1e-6
         ("training/rollout_probs_diff_mean",), mismatch,
-        ("rollout.dtype", "rollout.top_p", "rollout.enable_prefix_caching", "algorithm.rollout_correction.rollout_is"),
-        "sampler and trainer have different probabilities: missing weight updates, a stale cache, precision, or top_p",
-        "sample in the trainer's precision without top_p and top_k, or enable the rollout correction",
+        ("rollout.dtype", "rollout.enable_prefix_caching", "algorithm.rollout_correction.rollout_is"),
+        "sampler and trainer have different probabilities: missing weight updates, a stale cache, or precision",
+        "sample in the trainer's precision, or enable the rollout correction",
     ),
     Rule(  # at 0.5, half of the generated answers are useless
         ("frac_reward_zero_std",), Range(high=0.5, alarm_high=0.9),

@@ -8,8 +8,8 @@ import math
 
 import torch
 
-MIN_LOG_PROB = -50.0
-"""Lower bound of the teacher's log-probs, so that a token that only the teacher excludes has a finite divergence."""
+MIN_LOG_PROB = -100.0
+"""Lower bound of all log-probs, so that a token that only one of the two excludes has a finite divergence."""
 MIN_REST = 1e-6
 """Lower bound of the remaining probability; in fp32, 1 minus a sum of probabilities has a rounding error near 1e-7."""
 
@@ -60,7 +60,7 @@ def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: s
     log_p, log_q = log_probs, teacher_log_probs.detach()
     if with_rest:
         log_p, log_q = (torch.cat([each, _log_rest(each)], dim=-1) for each in (log_p, log_q))
-    log_q = log_q.clamp(min=MIN_LOG_PROB)
+    log_p, log_q = log_p.clamp(min=MIN_LOG_PROB), log_q.clamp(min=MIN_LOG_PROB)
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward_kl":
         return (q * (log_q - log_p)).sum(-1)

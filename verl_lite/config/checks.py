@@ -244,6 +244,11 @@ def _async_training(config: PPOConfig) -> Problems:
             f"{key} with rollout.router_replay=true: samples that continue under new weights have experts of several "
             "versions: set async_training.partial_rollout=false"
         )
+    if config.spans_updates and config.rollout.top_k > 0:
+        yield (
+            f"{key} with rollout.top_k={config.rollout.top_k}: samples that continue under new weights do not keep the "
+            "tokens that could be sampled before: set async_training.partial_rollout=false, or rollout.top_k=-1"
+        )
     every, surplus = config.agentic.model_update_frequency, config.rollout.oversample - 1
     carried = math.ceil(surplus) if config.spans_updates else 0
     if threshold < (needed := options.depth + carried + every - 1):

@@ -6,10 +6,8 @@ from typing import Any
 from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, Options, Problems, Range, at_least, opt, section
 from verl_lite.config.learners import DTYPES
 
-_TRUNCATED = "log-probs of a truncated distribution differ from the trainer's: {} is expected in training"
-_WHOLE_P = Range(_TRUNCATED.format("1"), lambda value: value == 1)
-_WHOLE_K = Range(_TRUNCATED.format("-1"), lambda value: value == -1)
 _SAMPLES = Range("training has to sample: a number above 0 is expected, usually 1.0", lambda value: value > 0)
+_BELOW_ONE = Range("a share of at least 0 and below 1 is expected", lambda value: 0 <= value < 1)
 _OVERSAMPLE = Range("a number from 1 to 8 is expected, such as 1.25", lambda value: 1 <= value <= 8)
 
 SAMPLED = "rollout.val_kwargs.n={} rollout.val_kwargs.do_sample=true rollout.val_kwargs.temperature=1.0"
@@ -44,8 +42,9 @@ class RolloutConfig(Options):
     nnodes: int = opt(0, "machines with rollout engines, for hybrid_engine=false", at_least(0))
     n_gpus_per_node: int | None = opt(None, "devices of engines per machine; null = the trainer's", at_least(1))
     temperature: float = opt(1.0, "sampling temperature; the trainer's log-probs use the same", _SAMPLES)
-    top_p: float = opt(1.0, "must be 1 in training; val_kwargs.top_p is free", _WHOLE_P)
-    top_k: int = opt(-1, "must be -1 in training; val_kwargs.top_k is free", _WHOLE_K)
+    top_p: float = opt(1.0, "nucleus sampling, needs top_k; training uses the same tokens; 1 = all", POSITIVE_SHARE)
+    top_k: int = opt(-1, "sample from the most probable tokens, and train on them; -1 = all", ALL_OR_SOME)
+    min_p: float = opt(0.0, "least probability relative to the largest, needs top_k; 0 = all tokens", _BELOW_ONE)
     ignore_eos: bool = opt(False, "continue after the end of text, for benchmarks of fixed length")
     dtype: str = opt("auto", "dtype of generation: auto (bf16 on CUDA, fp32 on CPU) | fp32 | bf16", DTYPES)
     tensor_model_parallel_size: int = opt(1, "devices that share one engine", at_least(1))
@@ -75,6 +74,14 @@ class RolloutConfig(Options):
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "rows per micro-batch; null = the actor's", at_least(1))
     engine_kwargs: dict[str, Any] = opt({}, "extra engine arguments by engine name: engine_kwargs.vllm.KEY")
     val_kwargs: ValKwargs = section(ValKwargs, "sampling in validation")
+
+    def check(self) -> Problems:
+        if (self.top_p < 1 or self.min_p > 0) and self.top_k < 1:
+            yield (
+                f"rollout.top_p={self.top_p} rollout.min_p={self.min_p} rollout.top_k={self.top_k}: training needs the "
+                "tokens that could be sampled at each position: set rollout.top_k, such as 128, the largest number of "
+                "tokens that can be sampled at a position; its memory is 4 bytes per token and candidate"
+            )
 
 
 @dataclass

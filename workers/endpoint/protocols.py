@@ -28,7 +28,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
@@ -74,7 +73,7 @@ class Settings:
 def check_fields(body: Body, settings: Settings) -> None:
     """Raises Refusal for a field that would change how the answer is sampled."""
     sampling = settings.sampling
-    same = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    same = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     inner = {f"{name}.format": body[name].get("format") for name in _WITH_FORMAT if isinstance(body.get(name), dict)}
     for name, value in (*body.items(), *inner.items()):
         if name in settings.ignored_fields or value is None:

@@ -22,6 +22,7 @@ from verl_lite.errors import UserError
 from workers.rollout.base import Completion
 from workers.rollout.conversation import ChatJoins, Message, Turn
 from workers.rollout.episodes import TokenLimits
+from workers.rollout.rows import of_response
 
 TEXT_SHOWN = 2_000
 _UNRENDERABLE = (UserError, TypeError)
@@ -267,7 +268,7 @@ class Trace:
                 action=shown(node.answer.message),
                 observation="",
                 state_hash="",
-                extra=node.completion.extra if node is end else {},
+                extra=node.completion.extra if node is end else of_response(node.completion.extra),
             )
             turns.append(turn)
             ids, messages = [], []

@@ -118,8 +118,8 @@ class ModelInputs:
     response_shape: (b, R).
     num_active: number of entries that count: N, or 0 for a placeholder. A micro-batch with nothing to train still runs
         forward and backward on one predicted token with weight zero, because all ranks must take part in collectives.
-    extra: (T, ...) values of further columns for the tokens of the flattened input, or (N, ...) for the predicted
-        tokens, by name; see `with_column` and `with_predictions`.
+    extra: values of further columns by name, (T, ...) for the tokens of the flattened input or (N, ...) for the
+        predicted tokens; see `with_column`.
     images: keyword arguments of the network with the images of the prompts (`workers.policy.vision`), empty if these
         rows have none; None if the whole batch has none. With images, position_ids have a first dimension of size 3.
     """
@@ -154,9 +154,15 @@ class ModelInputs:
         return first.scatter_reduce(0, places[rows], rows, "amin")
 
     def with_column(self, name: str, values: torch.Tensor) -> ModelInputs:
-        """Returns the inputs with the values (b, P+R, ...) of one more column in `extra`. A shared prompt gets the
-        values of its first row. Raises ValueError if the column marks a token of the inputs as absent."""
+        """Returns the inputs with the values of one more column in `extra`: (N, ...) of the predicted tokens for values
+        (b, R, ...); (T, ...) for (b, P+R, ...), where a shared prompt gets the values of its first row. Raises
+        ValueError if a column (b, P+R, ...) marks a token of the inputs as absent."""
         entry = column(name)
+        if entry.is_of_response:
+            predicted = values[self.rows, self.columns]
+            if self.num_active == 0:  # a placeholder has one prediction
+                predicted = values.new_full((1, *values.shape[2:]), entry.absent or 0)
+            return replace(self, extra=self.extra | {name: predicted})
         values = values.flatten(0, 1)
         places = self.token_index.flatten()
         rows = (places >= 0).nonzero().squeeze(1)
@@ -167,12 +173,6 @@ class ModelInputs:
         arranged = values.new_full((len(first), *values.shape[1:]), entry.absent or 0)
         arranged[known] = values[first[known]]
         return replace(self, extra=self.extra | {name: arranged})
-
-    def with_predictions(self, name: str, values: torch.Tensor) -> ModelInputs:
-        """Returns the inputs with the values (b, R, ...) of one more column in `extra`, as (N, ...) for the predicted
-        tokens. Call it after `shard`. A placeholder gets zeros."""
-        chosen = values[self.rows, self.columns] if self.num_active else values.new_zeros(1, *values.shape[2:])
-        return replace(self, extra=self.extra | {name: chosen})
 
     def shard(self, group: SequenceGroup) -> ModelInputs:
         """Returns this rank's shard of packed inputs: its tokens, and the predictions that it computes. The sequence
@@ -199,7 +199,10 @@ class ModelInputs:
             token_index=(self.token_index - start).masked_fill(
                 (self.token_index < start) | (self.token_index >= end), -1
             ),
-            extra={name: own(values, column(name).absent or 0) for name, values in self.extra.items()},
+            extra={
+                name: values[own_predictions] if column(name).is_of_response else own(values, column(name).absent or 0)
+                for name, values in self.extra.items()
+            },
             **chosen,
         )
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
+from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import add_adapter
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
@@ -54,7 +55,8 @@ class LogitTransform(NamedTuple):
     def backward(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Computes the gradient of z from the gradient of the transformed logits, in place."""
         if self.cap is not None:
-            gradient = gradient.addcmul_(gradient, (logits / self.cap).square_(), value=-1.0)
+            # a logit below the cap is FINITE_LOGIT, whose square would be infinite and its gradient of 0 a NaN
+            gradient = gradient.addcmul_(gradient, (logits / self.cap).clamp_(min=-1.0).square_(), value=-1.0)
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
 
 
@@ -71,7 +73,7 @@ class CausalLMPolicy(Policy):
     Raises UserError if the model's transform of its logits is no `LogitTransform`.
     """
 
-    extra_inputs = (*Policy.extra_inputs, ROUTED_EXPERTS, TEACHER_IDS)
+    extra_inputs = (*Policy.extra_inputs, ROUTED_EXPERTS, SAMPLING_CANDIDATES, TEACHER_IDS)
 
     def __init__(
         self,
@@ -101,10 +103,11 @@ class CausalLMPolicy(Policy):
     ) -> dict[str, torch.Tensor]:
         """Computes log_probs (b, R) and the outputs whose option is True, 0 at tokens that are not predicted.
 
-        entropys and sum_pi_squared (b, R): see `TokenStatistics`. router_aux_loss (b,): see `load_balancing_loss`.
-        router_replay (b, 2): see `replay_counts`. topk_ids and topk_log_probs (b, R, K), without gradient: the
-        `calculate_topk` most probable tokens. If the batch has the column teacher_ids (b, R, K), log_probs_at_ids
-        (b, R, K) are the log-probs of these tokens.
+        entropys and sum_pi_squared (b, R): see `TokenStatistics`. With the column sampling_candidates, these and the
+        log-probs are those of the distribution over the candidates of each token. router_aux_loss (b,): see
+        `load_balancing_loss`. router_replay (b, 2): see `replay_counts`. topk_ids and topk_log_probs (b, R, K), without
+        gradient: the `calculate_topk` most probable tokens. If the batch has the column teacher_ids (b, R, K),
+        log_probs_at_ids (b, R, K) are the log-probs of these tokens.
         """
         outputs = {}
         if self.routers is None:
@@ -121,7 +124,8 @@ class CausalLMPolicy(Policy):
         bias, targets, ids = self._output_bias(head), inputs.targets, inputs.extra.get(TEACHER_IDS)
         if calculate_topk:
             divided = self.logit_transform.divided_by(temperature)
-            found = top_log_probs(hidden, head.weight, bias, calculate_topk, divided, self.chunk_tokens)
+            options = (calculate_topk, divided, self.chunk_tokens, inputs.extra.get(SAMPLING_CANDIDATES))
+            found = top_log_probs(hidden, head.weight, bias, *options)
             outputs |= {f"topk_{name}": inputs.scatter(value) for name, value in found.items()}
         statistics = token_log_probs(
             hidden,
@@ -134,6 +138,7 @@ class CausalLMPolicy(Policy):
             calculate_sum_pi_squared=calculate_sum_pi_squared,
             transform=self.logit_transform,
             functions=self.functions,
+            candidates=inputs.extra.get(SAMPLING_CANDIDATES),
         )
         named = statistics._asdict()
         if ids is not None:
@@ -307,16 +312,18 @@ def token_log_probs(
     calculate_sum_pi_squared: bool = False,
     transform: LogitTransform = PLAIN_LOGITS,
     functions: Mapping[str, Callable[..., Any]] = TILE_FUNCTIONS,
+    candidates: torch.Tensor | None = None,
 ) -> TokenStatistics:
     """Computes the statistics of the logits transform(hidden @ weight.T + bias) whose option is True.
 
     hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,) or (N, M). functions: TILE_FUNCTIONS, or compiled
-    forms.
+    forms. candidates: (N, C) tokens that the distribution of each row is restricted to; -1 where there are fewer; rows
+    of -1 are not restricted.
     """
     options = (calculate_entropy, calculate_sum_pi_squared)
     divided = transform.divided_by(temperature)
     log_probs, entropys, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, targets.view(len(targets), -1), divided, chunk_tokens, *options, functions
+        hidden, weight, bias, targets.view(len(targets), -1), divided, chunk_tokens, *options, functions, candidates
     )
     return TokenStatistics(
         log_probs.view(targets.shape),
@@ -333,10 +340,12 @@ def top_log_probs(
     k: int,
     transform: LogitTransform,
     chunk_tokens: int,
+    candidates: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Computes the k most probable tokens of softmax(transform(hidden @ weight.T + bias)), most probable first.
 
-    hidden: (N, H); weight: (V, H); bias: (V,) or None. Returns `ids` int32 and `log_probs`, both (N, k).
+    hidden: (N, H); weight: (V, H); bias: (V,) or None. candidates: see `token_log_probs`. Returns `ids` int32 and
+    `log_probs`, both (N, k).
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     tiles = _Tiles(len(hidden), len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[hidden.device.type])
@@ -345,7 +354,7 @@ def top_log_probs(
         best = hidden.new_empty(rows.stop - rows.start, 0, dtype=dtype)
         ids, normalizers = best.long(), []
         for columns in tiles.columns:
-            logits = _logits(hidden, weight, bias, rows, columns, transform)
+            logits = _logits(hidden, weight, bias, rows, columns, transform, candidates)
             normalizers.append(logits.logsumexp(dim=1))
             values, places = logits.topk(min(k, logits.shape[1]), dim=1)
             best, ids = torch.cat([best, values], dim=1), torch.cat([ids, places + columns.start], dim=1)
@@ -403,6 +412,7 @@ class _TokenLogProbs(torch.autograd.Function):
         calculate_entropy: bool,
         calculate_sum_pi_squared: bool,
         functions: Mapping[str, Callable[..., Any]],
+        candidates: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         kind = "cpu" if hidden.device.type == "cpu" else "cuda" if functions is TILE_FUNCTIONS else "cuda, compiled"
@@ -414,7 +424,7 @@ class _TokenLogProbs(torch.autograd.Function):
         logits = hidden.new_empty(0, dtype=dtype)
         for number, columns in enumerate(tiles.columns):
             for rows in tiles.rows:
-                logits = _logits(hidden, weight, bias, rows, columns, transform)
+                logits = _logits(hidden, weight, bias, rows, columns, transform, candidates)
                 index, inside = tiles.places(targets[rows], columns)
                 parts[:, number, rows], picked = functions["tile_statistics"](logits, index, *options)
                 at_targets[rows] += picked.where(inside, 0)
@@ -425,14 +435,15 @@ class _TokenLogProbs(torch.autograd.Function):
         none = log_probs.new_empty(0)
         entropys = normalizers - more[0].mul_(share).sum(dim=0) if calculate_entropy else none
         squares = more[-1].mul_(share.square_()).sum(dim=0) if calculate_sum_pi_squared else none
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropys, logits if tiles.keep else none)
+        kept = logits if tiles.keep else none
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropys, kept, candidates)
         ctx.transform, ctx.tiles, ctx.functions, ctx.calculate_entropy = transform, tiles, functions, calculate_entropy
         ctx.mark_non_differentiable(squares)
         return log_probs, entropys, squares
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizers, entropys, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizers, entropys, kept, candidates = ctx.saved_tensors
         grad_log_probs, grad_entropys, _ = grad_outputs
         tiles, dtype = ctx.tiles, normalizers.dtype
         _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # False for a model with an adapter
@@ -446,7 +457,9 @@ class _TokenLogProbs(torch.autograd.Function):
         for columns in tiles.columns:
             total = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
             for rows in tiles.rows:
-                logits = kept if tiles.keep else _logits(hidden, weight, bias, rows, columns, ctx.transform)
+                logits = kept
+                if not tiles.keep:
+                    logits = _logits(hidden, weight, bias, rows, columns, ctx.transform, candidates)
                 index, inside = tiles.places(targets[rows], columns)
                 gradient = ctx.functions["tile_gradient"](
                     logits,
@@ -468,7 +481,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_weight is not None and total is not None and total.dtype != weight.dtype:
                 grad_weight[columns] = total
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 6
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 7
 
 
 def _logits(
@@ -478,7 +491,18 @@ def _logits(
     rows: slice,
     columns: slice,
     transform: LogitTransform,
+    candidates: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A tile of the transformed logits, in which FINITE_LOGIT replaces the -inf that a bias can contain."""
+    """A tile of the transformed logits, in which FINITE_LOGIT replaces the -inf that a bias can contain, and the logits
+    outside the candidates of rows that have some."""
     logits = transform(output_logits(hidden[rows], weight[columns], None if bias is None else bias[columns]))
-    return logits if bias is None else logits.clamp_(min=FINITE_LOGIT)
+    logits = logits if bias is None else logits.clamp_(min=FINITE_LOGIT)
+    if candidates is None:
+        return logits
+    local = candidates[rows].long() - columns.start
+    is_inside = (local >= 0) & (local < logits.shape[1])
+    index = local.where(is_inside, 0)
+    kept = logits.gather(1, index).where(is_inside, FINITE_LOGIT)
+    is_restricted = (candidates[rows] >= 0).any(dim=1, keepdim=True)
+    # candidates outside the tile write FINITE_LOGIT to its first column, which must not replace a kept logit: maximum
+    return logits.masked_fill_(is_restricted, FINITE_LOGIT).scatter_reduce_(1, index, kept, "amax")

@@ -21,7 +21,6 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from verl_lite.schema import column
 from workers.engine.checkpoint import save_model_assets
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.engine.packing import ModelInputs
@@ -82,15 +81,11 @@ class Policy(EngineNetwork):
         inputs = self.arrangement(columns)
         if images is not None:
             inputs = with_images(inputs, images, columns["position_ids"], self.model.config.image_token_id)
-        given = [name for name in self.extra_inputs if name in columns]
-        of_predictions = [name for name in given if column(name).dims[1:2] == ("R",)]
-        for name in given:
-            if name not in of_predictions:
+        for name in self.extra_inputs:
+            if name in columns:
                 inputs = inputs.with_column(name, columns[name])
         if self.sequence_group is not None:
             inputs = inputs.shard(self.sequence_group)
-        for name in of_predictions:
-            inputs = inputs.with_predictions(name, columns[name])
         return inputs.to(device), inputs.num_active > 0
 
     def save_assets(self, path: str) -> None:

@@ -106,7 +106,7 @@ class AnswerRunner:
     def begin(self, key: str, samples: Sequence[AnswerSpec], sampling: SamplingParams) -> None:
         self._groups[key] = samples, {}
         sampled = replace(sampling, stop_token_ids=self._stop_token_ids)
-        greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=-1)
+        greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
         done: list[tuple[tuple[str, int], Completion]] = []
         for number, spec in enumerate(samples):
             name, chosen = f"{key}/{number}", replace(greedy if spec.is_greedy else sampled, seed=spec.seed)

@@ -8,9 +8,12 @@ Guarantees of every engine (tests/workers/rollout/test_engines.py checks them fo
 
 - The same weights, prompt, sampling parameters and seed give the same tokens, independent of other requests, of their
   order and of the replica (up to the rounding of the forward, whose last bit may depend on the batch size).
-- log_probs belong to the distribution that the trainer differentiates: log-softmax(logits / temperature) over the full
-  vocabulary in fp32; at temperature 0 (greedy) they use temperature 1. With top_p < 1 or top_k >= 1, tokens are drawn
-  from a truncated distribution, and log_probs must not be used because engines define them differently.
+- log_probs belong to the distribution that is sampled and that the trainer differentiates: log-softmax(logits /
+  temperature) in fp32, over the full vocabulary or, with top_k, top_p or min_p, over the tokens that these keep (see
+  `sampling._kept_tokens` for their order). At temperature 0 (greedy) they use temperature 1 and the full vocabulary.
+- If rollout.top_k is not -1, `extra_outputs` has the column of `candidates_of`, and each completion of a request with
+  this top_k (which is not greedy) has for each token of the response the tokens that could be sampled there, then -1.
+  The class of a registered engine that does this has the attribute `returns_candidates = True`; others are refused.
 - After `reset_cache`, running requests are encoded again and continue. With rollout.recompute_kv_on_update=false they
   keep the keys and values of earlier weights; requests that are submitted afterwards never use these.
 """
@@ -26,6 +29,7 @@ import torch
 
 from verl_lite.config import NetworkConfig, RolloutConfig
 from verl_lite.registry import Registry
+from verl_lite.schema import SAMPLING_CANDIDATES
 
 if TYPE_CHECKING:
     from workers.policy.vision import ImageInputs
@@ -41,6 +45,7 @@ class SamplingParams:
     temperature: 0 = greedy.
     top_p: in (0, 1].
     top_k: -1 = all tokens.
+    min_p: smallest probability of a token relative to the most probable one; 0 = all tokens.
     max_tokens: maximum length of the response, at least 1; the engine's context may end a response earlier.
     seed: seed of this request, see `derive_seed`.
     stop_token_ids: tokens that end the response; the stop token is its last token.
@@ -50,6 +55,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     max_tokens: int = 16
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -94,8 +100,9 @@ class Completion:
     token_ids, log_probs: tokens of the response including the stop token, and one log-prob per token.
     finish_reason: "stop" (a stop token) or "length" (max_tokens or the end of the context).
     versions: the version of the weights that sampled each token.
-    extra: values (n, ...) of the engine's extra outputs for all tokens of prompt and response, possibly without the
-        last token, which no forward has read.
+    extra: values (n, ...) of the engine's extra outputs. For columns (B, P+R, ...): for all tokens of prompt and
+        response, possibly without the last token, which no forward has read. For columns (B, R, ...): for all tokens of
+        the response.
     """
 
     request_id: str
@@ -121,7 +128,8 @@ class RolloutEngine(Protocol):
 
     @property
     def extra_outputs(self) -> ExtraOutputs:
-        """The columns (B, P+R, *size) that the engine fills besides the token columns: their sizes by name."""
+        """The columns (B, P+R, *size) or (B, R, *size) that the engine fills besides the token columns: their sizes by
+        name."""
 
     @property
     def unfinished(self) -> int:
@@ -296,6 +304,11 @@ def build_rollout_engine(
         override_config=override_config or {},
         trust_remote_code=trust_remote_code,
     )
+
+
+def candidates_of(config: RolloutConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the extra output with the tokens that could be sampled: rollout.top_k per token; none without top_k."""
+    return {SAMPLING_CANDIDATES: (config.top_k,)} if config.top_k > 0 else {}
 
 
 def derive_seed(root: int, step: int, uid: str | int, sample: int) -> int:

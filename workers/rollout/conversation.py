@@ -275,7 +275,7 @@ class Turn:
     reward: reward of the step, including a format penalty.
     is_valid: False if the environment reported an invalid action.
     info: the `info` dict that the environment's step returned.
-    extra: see `Completion`. The values cover the whole context, so only the last turn of a trajectory keeps them.
+    extra: see `Completion`. Values for the whole context are kept by the last turn of a trajectory only.
     """
 
     messages: list[Message]

@@ -27,6 +27,7 @@ from workers.envs.env_host import EnvReply
 from workers.envs.env_pool import EnvPool
 from workers.rollout.base import Completion, Request, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message, Turn, turn_messages
+from workers.rollout.rows import of_response
 from workers.rollout.runner import Runner
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]  # see Trajectory.stop
@@ -378,7 +379,8 @@ class EpisodeRunner:
         if state_hash is None:
             state_hash = hashlib.sha256(episode.observation.encode()).hexdigest()
         if trajectory.turns and not trajectory.by_step:
-            trajectory.turns[-1].extra = {}  # the new turn has the values of the whole context
+            # the new turn has the values of the whole context, except those of earlier responses
+            trajectory.turns[-1].extra = of_response(trajectory.turns[-1].extra)
         trajectory.turns.append(
             Turn(
                 messages=episode.messages,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from verl_lite.config import RolloutConfig
+from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.engine.parameters import WholeWeights
 from workers.policy.causal_lm import output_logits
 from workers.policy.router import ROUTED_EXPERTS, Routers
@@ -36,12 +37,13 @@ from workers.rollout.base import (
     FinishReason,
     Request,
     Sampled,
+    candidates_of,
     check_names,
     check_request,
     parameter_names,
     register_rollout_engine,
 )
-from workers.rollout.sampling import sample
+from workers.rollout.sampling import Truncation, sample
 from workers.rollout.slot_cache import (
     SLOT_ATTENTION,
     KeptSlots,
@@ -64,7 +66,7 @@ _ROTARY_OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on 
 @dataclass
 class _Sequence:
     """An unfinished request. limit: maximum number of response tokens. stops: ids of the tokens that end it.
-    encoded_by: version of the weights of its first keys and values."""
+    encoded_by: version of the weights of its first keys and values. candidates: of each new token, (rollout.top_k,)."""
 
     request: Request
     limit: int
@@ -73,6 +75,7 @@ class _Sequence:
     log_probs: list[float]
     versions: list[int]
     encoded_by: int | None = None
+    candidates: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -134,7 +137,7 @@ class HFEngine:
         self._lean = None if config.router_replay else lean_decoder(self._model, max_model_len)
         self._names = parameter_names(self._model)
         self._routers = Routers(self._model) if config.router_replay else None
-        self.extra_outputs = {} if self._routers is None else self._routers.extra_outputs
+        self.extra_outputs = ({} if self._routers is None else self._routers.extra_outputs) | candidates_of(config)
         self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
         self._version: int | None = None
         # the weights whose order `_targets` has; a reference would keep their tensors after the trainer has moved
@@ -155,7 +158,7 @@ class HFEngine:
         self._kept = KeptSlots(slots)
         # last token, its number in the sequence, its position minus this number, seed, top_k
         self._integers = torch.zeros(5, slots, dtype=torch.long, device=device)
-        self._floats = torch.zeros(2, slots, device=device)  # temperature, top_p
+        self._floats = torch.zeros(3, slots, device=device)  # temperature, top_p, min_p
 
     def submit(self, request: Request) -> None:
         limit = check_request(request, self._max_model_len, self._ids, self._version)
@@ -179,7 +182,7 @@ class HFEngine:
             return []
         rows = len(self._running)
         tokens, positions, shifts, seeds, top_k = self._integers[:, :rows]
-        temperature, top_p = self._floats[:, :rows]
+        temperature, top_p, min_p = self._floats[:, :rows]
         assert self._cache is not None
         mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
         if self._lean is not None:
@@ -189,14 +192,17 @@ class HFEngine:
             logits = self._forward(self._model, **inputs, attention_mask=mask).logits[:, -1]
         if self._excluded:
             logits[:, self._excluded] = -torch.inf
-        sampled, log_probs = sample(
+        sampled, log_probs, candidates = sample(
             logits,
             temperature=temperature,
             seeds=seeds,
             positions=positions,
-            top_k=top_k if self._truncates else None,
-            top_p=top_p if self._truncates else None,
+            truncation=Truncation(top_k, top_p, min_p, self._limit) if self._truncates else None,
+            num_candidates=max(0, self._config.top_k),
         )
+        if candidates is not None:
+            for row, values in zip(self._running, candidates.cpu(), strict=True):
+                row.candidates.append(values)
         tokens.copy_(sampled)
         positions += 1
         return self._record(sampled.tolist(), log_probs.tolist())
@@ -225,6 +231,8 @@ class HFEngine:
                 ended[slot] = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.versions)
                 if self._cache is not None and (routes := self._cache.routes) is not None:
                     ended[slot].extra[ROUTED_EXPERTS] = routes[slot, : row.length - 1].to("cpu", copy=True)
+                if row.candidates:
+                    ended[slot].extra[SAMPLING_CANDIDATES] = torch.stack(row.candidates)
         self._remove(list(ended))
         return list(ended.values())
 
@@ -266,8 +274,10 @@ class HFEngine:
             row.encoded_by = self._version
         slots = slice(first, first + len(rows))
         sampling = [row.request.sampling for row in rows]
-        running = (row.request.sampling for row in self._running)
-        self._truncates = any(each.top_p < 1 or each.top_k > 0 for each in running)
+        running = [row.request.sampling for row in self._running if row.request.sampling.temperature > 0]
+        limits = [each.top_k for each in running]
+        self._limit = max(limits) if min(limits, default=-1) > 0 else None
+        self._truncates = any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in running)
         self._integers[:, slots] = torch.tensor(
             [
                 [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
@@ -278,7 +288,7 @@ class HFEngine:
             ]
         )
         self._floats[:, slots] = torch.tensor(
-            [[each.temperature for each in sampling], [each.top_p for each in sampling]]
+            [[getattr(each, name) for each in sampling] for name in ("temperature", "top_p", "min_p")]
         )
         self._extend(continued, first)
         self._prefill(fresh, first + len(continued))

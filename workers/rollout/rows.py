@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from verl_lite.protocol import DataProto
-from verl_lite.schema import column
+from verl_lite.schema import SAMPLING_CANDIDATES, column
 from workers.rollout.base import ExtraOutputs
 
 
@@ -56,24 +56,50 @@ def write_rows(
         "rollout_log_probs": right_padded(log_probs, response_length, dtype=torch.float32),
         "rollout_versions": right_padded(versions, response_length, fill=-1, dtype=torch.int32),
         "policy_version": torch.tensor([min((v for v in row if v >= 0), default=-1) for row in versions]),
-        **_extra_columns(extra_outputs, prompt_mask, [response.extra for response in responses], response_length),
+        **_extra_columns(extra_outputs, prompt_mask, responses, response_length),
     }
     reasons = np.array([response.finish_reason for response in responses], dtype=object)
     return DataProto.from_dict(tensors, {"finish_reason": reasons})
 
 
 def _extra_columns(
-    outputs: ExtraOutputs, prompt_mask: torch.Tensor, rows: Sequence[Mapping[str, torch.Tensor]], response_length: int
+    outputs: ExtraOutputs, prompt_mask: torch.Tensor, responses: Sequence[Response], response_length: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the columns (B, P+R, ...) of an engine's extra outputs. rows: the `Completion.extra` of each row."""
+    """Returns the columns of an engine's extra outputs. Raises ValueError if a response has other candidates than one
+    set per token, or a token outside its set."""
     starts, result = prompt_mask.shape[1] - prompt_mask.sum(1), {}
     for entry in map(column, outputs):
-        shape = (len(rows), prompt_mask.shape[1] + response_length, *outputs[entry.name])
+        width = response_length if entry.is_of_response else prompt_mask.shape[1] + response_length
+        shape = (len(responses), width, *outputs[entry.name])
         result[entry.name] = torch.full(shape, entry.absent or 0, dtype=getattr(torch, entry.dtype))
-        for row, start, extra in zip(result[entry.name], starts.tolist(), rows, strict=True):
-            if entry.name in extra:
-                row[start : start + len(extra[entry.name])] = extra[entry.name]
+        for row, start, response in zip(result[entry.name], starts.tolist(), responses, strict=True):
+            if entry.name in response.extra:
+                values, first = response.extra[entry.name], 0 if entry.is_of_response else start
+                if entry.name == SAMPLING_CANDIDATES:
+                    _check_candidates(values, response.token_ids)
+                row[first : first + len(values)] = values
     return result
+
+
+def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> None:
+    if len(candidates) != len(token_ids):
+        raise ValueError(f"rollout engine: {len(candidates)} sets of candidates for {len(token_ids)} tokens")
+    is_inside = (candidates == torch.tensor(token_ids)[:, None]).any(1) | (candidates < 0).all(1)
+    if not is_inside.all():
+        place = int(is_inside.int().argmin())
+        raise ValueError(
+            f"rollout engine: token {token_ids[place]} at position {place} of a response is not among its "
+            f"{SAMPLING_CANDIDATES} {candidates[place].tolist()[:8]}..., so its log-prob would be that of another set"
+        )
+
+
+def of_response(extra: Mapping[str, torch.Tensor], before: int = 0) -> dict[str, torch.Tensor]:
+    """Returns the values of the columns (B, R, ...), after those of `before` more tokens without a value."""
+    return {
+        name: torch.cat([values.new_full((before, *values.shape[1:]), column(name).absent or 0), values])
+        for name, values in extra.items()
+        if column(name).is_of_response
+    }
 
 
 def left_padded(

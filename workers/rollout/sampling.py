@@ -5,6 +5,8 @@ the cumulative distribution at that number. A request therefore samples the same
 order, and when it is resumed from its partial output.
 """
 
+from typing import NamedTuple
+
 import torch
 
 # constants of splitmix64 (Steele, Lea, Flood 2014) as signed 64-bit integers
@@ -31,47 +33,81 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+class Truncation(NamedTuple):
+    """Truncation of each row's distribution, each (B,). Neutral values: top_k = -1, top_p = 1, min_p = 0.
+
+    limit: largest top_k of the rows that are not greedy; None if one of them has no top_k, which takes more time.
+    """
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    limit: int | None = None
+
+
 def sample(
     logits: torch.Tensor,
     *,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    truncation: Truncation | None = None,
+    num_candidates: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Samples one token per row and computes its log-prob.
 
     Args:
         logits: (B, V).
         temperature: (B,); 0 selects the most likely token (greedy).
         seeds, positions: (B,) int64, see `uniform`.
-        top_k, top_p: (B,), or both None if no row truncates its distribution; top_k = -1 keeps all tokens.
+        truncation: None if no row truncates its distribution; greedy rows ignore it.
+        num_candidates: the top_k of the rows whose candidates are returned; 0 = none.
 
     Returns:
-        Tokens (B,) int64 and log_probs (B,) fp32. A log-prob is log-softmax(logits / temperature) of the token over
-        the full vocabulary, also with truncation; greedy rows use temperature 1.
+        Tokens (B,) int64, log_probs (B,) fp32 and candidates. A log-prob is log-softmax(logits / temperature) of the
+        token over the tokens that the truncation keeps; greedy rows use temperature 1. Candidates are
+        (B, num_candidates) int32: the kept tokens of the rows with this top_k, most probable first, followed by -1;
+        -1 in other rows; None if num_candidates is 0.
     """
     greedy = temperature == 0
     log_probs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
     probs = log_probs.exp()
-    if top_k is not None and top_p is not None:
-        probs = probs * _truncation_mask(probs, top_k, top_p)
+    if truncation is not None:
+        kept = _kept_tokens(probs, truncation)
+        probs = probs * kept
+        log_probs = log_probs.masked_fill(~(kept | greedy[:, None]), -torch.inf).log_softmax(dim=-1)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     threshold = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
     # the first entry above the threshold has a probability above 0, so a token of probability 0 is never drawn
     tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
     tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-    return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+    candidates = None
+    if num_candidates and truncation is not None:
+        best = log_probs.topk(num_candidates, dim=-1)
+        is_returned = ((truncation.top_k == num_candidates) & ~greedy)[:, None] & best.values.isfinite()
+        candidates = best.indices.where(is_returned, -1).int()
+    elif num_candidates:
+        candidates = tokens.new_full((len(tokens), num_candidates), -1, dtype=torch.int32)
+    return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1), candidates
 
 
-def _truncation_mask(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Returns (B, V) bool: the smallest set of the top_k likeliest tokens whose renormalised mass reaches top_p."""
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[1], device=probs.device)
-    in_top_k = (top_k[:, None] < 0) | (rank < top_k[:, None])
-    ordered = ordered * in_top_k
+def _kept_tokens(probs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Returns (B, V) bool: the tokens that can be sampled, as vLLM selects them after the temperature.
+
+    First min_p removes the tokens whose probability is below min_p times the largest one. Then top_k keeps the most
+    probable of the others. Last, top_p keeps the smallest set of the most probable tokens whose mass, relative to that
+    of the tokens kept so far, reaches top_p. Of tokens with equal logits at the border of top_k, vLLM keeps all, this
+    function no more than top_k.
+    """
+    top_k, top_p, min_p, limit = truncation
+    if limit is None or limit >= probs.shape[1]:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    else:
+        ordered, order = probs.topk(limit, dim=-1)
+    rank = torch.arange(ordered.shape[1], device=probs.device)
+    kept = (ordered >= min_p[:, None] * ordered[:, :1]) & ((top_k[:, None] < 0) | (rank < top_k[:, None]))
+    ordered = ordered * kept
     before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
     # rounding must not cut the tail of a row with top_p = 1
     in_top_p = (top_p[:, None] >= 1) | (before < top_p[:, None] * ordered.sum(dim=-1, keepdim=True))
-    return torch.zeros_like(in_top_k).expand_as(probs).scatter(1, order, in_top_k & in_top_p)
+    return torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, kept & in_top_p)

@@ -16,7 +16,7 @@ from verl_lite.protocol import DataProto, as_column
 from workers.rollout.base import ExtraOutputs
 from workers.rollout.conversation import Message, Turn
 from workers.rollout.episodes import Trajectory, messages_of
-from workers.rollout.rows import Response, left_padded, right_padded, write_rows
+from workers.rollout.rows import Response, left_padded, of_response, right_padded, write_rows
 
 
 @dataclass
@@ -94,7 +94,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         messages=messages_of(turns) if of_step or trajectory.rows else trajectory.messages,
         step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
         finish_reason=finish_reason,
-        extra=turns[-1].extra if turns else {},
+        extra=_joined_extra(turns),
     )
     for number, turn in enumerate(turns):
         joined = turn.prompt_ids if number else ()
@@ -106,6 +106,16 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
     return row
 
 
+def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
+    """Returns the extra outputs of a row: of the last turn for columns (B, P+R, ...), of all turns for (B, R, ...)."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for number, turn in enumerate(turns):
+        kept = {name: values[: len(turn.response_ids)] for name, values in of_response(turn.extra).items()}
+        for name, values in of_response(kept, len(turn.prompt_ids) if number else 0).items():
+            parts.setdefault(name, []).append(values)
+    return dict(turns[-1].extra if turns else {}) | {name: torch.cat(values) for name, values in parts.items()}
+
+
 def _move_to_response(row: _Row, excess: int) -> None:
     """Moves the last `excess` tokens of the prompt to the response, where they have mask 0."""
     row.prompt_ids, moved = row.prompt_ids[:-excess], row.prompt_ids[-excess:]
@@ -114,6 +124,7 @@ def _move_to_response(row: _Row, excess: int) -> None:
     row.log_probs = [0.0] * excess + row.log_probs
     row.versions = [-1] * excess + row.versions
     row.scores = [0.0] * excess + row.scores
+    row.extra = {**row.extra, **of_response(row.extra, excess)}
 
 
 def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import sys
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.images import open_image
 from verl_lite.registry import importing
+from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.policy.router import ROUTED_EXPERTS, Routers
 from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.policy.vision import ImageInputs, has_vision, placeholder_ids
@@ -40,6 +41,7 @@ from workers.rollout.base import (
     Request,
     Sampled,
     SamplingParams,
+    candidates_of,
     check_names,
     check_request,
     derive_seed,
@@ -65,6 +67,7 @@ class _Unfinished:
     log_probs: list[float]
     versions: list[int]
     id: str | None = None
+    candidates: list[torch.Tensor] = field(default_factory=list)
 
     def so_far(self) -> Request:
         """Returns a request that continues this one."""
@@ -103,7 +106,7 @@ class VLLMEngine:
         self._names = parameter_names(self._model)
         self._excluded = placeholder_ids(model_config)
         self._routers = Routers(self._model) if config.router_replay else None
-        self.extra_outputs = {} if self._routers is None else self._routers.extra_outputs
+        self.extra_outputs = ({} if self._routers is None else self._routers.extra_outputs) | candidates_of(config)
         self._owns_process_group = not torch.distributed.is_initialized()
         _prepare_process(device)
         with importing():
@@ -164,7 +167,7 @@ class VLLMEngine:
         if before:  # vLLM's generator of random numbers starts anew
             sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
         streams = request.is_interruptible and self._routers is None
-        given = _sampling_params(sampling, limit, streams, self._excluded)
+        given = _sampling_params(sampling, limit, streams, self._excluded, self._num_candidates(request))
         unfinished.id = self._engine.add_request(request.request_id, self._prompt(request, before), given)
 
     def _prompt(self, request: Request, before: Sequence[int]) -> Any:
@@ -205,16 +208,28 @@ class VLLMEngine:
         """Stores the new tokens of a vllm.RequestOutput. Returns the completion if it was the last of its request."""
         unfinished, result = self._running[output.request_id], output.outputs[0]
         unfinished.token_ids += result.token_ids
-        unfinished.log_probs += result.logprobs.logprobs
+        if count := self._num_candidates(unfinished.request):
+            log_probs, candidates = _candidates(result, count)
+            unfinished.log_probs += log_probs
+            unfinished.candidates.append(candidates)
+        else:
+            unfinished.log_probs += result.logprobs.logprobs
         assert self._version is not None
         unfinished.versions += [self._version] * len(result.token_ids)
         if not output.finished:
             return None
         self._has_answered = True
         extra = {} if self._routers is None else {ROUTED_EXPERTS: self._routes_of(output, self._routers)}
+        if unfinished.candidates:
+            extra[SAMPLING_CANDIDATES] = torch.cat(unfinished.candidates)
         del self._running[output.request_id]
         sampled = unfinished.token_ids, unfinished.log_probs
         return Completion(output.request_id, *sampled, result.finish_reason, unfinished.versions, extra)
+
+    def _num_candidates(self, request: Request) -> int:
+        """Returns rollout.top_k if the candidates of this request are returned, else 0."""
+        sampling = request.sampling
+        return sampling.top_k if sampling.temperature > 0 and 0 < sampling.top_k == self._config.top_k else 0
 
     def _routes_of(self, output: Any, routers: Routers) -> torch.Tensor:
         """Returns the experts of each token. vLLM returns all layers, zeros for those without experts."""
@@ -525,8 +540,9 @@ def _engine_arguments(
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "disable_log_stats": True,
-        # log-probs after the temperature; with top_p = 1 and top_k = -1 they are over the full vocabulary
+        # log-probs after the temperature and over the tokens that top_k, top_p and min_p keep; -inf for the others
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(20, config.top_k),  # vLLM's default is 20
     }
 
 
@@ -555,9 +571,23 @@ def _resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
     return [image.resize(size, Resampling.BICUBIC) for image, size in zip(opened, sizes, strict=True)]
 
 
-def _sampling_params(sampling: SamplingParams, limit: int, streams: bool, excluded: Sequence[int]) -> Any:
+def _candidates(result: Any, count: int) -> tuple[list[float], torch.Tensor]:
+    """Returns the log-probs of the tokens of a vllm.CompletionOutput, and the tokens that could be sampled at each
+    position (n, count), most probable first, then -1."""
+    shape = len(result.token_ids), count + 1  # the sampled token and the most probable ones, usually with it
+    log_probs = torch.tensor(result.logprobs.logprobs).view(shape)
+    ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(shape)
+    candidates = ids[:, 1:].where(log_probs[:, 1:].isfinite(), -1)
+    # the sampled token can be missing if more than `count` tokens are kept, because the logits of the last are equal
+    candidates[:, -1] = candidates[:, -1].where((candidates == ids[:, :1]).any(dim=1), ids[:, 0])
+    return log_probs[:, 0].tolist(), candidates
+
+
+def _sampling_params(
+    sampling: SamplingParams, limit: int, streams: bool, excluded: Sequence[int], num_candidates: int
+) -> Any:
     """Converts sampling parameters to vllm.SamplingParams. streams: False to return all tokens together at the end.
-    excluded: ids of tokens that cannot be sampled."""
+    excluded: ids of tokens that cannot be sampled. num_candidates: number of log-probs besides the sampled token's."""
     import vllm
 
     kinds = vllm.sampling_params.RequestOutputKind
@@ -565,12 +595,13 @@ def _sampling_params(sampling: SamplingParams, limit: int, streams: bool, exclud
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=limit,
         seed=sampling.seed,
         stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids),
         logit_bias=dict.fromkeys(excluded, -100.0) or None,  # the lowest bias that vLLM documents
         ignore_eos=True,  # only the request's stop_token_ids end a response, not the model's eos token
-        logprobs=0,
+        logprobs=num_candidates,
         flat_logprobs=True,
         detokenize=False,
         output_kind=kinds.DELTA if streams else kinds.FINAL_ONLY,

@@ -324,7 +324,7 @@ def test_a_field_that_changes_the_sampling_is_refused_by_name(session: Session, 
 
 
 def test_sampling_other_than_the_runs_is_refused_unless_it_is_ignored(session: Session) -> None:
-    for name, value, own in (("temperature", 0.2, 1.0), ("top_p", 0.9, 1), ("top_k", 5, -1)):
+    for name, value, own in (("temperature", 0.2, 1.0), ("top_p", 0.9, 1), ("top_k", 5, -1), ("min_p", 0.1, 0)):
         for path in PATHS:
             session.create(path, extra_body={name: own})
             with pytest.raises(ERRORS, match=f"400.*{name}={value}: .*rollout.{name}"):

@@ -8,8 +8,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.workers.endpoint.live import END, JOINS, LIMITS, TOKENIZER, completion_of, ids_of, new_trace
+from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.endpoint.trace import Answer, Conversation, Node, Refusal, Trace, split_thinking
 from workers.policy.chat_template import render_chats
 from workers.rollout.base import Completion
@@ -223,10 +225,14 @@ def test_the_rows_of_an_episode_fit_the_columns_and_carry_its_score_once_per_row
     first = ask(trace, user("x" * 30), answer="y")
     for text in ("one", "two"):
         ask(trace, user("x" * 30), said(first).message, user("z"), answer=text)
+    for node in trace.nodes:
+        assert node.completion is not None
+        node.completion.extra = {SAMPLING_CANDIDATES: torch.tensor(node.completion.token_ids).int()[:, None]}
     spec = EpisodeSpec("e", "g", "t", 0, 0, 0, 0, 1, 1, row={"reward_model": {"ground_truth": "4"}})
     episode = Trajectory(spec, False, stop="terminated", is_kept=True, rows=trace.rows(0.5), outcome=0.5)
     episode.turns, episode.requests = [*chain.from_iterable(episode.rows or [])], trace.described()
-    batch = trajectory_rows([episode], pad_token_id=0, prompt_length=20, response_length=200, extra_outputs={})
+    columns: Any = {"prompt_length": 20, "response_length": 200, "extra_outputs": {SAMPLING_CANDIDATES: (1,)}}
+    batch = trajectory_rows([episode], pad_token_id=0, **columns)
     tensors = batch.batch
     assert len(batch) == 2 and tensors["token_level_scores"].sum(1).tolist() == [0.5, 0.5]
     assert tensors["episode_scores"].tolist() == [0.5, 0.5] and tensors["step"].tolist() == [0, 1]
@@ -236,6 +242,8 @@ def test_the_rows_of_an_episode_fit_the_columns_and_carry_its_score_once_per_row
         own = tensors["responses"][row][tensors["response_mask"][row].bool()].tolist()
         assert own == [*chain.from_iterable(turn.response_ids for turn in turns)]
         mask = tensors["response_mask"][row].bool()
+        assert tensors[SAMPLING_CANDIDATES][row][mask, 0].tolist() == own
+        assert (tensors[SAMPLING_CANDIDATES][row][~mask] == -1).all()
         assert tensors["rollout_log_probs"][row][mask].all() and not tensors["rollout_log_probs"][row][~mask].any()
         assert (tensors["rollout_versions"][row][mask] == 1).all() and (
             tensors["rollout_versions"][row][~mask] == -1

@@ -19,7 +19,7 @@ from workers.rollout.base import Completion, ExtraOutputs, Request, Sampled, Sam
 from workers.rollout.group_run import GroupPlan, GroupRun
 from workers.rollout.runner import Runner
 
-SAMPLING = SamplingParams(max_tokens=4, top_p=0.9, top_k=5, stop_token_ids=(2,))
+SAMPLING = SamplingParams(max_tokens=4, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(2,))
 
 
 class ScriptedEngine:
@@ -113,7 +113,7 @@ def test_greedy_rows_are_sampled_greedily_and_others_as_configured() -> None:
     rows = prompts()
     rows.non_tensor_batch["is_greedy"] = np.array([False, True, False])
     _, _, engine = run(rows)
-    greedy = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=-1)
+    greedy = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
     assert [replace(request.sampling, seed=SAMPLING.seed) for request in engine.submitted] == [
         SAMPLING, greedy, SAMPLING,
     ]  # fmt: skip

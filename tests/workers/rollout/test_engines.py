@@ -453,14 +453,16 @@ def reacting(seed: int, actions: list[str]) -> dict[str, Any]:
     return {"observation": "abcdef"[: rng.randrange(1, 6)], "reward": rng.random(), "terminated": rng.random() < 0.1}
 
 
-def episodes(runner: Runner[Any], *, max_live: int, latency: tuple[int, int], by: str) -> list[Trajectory]:
+def episodes(
+    runner: Runner[Any], *, max_live: int, latency: tuple[int, int], by: str, top_k: int = -1
+) -> list[Trajectory]:
     entry = template(max_steps=4, max_tokens_per_step=12, env_manager_cls=by, agent_template="{observation} go")
     driver = EpisodeRunner(
         runner, ScriptedPool(reacting, latency=latency), tiny_tokenizer(), {"t": entry}, LIMITS, seed=5,  # type: ignore[arg-type]
         stop_token_ids=(0, END), max_live=max_live, rows=list,  # type: ignore[arg-type]
     )  # fmt: skip
     specs = [spec(f"g{group}_{member}", seed=group, group_size=2) for group in range(4) for member in range(2)]
-    return run_groups(driver, specs, SamplingParams(temperature=TEMPERATURE, max_tokens=150))
+    return run_groups(driver, specs, SamplingParams(temperature=TEMPERATURE, top_k=top_k, max_tokens=150))
 
 
 @pytest.mark.parametrize("by", ["trajectory", "step"])
