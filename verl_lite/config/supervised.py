@@ -32,6 +32,10 @@ class SFTDataConfig(SupervisedDataConfig):
     response_key: str = opt("response", "without messages_key: the answer, text; COLUMN or COLUMN.ENTRY")
     chosen_key: str = opt("chosen", "loss=dpo: the better answer: text, the assistant's message, or the whole chat")
     rejected_key: str = opt("rejected", "loss=dpo: the worse answer, in the same forms")
+    assistant_only_loss: bool = opt(True, "only assistant messages are in the loss; false = all tokens (TRL's default)")
+    completion_only_loss: bool | None = opt(
+        None, "only the completion, or the last assistant message, is in the loss; null = in rows with a prompt (TRL)"
+    )
     max_length: int = opt(1024, "maximum number of tokens per sequence; see `truncation`")
     truncation: str = opt("error", "treatment of longer sequences", ("error", "right", "drop"))
 
@@ -79,6 +83,9 @@ class SFTConfig(SupervisedConfig):
     def check(self) -> Problems:
         if self.loss == "dpo" and self.data.truncation == "right":
             yield "data.truncation=right with loss=dpo: part of an answer is another answer; expected error or drop"
+        for name in ("assistant_only_loss", "completion_only_loss"):
+            if self.loss == "dpo" and (value := getattr(self.data, name)) != getattr(SFTDataConfig(), name):
+                yield f"data.{name}={value} has no effect with loss=dpo, which is about whole answers; leave it out"
         for name, default in vars(DPOConfig()).items():
             value = getattr(self.dpo, name)
             if self.loss != "dpo" and value != default:
