@@ -10,6 +10,7 @@ from verl_lite.config.run import RunConfig, RunOptions
 
 _BELOW_HALF = Range("at least 0 and less than 0.5 is expected", lambda value: 0 <= value < 0.5)
 _SCORE_AT = ("end_of_turn", "end_of_text")
+LOG_PROB_CHUNK_TOKENS = 1024  # maximum tokens of a tile of logits
 
 
 @dataclass
