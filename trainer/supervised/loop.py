@@ -55,9 +55,10 @@ from workers.training_worker import COMPUTE_METRIC, TrainingWorker
 from workers.update import LossFunction
 
 PLANNED_STEPS = 64  # of the first epoch, from which a plan is computed
-CURVES: tuple[Panel, Panel] = (
+CURVES: tuple[Panel, Panel, Panel] = (
     ("Loss in training", "loss", {"train/loss": ""}),
     ("Norm of the gradient", "norm", {"train/grad_norm": ""}),
+    ("Learning rate", "rate", {"train/lr": ""}),
 )
 Row = TypeVar("Row", Example, Pair)  # len(row): the number of tokens that a forward pass over the row reads
 Options = TypeVar("Options", bound=SupervisedConfig)
