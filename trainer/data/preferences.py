@@ -97,7 +97,7 @@ def load_pairs(
             )
     if not pairs:
         raise UserError(f"{option}={list(files)}: no pairs are left; expected at least one")
-    report(row_report(option, pairs, read, 0, config.max_length))
+    report(row_report(option, pairs, read, 0, config))
     return pairs
 
 

@@ -75,23 +75,25 @@ def load_examples(
             cut += excess > 0
     if not examples:
         raise UserError(f"{option}={list(files)}: no rows are left; expected at least one")
-    report(row_report(option, examples, read, cut, config.max_length))
+    report(row_report(option, examples, read, cut, config))
     return examples
 
 
-def row_report(option: str, rows: Sequence[Any], read: int, cut: int, max_length: int) -> str:
+def row_report(option: str, rows: Sequence[Any], read: int, cut: int, config: Any) -> str:
     """Returns a sentence on the rows of an option's files: number, tokens, share in the loss, and dropped and cut rows.
 
-    rows: the kept rows, which are examples or pairs. read: number of rows in the files. cut: number of rows cut off.
+    rows: the kept rows, examples or pairs. read: number of rows in the files. cut: number of rows that are cut off.
+    config: section `data` of the options.
     """
-    lengths = [len(row) for row in rows]
+    lengths, unit = [len(row) for row in rows], "pairs" if len(rows[0].texts) == 2 else "rows"
     share = sum(sum(text.mask) for row in rows for text in row.texts) / sum(lengths)
-    report = f"{option}: {len(rows):,} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in total, "
+    report = f"{option}: {len(rows):,} {unit} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in total, "
     report += f"{share:.1%} of them in the loss"
-    if read > len(rows):
-        report += f"; {read - len(rows):,} rows are dropped, because nothing is left of the answer within {max_length} "
-        report += "tokens (data.max_length) or data.truncation=drop"
-    return report + (f"; {cut:,} rows are cut off at {max_length} tokens (data.max_length)" if cut else "")
+    if dropped := read - len(rows):
+        limit, is_cut = f"data.max_length={config.max_length}", config.truncation == "right"
+        why = f"no token in the loss is left within {limit}" if is_cut else f"data.truncation=drop: longer than {limit}"
+        report += f"; dropped: {dropped:,} ({why})"
+    return report + (f"; cut off at {config.max_length} tokens: {cut:,} (data.truncation=right)" if cut else "")
 
 
 def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[dict[str, Any], str]]:

@@ -86,7 +86,8 @@ class SFTConfig(SupervisedConfig):
             yield "data.truncation=right with loss=dpo: part of an answer is another answer; expected error or drop"
         for name in ("assistant_only_loss", "completion_only_loss"):
             if self.loss == "dpo" and (value := getattr(self.data, name)) != getattr(SFTDataConfig(), name):
-                yield f"data.{name}={value} has no effect with loss=dpo, which is about whole answers; leave it out"
+                shown = f"data.{name}={str(value).lower()}"
+                yield f"{shown} has no effect with loss=dpo, which trains on whole answers; leave it out"
         for name, default in vars(DPOConfig()).items():
             value = getattr(self.dpo, name)
             if self.loss != "dpo" and value != default:
