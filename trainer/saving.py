@@ -158,9 +158,10 @@ class Saver:
 
 def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
     """Returns the estimated size of one checkpoint: weights and moments of the trained models."""
-    has_critic = isinstance(config, PPOConfig) and needs_critic(config)
-    critic = count_parameters(critic_network(config)) if has_critic else 0
-    return (count_trained(config.model) + critic) * BYTES_PER_PARAMETER
+    trained = count_trained(config.model)
+    if isinstance(config, PPOConfig) and needs_critic(config):
+        trained += count_parameters(critic_network(config))
+    return trained * BYTES_PER_PARAMETER
 
 
 def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:

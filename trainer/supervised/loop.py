@@ -50,6 +50,7 @@ from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engine.checkpoint import export
 from workers.engine.network import NetworkBuilder
 from workers.phase import PhaseManager
+from workers.policy.adapter import base_note
 from workers.policy.loading import PolicyBuilder, check_sequence_parallel, packing_note, token_network
 from workers.training_worker import COMPUTE_METRIC, TrainingWorker
 from workers.update import LossFunction
@@ -60,7 +61,7 @@ CURVES: tuple[Panel, Panel, Panel] = (
     ("Norm of the gradient", "norm", {"train/grad_norm": ""}),
     ("Learning rate", "rate", {"train/lr": ""}),
 )
-Row = TypeVar("Row", Example, Pair)  # len(row): the number of tokens that a forward pass over the row reads
+Row = TypeVar("Row", bound=Example | Pair)  # len(row): the number of tokens that a forward pass over the row reads
 Options = TypeVar("Options", bound=SupervisedConfig)
 
 
@@ -264,7 +265,7 @@ class SupervisedJob(Job[Options]):
         self.task = self.read_task()
         self.device = launch_device(self.config)
         check_sequence_parallel(self.config.model, "", self.config.ulysses_sequence_parallel_size)
-        if line := packing_note(self.config.model):
+        for line in filter(None, (packing_note(self.config.model), base_note(self.config.model))):
             self.console.note(line)
         data: SupervisedDataConfig = self.config.data
         longest = max(len(row) for row in (*self.task.train, *self.task.val))

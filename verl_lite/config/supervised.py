@@ -23,6 +23,7 @@ class SupervisedDataConfig(Options):
     train_max_samples: int = opt(-1, "maximum number of training rows; -1 = all", ALL_OR_SOME)
     shuffle: bool = opt(True, "shuffle the rows in each epoch")
     chat_template: str | None = opt(None, CHAT_TEMPLATE)
+    max_length: int = opt(1024, "maximum number of tokens of a sequence (prompt and one answer); see `truncation`")
     max_token_len_per_gpu: int = opt(16384, "maximum number of tokens per micro-batch")
 
 
@@ -37,7 +38,6 @@ class SFTDataConfig(SupervisedDataConfig):
     completion_only_loss: bool | None = opt(
         None, "only the completion, or the last assistant message, is in the loss; null = in rows with a prompt (TRL)"
     )
-    max_length: int = opt(1024, "maximum number of tokens per sequence; see `truncation`")
     truncation: str = opt("error", "treatment of longer sequences", ("error", "right", "drop"))
 
 
@@ -99,7 +99,6 @@ class PreferenceDataConfig(SupervisedDataConfig):
     prompt_key: str = opt("prompt", "the prompt, text or chat messages; not needed if the answers are whole chats")
     chosen_key: str = opt("chosen", "the better answer: text, the assistant's message, or the whole chat")
     rejected_key: str = opt("rejected", "the worse answer, in the same forms")
-    max_length: int = opt(1024, "maximum number of tokens of prompt and one answer; see `truncation`")
     truncation: str = opt("error", "treatment of pairs with a longer answer", ("error", "drop"))
     score_at: str = opt("end_of_turn", "token with the score; end_of_text: for reward_model.retokenize", _SCORE_AT)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from transformers import GPT2Config
 
 from tests.tiny_model import tiny_qwen2
@@ -128,6 +129,14 @@ def test_a_model_of_unknown_shape_is_trained_without_a_plan_of_memory(tmp_path: 
     GPT2Config(vocab_size=64, n_layer=1, n_head=1, n_embd=8).save_pretrained(tmp_path / "model")
     assert main_sft.main(words) == 0
     assert re.search(r"memory per device, expected +\? +model.path: its config.json .* has no", capsys.readouterr().out)
+
+
+def test_an_adapter_of_another_rank_is_refused_before_a_run_starts(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 16}')
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    words = [*options(tmp_path, SFT_ROWS), f"model.lora_adapter_path={tmp_path}", "model.lora_rank=4"]
+    assert main_sft.main(words) == 2 and "set model.lora_rank=2" in capsys.readouterr().err
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 LIKE = ["--command", "main_sft", "--like", "qwen2.5-7b"]
