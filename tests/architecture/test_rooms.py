@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOPS = ("verl_lite", "workers", "trainer", "recipes")
 COUNTED = (".py", ".js", ".css", ".html", ".txt")
 ROOMS: dict[str, dict] = json.loads((Path(__file__).parent / "rooms.json").read_text())
-FILES = 344
-TEST_LINES = 50_507
+FILES = 347
+TEST_LINES = 50_894
 
 
 def product_files() -> list[str]:
