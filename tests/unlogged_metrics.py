@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.metric_docs import Metric, metrics
 
-NEEDS_A_GPU = {"actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb"}
+NEEDS_A_GPU = {f"{role}/perf/max_memory_{x}_gb" for role in ("actor", "train") for x in ("allocated", "reserved")}
 
 
 def unlogged(documented: Iterable[Metric], logged: set[str]) -> list[str]:

@@ -58,6 +58,7 @@ from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
 from workers.critic import CriticWorker, critic_network
 from workers.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWorker, teacher_network
+from workers.policy.adapter import base_note
 from workers.policy.loading import check_sequence_parallel, empty_network, load_model_config, packing_note
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
@@ -210,8 +211,9 @@ class PPOJob(Job[PPOConfig]):
         for part in dict.fromkeys((self.data.train, self.data.val)):
             if part is not None:
                 self.console.print(part.report)
-        if self.kind.trains and (line := packing_note(self.config.model)):
-            self.console.note(line)
+        for line in filter(None, (packing_note(self.config.model), base_note(self.config.model))):
+            if self.kind.trains:
+                self.console.note(line)
         self.total_steps = count_steps(self.config, self.data.epoch_prompts)
         if self.kind.trains:
             if line := sharding_of_run(self.config, self.slots):

@@ -94,8 +94,8 @@ def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
 
 def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     """Returns `validation_means`; for training without a rollout, the metrics val/<name> as data sources <name>, and
-    DPO's accuracy."""
-    names = [name for name in metrics if re.fullmatch("val/([^/]+|rewards/accuracies)", name)]
+    DPO's accuracy and margin."""
+    names = [name for name in metrics if re.fullmatch("val/([^/]+|rewards/(accuracies|margins))", name)]
     rows = [ValidationMean(x[4:], False, x[4:], "mean", metrics[x], x, "") for x in names]
     return validation_means(metrics) or rows
 

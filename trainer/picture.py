@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from trainer.final_report import validation_means
+from trainer.final_report import shown_means
 from trainer.reports.run_data import OUTSIDE, Steps, stage_seconds
 from trainer.tracking import read_metrics
 from verl_lite.errors import printable
@@ -21,9 +21,9 @@ LENGTH: Panel = ("Response length", "tokens", {f"response_length/{name}": name f
 
 
 @rc_context({"text.parse_math": False})  # a $ in the name of a data source does not start a formula
-def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH) -> Path | None:
-    """Writes RUN/curve.png with the given two panels, validation and time, and returns its path. Returns None if the
-    run has no training step."""
+def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH, last: Panel | None = None) -> Path | None:
+    """Writes RUN/curve.png with the given panels and validation, and returns its path. Returns None if the run has no
+    training step. last: None draws the time by stage."""
     steps = read_metrics(Path(run_dir) / "metrics.jsonl")
     if not any("timing_s/step" in metrics or "critic/score/mean" in metrics for metrics in steps.values()):
         return None
@@ -33,7 +33,10 @@ def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH) -> 
     _draw_series(panels[0], steps, *first)
     _draw_validation(panels[1], steps)
     _draw_series(panels[2], steps, *second)
-    _draw_time(panels[3], steps)
+    if last is None:
+        _draw_time(panels[3], steps)
+    else:
+        _draw_series(panels[3], steps, *last)
     for axes in panels:
         axes.set(xlabel="training step", xlim=(0, max(1.0, max(steps) * 1.02)))
         axes.title.set_fontsize(10)  # the longest title is wider than a panel with a legend
@@ -67,14 +70,11 @@ def _draw_validation(panel: Axes, steps: Steps) -> None:
     curves: dict[tuple[str, bool], list[tuple[int, float]]] = {}
     names = set()
     for step, metrics in steps.items():
-        means = validation_means(metrics)
-        for mean in means:
+        for mean in shown_means(metrics):
             curves.setdefault((mean.source, mean.greedy), []).append((step, mean.value))
-            names.add(mean.name)
-        # without means: SFT and reward model training
-        for name in (name for name in metrics if name.startswith("val/") and not means):
-            curves.setdefault((name.removeprefix("val/"), False), []).append((step, metrics[name]))
-    panel.set(title=", ".join(["Validation", *sorted(names)]) if curves else "nothing was validated", ylabel="score")
+            names |= {mean.name} - {"mean"}  # of training without a rollout
+    panel.set(title=", ".join(["Validation", *sorted(names)]) if curves else "nothing was validated")
+    panel.set(ylabel="score" if names else "mean")
     for (source, greedy), points in sorted(curves.items()):
         label, style = f"{source}{' (greedy)' * greedy}", "--" if greedy else "-"
         panel.plot(*zip(*points, strict=True), style, marker="o", markersize=4, linewidth=2, label=printable(label))

@@ -14,7 +14,7 @@ from trainer import checkpoint
 from trainer.requirements import needs_critic
 from trainer.resume import flat_config
 from trainer.steps import StepCounter
-from verl_lite.config import PPOConfig, RunConfig, RunOptions
+from verl_lite.config import PPOConfig, RunConfig, RunOptions, SupervisedConfig
 from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.safe_state import write_state
 from verl_lite.single_controller.worker_group import WorkerGroup
@@ -156,10 +156,12 @@ class Saver:
         return state
 
 
-def checkpoint_bytes(config: PPOConfig) -> int:
+def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
     """Returns the estimated size of one checkpoint: weights and moments of the trained models."""
-    critic = count_parameters(critic_network(config)) if needs_critic(config) else 0
-    return (count_trained(config.model) + critic) * BYTES_PER_PARAMETER
+    trained = count_trained(config.model)
+    if isinstance(config, PPOConfig) and needs_critic(config):
+        trained += count_parameters(critic_network(config))
+    return trained * BYTES_PER_PARAMETER
 
 
 def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:

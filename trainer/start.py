@@ -21,13 +21,11 @@ def start(job: str, options: type[Any], argv: list[str], default_recipe: str | N
     Args:
         job: the job's class as "module:Class".
         options: class of the job's options.
-        default_recipe: recipe that is used if the command line names neither recipe, model nor data; None if the
-            command takes no recipes.
+        default_recipe: recipe that is used if the command line names neither recipe, model nor data.
     """
     with ExitStack() as stack:
         with importing():
-            loader = None if default_recipe is None else recipe_overrides
-            loaded = load_schema(argv, options, recipe_loader=loader, default_recipe=default_recipe or "")
+            loaded = load_schema(argv, options, recipe_loader=recipe_overrides, default_recipe=default_recipe)
             if loaded.action == "help":
                 print(help_text(loaded))
                 return 0

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOPS = ("verl_lite", "workers", "trainer", "recipes")
 COUNTED = (".py", ".js", ".css", ".html", ".txt")
 ROOMS: dict[str, dict] = json.loads((Path(__file__).parent / "rooms.json").read_text())
-FILES = 353
-TEST_LINES = 51_461
+FILES = 356
+TEST_LINES = 51_867
 
 
 def product_files() -> list[str]:

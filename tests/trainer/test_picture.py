@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from trainer import picture
 from trainer.picture import draw_curve
+from trainer.supervised.loop import CURVES
 
 
 def write(folder: Path, steps: dict[int, dict[str, float | None]]) -> Path:
@@ -50,3 +51,21 @@ def test_what_was_not_logged_is_left_out_and_without_a_training_step_there_is_no
     assert draw_curve(tmp_path) is None
     assert draw_curve(write(tmp_path, {0: {"val-core/a/reward/mean@1": 0.3}})) is None
     assert draw_curve(write(tmp_path, {1: {"critic/score/mean": 0.5}})) is not None
+
+
+def test_a_supervised_run_shows_its_losses_accuracy_and_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(picture, "Figure", lambda **options: figures.append(Figure(**options)) or figures[-1])
+    val = {"val/loss": 0.7, "val/rewards/accuracies": 0.5, "val/rewards/margins": 0.1, "val/logps/chosen": -15.0}
+    steps = {1: {"timing_s/step": 1.0, "train/loss": 0.6, "train/grad_norm": 2.0, "train/lr": 3e-4} | val}
+    assert draw_curve(write(tmp_path, steps), *CURVES)
+    loss, validation, norm, rate = figures[0].axes
+    shown = [
+        (text.get_text(), line.get_ydata()[0])
+        for text, line in zip(validation.get_legend().get_texts(), validation.lines, strict=True)
+    ]
+    assert shown == [("loss", 0.7), ("rewards/accuracies", 0.5), ("rewards/margins", 0.1)]
+    assert [panel.lines[0].get_ydata()[0] for panel in (loss, norm, rate)] == [0.6, 2.0, 3e-4]
+    assert all(panel.get_title() and panel.get_ylabel() and panel.get_xlabel() for panel in figures[0].axes)

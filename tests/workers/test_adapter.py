@@ -38,6 +38,7 @@ from verl_lite.protocol import DataProto
 from workers.actor_rollout import sync_weights
 from workers.engine.checkpoint import export, export_adapter
 from workers.engine.fsdp import FSDPEngine
+from workers.policy.adapter import base_note
 from workers.policy.loading import count_parameters, count_trained
 from workers.rollout.base import SamplingParams, build_rollout_engine
 
@@ -301,6 +302,13 @@ def test_an_adapter_that_does_not_fit_is_refused_before_a_run_starts(
     given = {"path": path, "lora_rank": 3, "lora_alpha": 6, "lora_adapter_path": str(tmp_path / "saved")} | options
     with pytest.raises(UserError, match=refusal):
         count_trained(ModelConfig(**given))
+
+
+def test_an_adapter_of_a_model_of_another_name_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B"}')
+    saved = {"lora_rank": 3, "lora_adapter_path": str(tmp_path)}
+    assert "trained on Qwen/Qwen3-8B, and model.path=/b/Qwen3-4B" in base_note(ModelConfig(path="/b/Qwen3-4B", **saved))
+    assert base_note(ModelConfig(path="/models/Qwen3-8B", **saved)) == "" == base_note(ModelConfig(path="/b/Qwen3-4B"))
 
 
 def test_a_base_that_is_gone_is_one_sentence_and_the_adapter_can_still_be_had(tmp_path: Path) -> None:

@@ -13,7 +13,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.row_formats import check_prompt
-from trainer.data.sft_dataset import Chat, Example, collate, encode_text, question_of, render, rows_of, turn_of
+from trainer.data.sft_dataset import (
+    Chat,
+    Example,
+    Report,
+    collate,
+    encode_text,
+    question_of,
+    render,
+    row_report,
+    rows_of,
+    turn_of,
+)
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -36,6 +47,11 @@ class Pair:
     def __len__(self) -> int:
         return len(self.chosen) + len(self.rejected)
 
+    @property
+    def texts(self) -> tuple[Example, ...]:
+        """The two sequences."""
+        return self.chosen, self.rejected
+
 
 CheckPair = Callable[[Pair, str], None]
 """Called with a pair and its location; raises UserError if the loss cannot use the pair."""
@@ -49,6 +65,7 @@ def load_pairs(
     *,
     option: str,
     check: CheckPair = lambda pair, where: None,
+    report: Report = lambda line: None,
 ) -> list[Pair]:
     """Loads all pairs of the files.
 
@@ -62,6 +79,7 @@ def load_pairs(
     """
     # overlong answers are never truncated: a truncated answer would be a different answer
     pairs: list[Pair] = []
+    read = 0
     for row, where in rows_of(files, option):
         chats = read_pair(row, config, where)
         chosen, rejected = (encode_answer(chat, tokenizer, score_at, where) for chat in chats)
@@ -69,6 +87,7 @@ def load_pairs(
             raise UserError(f"{where}: both answers have the same tokens, so neither is better; remove such rows")
         pair, longest = Pair(chosen, rejected, _margin(row, where)), max(len(chosen), len(rejected))
         check(pair, where)
+        read += 1
         if longest <= config.max_length:
             pairs.append(pair)
         elif config.truncation == "error":
@@ -78,6 +97,7 @@ def load_pairs(
             )
     if not pairs:
         raise UserError(f"{option}={list(files)}: no pairs are left; expected at least one")
+    report(row_report(option, pairs, read, 0, config))
     return pairs
 
 

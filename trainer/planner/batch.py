@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from trainer import requirements
-from verl_lite.config import PPOConfig, RunConfig
+from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig, RunConfig
 from verl_lite.config.pools import num_engines
 from verl_lite.device import is_on_cpu
 from verl_lite.errors import UserError
@@ -43,7 +43,11 @@ def launch_table(
     config: PPOConfig, slots: int, total_steps: int | None = None, expected: Sequence[PlanRow] = ()
 ) -> str:
     """Returns the plan of a run as aligned text; see `launch_rows`. expected: rows appended at the end."""
-    rows = [*launch_rows(config, slots, total_steps), *expected]
+    return aligned([*launch_rows(config, slots, total_steps), *expected])
+
+
+def aligned(rows: Sequence[PlanRow]) -> str:
+    """Returns rows of a plan as aligned text."""
     what, value = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{row.what:<{what}}  {row.value:>{value}}   {row.options}" for row in rows)
 
@@ -61,7 +65,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         slots: Number of devices of the whole run.
         total_steps: Number of training steps, or None if the size of the dataset is unknown.
     """
-    trainer, model, rollout = config.trainer, config.model, config.rollout
+    trainer, rollout = config.trainer, config.rollout
     rows = list(_prompt_rows(config, slots) if config.reads_prompts else _episode_rows(config))
     correction = config.algorithm.rollout_correction
     is_strict, why = "no", "later optimizer steps train on samples from older weights"
@@ -109,11 +113,16 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         rows.append(
             PlanRow("sampling candidates per training step", f"{tokens * rollout.top_k * 4 / 1e6:,.1f} MB", options)
         )
-    if model.lora_rank:
+    return [*rows, *adapter_rows(config.model)]
+
+
+def adapter_rows(model: NetworkConfig) -> Iterator[PlanRow]:
+    """Yields the number of trainable parameters if only an adapter is trained. Raises UserError if the adapter in
+    model.lora_adapter_path does not fit the model."""
+    if isinstance(model, ModelConfig) and model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
         whole, trained = count_parameters(model), count_trained(model)
-        rows.append(PlanRow("trainable parameters", f"{trained:,}", f"of {whole:,}: {options}"))
-    return rows
+        yield PlanRow("trainable parameters", f"{trained:,}", f"of {whole:,}: {options}")
 
 
 def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from trainer import requirements
 from trainer.planner.accelerators import Accelerator
@@ -26,7 +27,7 @@ from trainer.requirements import (
     needs_reference_model,
 )
 from trainer.resources import VLLM_BYTES, WORKER_BYTES
-from verl_lite.config import FSDPConfig, NetworkConfig, PPOConfig
+from verl_lite.config import FSDPConfig, ModelConfig, NetworkConfig, PPOConfig
 from verl_lite.device import KEPT_FREED_BYTES
 from workers.critic import critic_network
 from workers.frozen_models import teacher_network
@@ -191,17 +192,7 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     libraries = float(VLLM_BYTES * is_vllm)  # of the engine, on a CPU
     plan = MemoryPlan({}, {}, WORKER_BYTES + libraries * config.hybrid_engine if on_cpu else None)
     held = dict(_held_networks(config, networks, slots, device))
-    weights: dict[str, dict[str, float]] = {role: {} for role in held}  # offloaded; loaded for all phases of a role
-    moments: dict[str, dict[str, float]] = {role: {} for role in held}  # offloaded; loaded only for the role's update
-    for role, network in held.items():
-        for name, size, is_offloaded, moved in (
-            ("weights", network.weights, network.fsdp.param_offload, weights),
-            (f"{network.optimizer}'s moments", network.moments, network.fsdp.optimizer_offload, moments),
-        ):
-            if size and is_offloaded and not on_cpu:
-                plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
-            elif size:
-                plan.always[f"{role}: {name}"] = size
+    weights, moments = place_networks(plan, held, on_cpu)
     if (tower := networks.policy.tower) is not None:
         longest, whole = config.data.max_prompt_length, mini_batch_prompts(config, -1)
         images = tower.pixel_bytes(longest * math.ceil(whole / slots), held["actor"].compute)
@@ -234,17 +225,35 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     return plan
 
 
+def place_networks(
+    plan: MemoryPlan, held: Mapping[str, HeldNetwork], on_cpu: bool
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Adds the weights and moments of networks to the plan. Returns the offloaded weights, which are loaded for all
+    phases of a role, and the offloaded moments, which are loaded only for its update, by role."""
+    weights: dict[str, dict[str, float]] = {role: {} for role in held}
+    moments: dict[str, dict[str, float]] = {role: {} for role in held}
+    for role, network in held.items():
+        for name, size, is_offloaded, moved in (
+            ("weights", network.weights, network.fsdp.param_offload, weights),
+            (f"{network.optimizer}'s moments", network.moments, network.fsdp.optimizer_offload, moments),
+        ):
+            if size and is_offloaded and not on_cpu:
+                plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
+            elif size:
+                plan.always[f"{role}: {name}"] = size
+    return weights, moments
+
+
 # -- networks, rows and phases of a run --------------------------------------------------------------------------------
 
 
 _COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` counted
 
 
-def trained_parameters(config: PPOConfig, shape: ModelShape) -> tuple[int, int]:
-    """Returns the policy's number of trainable parameters and, of these, the number in its LoRA adapter."""
-    model = config.model
-    if not model.lora_rank:
-        frozen = shape.tower.parameters if shape.tower is not None and config.actor.freeze_vision_tower else 0
+def trained_parameters(model: NetworkConfig, shape: ModelShape, *, freezes_tower: bool) -> tuple[int, int]:
+    """Returns the network's number of trainable parameters and, of these, the number in its LoRA adapter."""
+    if not isinstance(model, ModelConfig) or not model.lora_rank:
+        frozen = shape.tower.parameters if shape.tower is not None and freezes_tower else 0
         return shape.parameters - frozen, 0
     if list(model.target_modules) == ["all-linear"] and not model.exclude_modules:
         adapter = shape.adapter_parameters(model.lora_rank)
@@ -276,21 +285,29 @@ def recomputed_layers(model: NetworkConfig, shape: ModelShape) -> int:
     return shape.layers if given is None else min(given, shape.layers)
 
 
+def held_network(
+    slots: int,
+    device: Accelerator,
+    shape: ModelShape,
+    fsdp: FSDPConfig,
+    trained: int = 0,
+    adapter: int = 0,
+    optimizer: str = "adamw",
+) -> HeldNetwork:
+    """Returns a network in an FSDP engine with these options. trained, adapter: see `HeldNetwork`."""
+    compute, reduce = (
+        compute_size(name, device) for name in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
+    )
+    matrices = (adapter or shape.matrix_parameters) if optimizer == "muon" else 0
+    return HeldNetwork(shape, ranks_of_a_copy(fsdp, slots), compute, reduce, trained, adapter, fsdp, matrices)
+
+
 def _held_networks(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator
 ) -> Iterator[tuple[str, HeldNetwork]]:
     """Yields the role and the network of each FSDP engine in the run."""
-
-    def held(
-        shape: ModelShape, fsdp: FSDPConfig, trained: int = 0, adapter: int = 0, optimizer: str = "adamw"
-    ) -> HeldNetwork:
-        compute, reduce = (
-            compute_size(name, device) for name in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
-        )
-        matrices = (adapter or shape.matrix_parameters) if optimizer == "muon" else 0
-        return HeldNetwork(shape, ranks_of_a_copy(fsdp, slots), compute, reduce, trained, adapter, fsdp, matrices)
-
-    actor, trained = config.actor, trained_parameters(config, networks.policy)
+    held, actor = partial(held_network, slots, device), config.actor
+    trained = trained_parameters(config.model, networks.policy, freezes_tower=actor.freeze_vision_tower)
     yield "actor", held(networks.policy, actor.fsdp_config, *trained, actor.optim.optimizer)
     if needs_reference_model(config):
         yield "reference", held(networks.policy, config.ref.fsdp_config)

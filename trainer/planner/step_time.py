@@ -145,7 +145,7 @@ def step_stages(
             operations += tower_count * shape.tower.flops(prompts, prompt)
         return Stage(operations / (device.flops * TRAINING))
 
-    trained, adapter = memory.trained_parameters(config, policy)
+    trained, adapter = memory.trained_parameters(config.model, policy, freezes_tower=actor.freeze_vision_tower)
     stages = {"generation: prompts": prefill, "generation: answers": decode}
     if networks.reward_model is not None:
         stages["reward model"] = passes(networks.reward_model)

@@ -25,6 +25,7 @@ BAD, LOOK, OK = GRADES = ("bad", "look", "ok")
 SCORES = ("critic/score/mean", "actor/face_score", "train/loss")
 """Metrics that a run optimizes; the first that it logs is used. A smaller train/loss is better."""
 
+MEMORY = ("host_rss", "max_memory_allocated", "max_memory_reserved")
 DIVERGED = "the run diverged"
 LASTING = 0.1  # share of a run's steps; fewer steps outside a range count as stray steps
 _EARLY = 0.75  # share of the steps; a problem that ended before is over
@@ -405,7 +406,7 @@ RULES = (
         "have samples to work on while the longest ones end",
     ),
     Rule(  # all memory is allocated after the first steps
-        ("actor/perf/host_rss_gb", "actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb"),
+        tuple(f"{role}/perf/{x}_gb" for role in ("actor", "train") for x in MEMORY),
         Range(high=1.5, alarm_high=3.0, of_start=True), ("data.max_response_length",),
         "a worker's memory grows from step to step: a leak, or increasingly long answers",
         "look at response_length/max first",

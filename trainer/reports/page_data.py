@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.console import format_seconds
 from trainer.final_report import ValidationMean, all_validation_means
 from trainer.metric_docs import find
-from trainer.reports.health import findings_of
+from trainer.reports.health import MEMORY, findings_of
 from trainer.reports.run_data import METRICS, Answer, Run, groups, run_titles, stage_seconds
 from trainer.tracking import read_metrics
 
@@ -36,9 +36,18 @@ MAX_TEXT = 6000
 SAMPLE_BYTES = IMAGE_BYTES = 5_000_000
 MAX_SAMPLES = 8000
 
+
+def _of_pairs(*names: str) -> dict[str, str]:
+    splits = {"train": "training", "val": "validation"}
+    return {f"{split}/{name}": label for name in names for split, label in splits.items()}
+
+
 PANELS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("Reward in training, mean over the samples of a step", "score", {"critic/score/mean": "", "actor/face_score": ""}),
-    ("Loss", "", {"train/loss": ""}),
+    ("Loss", "", {"train/loss": "training", "val/loss": "validation"}),
+    ("Accuracy on pairs of answers", "share", _of_pairs("accuracy", "rewards/accuracies")),
+    ("Margin of pairs of answers", "", _of_pairs("margin", "rewards/margins")),
+    ("Log-probabilities of the answers", "nats", {f"train/logps/{x}": x for x in ("chosen", "rejected")}),
     ("Success of episodes", "share", {"env/success": ""}),
     ("Response length", "tokens", {f"response_length/{x}": x for x in ("mean", "max", "min")}),
     ("Truncated answers", "share", {"response_length/clip_ratio": ""}),
@@ -60,8 +69,9 @@ PANELS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     (
         "Memory of the fullest worker",
         "GiB",
-        {f"actor/perf/{x}_gb": x for x in ("host_rss", "max_memory_allocated", "max_memory_reserved")},
+        {f"{role}/perf/{x}_gb": x for role in ("actor", "train") for x in MEMORY},
     ),
+    ("How full the micro-batches are", "share", {"train/micro_batch_fill": ""}),
     ("Idle devices in generation", "share", {"rollout/idle_frac": ""}),
     ("Weight versions of a sample", "", {f"async/versions_per_sample/{x}": x for x in ("mean", "max")}),
     ("Time of a weight update", "seconds", {"weight_sync/seconds": ""}),

@@ -12,10 +12,11 @@ from functools import partial
 import torch
 
 from trainer.data.preferences import Pair, texts_of, valid_pairs
-from trainer.supervised.loop import LOG_PROB_CHUNK_TOKENS, SupervisedWorker
+from trainer.supervised.loop import SupervisedWorker
 from verl_lite.algos.masked import masked_sum
 from verl_lite.algos.preference_losses import dpo_loss
 from verl_lite.config import SFTConfig
+from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto

@@ -6,9 +6,10 @@ The caller defines the network and the loss. The result is a folder in Hugging F
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +19,30 @@ import numpy as np
 import torch
 
 from trainer.console import Console
+from trainer.data.preferences import Pair
+from trainer.data.sft_dataset import Example
 from trainer.final_report import FitResult, validation_line
 from trainer.picture import Panel, draw_curve
+from trainer.plan import device_memory_gib, launch_device, memory_rows, supervised_measured_line
+from trainer.planner.batch import aligned
+from trainer.planner.memory import GIB, MemoryPlan
+from trainer.planner.supervised import batches_of, read_network, supervised_plan, supervised_rows
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, resolve_slots, start_workers
 from trainer.resume import refuse_other_data
 from trainer.run import Job, Report
-from trainer.saving import SavedByWorkers, Saver
+from trainer.saving import SavedByWorkers, Saver, checkpoint_bytes
+from trainer.step_metrics import compute_seqlen_metrics
 from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
 from trainer.training_loop import TrainingLoop
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import section_problems
+from verl_lite.device import device_memory
 from verl_lite.errors import UserError
-from verl_lite.metrics import combine, values
+from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
-from verl_lite.seqlen_balance import plan_batch
+from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller import ClassWithInitArgs
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded
@@ -41,16 +50,18 @@ from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engine.checkpoint import export
 from workers.engine.network import NetworkBuilder
 from workers.phase import PhaseManager
+from workers.policy.adapter import base_note
 from workers.policy.loading import PolicyBuilder, check_sequence_parallel, packing_note, token_network
 from workers.training_worker import COMPUTE_METRIC, TrainingWorker
 from workers.update import LossFunction
 
-CURVES: tuple[Panel, Panel] = (
+PLANNED_STEPS = 64  # of the first epoch, from which a plan is computed
+CURVES: tuple[Panel, Panel, Panel] = (
     ("Loss in training", "loss", {"train/loss": ""}),
     ("Norm of the gradient", "norm", {"train/grad_norm": ""}),
+    ("Learning rate", "rate", {"train/lr": ""}),
 )
-LOG_PROB_CHUNK_TOKENS = 1024  # maximum tokens of a tile of logits of a language model
-Row = TypeVar("Row", bound=Sized)  # len(row): the number of tokens that a forward pass over the row reads
+Row = TypeVar("Row", bound=Example | Pair)  # len(row): the number of tokens that a forward pass over the row reads
 Options = TypeVar("Options", bound=SupervisedConfig)
 
 
@@ -102,6 +113,7 @@ class SupervisedWorker(TrainingWorker):
         rows = self.rows(data)
         self.phases.enter(self.engine)
         metrics = self.engine.train(rows, self.loss, **self.options)
+        metrics |= {f"perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=COMPUTE_METRIC)
@@ -163,7 +175,11 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         """Takes one optimizer step on the rows of a step number."""
         rows = [self.task.train[row] for row in self.steps.rows_of(data)]
         batch = self.task.collate(rows)
-        self.metrics = self._dispatch(self.group.train, rows, batch)
+        plan = self._plan(rows, batch)
+        found = self._dispatch(self.group.train, plan, batch)
+        self.metrics = {f"train/{name}": value for name, value in found.items()} | packing_metrics(
+            plan, rows, self.config.data.max_token_len_per_gpu * self.config.ulysses_sequence_parallel_size
+        )
         return batch
 
     @property
@@ -173,14 +189,16 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
 
     def validate(self, result: Trained) -> dict[str, float]:
         """Returns the loss metrics of the validation rows, named val/<metric>."""
-        measured = self._dispatch(self.group.measure, self.task.val, self.task.collate(self.task.val))
+        batch = self.task.collate(self.task.val)
+        measured = self._dispatch(self.group.measure, self._plan(self.task.val, batch), batch)
         return {f"val/{name}": value for name, value in measured.items()}
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Logs the validation, and every `trainer.log_freq` steps the means since the last logged line."""
         step, logged = self.steps.global_step, dict[str, float]()
-        metrics = {f"train/{name}": value for name, value in self.metrics.items()}
-        self.unlogged.append(metrics | {"timing_s/step": self.timing["step"]} | self.usage_metrics())
+        seconds, tokens = self.timing["step"], self.metrics["perf/total_num_tokens"]
+        metrics = self.metrics | {"timing_s/step": seconds, "perf/time_per_step": seconds} | self.usage_metrics()
+        self.unlogged.append(metrics | {"perf/throughput": tokens / seconds / self.group.world_size})
         if step % self.config.trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked:
             logged = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
             logged |= {name: float(np.mean([each[name] for each in self.unlogged])) for name in self.unlogged[0]}
@@ -188,17 +206,34 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         if logged or validation:
             self.tracking.log(logged | validation, step=step)
 
-    def _dispatch(
-        self, call: Callable[[DataProto], list[DataProto]], rows: Sequence[Row], batch: DataProto
-    ) -> dict[str, float]:
-        plan = plan_batch(
+    def _plan(self, rows: Sequence[Row], batch: DataProto) -> BatchPlan:
+        return plan_batch(
             np.array([len(row) for row in rows]),
             world_size=self.group.mesh("train").dp_size,
             mini_batch_size=None,
             max_token_len=self.config.data.max_token_len_per_gpu * self.config.ulysses_sequence_parallel_size,
             num_tokens=self.task.count(batch).numpy(),
         )
+
+    def _dispatch(
+        self, call: Callable[[DataProto], list[DataProto]], plan: BatchPlan, batch: DataProto
+    ) -> dict[str, float]:
         return values(combine([answer.meta_info["metrics"] for answer in call(plan.apply(batch))]))
+
+
+def packing_metrics(plan: BatchPlan, rows: Sequence[Row], budget: int) -> dict[str, float]:
+    """Returns the number of tokens of a step, their share in the loss, and how full its micro-batches are.
+
+    rows: the planned rows. budget: maximum number of tokens of a micro-batch.
+    """
+    lengths = np.array([len(row) for row in rows])
+    tokens, [[step]] = float(lengths.sum()), plan.schedule
+    return compute_seqlen_metrics(plan, lengths) | {
+        "perf/total_num_tokens": tokens,
+        "train/micro_batches": float(step.num_micro_batches),
+        "train/micro_batch_fill": tokens / (step.num_micro_batches * plan.world_size * budget),
+        "train/loss_tokens_frac": sum(sum(text.mask) for row in rows for text in row.texts) / tokens,
+    }
 
 
 class SupervisedJob(Job[Options]):
@@ -228,8 +263,9 @@ class SupervisedJob(Job[Options]):
 
     def read_data(self) -> int:
         self.task = self.read_task()
+        self.device = launch_device(self.config)
         check_sequence_parallel(self.config.model, "", self.config.ulysses_sequence_parallel_size)
-        if line := packing_note(self.config.model):
+        for line in filter(None, (packing_note(self.config.model), base_note(self.config.model))):
             self.console.note(line)
         data: SupervisedDataConfig = self.config.data
         longest = max(len(row) for row in (*self.task.train, *self.task.val))
@@ -241,14 +277,37 @@ class SupervisedJob(Job[Options]):
         rows, size = len(self.task.train), data.train_batch_size
         rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
         self.steps = EpochSteps(rows, size, self.config.trainer, shuffle=data.shuffle, dataset=f"{rows} rows")
+        count = self.steps.per_epoch
+        shown = range(1, count + 1, math.ceil(count / PLANNED_STEPS))
+        self.batches = batches_of(self.task.train, map(self.steps.rows_of, shown))
         return self.steps.total
+
+    def checkpoint_bytes(self) -> int:
+        return checkpoint_bytes(self.config)
 
     def check_folder(self) -> None:
         refuse_other_data(self.config.trainer, self.run_dir, self.steps.dataset)
 
+    def memory_plan(self) -> MemoryPlan:
+        """Returns the memory that the run needs on a device for its rows. Raises UserError if the model's shapes are
+        unknown."""
+        largest, val = max(self.batches, key=lambda step: step.tokens), self.task.val
+        validation = batches_of(val, [range(len(val))])[0] if val else None
+        network = read_network(self.config, self.slots, self.device)
+        return supervised_plan(self.config, network, self.slots, self.device, largest, validation)
+
     def plan(self) -> str:
-        rows, size = self.steps.rows, self.config.data.train_batch_size
-        return f"{rows} rows, {self.steps.total} steps of {min(size, rows)} (data.train_batch_size)"
+        config, total = self.config, self.steps.total
+        rows = supervised_rows(config, self.slots, total, self.batches)
+        return aligned([*rows, *memory_rows(config, self.memory_plan, total, 0)])
+
+    def full_plan(self) -> tuple[str, bool]:
+        memory = device_memory_gib(self.device, max(1, self.slots // self.config.trainer.nnodes))
+        try:
+            plan = self.memory_plan()
+        except UserError:  # the row in `plan` gives the reason
+            return self.plan(), True
+        return "\n".join([self.plan(), *plan.lines(self.device.name, memory)]), plan.fits(memory * GIB)
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[SupervisedTrainer[Any]]:
@@ -267,7 +326,8 @@ class SupervisedJob(Job[Options]):
         commands = {"look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}"}
         commands["train on"] = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"
         line = f"wrote {folder} after {result.steps} steps, loss {result.loss:.3f}{shown}"
-        return Report([line], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)
+        measured = supervised_measured_line(self.memory_plan, self.device, self.run_dir)
+        return Report([line, measured], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)
 
     def export(self, result: Trained) -> Path:
         """Writes the trained model in Hugging Face format and returns its folder. Call it after the workers have

@@ -21,6 +21,7 @@ from trainer.data.preferences import (
     texts_of,
     valid_pairs,
 )
+from trainer.data.sft_dataset import Report
 from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from verl_lite.config import ModelConfig, RewardTrainingConfig
 from verl_lite.metrics import Metric
@@ -90,7 +91,8 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     def read_task(self) -> Task[Pair]:
         model, data = self.config.model, self.config.data
         source = ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code)
-        return pair_task(RewardTrainingWorker, load_tokenizer(source, data.chat_template), data, data.score_at)
+        tokenizer = load_tokenizer(source, data.chat_template)
+        return pair_task(RewardTrainingWorker, tokenizer, data, data.score_at, report=self.console.print)
 
 
 def pair_task(
@@ -99,11 +101,12 @@ def pair_task(
     data: PairDataConfig,
     score_at: str = "end_of_turn",
     check: CheckPair = lambda pair, where: None,
+    report: Report = lambda line: None,
 ) -> Task[Pair]:
     """Returns the task of a loss that is a mean over pairs. Arguments and errors: see `load_pairs`."""
 
     def load(files: Sequence[str], option: str) -> list[Pair]:
-        return load_pairs(files, tokenizer, data, score_at, option=option, check=check)
+        return load_pairs(files, tokenizer, data, score_at, option=option, check=check, report=report)
 
     return Task(
         worker=worker,

@@ -8,9 +8,10 @@ import torch
 
 from trainer.data.sft_dataset import collate, load_examples
 from trainer.supervised.dpo import DPOWorker, check_pair
-from trainer.supervised.loop import LOG_PROB_CHUNK_TOKENS, SupervisedJob, SupervisedWorker, Task
+from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from trainer.supervised.reward_training import pair_task
 from verl_lite.config import SFTConfig
+from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.causal_lm import causal_lm
@@ -40,14 +41,16 @@ class SFTJob(SupervisedJob[SFTConfig]):
     next_options = "model.path={} data.train_files=FILE rollout.n=8"
 
     def read_task(self) -> Task[Any]:
-        config = self.config
+        config, show = self.config, self.console.print
         tokenizer, files = load_tokenizer(config.model, config.data.chat_template), config.data.val_files
         if config.loss == "dpo":
-            return pair_task(DPOWorker, tokenizer, config.data, check=check_pair)
+            return pair_task(DPOWorker, tokenizer, config.data, check=check_pair, report=show)
         return Task(
             worker=SFTWorker,
-            train=load_examples(config.data.train_files, tokenizer, config.data, option="data.train_files"),
-            val=load_examples(files, tokenizer, config.data, option="data.val_files") if files else [],
+            train=load_examples(
+                config.data.train_files, tokenizer, config.data, option="data.train_files", report=show
+            ),
+            val=load_examples(files, tokenizer, config.data, option="data.val_files", report=show) if files else [],
             collate=partial(collate, pad_token_id=tokenizer.pad_token_id),
             count=lambda batch: batch.batch["response_mask"].sum(1),
         )

@@ -10,6 +10,7 @@ from verl_lite.config.run import RunConfig, RunOptions
 
 _BELOW_HALF = Range("at least 0 and less than 0.5 is expected", lambda value: 0 <= value < 0.5)
 _SCORE_AT = ("end_of_turn", "end_of_text")
+LOG_PROB_CHUNK_TOKENS = 1024  # maximum tokens of a tile of logits
 
 
 @dataclass
@@ -22,6 +23,7 @@ class SupervisedDataConfig(Options):
     train_max_samples: int = opt(-1, "maximum number of training rows; -1 = all", ALL_OR_SOME)
     shuffle: bool = opt(True, "shuffle the rows in each epoch")
     chat_template: str | None = opt(None, CHAT_TEMPLATE)
+    max_length: int = opt(1024, "maximum number of tokens of a sequence (prompt and one answer); see `truncation`")
     max_token_len_per_gpu: int = opt(16384, "maximum number of tokens per micro-batch")
 
 
@@ -32,7 +34,10 @@ class SFTDataConfig(SupervisedDataConfig):
     response_key: str = opt("response", "without messages_key: the answer, text; COLUMN or COLUMN.ENTRY")
     chosen_key: str = opt("chosen", "loss=dpo: the better answer: text, the assistant's message, or the whole chat")
     rejected_key: str = opt("rejected", "loss=dpo: the worse answer, in the same forms")
-    max_length: int = opt(1024, "maximum number of tokens per sequence; see `truncation`")
+    assistant_only_loss: bool = opt(True, "only assistant messages are in the loss; false = all tokens (TRL's default)")
+    completion_only_loss: bool | None = opt(
+        None, "only the completion, or the last assistant message, is in the loss; null = in rows with a prompt (TRL)"
+    )
     truncation: str = opt("error", "treatment of longer sequences", ("error", "right", "drop"))
 
 
@@ -79,6 +84,10 @@ class SFTConfig(SupervisedConfig):
     def check(self) -> Problems:
         if self.loss == "dpo" and self.data.truncation == "right":
             yield "data.truncation=right with loss=dpo: part of an answer is another answer; expected error or drop"
+        for name in ("assistant_only_loss", "completion_only_loss"):
+            if self.loss == "dpo" and (value := getattr(self.data, name)) != getattr(SFTDataConfig(), name):
+                shown = f"data.{name}={str(value).lower()}"
+                yield f"{shown} has no effect with loss=dpo, which trains on whole answers; leave it out"
         for name, default in vars(DPOConfig()).items():
             value = getattr(self.dpo, name)
             if self.loss != "dpo" and value != default:
@@ -90,7 +99,6 @@ class PreferenceDataConfig(SupervisedDataConfig):
     prompt_key: str = opt("prompt", "the prompt, text or chat messages; not needed if the answers are whole chats")
     chosen_key: str = opt("chosen", "the better answer: text, the assistant's message, or the whole chat")
     rejected_key: str = opt("rejected", "the worse answer, in the same forms")
-    max_length: int = opt(1024, "maximum number of tokens of prompt and one answer; see `truncation`")
     truncation: str = opt("error", "treatment of pairs with a longer answer", ("error", "drop"))
     score_at: str = opt("end_of_turn", "token with the score; end_of_text: for reward_model.retokenize", _SCORE_AT)
 

@@ -86,6 +86,24 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     return config
 
 
+def base_note(model: NetworkConfig) -> str:
+    """Returns a sentence if the adapter in model.lora_adapter_path was trained on a model of another name, else an
+    empty string."""
+    # no reason to refuse the adapter: models are renamed, and different models have equal names
+    if not isinstance(model, ModelConfig) or model.lora_adapter_path is None:
+        return ""
+    key = f"model.lora_adapter_path={model.lora_adapter_path}"
+    with user_error_on_failure(f"{key} cannot be read", "give the folder of a saved adapter"):
+        saved = load_adapter_config(Path(model.lora_adapter_path))
+    base = "" if saved is None else str(saved.base_model_name_or_path or "")
+    if not base or Path(base).name == Path(str(model.path)).name:
+        return ""
+    return (
+        f"the adapter of model.lora_adapter_path={model.lora_adapter_path} was trained on {base}, and "
+        f"model.path={model.path}; if its weights differ, the adapter has another effect"
+    )
+
+
 def _load_saved_adapter(network: PreTrainedModel, model: ModelConfig, folder: Path) -> None:
     """Copies a saved adapter into the adapter of `network`; on the meta device only checks that it fits.
 

@@ -51,7 +51,7 @@ def test_parameters_of_each_family(family: str, tmp_path: Path) -> None:
 def test_phases_with_images(tmp_path: Path) -> None:
     config = planned(tmp_path)
     networks = read_networks(config)
-    assert trained_parameters(config, networks.policy) == (8_292_166_656 - TOWER, 0)
+    assert trained_parameters(config.model, networks.policy, freezes_tower=True) == (8_292_166_656 - TOWER, 0)
     plan = memory_plan(config, networks, 8, H100)
     assert plan.always["actor: weights"] == 4 * 8_292_166_656 / 8, "also of the frozen tower"
     assert plan.host["images of the batch"] == 8 * 4000 * 1176 * 2

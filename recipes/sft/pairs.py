@@ -1,0 +1,35 @@
+"""`python -m recipes.sft.pairs ANSWERS.parquet FOLDER`: makes preference pairs from a model's own answers.
+
+ANSWERS is a file of `python -m trainer.main_generate` with several answers to each question. A question with right and
+wrong answers gives one pair: its right answer and its most frequent wrong answer. FOLDER gets pairs.parquet, and
+held_out_pairs.parquet with one pair in 16.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def pairs_of(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Returns rows with the columns prompt, chosen and rejected. rows: the answers, with prompt, output and gts."""
+    wrong: dict[str, Counter[str]] = {}
+    right: dict[str, dict[str, object]] = {}
+    for row in rows:
+        question, answer = str(row["prompt"]), str(row["output"])
+        if answer == row["gts"]:
+            right[question] = {"prompt": row["prompt"], "chosen": answer}
+        elif answer:  # an empty answer cannot be trained on
+            wrong.setdefault(question, Counter())[answer] += 1
+    common = {question: answers.most_common(1)[0][0] for question, answers in wrong.items()}
+    return [row | {"rejected": common[question]} for question, row in right.items() if question in common]
+
+
+if __name__ == "__main__":
+    found = pairs_of(pq.read_table(sys.argv[1]).to_pylist())
+    held_out = found[::16]
+    for name, rows in (("pairs", [row for place, row in enumerate(found) if place % 16]), ("held_out_pairs", held_out)):
+        pq.write_table(pa.Table.from_pylist(rows), Path(sys.argv[2], f"{name}.parquet"))
+    print(f"{len(found):,} pairs, {len(held_out):,} of them held out")
