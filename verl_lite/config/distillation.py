@@ -107,7 +107,10 @@ class DistillationConfig(Options):
         """Returns the teachers. Call it after `check`."""
         if not self.is_active:
             return []
-        entries = {name: {_NAMES.get(key, key): value for key, value in entry.items()} for name, entry in _items(self)}
+        entries = {
+            name: {_NAMES.get(key, key): value for key, value in entry.items() if value is not None}
+            for name, entry in _items(self)
+        }
         several = len(entries) > 1
         return [Teacher(name, **({"key": name} if several else {}) | entry) for name, entry in entries.items()]
 
@@ -149,6 +152,8 @@ def _entry_problems(name: str, entry: Any) -> Problems:
         yield f"{at}={entry}: expected entries such as {at}.path=FOLDER"
         return
     for key, value in entry.items():
+        if value is None:
+            continue
         if _NAMES.get(key, key) not in _FIELDS:
             yield f"{at}.{key}={value} is not known; known: {', '.join(sorted(_FIELDS))}{did_you_mean(key, _FIELDS)}"
         elif key not in ("inference", "num_replicas") and not isinstance(value, str | None):

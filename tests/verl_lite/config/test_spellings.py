@@ -451,7 +451,12 @@ trainer: {balance_batch: true, total_epochs: 30, total_training_steps: null, pro
   v1: {trainer_mode: sync, sampler: {max_off_policy_threshold: 8}}}
 global_profiler: {_target_: x, tool: null, steps: null, save_path: outputs/profile}
 transfer_queue: {enable: false}
-distillation: {enabled: false, loss: {x: 1}}
+distillation: {_target_: x, enabled: false, n_gpus_per_node: 8, nnodes: 0, teacher_key: data_source,
+  teacher_models: {teacher_model: {_target_: x, key: null, model_path: null, num_replicas: 0, nitrobrew_d_comp: null,
+    inference: {name: vllm, tensor_model_parallel_size: 2}}},
+  distillation_loss: {_target_: x, loss_mode: k1, topk: 128, use_task_rewards: true, distillation_loss_coef: 1.0,
+    loss_max_clamp: 10.0, log_prob_min_clamp: -10.0, kd_temperature: 1.0, use_policy_gradient: true,
+    policy_loss_mode: vanilla, clip_ratio: 0.2, clip_ratio_low: 0.2, clip_ratio_high: 0.2}}
 ray_kwargs: {ray_init: {num_cpus: null}, timeline_json_file: null}
 """
 
