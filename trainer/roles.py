@@ -34,7 +34,7 @@ from verl_lite.schema import SAMPLING_CANDIDATES
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
-from workers.policy.causal_lm import CausalLMPolicy
+from workers.policy.causal_lm import TEACHER_IDS, CausalLMPolicy
 from workers.policy.loading import Policy
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_run import GroupPlan, GroupResults
@@ -337,7 +337,7 @@ class ReferenceRole(ModelRole):
 class TeacherRole(ModelRole):
     """The driver's interface to a teacher of distillation, or to the policy as its own teacher."""
 
-    extra_inputs = CausalLMPolicy.extra_inputs
+    extra_inputs = (*ReferenceRole.extra_inputs, TEACHER_IDS)  # not the experts, which belong to the policy's prompt
 
     def __init__(self, group: WorkerGroup, config: PPOConfig, is_policy: bool) -> None:
         super().__init__(group, config)

@@ -79,7 +79,8 @@ LOSS = "distillation.distillation_loss"
 RUNS = {
     "critic": ["algorithm.adv_estimator=gae", "actor.use_kl_loss=true", "reward.overlong_buffer.enable=true",
                "reward.overlong_buffer.len=2", "data.sources={talk: {n: 3}}"],
-    "experts": ["model.path=FOLDER/experts", "rollout.router_replay=true"],
+    "experts": ["model.path=FOLDER/experts", "rollout.router_replay=true",
+                "distillation.teachers.t.prompt_template='{prompt} {ground_truth}'"],
     "bypass": ["algorithm.adv_estimator=remax", "algorithm.rollout_correction.bypass_mode=true"],
     "correction": ["algorithm.rollout_correction.rollout_is=token", "actor.policy_loss.loss_mode=clip_cov",
                    "actor.ppo_epochs=2", "algorithm.adv_estimator=optimal_token_baseline", "rollout.top_k=9"],
