@@ -4,7 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, Options, Problems, at_least, opt, section
@@ -21,7 +21,7 @@ class Teacher:
     path: folder or hub name of the model. url, model, api_key_env: a server. Without path and url, the teacher is the
     policy itself. key: rows with this value in the column `distillation.teacher_key`; None = all rows.
     prompt_template: text of the last user message in the teacher's prompt, see `trainer.teachers`; None = the
-    student's prompt. inference, num_replicas: accepted from verl's configurations, without effect.
+    student's prompt.
     """
 
     name: str
@@ -31,8 +31,6 @@ class Teacher:
     api_key_env: str | None = None
     key: str | None = None
     prompt_template: str | None = None
-    inference: Any = field(default=None, repr=False)
-    num_replicas: Any = field(default=None, repr=False)
 
     @property
     def is_policy(self) -> bool:
@@ -108,8 +106,8 @@ class DistillationConfig(Options):
         if not self.is_active:
             return []
         entries = {
-            name: {_NAMES.get(key, key): value for key, value in entry.items() if value is not None}
-            for name, entry in _items(self)
+            name: {_NAMES.get(key, key): value for key, value in entry.items() if not _is_ignored(key, value)}
+            for name, entry in self.teachers.items()
         }
         several = len(entries) > 1
         return [Teacher(name, **({"key": name} if several else {}) | entry) for name, entry in entries.items()]
@@ -124,7 +122,7 @@ class DistillationConfig(Options):
                 "distillation.teachers.teacher_model next to other teachers: verl ignores this entry silently. Give it "
                 "another name, or remove it"
             )
-        wrong = [problem for name, entry in _items(self) for problem in _entry_problems(name, entry)]
+        wrong = [problem for name, entry in self.teachers.items() for problem in _entry_problems(name, entry)]
         yield from wrong
         if wrong:
             return
@@ -140,8 +138,9 @@ _NAMES = {"model_path": "path"}  # verl's names
 _FIELDS = {entry.name for entry in fields(Teacher)} - {"name"}
 
 
-def _items(config: DistillationConfig) -> list[tuple[str, Any]]:
-    return list(config.teachers.items())
+def _is_ignored(key: str, value: Any) -> bool:
+    """True for null, and for verl's options of separate inference servers, which have no effect here."""
+    return value is None or key in ("inference", "num_replicas")
 
 
 def _entry_problems(name: str, entry: Any) -> Problems:
@@ -152,11 +151,11 @@ def _entry_problems(name: str, entry: Any) -> Problems:
         yield f"{at}={entry}: expected entries such as {at}.path=FOLDER"
         return
     for key, value in entry.items():
-        if value is None:
+        if _is_ignored(key, value):
             continue
         if _NAMES.get(key, key) not in _FIELDS:
             yield f"{at}.{key}={value} is not known; known: {', '.join(sorted(_FIELDS))}{did_you_mean(key, _FIELDS)}"
-        elif key not in ("inference", "num_replicas") and not isinstance(value, str | None):
+        elif not isinstance(value, str):
             yield f"{at}.{key}={value}: expected text"
 
 

@@ -98,6 +98,28 @@ def test_reference_critic_and_reward_model_are_held_beside() -> None:
     assert list(plan.phases) == [*names, "update", "weight sync"]
 
 
+def test_teachers_are_held_sharded_and_their_tokens_are_counted(tmp_path: Path) -> None:
+    """A teacher of 1.5B with the policy of 7B, and the policy as its own teacher, over 64 tokens."""
+    config = grpo()
+    config.model.path = str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_like("qwen2.5-7b")))
+    config.distillation.teachers = {"small": {"path": "small"}, "me": {"prompt_template": "{prompt}!"}}
+    config.distillation.distillation_loss.loss_mode, config.distillation.distillation_loss.topk = "jsd_topk", 64
+    small = shape_of(config_like("qwen2.5-1.5b"))
+    plan = memory_plan(config, Networks(SEVEN, teachers={"small": small}), 8, H100)
+    assert plan.always["teacher small: weights"] == 2 * small.parameters / 8
+    passes = ["old log-probs", "teacher small: log-probs", "teacher me: log-probs", "update"]
+    assert [name for name in plan.phases if name in passes] == passes
+    # 2048 rows on 8 devices, a log-prob and an id of 4 bytes each for 64 tokens at 1536 positions
+    assert plan.host["log-probs of the teachers"] == 256 * 1536 * 64 * 8
+    # 8 rows of 2048 tokens in a micro-batch, 1536 of them predicted
+    assert plan.phases["update"]["distillation"] == 60 * 64 * 8 * 1536
+    assert plan.phases["teacher small: log-probs"]["top tokens"] == 36 * 64 * 8 * 1536
+    stages = step_stages(config, Networks(SEVEN, teachers={"small": small}), 8, H100, Lengths(512, 1536))
+    assert stages["teacher me: log-probs"].seconds == stages["old log-probs"].seconds
+    assert 4 < stages["teacher me: log-probs"].seconds / stages["teacher small: log-probs"].seconds < 6
+
+
 def test_disk_is_weights_and_moments_of_what_learns(tmp_path: Path) -> None:
     config = grpo()
     config.model.path = folder_with_config(tmp_path)
