@@ -253,11 +253,11 @@ class TokenStatistics(NamedTuple):
 
 def tile_statistics(
     logits: torch.Tensor, index: torch.Tensor, calculate_entropy: bool, calculate_sum_pi_squared: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Computes statistics of softmax(logits) over the columns of a tile of logits (n, v).
 
-    index: (n, M) columns. Returns (1 to 3, n): the logarithm of the normalizer, and with their options the mean of the
-    logits and the sum of squared probabilities; and (n, M) the logits in the columns `index`.
+    index: (n, M) columns. Returns (M + 1 to M + 3, n): the logits in the columns `index`, the logarithm of the
+    normalizer, and with their options the mean of the logits and the sum of squared probabilities.
     """
     peak = logits.amax(dim=1)
     picked = logits.gather(1, index)
@@ -267,7 +267,7 @@ def tile_statistics(
     squares = [scores.square().sum(dim=1) / total.square()] if calculate_sum_pi_squared else []
     if calculate_entropy:
         found.append(scores.mul_(logits).sum(dim=1) / total)
-    return torch.stack(found + squares), picked
+    return torch.cat([picked.t(), *(values.unsqueeze(0) for values in found + squares)])
 
 
 def tile_gradient(
@@ -348,7 +348,8 @@ def top_log_probs(
     `log_probs`, both (N, k).
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    tiles = _Tiles(len(hidden), len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[hidden.device.type])
+    none = hidden.new_empty(len(hidden), 0, dtype=torch.long)
+    tiles = _Tiles(none, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[hidden.device.type])
     found: dict[str, list[torch.Tensor]] = {"ids": [], "log_probs": []}
     for rows in tiles.rows:
         best = hidden.new_empty(rows.stop - rows.start, 0, dtype=dtype)
@@ -368,10 +369,12 @@ def top_log_probs(
 class _Tiles:
     """Division of the logits (N, V) into tiles of tile_bytes, or one tile if they need at most KEPT_LOGITS_BYTES.
 
-    rows, columns: slices of the tokens and of the vocabulary.
+    targets: (N, M) tokens, M = 0 for none. rows, columns: slices of the tokens and of the vocabulary. inside: (tiles of
+    the vocabulary, N, 1) True where the target of a token is in the tile; None unless M = 1.
     """
 
-    def __init__(self, count: int, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int) -> None:
+    def __init__(self, targets: torch.Tensor, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int) -> None:
+        count = len(targets)
         self.keep = count * vocab * itemsize <= KEPT_LOGITS_BYTES
         blocks = 1 if self.keep else -(-count // chunk_tokens)
         height = max(1, -(-count // blocks))
@@ -379,13 +382,20 @@ class _Tiles:
         width = -(-vocab // (number * 8)) * 8 if number * 8 <= vocab else 1  # multiples of 8 for fast kernels
         self.rows = [slice(start, min(start + height, count)) for start in range(0, count, height)]
         self.columns = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+        self._targets, self._width = targets, width
+        self.inside: torch.Tensor | None = None
+        if targets.shape[1] == 1:  # for all tiles at once, which needs fewer kernels but M times the memory
+            local = targets - torch.arange(0, vocab, width, device=targets.device).view(-1, 1, 1)
+            self.inside = (local >= 0) & (local < width)
+            self._index = local.where(self.inside, 0)
 
-    @staticmethod
-    def places(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the column of each target in the tile `columns`, 0 for targets in other tiles, and a bool mask of the
-        targets inside the tile."""
-        local = targets - columns.start
-        inside = (local >= 0) & (targets < columns.stop)
+    def places(self, number: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the column (n, M) of each target in a tile, 0 for targets in other tiles, and a bool mask (n, M) of
+        the targets in the tile."""
+        if self.inside is not None:
+            return self._index[number, rows], self.inside[number, rows]
+        local = self._targets[rows] - self.columns[number].start
+        inside = (local >= 0) & (local < self._width)
         return local.where(inside, 0), inside
 
 
@@ -416,34 +426,40 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         kind = "cpu" if hidden.device.type == "cpu" else "cuda" if functions is TILE_FUNCTIONS else "cuda, compiled"
-        tiles = _Tiles(len(targets), len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[kind])
-        options = (calculate_entropy, calculate_sum_pi_squared)
-        shape = (1 + sum(options), len(tiles.columns), len(targets))
+        tiles = _Tiles(targets, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[kind])
+        options, number_of_targets = (calculate_entropy, calculate_sum_pi_squared), targets.shape[1]
+        # statistics of each tile; before them, with one target per token, the logit at its column in the tile
+        kept_targets = int(tiles.inside is not None)
+        shape = (kept_targets + 1 + sum(options), len(tiles.columns), len(targets))
         parts = torch.empty(shape, dtype=dtype, device=hidden.device)
-        at_targets = torch.zeros(targets.shape, dtype=dtype, device=hidden.device)
+        at_targets = torch.zeros(targets.t().shape, dtype=dtype, device=hidden.device)
         logits = hidden.new_empty(0, dtype=dtype)
         for number, columns in enumerate(tiles.columns):
             for rows in tiles.rows:
                 logits = _logits(hidden, weight, bias, rows, columns, transform, candidates)
-                index, inside = tiles.places(targets[rows], columns)
-                parts[:, number, rows], picked = functions["tile_statistics"](logits, index, *options)
-                at_targets[rows] += picked.where(inside, 0)
-        partial, *more = parts
+                index, inside = tiles.places(number, rows)
+                values = functions["tile_statistics"](logits, index, *options)
+                parts[:, number, rows] = values[number_of_targets - kept_targets :]
+                if not kept_targets:
+                    at_targets[:, rows] += values[:number_of_targets].where(inside.t(), 0)
+        if tiles.inside is not None:
+            at_targets = parts[:1].where(tiles.inside.squeeze(2), 0).sum(dim=1)
+        partial, *more = parts[kept_targets:]
         normalizers = partial.logsumexp(dim=0)
         share = (partial - normalizers).exp_()  # of each tile in the probability
-        log_probs = at_targets - normalizers.unsqueeze(1)
+        log_probs = (at_targets - normalizers).t().contiguous()
         none = log_probs.new_empty(0)
         entropys = normalizers - more[0].mul_(share).sum(dim=0) if calculate_entropy else none
         squares = more[-1].mul_(share.square_()).sum(dim=0) if calculate_sum_pi_squared else none
         kept = logits if tiles.keep else none
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropys, kept, candidates)
+        ctx.save_for_backward(hidden, weight, bias, normalizers, entropys, kept, candidates)
         ctx.transform, ctx.tiles, ctx.functions, ctx.calculate_entropy = transform, tiles, functions, calculate_entropy
         ctx.mark_non_differentiable(squares)
         return log_probs, entropys, squares
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizers, entropys, kept, candidates = ctx.saved_tensors
+        hidden, weight, bias, normalizers, entropys, kept, candidates = ctx.saved_tensors
         grad_log_probs, grad_entropys, _ = grad_outputs
         tiles, dtype = ctx.tiles, normalizers.dtype
         _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # False for a model with an adapter
@@ -454,20 +470,22 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if weight_learns else None
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None
-        for columns in tiles.columns:
+        spread = None if tiles.inside is None else tiles.inside * grad_log_probs
+        for number, columns in enumerate(tiles.columns):
             total = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
             for rows in tiles.rows:
                 logits = kept
                 if not tiles.keep:
                     logits = _logits(hidden, weight, bias, rows, columns, ctx.transform, candidates)
-                index, inside = tiles.places(targets[rows], columns)
+                index, inside = tiles.places(number, rows)
+                at_target = inside * grad_log_probs[rows] if spread is None else spread[number, rows]
                 gradient = ctx.functions["tile_gradient"](
                     logits,
                     normalizers[rows],
                     slope[rows],
                     None if offset is None else offset[rows],
                     index,
-                    inside * grad_log_probs[rows],
+                    at_target,
                     ctx.transform,
                     dtype if bias_learns else hidden.dtype,
                 )
