@@ -9,7 +9,7 @@ ROLLOUT_CORRECTION.md explains which option to choose.
 The implementation covers the options of verl and ROLL, which `config.rollout_correction` parses. Tensors are (B, T).
 Values under mask 0 have no effect; a row without a valid token has no weight and is in no metric. Weights and rejection
 depend only on a token, its segment (run of valid tokens) or its row, so they do not depend on how a batch is split.
-Only batch_normalize reads the whole batch.
+Only batch_normalize and the rejection level `batch` read the whole batch.
 """
 
 from typing import Any
@@ -79,6 +79,8 @@ def correct_rollout(
     for rejection in correction.rejections:
         statistic = _over(measures[rejection.measure], is_valid, rejection.level)
         passes = (statistic >= rejection.lower) & (statistic <= rejection.upper)
+        if rejection.level == "batch":
+            passes = _smallest_with_mean(statistic, is_valid, rejection.upper)
         metrics |= _rejection_metrics(statistic, passes, is_valid, rejection)
         is_kept = is_kept & passes
     if correction.rejections:
@@ -111,7 +113,7 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
     values: 0 at invalid tokens. Returns the aggregate at each valid token, 0 elsewhere.
     """
     match level:
-        case "token":
+        case "token" | "batch":
             return values
         case "segment":
             return compute_segment_masked_mean(values, is_valid)
@@ -124,9 +126,18 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
     return torch.where(is_valid, rows, 0)
 
 
+def _smallest_with_mean(values: Tensor, is_valid: Tensor, bound: float) -> Tensor:
+    """Returns (B, T) bool: the largest set of valid tokens with the smallest values whose mean is at most `bound`."""
+    ordered, order = values[is_valid].double().sort()
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=values.device)
+    kept = torch.zeros_like(order, dtype=torch.bool)
+    kept[order[: int((means <= bound).sum())]] = True  # the means are ascending
+    return torch.zeros_like(is_valid).masked_scatter(is_valid, kept)
+
+
 def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
     """Returns the share of each token (B, T), such that the shares of each token, segment or row sum to 1."""
-    if level == "token":
+    if level in ("token", "batch"):
         return is_valid
     if level == "segment":
         starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]

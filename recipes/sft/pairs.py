@@ -27,9 +27,16 @@ def pairs_of(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     return [row | {"rejected": common[question]} for question, row in right.items() if question in common]
 
 
-if __name__ == "__main__":
-    found = pairs_of(pq.read_table(sys.argv[1]).to_pylist())
-    held_out = found[::16]
-    for name, rows in (("pairs", [row for place, row in enumerate(found) if place % 16]), ("held_out_pairs", held_out)):
-        pq.write_table(pa.Table.from_pylist(rows), Path(sys.argv[2], f"{name}.parquet"))
+def main(answers: str, folder: str) -> None:
+    """Writes the pairs of the answers into the folder."""
+    found = pairs_of(pq.read_table(answers).to_pylist())
+    held_out, rest = found[::16], [row for place, row in enumerate(found) if place % 16]
+    for name, rows in (("pairs", rest), ("held_out_pairs", held_out)):
+        pq.write_table(pa.Table.from_pylist(rows), Path(folder, f"{name}.parquet"))
     print(f"{len(found):,} pairs, {len(held_out):,} of them held out")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: python -m recipes.sft.pairs ANSWERS.parquet FOLDER")
+    main(*sys.argv[1:])

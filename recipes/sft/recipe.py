@@ -60,6 +60,11 @@ def build(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(right), folder / "answers.parquet")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Builds the files and prints their folder."""
     made().make()
     print(made().folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -183,12 +183,17 @@ def test_each_rejection_and_its_metrics_are_those_of_a_plain_loop(option: str) -
     text = {"k1": "0.8_1.3", "ratio": "0.8_1.3", "diff": "-0.1_0.1"}.get(measure, "0.05")
     options = RolloutCorrectionConfig(rollout_rs=option, rollout_rs_threshold=text)
     low, high = {"0.8_1.3": (math.log(0.8), math.log(1.3)), "-0.1_0.1": (-0.1, 0.1)}.get(text, (-math.inf, 0.05))
-    statistic = naive_statistic(old, rollout, mask, option)
+    statistic = naive_statistic(old, rollout, mask, option.replace("batch", "token"))
     tokens = [s for row in filled(statistic) for s in row]
     by_row = [fmean(row) for row in filled(statistic)]
-    per_unit = [statistic[r][unit[0]] for r in range(ROWS) for unit in units(statistic[r], level)]
-    lost = [not low <= s <= high for s in tokens]
-    lost_rows = [any(not low <= s <= high for s in row) for row in filled(statistic)]
+    per_unit = [
+        statistic[r][unit[0]] for r in range(ROWS) for unit in units(statistic[r], level.replace("batch", "token"))
+    ]
+    largest = high
+    if level == "batch":  # the largest token whose mean with all smaller ones is within the bound
+        largest = max(s for s in tokens if fmean(other for other in tokens if other <= s) <= high)
+    lost = [not low <= s <= largest for s in tokens]
+    lost_rows = [any(not low <= s <= largest for s in row) for row in filled(statistic)]
     expected = {
         "mean": fmean(tokens),
         "std": pstdev([min(max(s, low), high) for s in tokens]),
@@ -201,7 +206,7 @@ def test_each_rejection_and_its_metrics_are_those_of_a_plain_loop(option: str) -
         "seq_masked_fraction": fmean(lost_rows),
     }
     weights, kept, metrics = correct_rollout(old, rollout, mask, options)
-    assert kept.tolist() == [[int(s is not None and low <= s <= high) for s in row] for row in statistic]
+    assert kept.tolist() == [[int(s is not None and low <= s <= largest) for s in row] for row in statistic]
     assert weights is None and kept.dtype == mask.dtype
     assert 0 < kept.sum() < mask.sum(), "the case says something: some pass and some do not"
     found = values(metrics)
@@ -232,6 +237,25 @@ def test_rejection_by_hand() -> None:
     assert kept("token_k3", "0.5") == [[1, 1, 0], [1, 1, 1]], "0.4 - 1 - log 0.4 = 0.316; 2.5 - 1 - log 2.5 = 0.584"
     assert kept("seq_max_k3", "0.5") == [[0, 0, 0], [1, 1, 1]]
     assert kept("token_diff", "0.6") == [[1, 1, 0], [1, 1, 1]], "0.4 - 1 = -0.6 is in"
+
+
+def test_m2po_rejects_the_largest_tokens_of_the_batch() -> None:
+    """x^2 = 1, 0.16, 0.04, 0.01 in two rows, and 4 under mask 0. The means without the largest tokens are 0.3025, 0.07,
+    0.025 and 0.01; the first below tau = 0.04 leaves the last two tokens, as AReaL's m2_threshold=0.04 does. tau of x^2
+    is 0.02 of k2 = x^2 / 2."""
+    log_ratio = torch.tensor([[1.0, -0.2, 2.0], [0.1, -0.4, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+
+    def kept(threshold: str) -> list[list[int]]:
+        options = RolloutCorrectionConfig(rollout_rs="batch_k2", rollout_rs_threshold=threshold)
+        return correct_rollout(log_ratio, torch.zeros_like(log_ratio), mask, options)[1].tolist()
+
+    assert kept("0.02") == [[0, 1, 0], [1, 0, 0]]
+    assert kept("0.036") == [[0, 1, 0], [1, 1, 0]]
+    assert kept("0.16") == [[1, 1, 0], [1, 1, 0]]
+    assert kept("0.001") == [[0, 0, 0], [0, 0, 0]]
+    bypass = RolloutCorrectionConfig(rollout_rs="batch_k2", rollout_rs_threshold="0.02", bypass_mode=True)
+    assert ["set bypass_mode=false" in problem for problem in bypass.check()] == [True]
 
 
 def test_bounds_are_included() -> None:

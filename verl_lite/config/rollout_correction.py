@@ -19,10 +19,10 @@ WEIGHT_LEVELS = {"token": "token", "segment": "segment", "geometric": "seq_mean"
 SIGNED_MEASURES, DIVERGENCES = ("k1", "ratio", "diff"), ("k2", "k3")
 REJECTION_OPTIONS = (
     *(f"{level}_{measure}" for level in WEIGHT_LEVELS.values() for measure in (*SIGNED_MEASURES, *DIVERGENCES)),
-    *(f"seq_max_{measure}" for measure in DIVERGENCES),
+    *(f"{level}_{measure}" for level in ("seq_max", "batch") for measure in DIVERGENCES),
 )
 """The names that `rollout_rs` accepts, each LEVEL_MEASURE. verl has k1, k2 and k3 over token, seq_mean, seq_sum and
-seq_max; the others come from ROLL or combine both."""
+seq_max; batch_k2 is M2PO's criterion (arXiv:2510.01161); the others come from ROLL or combine both."""
 
 _KEY = "algorithm.rollout_correction"
 
@@ -49,6 +49,11 @@ class RolloutCorrectionConfig(Options):
                 f"{_KEY}.rollout_is_batch_normalize=true with bypass_mode=true: weights change with each optimizer "
                 "step, so their mean over the batch does not exist: remove one of them"
             )
+        if self.bypass_mode and "batch_" in (self.rollout_rs or ""):
+            yield (
+                f"{_KEY}.rollout_rs={self.rollout_rs} with bypass_mode=true: the workers reject tokens without knowing "
+                "the other tokens of the batch: set bypass_mode=false"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Weighting:
 class Rejection:
     """A rejection criterion: samples pass if their measure lies in [lower, upper] (logarithms for k1 and ratio).
 
-    level: token, segment, seq_mean, seq_sum or seq_max. measure: k1 = -x, ratio = x, k2 = x^2 / 2, k3 = e^x - 1 - x,
+    level: token, segment, seq_mean, seq_sum, seq_max, or batch: the tokens with the largest measure are rejected until
+    the mean over the others is at most `upper`. measure: k1 = -x, ratio = x, k2 = x^2 / 2, k3 = e^x - 1 - x,
     diff = pi_trainer - pi_rollout.
     """
 
