@@ -34,7 +34,7 @@ from verl_lite.protocol import DataProto
 from workers.frozen_models import teacher_log_probs
 from workers.losses import actor_loss
 from workers.policy import causal_lm
-from workers.policy.causal_lm import PLAIN_LOGITS, top_log_probs
+from workers.policy.causal_lm import PLAIN_LOGITS, token_log_probs, top_log_probs
 
 BATCH = Batch(rows=9, seed=3, shared_prompts=3, failed_rows=(4,))
 TOPK = 5
@@ -226,3 +226,9 @@ def test_top_tokens_in_tiles(monkeypatch: pytest.MonkeyPatch, kept_bytes: int, t
     found = top_log_probs(hidden, weight, bias, 20, PLAIN_LOGITS.divided_by(0.7), 4)
     values, ids = ((hidden @ weight.T + bias) / 0.7).log_softmax(-1).topk(20)
     assert torch.equal(found["ids"].long(), ids) and torch.allclose(found["log_probs"], values, atol=1e-12)
+    none = top_log_probs(hidden[:0], weight, bias, 20, PLAIN_LOGITS, 4)  # a rank without a prediction
+    assert none["ids"].shape == none["log_probs"].shape == (0, 20)
+    several = token_log_probs(
+        hidden[:0], weight, bias, ids[:0], temperature=1.0, chunk_tokens=4, calculate_entropy=True
+    )
+    assert several.log_probs.shape == (0, 20)

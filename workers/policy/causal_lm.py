@@ -321,9 +321,9 @@ def token_log_probs(
     of -1 are not restricted.
     """
     options = (calculate_entropy, calculate_sum_pi_squared)
-    divided = transform.divided_by(temperature)
+    divided, several = transform.divided_by(temperature), targets if targets.ndim == 2 else targets.unsqueeze(1)
     log_probs, entropys, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, targets.view(len(targets), -1), divided, chunk_tokens, *options, functions, candidates
+        hidden, weight, bias, several, divided, chunk_tokens, *options, functions, candidates
     )
     return TokenStatistics(
         log_probs.view(targets.shape),
@@ -350,7 +350,8 @@ def top_log_probs(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     none = hidden.new_empty(len(hidden), 0, dtype=torch.long)
     tiles = _Tiles(none, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[hidden.device.type])
-    found: dict[str, list[torch.Tensor]] = {"ids": [], "log_probs": []}
+    shape = len(hidden), min(k, len(weight))
+    found = {"ids": hidden.new_empty(shape, dtype=torch.int32), "log_probs": hidden.new_empty(shape, dtype=dtype)}
     for rows in tiles.rows:
         best = hidden.new_empty(rows.stop - rows.start, 0, dtype=dtype)
         ids, normalizers = best.long(), []
@@ -361,9 +362,9 @@ def top_log_probs(
             best, ids = torch.cat([best, values], dim=1), torch.cat([ids, places + columns.start], dim=1)
             best, order = best.topk(min(k, best.shape[1]), dim=1)
             ids = ids.gather(1, order)
-        found["ids"].append(ids.int())
-        found["log_probs"].append(best - torch.stack(normalizers).logsumexp(dim=0).unsqueeze(1))
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        found["ids"][rows] = ids.int()
+        found["log_probs"][rows] = best - torch.stack(normalizers).logsumexp(dim=0).unsqueeze(1)
+    return found
 
 
 class _Tiles:
