@@ -8,7 +8,7 @@ one with a hint. `check_teachers` compares vocabularies and rows with the teache
 import asyncio
 import math
 import re
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,12 +23,13 @@ from trainer.requirements import micro_batching
 from trainer.rewards.failures import Failures
 from trainer.rewards.model_inputs import check_same_vocabulary
 from trainer.roles import TeacherRole
-from verl_lite.config import PPOConfig
+from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.distillation import Teacher
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.judge import Endpoint, RemoteRewardError
+from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.frozen_models import teacher_network
 from workers.policy.loading import load_model_config, longest_context
 from workers.policy.model_errors import user_error_on_failure
@@ -252,9 +253,14 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def build_teachers(
-    config: PPOConfig, groups: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, show: Any
+    config: PPOConfig,
+    groups: Mapping[str, WorkerGroup],
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path,
+    show: Callable[[str], None],
 ) -> Teachers | None:
-    """Returns the teachers of a run, or None without distillation. groups: worker groups by role."""
+    """Returns the teachers of a run, or None without distillation. groups: worker groups by role. show: receives the
+    text of the first failed request."""
     scorers: dict[str, Scorer] = {}
     for teacher in config.distillation.named_teachers():
         if teacher.url:
@@ -270,7 +276,9 @@ def role_of(teacher: Teacher) -> str:
     return f"teacher_{teacher.name}"
 
 
-def server_of(teacher: Teacher, config: PPOConfig, run_dir: Path = Path(), show: Any = print) -> TeacherServer:
+def server_of(
+    teacher: Teacher, config: PPOConfig, run_dir: Path = Path(), show: Callable[[str], None] = print
+) -> TeacherServer:
     """Returns the client of a teacher with a url. run_dir: folder of the file teacher_failures.jsonl."""
     path, limit = run_dir / "teacher_failures.jsonl", config.reward.max_error_rate
     return TeacherServer(
@@ -293,7 +301,7 @@ def privileged_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) ->
     return found
 
 
-def _network(config: PPOConfig, teacher: Teacher) -> Any:
+def _network(config: PPOConfig, teacher: Teacher) -> NetworkConfig:
     return config.model if teacher.is_policy else teacher_network(config, teacher)
 
 
