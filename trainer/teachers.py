@@ -8,7 +8,7 @@ one with a hint. `check_teachers` compares vocabularies and rows with the teache
 import asyncio
 import math
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -33,11 +33,13 @@ from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.frozen_models import teacher_network
 from workers.policy.loading import load_model_config, longest_context
 from workers.policy.model_errors import user_error_on_failure
+from workers.rollout.rows import left_padded
 
 T = TypeVar("T")
 REQUESTS_AT_ONCE = 32
 MAX_RETRIES = 3
 PROBED_TOKENS = 64
+KEPT_FAILURES = 100  # of each batch, in teacher_failures.jsonl
 _PLACEHOLDER = re.compile(r"\{(prompt|ground_truth|extra_info\.\w[\w.]*)\}")
 
 
@@ -45,7 +47,7 @@ class TeacherFailure(RuntimeError):
     """Raised if too many requests to a teacher's server failed. Contains the first failure of the batch."""
 
 
-class Scorer(Protocol):
+class TeacherScorer(Protocol):
     """Computes the log-probs of one teacher."""
 
     def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
@@ -60,11 +62,13 @@ class Teachers:
     scorers: scorer of each teacher by name. prompts: `PrivilegedPrompts` by name, of teachers with a template.
     """
 
-    def __init__(self, config: PPOConfig, scorers: dict[str, Scorer], prompts: "dict[str, PrivilegedPrompts]") -> None:
+    def __init__(
+        self, config: PPOConfig, scorers: dict[str, TeacherScorer], prompts: "dict[str, PrivilegedPrompts]"
+    ) -> None:
         self.config, self.scorers, self.prompts = config, scorers, prompts
 
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Returns the columns of `Scorer.compute_teacher_log_prob`, has_teacher, and meta_info metrics.
+        """Returns the columns of `TeacherScorer.compute_teacher_log_prob`, has_teacher, and meta_info metrics.
 
         Rows without a teacher, with a privileged prompt that is too long, or with a failed request have has_teacher
         False and no weight in the distillation loss. The metric distillation/taught_frac is the share of the others.
@@ -140,7 +144,7 @@ class PrivilegedPrompts:
             places.setdefault(uid, row)
         messages = [Prompt(self.messages(batch, row)) for row in places.values()]
         encoded = dict(zip(places, encode_prompts(messages, self.tokenizer, self.data_config), strict=True))
-        tokens = [torch.from_numpy(encoded[uid].astype(np.int64)) for uid in columns["uid"]]
+        tokens = [encoded[uid].tolist() for uid in columns["uid"]]
         width = batch.batch["responses"].shape[1]
         answered = batch.batch["attention_mask"][:, -width:]
         lengths = np.array([len(row) for row in tokens]) + answered.sum(1).numpy()
@@ -151,16 +155,12 @@ class PrivilegedPrompts:
             result.batch.update(self._inputs([tokens[row] for row in rows], result))
         return result, fits
 
-    def _inputs(self, prompts: list[torch.Tensor], rows: DataProto) -> dict[str, torch.Tensor]:
-        def padded(values: Iterable[torch.Tensor], fill: int) -> torch.Tensor:
-            return torch.nn.utils.rnn.pad_sequence(
-                list(values), batch_first=True, padding_value=fill, padding_side="left"
-            )
-
-        responses, pad = rows.batch["responses"], int(self.tokenizer.pad_token_id)
+    def _inputs(self, prompts: list[list[int]], rows: DataProto) -> dict[str, torch.Tensor]:
+        responses = rows.batch["responses"]
         answered = rows.batch["attention_mask"][:, -responses.shape[1] :]
-        ids = torch.cat([padded(prompts, pad), responses], dim=1)
-        mask = torch.cat([padded((torch.ones_like(row) for row in prompts), 0), answered], dim=1)
+        pad_token_id = int(self.tokenizer.pad_token_id)
+        ids, mask = left_padded(prompts, max(map(len, prompts)), pad_token_id)
+        ids, mask = torch.cat([ids, responses], dim=1), torch.cat([mask, answered], dim=1)
         return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
     def messages(self, batch: DataProto, row: int) -> list[dict[str, str]]:
@@ -209,7 +209,7 @@ class TeacherServer:
             if not isinstance(values, str):
                 log_probs[row, answered[row]] = torch.tensor(values[len(values) - int(answered[row].sum()) :])
         errors = [values for values in found if isinstance(values, str)]
-        rows = [{"teacher": self.teacher.name, "error": error} for error in errors[:PROBED_TOKENS]]
+        rows = [{"teacher": self.teacher.name, "error": error} for error in errors[:KEPT_FAILURES]]
         self.failures.note(len(errors), len(found), rows, errors[0] if errors else None)
         taught = torch.tensor([not isinstance(values, str) for values in found])
         return DataProto.from_dict(tensors={"teacher_log_probs": log_probs, "has_teacher": taught})
@@ -240,7 +240,8 @@ class TeacherServer:
             is_aligned = len(found["token_logprobs"]) == len(found["tokens"])
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"the reply has no log-probs of the prompt's tokens: {reply!s:.300}") from error
-        are_numbers = all(isinstance(value, float | int) and -math.inf < value <= 1e-3 for value in values)
+        # the types exclude bool, which is an int; a NaN fails every comparison
+        are_numbers = all(type(value) in (float, int) and -math.inf < value <= 1e-3 for value in values)
         if len(values) != len(ids) - 1 or len(texts) != len(ids) or not (is_aligned and are_numbers):
             raise ValueError(f"the reply has no log-prob for each of the {len(ids)} tokens: {found!s:.300}")
         return [float(value) for value in values], [str(text) for text in texts]
@@ -261,7 +262,7 @@ def build_teachers(
 ) -> Teachers | None:
     """Returns the teachers of a run, or None without distillation. groups: worker groups by role. show: receives the
     text of the first failed request."""
-    scorers: dict[str, Scorer] = {}
+    scorers: dict[str, TeacherScorer] = {}
     for teacher in config.distillation.named_teachers():
         if teacher.url:
             scorers[teacher.name] = server_of(teacher, config, run_dir, show)
@@ -349,7 +350,7 @@ def _check_model(config: PPOConfig, teacher: Teacher, tokenizer: PreTrainedToken
     remedy = "expected a folder of a causal language model with its tokenizer, in Hugging Face format"
     with user_error_on_failure(f"{at}.path={teacher.path!r} cannot be read", remedy):
         network = load_model_config(teacher_network(config, teacher))
-        theirs = AutoTokenizer.from_pretrained(teacher.path, trust_remote_code=config.model.trust_remote_code)
+        theirs = AutoTokenizer.from_pretrained(teacher.path, trust_remote_code=teacher.trust_remote_code)
     problem = f"{at}.path={teacher.path!r}: the teacher reads the policy's token ids"
     check_same_vocabulary(tokenizer, theirs, problem, "teacher", "use a teacher of the same model family")
     ours, size = (each.get_text_config().vocab_size for each in (load_model_config(config.model), network))

@@ -73,8 +73,9 @@ class TeacherWorker(ModelWorker):
 
 
 def teacher_network(config: PPOConfig, teacher: Teacher) -> NetworkConfig:
-    """Returns the network of a teacher with a path. Its options for packing and remote code are the policy's."""
-    code, packs = config.model.trust_remote_code, config.model.use_remove_padding
+    """Returns the network of a teacher with a path. It is packed if the policy is."""
+    # trust in the code of the policy's folder is no trust in that of another folder
+    code, packs = teacher.trust_remote_code, config.model.use_remove_padding
     return replace(NetworkConfig(), path=teacher.path, trust_remote_code=code, use_remove_padding=packs)
 
 

@@ -18,7 +18,7 @@ TOPS = ("verl_lite", "workers", "trainer", "recipes")
 COUNTED = (".py", ".js", ".css", ".html", ".txt")
 ROOMS: dict[str, dict] = json.loads((Path(__file__).parent / "rooms.json").read_text())
 FILES = 356
-TEST_LINES = 52_022
+TEST_LINES = 52_039
 
 
 def product_files() -> list[str]:

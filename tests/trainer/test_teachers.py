@@ -24,6 +24,7 @@ from verl_lite.config.checks import validate
 from verl_lite.config.distillation import Teacher
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
+from workers.frozen_models import teacher_network
 
 LOSS = "distillation.distillation_loss"
 STEPS = ["trainer.total_training_steps=2", "trainer.val_before_train=false"]
@@ -161,6 +162,11 @@ def found_in(reply: Any, name: str) -> list[Any]:
     return reply["choices"][0]["logprobs"][name]
 
 
+def with_log_prob(reply: Any, value: Any) -> Any:
+    found_in(reply, "token_logprobs")[3] = value
+    return reply
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -168,6 +174,9 @@ def found_in(reply: Any, name: str) -> list[Any]:
         (lambda status, reply: (200, {"choices": [{"text": "x", "logprobs": None}]}), "no log-probs of the prompt"),
         (lambda status, reply: (200, [1]), "no log-probs of the prompt"),
         (lambda status, reply: found_in(reply, "token_logprobs").pop(3) and (200, reply), "no log-prob for"),
+        (lambda status, reply: (200, with_log_prob(reply, False)), "no log-prob for"),
+        (lambda status, reply: (200, with_log_prob(reply, 0.5)), "no log-prob for"),
+        (lambda status, reply: (200, with_log_prob(reply, float("nan"))), "no log-prob for"),
         (lambda status, reply: found_in(reply, "tokens").reverse() or (200, reply), "vocabularies differ"),
     ],
 )  # fmt: skip
@@ -200,6 +209,13 @@ def test_wrong_teachers_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has embeddings for 64 tokens, fewer than the policy's 70"):
         larger = [f"model.path={folder}/teacher", f"model.tokenizer_path={folder}/policy"]
         tiny_run.run(folder, "refused", *STEPS, *larger, f"distillation.teachers.a.path={folder}/policy")
+
+
+def test_trust_in_the_policys_code_is_no_trust_in_the_teachers() -> None:
+    config = PPOConfig()
+    config.model.trust_remote_code = True
+    assert not teacher_network(config, Teacher("t", path="m")).trust_remote_code
+    assert teacher_network(config, Teacher("t", path="m", trust_remote_code=True)).trust_remote_code
 
 
 def test_privileged_prompts(folder: Path) -> None:
@@ -250,6 +266,7 @@ def test_the_rows_of_a_teacher() -> None:
         (["distillation.teachers.t=5"], "teachers.t=5: expected entries"),
         (["distillation.teachers.t={pathh: x}"], "t.pathh=x is not known.*did you mean path"),
         (["distillation.teachers.t={path: 5}"], "t.path=5: expected text"),
+        (["distillation.teachers.t={path: m, trust_remote_code: 1}"], "trust_remote_code=1: expected true or false"),
         (["distillation.teachers.t={path: /x, url: 'http://a/v1', model: m}"], "a teacher has only one"),
         (["distillation.teachers.t={url: a, model: m}"], "t.url=a: expected http"),
         (["distillation.teachers.t.url=http://a/v1"], "t.model is not set"),

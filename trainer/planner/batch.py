@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from trainer import requirements
+from trainer.planner.memory import rows_per_step
 from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig, RunConfig
 from verl_lite.config.pools import num_engines
 from verl_lite.device import is_on_cpu
@@ -105,10 +106,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     advice = "; on a CPU rollout.name=hf is faster where it runs the model" if is_slower else ""
     rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{advice}"))
     if rollout.top_k > 0:
-        samples = (
-            config.data.train_batch_size * rollout.n if config.reads_prompts else config.agentic.rollout_batch_size
-        )
-        tokens = samples * config.data.max_response_length
+        tokens = rows_per_step(config) * config.data.max_response_length
         options = f"rollout.top_k={rollout.top_k} x 4 bytes per response token, on the driver and in messages"
         rows.append(
             PlanRow("sampling candidates per training step", f"{tokens * rollout.top_k * 4 / 1e6:,.1f} MB", options)

@@ -18,8 +18,9 @@ LOSS_MODES = (SAMPLED, "forward_kl_topk", "reverse_kl_topk", "jsd_topk")
 class Teacher:
     """An entry of `distillation.teachers`.
 
-    path: folder or hub name of the model. url, model, api_key_env: a server. Without path and url, the teacher is the
-    policy itself. key: rows with this value in the column `distillation.teacher_key`; None = all rows.
+    path: folder or hub name of the model. trust_remote_code: True runs Python code of that folder. url, model,
+    api_key_env: a server. Without path and url, the teacher is the policy itself. key: rows with this value in the
+    column `distillation.teacher_key`; None = all rows.
     prompt_template: text of the last user message in the teacher's prompt, see `trainer.teachers`; None = the
     student's prompt.
     """
@@ -31,6 +32,7 @@ class Teacher:
     api_key_env: str | None = None
     key: str | None = None
     prompt_template: str | None = None
+    trust_remote_code: bool = False
 
     @property
     def is_policy(self) -> bool:
@@ -155,8 +157,8 @@ def _entry_problems(name: str, entry: Any) -> Problems:
             continue
         if _NAMES.get(key, key) not in _FIELDS:
             yield f"{at}.{key}={value} is not known; known: {', '.join(sorted(_FIELDS))}{did_you_mean(key, _FIELDS)}"
-        elif not isinstance(value, str):
-            yield f"{at}.{key}={value}: expected text"
+        elif not isinstance(value, expected := bool if key == "trust_remote_code" else str):
+            yield f"{at}.{key}={value}: expected {'true or false' if expected is bool else 'text'}"
 
 
 def _teacher_problems(teacher: Teacher, loss_mode: str) -> Problems:
