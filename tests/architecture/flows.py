@@ -25,7 +25,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPS = tuple(f"{ROOT}/{top}/" for top in ("verl_lite", "workers", "trainer", "recipes"))
-BUDGET = {"prompt": 20, "key": 5, "reward": 8}
 
 REWARD = """
 import json, os, sys, threading
@@ -179,7 +178,7 @@ def main() -> int:
         print("\n" + json.dumps(flows))
         return 0
     for name, files in flows.items():
-        print(f"{name}: {len(files)} of {BUDGET[name]}\n  " + "\n  ".join(files))
+        print(f"{name}: {len(files)}\n  " + "\n  ".join(files))
     return 0
 
 

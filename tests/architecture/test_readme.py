@@ -52,10 +52,5 @@ def test_the_training_command_loads() -> None:
     assert config.reward.custom_reward_function.path == "my_reward.py"
 
 
-def test_guides_are_few_and_short() -> None:
-    tops = ("verl_lite", "workers", "trainer")
-    guides = [page for top in tops for page in (ROOT / top).rglob("*.md")]
-    assert 0 < len(guides) <= 17, guides
+def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-    for page in [*guides, ROOT / "recipes" / "README.md", ROOT / "recipes" / "LOG.md"]:
-        assert len(page.read_text(encoding="utf-8").splitlines()) <= 200, page.name
