@@ -1,42 +1,61 @@
 """Training from Python: `train(model, data, reward)` runs `trainer.main_ppo` in this process, returns a `TrainResult`.
 
-In a notebook, a curve below the cell follows the run, and the interrupt button ends the run with a checkpoint.
+In a notebook, a curve below the cell follows the run, and the interrupt button ends the run with a checkpoint. A call
+leaves the process as it was: environment variables, exception hook and random generators.
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli import INTERRUPTED, prepare_driver
-from verl_lite.errors import UserError
+from trainer.api_inputs import Prompts, Rows, data_files, digest_of, prompt_rows, reward_settings, write_rows
+from trainer.cli import INTERRUPTED, process_variables
+from verl_lite.errors import FinishedRunError, UserError
 
 if TYPE_CHECKING:
     import pandas
 
-Rows = str | Iterable[str] | Iterable[Mapping[str, Any]]
-"""Entries of data.train_files (a file, folder or hub name, or several), or rows: dicts in the forms of trainer/DATA.md,
-such as a list, a pandas DataFrame or a dataset of `datasets`."""
+    from trainer.callbacks import Callback
 
 _BATCH = 64
 _REDRAW_S = 3.0
-_REWARD = """\"\"\"Loads the reward function that was given to `trainer.train`.\"\"\"
+_SETS = {
+    "trainer.default_local_dir": "run_dir",
+    "trainer.resume_mode": "run_dir",
+    "model.path": "model",
+    "data.train_files": "data",
+    "data.train_batch_size": "data (its number of rows, at most 64)",
+    "data.data_source": "data",
+    "data.val_files": "val_data",
+    "reward.custom_reward_function": "reward",
+    "reward.functions": "reward",
+}
+"""The options that `train` sets, and the argument that each of them comes from."""
 
-import pathlib
-
-import cloudpickle
-
-compute_score = cloudpickle.loads(pathlib.Path(__file__).with_suffix(".pkl").read_bytes())
-"""
+_OTHER_NAMES = {
+    "train_dataset": "data",
+    "dataset": "data",
+    "train_data": "data",
+    "eval_dataset": "val_data",
+    "eval_data": "val_data",
+    "reward_funcs": "reward",
+    "reward_fn": "reward",
+    "reward_function": "reward",
+    "model_path": "model",
+    "output_dir": "run_dir",
+    "config": "options",
+    "args": "options",
+}
+"""Names of such arguments in other libraries, and the names here."""
 
 
 @dataclass(frozen=True)
@@ -75,35 +94,48 @@ class TrainResult:
             export(str(checkpoint / "actor"), str(folder))
         return folder
 
-    def generate(self, prompts: Iterable[str | list[dict[str, str]]], n: int = 1, **keywords: Any) -> list[list[str]]:
-        """Samples n answers to each prompt (text or chat messages) with the newest checkpoint.
+    def generate(self, prompts: Prompts, n: int = 1, **keywords: Any) -> list[list[str]]:
+        """Samples answers with the newest checkpoint.
 
-        One answer is decoded greedily; several are sampled at temperature 1. keywords: options as in `train`, such as
-        rollout__val_kwargs__temperature=0.7.
+        Args:
+            prompts: one prompt or several. A prompt is a text or a chat, that is, a list of messages.
+            n: number of answers to each prompt. One answer is decoded greedily; several are sampled at temperature 1.
+            keywords: options as in `train`, such as rollout__val_kwargs__temperature=0.7.
+
+        Returns:
+            For each prompt the list of its answers; one list for a single prompt.
         """
         from trainer.data.sources import read_rows
         from trainer.main_generate import generate
 
-        rows = [{"prompt": _messages(prompt), "data_source": "generate"} for prompt in prompts]
+        rows = prompt_rows(prompts)
         sampling: dict[str, Any] = {"rollout.val_kwargs.n": n, "rollout.val_kwargs.do_sample": n > 1}
-        sampling |= {"rollout.val_kwargs.temperature": 1.0} if n > 1 else {}
+        if n > 1:
+            sampling["rollout.val_kwargs.temperature"] = 1.0
         options = ["~data.columns", *_words(sampling | _flat(keywords))]
-        folder = self.run_dir / "generate" / _digest([rows, options])
-        options.append(f"data.val_files=[{json.dumps(_written(rows, folder, 'prompts'))}]")
-        _require_success(generate(str(self.run_dir), folder / "answers.parquet", options), "generate")
+        folder = self.run_dir / "generate" / digest_of([rows, options])
+        with _as_caller_expects({}), _removed_if_refused(folder):
+            options.append(f"data.val_files=[{json.dumps(write_rows(rows, folder, 'prompts'))}]")
+            _require_success(generate(str(self.run_dir), folder / "answers.parquet", options), "generate")
         answers = read_rows(str(folder / "answers.parquet"), "answers")
         return [[answer["output"] for answer in answers[start : start + n]] for start in range(0, len(answers), n)]
 
     def evaluate(self, data: Rows | None = None, **keywords: Any) -> dict[str, float]:
-        """Validates the newest checkpoint and returns the metrics. data: rows with ground truths; None = the validation
-        data of the run. keywords: options as in `train`."""
+        """Validates the newest checkpoint and returns the metrics.
+
+        Args:
+            data: rows with ground truths; None = the validation data of the run.
+            keywords: options as in `train`.
+        """
         from trainer.evaluate.evaluation import find_targets
         from trainer.main_eval import evaluate
 
-        files = {} if data is None else {"data.val_files": _files(data, self.run_dir / "inputs", "evaluate")}
-        [target] = find_targets(str(self.run_dir))
-        status, metrics = evaluate(target, _words(files | _flat(keywords)))
-        _require_success(status, "evaluate")
+        inputs = self.run_dir / "inputs"
+        with _as_caller_expects({"data.val_files": "data"}), _removed_if_refused(inputs):
+            files = {} if data is None else {"data.val_files": data_files(data, inputs, "evaluate")}
+            [target] = find_targets(str(self.run_dir))
+            status, metrics = evaluate(target, _words(files | _flat(keywords)))
+            _require_success(status, "evaluate")
         return metrics
 
 
@@ -114,6 +146,7 @@ def train(
     *,
     val_data: Rows | None = None,
     run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback | str] = (),
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> TrainResult:
@@ -130,34 +163,129 @@ def train(
             or the name of a built-in reward, such as "math_verify". None: the data_source of a row selects its reward.
             Functions are copied to the reward processes with cloudpickle.
         val_data: validation prompts.
-        run_dir: run folder; an existing one is continued. None = a new folder in runs/.
+        run_dir: run folder. A run that exists there is continued; the result of a finished one is returned. None = a
+            new folder in runs/.
+        callbacks: objects of subclasses of `trainer.callbacks.Callback`, or FILE.py:CLASS.
         options: options by key, such as {"rollout.n": 8, "actor": {"optim": {"lr": 1e-6}}}.
         keywords: options with __ in place of dots, such as rollout__n=8.
 
     Raises:
-        UserError: for invalid options, data or rewards.
+        UserError: for invalid arguments, options, data or rewards. Such a call leaves no files.
     """
-    prepare_driver()
-    from trainer.build import run_ppo
-
+    _refuse_other_names(keywords)
     folder = Path(run_dir or f"runs/train-{time.strftime('%Y%m%d-%H%M%S')}").expanduser().absolute()
     given = _flat(options or {}) | _flat(keywords)
+    with _as_caller_expects(_SETS), _removed_if_refused(folder):
+        from trainer.build import run_ppo
+        from trainer.callbacks import require_callbacks
+
+        named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
+        own_callbacks = require_callbacks([each for each in callbacks if not isinstance(each, str)], "callbacks")
+        settings = _settings(model, data, val_data, reward, folder, given)
+        if named_callbacks:
+            settings["trainer.callbacks"] = named_callbacks
+        with _live_curve(folder):
+            try:
+                status = run_ppo(_words(settings | given), callbacks=own_callbacks, is_command=False)
+            except FinishedRunError as finished:
+                print(f"{finished}\ntrain() returns the result of that run. For a new run, choose another run_dir")
+                return TrainResult(folder, is_stopped=False)
+        if status != INTERRUPTED:
+            _require_success(status, "train")
+    return TrainResult(folder, status == INTERRUPTED)
+
+
+def _settings(
+    model: str | Path | None,
+    data: Rows | None,
+    val_data: Rows | None,
+    reward: Callable[..., Any] | str | None,
+    folder: Path,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the options that the arguments of `train` stand for. Rows and functions become files of the run.
+
+    Args:
+        folder: the run folder.
+        given: options of the caller.
+    """
+    inputs = folder / "inputs"
     settings: dict[str, Any] = {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto"}
     if model is not None:
         settings["model.path"] = str(model)
-    for key, rows in (("train", data), ("val", val_data)):
-        if rows is not None:
-            settings[f"data.{key}_files"] = files = _files(rows, folder / "inputs", key)
-            if key == "train" and Path(files[0]).parent == folder / "inputs":
-                size = min(_BATCH, Path(files[0]).read_text(encoding="utf-8").count("\n"))
-                settings |= {"data.data_source": "data", "data.train_batch_size": size, "rollout.n": 8}
-                settings["actor.ppo_mini_batch_size"] = given.get("data.train_batch_size", size)
-    settings |= _reward_settings(reward, folder / "inputs")
-    with _live_curve(folder):
-        status = run_ppo(_words(settings | given))
-    if status != INTERRUPTED:
-        _require_success(status, "train")
-    return TrainResult(folder, status == INTERRUPTED)
+    if data is not None:
+        files = data_files(data, inputs, "train")
+        settings["data.train_files"] = files
+        has_rows = Path(files[0]).parent == inputs
+        if has_rows:
+            num_rows = Path(files[0]).read_text(encoding="utf-8").count("\n")
+            batch_size = min(_BATCH, num_rows)
+            settings |= {"data.data_source": "data", "data.train_batch_size": batch_size, "rollout.n": 8}
+            settings["actor.ppo_mini_batch_size"] = given.get("data.train_batch_size", batch_size)
+    if val_data is not None:
+        settings["data.val_files"] = data_files(val_data, inputs, "val")
+    return settings | reward_settings(reward, inputs)
+
+
+def _refuse_other_names(keywords: Mapping[str, Any]) -> None:
+    """Raises UserError if an argument has the name that another library gives it."""
+    for name in keywords:
+        if name in _OTHER_NAMES:
+            raise UserError(f"train() has no argument {name}; here it is {_OTHER_NAMES[name]}")
+
+
+@contextmanager
+def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
+    """Leaves the process as it was, and makes messages speak of arguments instead of a command line.
+
+    Args:
+        sets: options that the call sets itself, with the argument that each comes from.
+    """
+    hook = sys.excepthook  # torch.distributed installs its own and never removes it
+    with process_variables():
+        from verl_lite.random_state import get_random_state, set_random_state
+
+        random_state = get_random_state()
+        try:
+            yield
+        except UserError as error:
+            text = str(error).replace(" (command line)", "")
+            origins = [f"{key} comes from {argument}" for key, argument in sets.items() if key in text]
+            if origins:
+                text += f"\n(In this call, {'; '.join(origins)}.)"
+            error.args = (text,)
+            raise
+        finally:
+            sys.excepthook = hook
+            set_random_state(random_state)
+
+
+@contextmanager
+def _removed_if_refused(folder: Path) -> Iterator[None]:
+    """Restores a folder if the block raises UserError, unless a run has started in it.
+
+    The folder of a new call is removed. Of an existing one, new files of `inputs` are removed and changed ones get
+    their old content.
+    """
+    parent_existed = folder.parent.exists()
+    existed = folder.exists()
+    inputs = folder if folder.name == "inputs" else folder / "inputs"
+    contents = {file: file.read_bytes() for file in inputs.glob("*") if file.is_file()}
+    try:
+        yield
+    except UserError:
+        if not existed and not (folder / "config.yaml").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            if not parent_existed:
+                with suppress(OSError):  # another call may use it
+                    folder.parent.rmdir()
+        elif existed:
+            for file in inputs.glob("*"):
+                if file.is_file() and file not in contents:
+                    file.unlink()
+            for file, content in contents.items():
+                file.write_bytes(content)
+        raise
 
 
 def _require_success(status: int, what: str) -> None:
@@ -176,88 +304,6 @@ def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _words(options: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value, default=str)}" for key, value in options.items()]
-
-
-def _messages(prompt: str | list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def _digest(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
-
-
-def _files(data: Rows, folder: Path, name: str) -> list[str]:
-    """Returns entries of data.train_files or data.val_files. Rows are written to a file in `folder`."""
-    if isinstance(data, str | Path):
-        return [str(data)]
-    entries: list[Any] = list(data.to_dict("records") if hasattr(data, "to_dict") and hasattr(data, "iloc") else data)
-    if entries and all(isinstance(entry, str | Path) for entry in entries):
-        return [str(entry) for entry in entries]
-    for index, row in enumerate(entries):
-        if not isinstance(row, Mapping):
-            raise UserError(f"data: row {index} is {row!r:.100}, expected a dict of columns such as prompt")
-    return [_written([_with_truth(row, folder, f"{name}-{index}") for index, row in enumerate(entries)], folder, name)]
-
-
-def _with_truth(row: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Returns a row as JSON values, with a ground truth, and with its images as files in `folder`."""
-    from trainer.data.images import read_image
-    from trainer.evaluate.sample import plain_value
-
-    images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
-    paths = []
-    for place, image in enumerate(images):
-        folder.mkdir(parents=True, exist_ok=True)
-        paths.append(f"{name}-{place}.image")
-        (folder / paths[-1]).write_bytes(read_image(image, Path.cwd(), f"data: {name}, image {place}"))
-    found = plain_value({key: value for key, value in row.items() if key not in ("image", "images")})
-    truth = {} if "ground_truth" in found or "reward_model" in found else {"ground_truth": ""}
-    return {**found, **truth, **({"images": paths} if paths else {})}
-
-
-def _written(rows: list[dict[str, Any]], folder: Path, name: str) -> str:
-    """Writes rows to folder/NAME.jsonl and returns the path. Raises UserError without rows."""
-    if not rows:
-        raise UserError(f"{name}: there are no rows; expected at least one")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(folder / f"{name}.jsonl")
-
-
-def _reward_settings(reward: Callable[..., Any] | str | None, folder: Path) -> dict[str, Any]:
-    """Returns the options that select the reward. A function is stored in `folder`."""
-    own = "reward.custom_reward_function"
-    if reward is None:
-        return {}
-    if isinstance(reward, str):
-        file, _, name = reward.partition(":")
-        if not file.endswith(".py"):
-            return {"reward.functions": {"reward": {"reward": reward}}}
-        return {f"{own}.path": str(Path(file).expanduser().absolute())} | ({f"{own}.name": name} if name else {})
-    import cloudpickle
-
-    module = sys.modules.get(getattr(reward, "__module__", "") or "")
-    is_local = module is not None and module.__name__ != "__main__" and "site-packages" not in str(module.__file__)
-    with _by_value(cloudpickle, module if is_local else None):
-        code = cloudpickle.dumps(reward)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "reward.pkl").write_bytes(code)
-    (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
-    style = {f"{own}.style": "trl"} if "completions" in inspect.signature(reward).parameters else {}
-    return {f"{own}.path": str(folder / "reward.py")} | style
-
-
-@contextmanager
-def _by_value(cloudpickle: Any, module: Any) -> Iterator[None]:
-    """Makes cloudpickle copy the functions of a module, which reward processes may be unable to import."""
-    if module is None:
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic.agent_trainer import episode_parts, program_parts, try_environments, try_program
+from trainer.callbacks import Callback
 from trainer.cli import worker_environment
 from trainer.console import Console
 from trainer.data.images import image_processor
@@ -278,10 +279,24 @@ def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
         )
 
 
-def run_ppo(argv: list[str], trainer_class: type[RayPPOTrainer] | None = None) -> int:
-    """Runs a training from its command line. Returns the exit status. trainer_class: see `PPOJob`."""
+def run_ppo(
+    argv: list[str],
+    trainer_class: type[RayPPOTrainer] | None = None,
+    callbacks: Sequence[Callback] = (),
+    is_command: bool = True,
+) -> int:
+    """Runs a training from its command line.
+
+    Args:
+        trainer_class: see `PPOJob`.
+        callbacks: callbacks in addition to those that the options name.
+        is_command: see `trainer.run.run`.
+
+    Returns:
+        The exit status.
+    """
     loaded = load_config(argv, recipe_loader=recipe_overrides)
-    return run(PPOJob, loaded, argv, trainer_class=trainer_class)
+    return run(PPOJob, loaded, argv, callbacks, is_command, trainer_class=trainer_class)
 
 
 def check_engine(config: PPOConfig) -> None:

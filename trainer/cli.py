@@ -75,6 +75,22 @@ def prepare_driver() -> None:
         os.environ.setdefault(name, value)
 
 
+@contextmanager
+def process_variables() -> Iterator[None]:
+    """In this context the environment has the variables of `prepare_driver`; afterwards it has the user's values."""
+    names = [*WORKERS, *DRIVER]
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    prepare_driver()
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)
+
+
 def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
     """Decorator that turns a function of the arguments after `python -m NAME` into the `main(argv=None)` of a command.
 

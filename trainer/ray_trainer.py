@@ -379,9 +379,12 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def keep_samples(self, batch: DataProto) -> None:
         """Writes this step's samples to files."""
         if self.samples.keeps_training:
-            step = self.steps.global_step
             self.samples.write_images(batch)
-            self.samples.write_training(samples_of(batch, self.tokenizer, step), step)
+            self.samples.write_training(self.training_samples(batch), self.steps.global_step)
+
+    def training_samples(self, batch: DataProto) -> list[Sample]:
+        """Returns the answers of a training batch with their scores."""
+        return samples_of(batch, self.tokenizer, self.steps.global_step)
 
 
 def training_sampling(config: PPOConfig) -> SamplingParams:

@@ -24,7 +24,7 @@ IN_THIS_PROCESS = """
     trainer.backend=inline trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.logger=[console]
     trainer.val_before_train=false trainer.test_freq=0 trainer.save_freq=0 trainer.resume_mode=disable
     trainer.max_actor_ckpt_to_keep=null trainer.async_save=false trainer.profile_steps=[]
-    ~trainer.resume_from_path ~trainer.resume_allow
+    ~trainer.resume_from_path ~trainer.resume_allow ~trainer.callbacks ~trainer.early_stopping
 """.split()
 ONE_DEVICE = ["rollout.tensor_model_parallel_size=1", "hybrid_engine=true", "rollout.nnodes=0"]
 EPISODES = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s"]

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.cli import NOTHING_LEFT
 from verl_lite.config import RunConfig, RunOptions
-from verl_lite.errors import UserError
+from verl_lite.errors import FinishedRunError, UserError
 
 # model.tokenizer_path is free because the fingerprint of the data changes if the tokens change
 FREE = tuple(
@@ -100,7 +100,7 @@ def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_l
         )
     done = state["steps"]["global_step"]
     if done >= total_steps:
-        raise UserError(
+        raise FinishedRunError(
             f"{folder} is at step {done} of {total_steps}: {NOTHING_LEFT}. For more steps raise "
             f"trainer.total_training_steps (or trainer.total_epochs); to look at it, {to_look}"
         )

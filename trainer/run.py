@@ -9,7 +9,7 @@ import fcntl
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ import psutil
 from rich.console import RenderableType
 
 from trainer import final_report
+from trainer.callbacks import Callback, Callbacks, load_callbacks
 from trainer.checkpoint import saved_steps, whole_checkpoint
 from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, file_mask, stopping_on_signal
 from trainer.console import Console
@@ -117,12 +118,21 @@ class Job(Generic[Options]):
         return Report()
 
 
-def run(job_class: type[Job[Options]], loaded: LoadedConfig[Options], argv: list[str], **parts: Any) -> int:
+def run(
+    job_class: type[Job[Options]],
+    loaded: LoadedConfig[Options],
+    argv: list[str],
+    callbacks: Sequence[Callback] = (),
+    is_command: bool = True,
+    **parts: Any,
+) -> int:
     """Executes a parsed command line: prints the help or the configuration, or runs the job. Returns the exit status.
 
     After the loss of a worker the run restarts from the last checkpoint, at most trainer.max_retries times.
 
     Args:
+        callbacks: callbacks in addition to those that the options name.
+        is_command: False if a program of the user calls this function; messages then show no command line.
         parts: additional keyword arguments for the job's constructor.
     """
     config: Options = loaded.config
@@ -134,15 +144,16 @@ def run(job_class: type[Job[Options]], loaded: LoadedConfig[Options], argv: list
         print(print_config(loaded))
         return 0
     trainer: RunConfig = config.trainer
-    command = ["python", "-m", job_class.module, *argv]
+    command = ["python", "-m", job_class.module, *argv] if is_command else []
     check_trackers(trainer.logger)
+    first_states = Callbacks(callbacks).state_dict()
     lost: Exception | None = None
     for retries_left in range(trainer.max_retries, -1, -1):
         job = job_class(config, slots, Console(verbosity=loaded.verbosity), **parts)
         try:
             with ExitStack() as stack:
                 stack.enter_context(guarded())
-                return train(job, loaded, command, stack)
+                return train(job, loaded, command, stack, callbacks)
         except ClusterLostError as error:  # this process cannot join a second cluster
             spec = getattr(sys.modules["__main__"], "__spec__", None)  # None under a debugger
             if retries_left and spec is not None and spec.name.removesuffix(".__main__") == job.module:
@@ -160,6 +171,7 @@ def run(job_class: type[Job[Options]], loaded: LoadedConfig[Options], argv: list
                 raise
             lost.add_note(f"Starting again failed: {error}\n{how_to_continue(command, job.run_dir)}")
             raise lost from None
+        Callbacks(callbacks).load_state_dict(first_states)
         if has_own(job):
             trainer.resume_mode, trainer.resume_from_path = "auto", None
     raise AssertionError("the last try returns or raises")
@@ -171,12 +183,26 @@ def has_own(job: Job[Options]) -> bool:
     return job.config.trainer.resume_mode != "resume_path" or bool(saved_steps(job.run_dir))
 
 
-def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], stack: ExitStack) -> int:
-    """Runs one attempt, from reading the data to the report. Returns the exit status. `stack` releases its locks and
-    devices."""
+def train(
+    job: Job[Options],
+    loaded: LoadedConfig[Options],
+    command: list[str],
+    stack: ExitStack,
+    own_callbacks: Sequence[Callback] = (),
+) -> int:
+    """Runs one attempt, from reading the data to the report.
+
+    Args:
+        stack: releases the locks and devices of the attempt.
+        own_callbacks: callbacks in addition to those that the options name.
+
+    Returns:
+        The exit status.
+    """
     config, console, run_dir = job.config, job.console, job.run_dir
     for note in loaded.notes:
         console.note(note)
+    callbacks = Callbacks([*load_callbacks(config.trainer), *own_callbacks])
     job.prepare()
     if config.trainer.dry_run:
         return dry_run(job, loaded, stack)
@@ -201,6 +227,7 @@ def train(job: Job[Options], loaded: LoadedConfig[Options], command: list[str], 
         dump_on_failure(job, trainer),
     ):
         tracking.before_log = partial(folder.restore, trainer.saver)
+        trainer.callbacks = callbacks
         result = trainer.fit()
         folder.restore()
     report = job.report(trainer, result)
@@ -232,10 +259,15 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
 
 
 def how_to_continue(command: list[str], run_dir: Path) -> str:
-    """Returns a message with the command that continues a stopped run; notes if no checkpoint was saved."""
+    """Returns a message with the command that continues a stopped run; notes if no checkpoint was saved.
+
+    command: the words of the command line; empty for a call from Python.
+    """
     again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
     kept = [word for word in command if word.partition("=")[0].lstrip("+~") not in (*again, "trainer.resume_from_path")]
     none = "" if saved_steps(run_dir) else " No step is saved, since no checkpoint was due (trainer.save_freq)."
+    if not command:
+        return f"Stopped.{none} To continue, call train with the same arguments and run_dir={str(run_dir)!r}"
     return f"Stopped.{none} To continue:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
 
 

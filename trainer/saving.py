@@ -66,6 +66,7 @@ class Saver:
         self.run_dir, self.config, self.trainer, self.learners = run_dir, config, config.trainer, learners
         self.expected_bytes, self.log = expected_bytes, log
         self.newest: Path | None = None
+        self._completed: list[Path] = []  # checkpoints that `take_completed` has not returned yet
         self.is_overdue = False
         self._written: Path | None = None  # a draft whose files the workers write
         self._publishing: Future[Path] | None = None
@@ -130,6 +131,18 @@ class Saver:
         if self._publishing is not None:
             publishing, self._publishing = self._publishing, None
             self.newest = publishing.result()
+            self._completed.append(self.newest)
+
+    def take_completed(self) -> list[Path]:
+        """Returns the checkpoints that were completed since the last call, without waiting for one that is not. A
+        checkpoint that `max_actor_ckpt_to_keep` has deleted meanwhile is left out."""
+        publishing = self._publishing
+        # an error of the publication is raised at the next save, which handles a full disk
+        if publishing is not None and publishing.done() and publishing.exception() is None:
+            self._join()
+        completed = [folder for folder in self._completed if folder.is_dir()]
+        self._completed = []
+        return completed
 
     def _publish(self, draft: Path) -> Path:
         with checkpoint.removed_on_failure(draft):

@@ -3,11 +3,16 @@
 `RayPPOTrainer` and the trainers in `trainer.supervised.loop` and `trainer.diffusion.loop` add the steps.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trainer import step_metrics
+from trainer.callbacks import Callbacks, RunState
+from trainer.checkpoint import saved_steps
+from trainer.evaluate.sample import Sample
 from trainer.final_report import FitResult
 from trainer.resume import profile_folder
 from trainer.saving import Saver
@@ -18,6 +23,7 @@ from verl_lite.config import RunConfig
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.worker_group import WorkerGroup
 
+CALLBACKS = "callbacks"  # the states of the callbacks in a checkpoint
 Steps = TypeVar("Steps", bound=StepCounter)
 Result = TypeVar("Result", bound=FitResult)
 
@@ -28,7 +34,7 @@ class TrainingLoop(Generic[Steps, Result]):
     options: section `trainer` of the configuration. result: results so far. metrics, timing, usage: metrics, and by
     phase seconds and `WorkerGroup.usage`, of the current step. step_data: the item of `steps` for the current step;
     None before the first step. scored_batch: the sampled and scored batch of the current step; None before that, or
-    if the step samples nothing.
+    if the step samples nothing. callbacks: the user's callbacks, which `trainer.run` sets.
     """
 
     val_only = False  # True: validate once, and run no step
@@ -41,6 +47,7 @@ class TrainingLoop(Generic[Steps, Result]):
         self.usage: dict[str, Any] = {}
         self.step_data: Any = None
         self.scored_batch: DataProto | None = None
+        self.callbacks = Callbacks()
 
     def fit(self) -> Result:
         """Runs all remaining training steps. Returns the results for the final report."""
@@ -54,13 +61,19 @@ class TrainingLoop(Generic[Steps, Result]):
         """Yields the data of each remaining step. Calls `begin` before the first step; completes `result` at the end.
         Call `end_step` after each step."""
         self.begin()
+        if self.callbacks.control.should_training_stop:
+            self.end_early()
         for data in () if self.val_only else self.steps:
             self.metrics, self.timing, self.usage = {}, {}, {}
             self.step_data, self.scored_batch = data, None
             if self.steps.global_step in self.options.profile_steps:
                 self.start_profile()
             yield data
+        if self.callbacks:
+            self.saver.finish()  # a callback may have requested a checkpoint shortly before the end
         self.result.checkpoint, self.result.stopped = self.saver.newest, self.steps.stopping
+        self.report_checkpoints()
+        self.call_callbacks("on_run_end")
 
     def begin(self) -> None:
         """Restores the checkpoint, if there is one, and validates."""
@@ -72,9 +85,10 @@ class TrainingLoop(Generic[Steps, Result]):
         if self.validates and (self.options.val_before_train or self.val_only):
             self.result.before = self.result.after = self.validate(self.result)
             self.tracking.log(self.result.before, step=self.steps.global_step)
+            self.report_validation(self.result.before)
 
     def end_step(self, batch: DataProto) -> None:
-        """Validates if due, logs the step, and saves a checkpoint if due."""
+        """Validates if due, logs the step, calls the callbacks, and saves a checkpoint if due or requested."""
         if self.steps.global_step in self.options.profile_steps:
             self.stop_profile()
         validation: dict[str, float] = {}
@@ -82,8 +96,109 @@ class TrainingLoop(Generic[Steps, Result]):
             with self.timed("testing"):
                 validation = self.result.after = self.validate(self.result)
         self.log_step(batch, validation)
-        if self.saver.is_due(self.steps):
+        must_save = self.callbacks_of_step(batch, validation) if self.callbacks else False
+        if self.saver.is_due(self.steps) or must_save:
             self.save()  # after logging, so that a resumed run finds the metrics of all earlier steps
+        self.report_checkpoints()
+
+    # -------------------------------------------------------------------------------------------------- callbacks
+
+    def callbacks_of_step(self, batch: DataProto, validation: Mapping[str, float]) -> bool:
+        """Calls the callbacks of a logged step, and validates or ends the run if they request it.
+
+        Args:
+            batch: the batch of the step.
+            validation: the metrics of its validation; empty if none was due.
+
+        Returns:
+            True if a callback requests a checkpoint.
+        """
+        if validation:
+            self.report_validation(validation)
+        self.call_callbacks("on_step_end", partial(self.training_samples, batch))
+        is_validated = bool(validation)
+        if self.callbacks.control.should_evaluate and not is_validated:
+            self.validate_again()
+            is_validated = True
+
+        requests = self.callbacks.take_requests()
+        if requests.should_training_stop and not self.steps.is_last:
+            self.end_early()
+            if self.validates and self.steps.due(self.options.test_freq) and not is_validated:
+                self.validate_again()
+        return requests.should_save
+
+    def validate_again(self) -> None:
+        """Validates after the step was logged, and adds the metrics to those of the step."""
+        with self.timed("testing"):
+            self.result.after = self.validate(self.result)
+        testing = {"timing_s/testing": self.timing["testing"]}
+        self.tracking.log(self.result.after | testing, step=self.steps.global_step)
+        self.report_validation(self.result.after)
+
+    def end_early(self) -> None:
+        """Makes the current step the last one."""
+        self.steps.total = self.steps.global_step
+
+    def report_validation(self, metrics: Mapping[str, float]) -> None:
+        """Calls `on_validation_end`. metrics: those of the validation."""
+        self.call_callbacks("on_validation_end", lambda: self.result.samples, metrics)
+
+    def report_checkpoints(self) -> None:
+        """Calls `on_checkpoint` for each checkpoint that was completed since the last call."""
+        for folder in self.saver.take_completed():
+            self.call_callbacks("on_checkpoint", checkpoint=folder)
+
+    def call_callbacks(
+        self,
+        event: str,
+        read_samples: Callable[[], Sequence[Sample]] = list,
+        metrics: Mapping[str, float] | None = None,
+        checkpoint: Path | None = None,
+    ) -> None:
+        """Calls one hook of all callbacks.
+
+        Args:
+            event: name of the hook.
+            read_samples: returns the samples of the state.
+            metrics: metrics of the state; None = those that were logged for the current step.
+            checkpoint: checkpoint of the state; None = the newest one.
+        """
+        if not self.callbacks:
+            return
+        step = self.steps.global_step
+        if metrics is None:
+            metrics = self.tracking.logged_at(step)
+        state = RunState(
+            global_step=step,
+            max_steps=self.steps.total,
+            run_dir=self.saver.run_dir,
+            metrics=metrics,
+            checkpoint=checkpoint or self.saver.newest,
+            validates=self.validates,
+            note=self.tracking.note,
+            read_samples=read_samples,
+        )
+        try:
+            self.callbacks.call(event, state)
+        except Exception:
+            if self.step_data is not None:
+                self.save_completed_step()
+            raise
+
+    def save_completed_step(self) -> None:
+        """Saves the current step, which is complete, before an error of a callback ends the run."""
+        self.step_data = None  # the crash dump then offers no replay: the step itself did not fail
+        self.saver.finish()
+        if self.options.save_freq != 0 and self.steps.global_step not in saved_steps(self.saver.run_dir):
+            self.saver.save(self.steps, self.state_dict())
+            self.saver.finish()
+
+    def training_samples(self, batch: DataProto) -> list[Sample]:
+        """Returns the answers of a training batch with their scores; none in runs that generate no text."""
+        return []
+
+    # -------------------------------------------------------------------------------------- what subclasses define
 
     def train_step(self, data: Any) -> DataProto:
         """Runs one step and stores its metrics in `metrics`. Returns the batch that the step trained on."""
@@ -146,14 +261,18 @@ class TrainingLoop(Generic[Steps, Result]):
     def save(self) -> None:
         """Writes a checkpoint of this step and logs the seconds that training waited for it."""
         with self.timed("save_checkpoint"):
-            self.saver.save(self.steps, self.state_dict())
+            self.saver.save(self.steps, self.state_dict() | {CALLBACKS: self.callbacks.state_dict()})
         self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
     def resume(self) -> None:
-        """Restores the checkpoint that `trainer.resume_mode` selects, if there is one."""
+        """Restores the checkpoint that `trainer.resume_mode` selects, if there is one. The callbacks learn that the run
+        begins."""
         state = self.saver.restore(self.steps)
         if state is not None:
             self.load_state_dict(state)
+            self.callbacks.load_state_dict(state.get(CALLBACKS, {}))
+        self.call_callbacks("on_run_begin")
+        self.callbacks.state_dict()  # a state that no checkpoint can hold is an error now and not at the first save
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the trainer's own state for a checkpoint, without models and steps."""

@@ -22,6 +22,10 @@ class UserError(ValueError):
     """Wrong input. The message names the key or file, the value found, what was expected and what to change."""
 
 
+class FinishedRunError(UserError):
+    """A run was started again although all its steps are done. The message says how it can continue."""
+
+
 class WorkerDiedError(RuntimeError):
     """A worker's process ended. The message names its role, rank and method, and the cause if it is known."""
 

@@ -37,14 +37,35 @@ _DAMAGE = (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeEr
 def write_state(path: Path, state: Any) -> None:
     """Writes a state. Raises TypeError if it contains an object that `read_state` would reject."""
     torch.save(state, path)
-    with safe_globals(_NUMPY):
-        unknown = get_unsafe_globals_in_checkpoint(path)
-    if unknown:
+    if unknown := _unknown_types(path):
         path.unlink()
         raise TypeError(
-            f"{path.name}: the state has objects of {', '.join(sorted(unknown))}; expected tensors, arrays, numbers, "
-            "text, lists and dictionaries. Make your sampler or environment return only such values"
+            f"{path.name}: {_not_allowed(unknown)}. Make your sampler or environment return only such values"
         )
+
+
+def require_safe(state: Any) -> None:
+    """Raises TypeError if a state contains an object that `read_state` would reject."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+    except (pickle.PicklingError, AttributeError) as error:  # what pickle raises for functions and local classes
+        raise TypeError(f"the state cannot be saved: {error}") from None
+    buffer.seek(0)
+    if unknown := _unknown_types(buffer):
+        raise TypeError(_not_allowed(unknown))
+
+
+def _unknown_types(file: Path | io.BytesIO) -> list[str]:
+    """Returns the names of the types in a saved state that `read_state` would reject."""
+    with safe_globals(_NUMPY):
+        return sorted(get_unsafe_globals_in_checkpoint(file))
+
+
+def _not_allowed(types: list[str]) -> str:
+    return (
+        f"the state has objects of {', '.join(types)}; expected tensors, arrays, numbers, text, lists and dictionaries"
+    )
 
 
 def read_state(path: Path) -> Any:

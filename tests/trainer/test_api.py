@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
 from trainer import TrainResult, train
+from trainer.callbacks import Callback, RunControl, RunState
 from verl_lite.errors import UserError
 
 ROWS = [{"prompt": f"{number}+{number}=", "ground_truth": str(2 * number)} for number in range(6)]
@@ -44,6 +48,8 @@ def test_five_lines_train_generate_and_evaluate(model: str, tmp_path: Path) -> N
     assert AutoModelForCausalLM.from_pretrained(result.model_path).config.model_type == "qwen2"
     prompts: list[Any] = ["1+1=", [{"role": "user", "content": "2+2="}]]
     greedy, sampled = result.generate(prompts), result.generate(prompts, n=3)
+    assert result.generate("1+1=") == greedy[:1], "one text is one prompt"
+    assert result.generate(prompts[1]) == greedy[1:], "one chat is one prompt"
     assert list(map(len, greedy)) == [1, 1] and list(map(len, sampled)) == [3, 3]
     assert greedy == result.generate(prompts), "the same answers from the file of the first call"
     assert result.evaluate()["val-core/data/reward/mean@1"] >= bonus
@@ -88,16 +94,80 @@ def test_an_interrupted_run_has_a_checkpoint_and_continues(model: str, tmp_path:
     ("arguments", "message"),
     [
         ({"data": []}, "train: there are no rows"),
-        ({"data": ["x.jsonl", 3]}, "data: row 0 is 'x.jsonl', expected a dict of columns such as prompt"),
+        ({"data": ["x.jsonl", 3]}, "train: row 0 is 'x.jsonl', expected a dict of columns such as prompt"),
         ({"data": [{"question": "a"}]}, "there is no prompt"),
         ({"reward": "exact_mtach"}, "no reward has this name; did you mean exact_match"),
+        ({"data": {"prompt": ["a"]}}, "train: found a dictionary with the keys prompt; expected rows"),
+        ({"data": 3}, "train: found 3, expected rows"),
+        ({"reward": 3}, "reward: found 3; expected a function"),
+        ({"reward": lambda *_, lock=threading.Lock(): 0.0}, "cannot be copied to the reward processes"),
+        ({"callbacks": [3]}, "callbacks: 3 is not a callback"),
+        ({"callbacks": ["nowhere.py:A"]}, "trainer.callbacks='nowhere.py'"),
+        ({"train_dataset": ROWS}, r"train\(\) has no argument train_dataset; here it is data$"),
+        ({"reward_funcs": len}, r"train\(\) has no argument reward_funcs; here it is reward$"),
         ({"rollout__m": 3}, "rollout.m=3"),
     ],
 )
 def test_wrong_arguments(model: str, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    given = {"model": model, "data": ROWS, "reward": "exact_match", "run_dir": tmp_path / "run", **SMALL}
-    with pytest.raises(UserError, match=message):
+    given = {"model": model, "data": ROWS, "reward": "exact_match", "run_dir": tmp_path / "runs" / "run", **SMALL}
+    with pytest.raises(UserError, match=message) as refused:
         train(**given | arguments)
+    assert "command line" not in str(refused.value)
+    assert not (tmp_path / "runs").exists(), "a refused call leaves no folder"
+
+
+def test_a_message_names_the_argument_that_set_an_option(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"(?s)model\.path=.*model\.path comes from model"):
+        train("no/such-model", ROWS, "exact_match", run_dir=tmp_path / "run", **SMALL)
+
+
+def test_a_long_value_is_not_printed(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.rows=.*\.\.\. \(\d+ characters\)") as refused:
+        train(model, ROWS, "exact_match", run_dir=tmp_path / "run", data__rows=ROWS * 1000, **SMALL)
+    assert len(str(refused.value)) < 2000
+
+
+class Names(Callback):
+    """Notes the names of its hooks."""
+
+    def __init__(self) -> None:
+        self.hooks: list[str] = []
+
+    def on_step_end(self, state: RunState, control: RunControl) -> None:
+        self.hooks.append("step")
+
+    def on_run_end(self, state: RunState, control: RunControl) -> None:
+        self.hooks.append("end")
+
+
+def test_a_finished_call_returns_its_result_and_the_process_stays_as_it_was(model: str, tmp_path: Path) -> None:
+    names = Names()
+    arguments: Any = {"model": model, "data": ROWS, "reward": "exact_match", "run_dir": tmp_path / "run"}
+    arguments |= SMALL | {"callbacks": [names]}
+    hook, environment = sys.excepthook, dict(os.environ)
+    random.seed(5)
+    expected = random.Random(5).random()
+    first = train(**arguments)
+    assert sys.excepthook is hook
+    assert dict(os.environ) == environment
+    assert random.random() == expected
+    assert names.hooks == ["step", "step", "end"]
+
+    again = train(**arguments)
+    assert again == first and not again.is_stopped
+    assert names.hooks == ["step", "step", "end"], "nothing was trained"
+
+    rows = Path(tmp_path / "run" / "inputs" / "train.jsonl").read_text()
+    with pytest.raises(UserError, match=r"data\.train_files"):
+        train(**arguments | {"data": ROWS[:3] + ROWS[:3]})
+    files = sorted(path.name for path in (tmp_path / "run" / "inputs").iterdir() if path.is_file())
+    assert files == ["train.jsonl"] and Path(tmp_path / "run" / "inputs" / "train.jsonl").read_text() == rows
+
+
+@pytest.mark.parametrize("prompts", [3, {"role": "user"}, [["1+1="]], [{"content": "1+1="}], [None]])
+def test_prompts_that_are_none(tmp_path: Path, prompts: Any) -> None:
+    with pytest.raises(UserError, match="prompts.*expected a text, a chat"):
+        TrainResult(tmp_path, is_stopped=False).generate(prompts)
 
 
 def test_the_examples_of_the_guide_run_one_after_the_other(model: str) -> None:

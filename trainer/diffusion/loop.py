@@ -101,6 +101,7 @@ class DiffusionTrainer(TrainingLoop[EpochSteps, DiffusionResult]):
         self.resume()
         if self.result.before and self.steps.global_step == 0:
             self.tracking.log(self.result.before, step=0)
+            self.report_validation(self.result.before)
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers."""

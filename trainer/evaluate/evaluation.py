@@ -43,6 +43,8 @@ ONLY_ANSWERS = (
     "~trainer.validation_data_dir",
     "~trainer.rollout_data_dir",
     "~trainer.resume_allow",
+    "~trainer.callbacks",
+    "~trainer.early_stopping",
 )
 """Arguments that switch off training and saving, so that files written by the training stay unchanged."""
 

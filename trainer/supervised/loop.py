@@ -195,16 +195,31 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Logs the validation, and every `trainer.log_freq` steps the means since the last logged line."""
-        step, logged = self.steps.global_step, dict[str, float]()
+        step = self.steps.global_step
         seconds, tokens = self.timing["step"], self.metrics["perf/total_num_tokens"]
         metrics = self.metrics | {"timing_s/step": seconds, "perf/time_per_step": seconds} | self.usage_metrics()
         self.unlogged.append(metrics | {"perf/throughput": tokens / seconds / self.group.world_size})
-        if step % self.config.trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked:
-            logged = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
-            logged |= {name: float(np.mean([each[name] for each in self.unlogged])) for name in self.unlogged[0]}
-            self.result.steps, self.result.loss, self.unlogged = step, logged["train/loss"], []
-        if logged or validation:
-            self.tracking.log(logged | validation, step=step)
+        is_due = step % self.config.trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked
+        means = self.means_since_last_line() if is_due else {}
+        if means or validation:
+            self.tracking.log(means | validation, step=step)
+
+    def means_since_last_line(self) -> dict[str, float]:
+        """Returns the means of the metrics over the steps since the last logged line, and updates the result."""
+        step = self.steps.global_step
+        means = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
+        for name in self.unlogged[0]:
+            means[name] = float(np.mean([metrics[name] for metrics in self.unlogged]))
+        self.unlogged = []
+        self.result.steps = step
+        self.result.loss = means["train/loss"]
+        return means
+
+    def end_early(self) -> None:
+        """Makes the current step the last one, and logs the steps since the last line."""
+        super().end_early()
+        if self.unlogged:
+            self.tracking.log(self.means_since_last_line(), step=self.steps.global_step)
 
     def _plan(self, rows: Sequence[Row], batch: DataProto) -> BatchPlan:
         return plan_batch(

@@ -50,6 +50,7 @@ class Tracking:
         self._console, self._shows = console, "console" in names
         self._following = following(run.run_dir / "logs", console)
         self._record = Record(run.run_dir, console.note)
+        self._newest: tuple[int, dict[str, float]] = (-1, {})  # the last logged step and all metrics logged for it
         self._last_before = max(read_metrics(run.run_dir / METRICS), default=-1)  # step of an earlier process
         self._trackers = [TrackerThread(name, run) for name in names if name not in OWN]
 
@@ -65,6 +66,7 @@ class Tracking:
         """Logs the metrics of one step. step: number of training steps done; 0 is before the first step."""
         if self.before_log is not None:
             self.before_log()
+        self._newest = (step, self.logged_at(step) | dict(metrics))
         self._console.advance(step)
         if self._shows:
             self._console.log(metrics, step)
@@ -73,6 +75,11 @@ class Tracking:
         if step > self._last_before or (step == self._last_before and TRAINED not in metrics):
             known = {name: value for name, value in metrics.items() if math.isfinite(value)}
             self._call(lambda tracker: tracker.log(known, step))
+
+    def logged_at(self, step: int) -> dict[str, float]:
+        """Returns all metrics that were logged for a step if it is the last logged one, otherwise none."""
+        newest_step, metrics = self._newest
+        return dict(metrics) if newest_step == step else {}
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Sends samples of the policy, with their scores, to the trackers."""

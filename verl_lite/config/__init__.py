@@ -30,7 +30,7 @@ from verl_lite.config.printing import help_config, help_text, print_config, save
 from verl_lite.config.reward import CustomRewardConfig, RemoteRewardConfig, RewardConfig, ScoreConfig
 from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
-from verl_lite.config.run import RayInitConfig, RunConfig, RunOptions, TrainerConfig
+from verl_lite.config.run import EarlyStoppingConfig, RayInitConfig, RunConfig, RunOptions, TrainerConfig
 from verl_lite.config.supervised import (
     DPOConfig,
     PreferenceDataConfig,

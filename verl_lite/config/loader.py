@@ -44,6 +44,7 @@ _PARSER.add_argument("--quiet", dest="verbosity", action="store_const", const="q
 _PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const="verbose")
 _OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_VALUE_SHOWN = 200  # characters of a value in a message
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Names of keys whose values are paths. A leading ~/ is expanded, because the shell leaves it in `key=~/data`."""
 
@@ -62,7 +63,10 @@ class Assignment:
     reset: bool = False
 
     def shown(self) -> str:
-        return f"{'.'.join(self.path)}={self.raw if self.raw is not None else self.value} ({self.source})"
+        value = str(self.value if self.raw is None else self.raw)
+        if len(value) > _VALUE_SHOWN:
+            value = f"{value[:_VALUE_SHOWN]}... ({len(value)} characters)"
+        return f"{'.'.join(self.path)}={value} ({self.source})"
 
 
 @dataclass

@@ -16,6 +16,20 @@ _UMASK = Range(
 
 
 @dataclass
+class EarlyStoppingConfig(Options):
+    """When a run ends before its last step. Names as in transformers' EarlyStoppingCallback."""
+
+    metric: str | None = opt(None, "logged metric that must improve; null = no early stopping")
+    patience: int = opt(3, "values in a row without an improvement that end the run", at_least(1))
+    greater_is_better: bool = opt(True, "larger values are better; false: smaller ones, as for val/loss")
+    threshold: float = opt(0.0, "least improvement over the best value so far that counts", at_least(0))
+
+    def check(self) -> Problems:
+        if self.metric is None and self != EarlyStoppingConfig():
+            yield "trainer.early_stopping has options but no metric: set trainer.early_stopping.metric"
+
+
+@dataclass
 class RunConfig(Options):
     """The options common to all runs."""
 
@@ -44,6 +58,8 @@ class RunConfig(Options):
     profile_steps: list[int] = opt([], "steps to profile: a trace and a table per process in RUN/profile")
     test_freq: int = opt(-1, "steps between validations; -1 = only before and after training", at_least(-1))
     val_before_train: bool = opt(True, "validate before the first step")
+    callbacks: list[str] = opt([], "code to call during the run: FILE.py:CLASS or package.module:CLASS")
+    early_stopping: EarlyStoppingConfig = section(EarlyStoppingConfig, "end the run when a metric stops improving")
     dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml, and exit")
 
     def check(self) -> Problems:
@@ -55,6 +71,13 @@ class RunConfig(Options):
             yield f"{shown}: resume_mode=resume_path and resume_from_path, a global_step_N folder, need each other"
         elif source is not None and not Path(source).is_dir():
             yield f"{shown}: there is no folder {Path(source).absolute()}"
+        yield from self.early_stopping.check()
+        metric = self.early_stopping.metric or ""
+        if metric.startswith(("val-", "val/")) and self.test_freq <= 0:
+            yield (
+                f"trainer.early_stopping.metric={metric} with trainer.test_freq={self.test_freq}: the metric is logged "
+                "only before and after the training: set trainer.test_freq to a number of steps"
+            )
 
 
 @dataclass

@@ -1,0 +1,391 @@
+"""Callbacks: when they are called, what they read, what they can request, and how they fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.test_fit import QUIET, Parts, make
+from tests.trainer.tiny_run import options_of, write_files
+from trainer.build import run_ppo
+from trainer.callbacks import Callback, Callbacks, EarlyStopping, RunControl, RunState, load_callbacks
+from trainer.checkpoint import saved_steps
+from trainer.ray_trainer import RayPPOTrainer
+from trainer.tracking import read_metrics
+from verl_lite.config import RunConfig
+from verl_lite.errors import FinishedRunError, UserError
+
+SCORE = "critic/score/mean"
+
+
+class LoggingParts(Parts):
+    """Fake parts that also remember the metrics of a step and the notes, as `Tracking` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def logged_at(self, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for logged_step, values in self.logged:
+            if logged_step == step:
+                metrics |= values
+        return metrics
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Recorder(Callback):
+    """Notes its calls as (hook, step)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.states: list[RunState] = []
+
+    def _note(self, hook: str, state: RunState) -> None:
+        self.calls.append((hook, state.global_step))
+        self.states.append(state)
+
+    def on_run_begin(self, state: RunState, control: RunControl) -> None:
+        self._note("run begin", state)
+
+    def on_step_end(self, state: RunState, control: RunControl) -> None:
+        self._note("step", state)
+
+    def on_validation_end(self, state: RunState, control: RunControl) -> None:
+        self._note("validation", state)
+
+    def on_checkpoint(self, state: RunState, control: RunControl) -> None:
+        self._note("checkpoint", state)
+
+    def on_run_end(self, state: RunState, control: RunControl) -> None:
+        self._note("run end", state)
+
+    def of(self, hook: str) -> list[int]:
+        """Returns the steps at which a hook was called."""
+        return [step for name, step in self.calls if name == hook]
+
+
+class Requests(Recorder):
+    """Sets one request at the end of one step."""
+
+    def __init__(self, attribute: str, step: int) -> None:
+        super().__init__()
+        self.attribute = attribute
+        self.step = step
+
+    def on_step_end(self, state: RunState, control: RunControl) -> None:
+        super().on_step_end(state, control)
+        if state.global_step == self.step:
+            setattr(control, self.attribute, True)
+
+
+def fit(tmp_path: Path, callback: Callback, **settings: Any) -> tuple[RayPPOTrainer, LoggingParts]:
+    """Runs three steps with fake parts and a callback."""
+    parts = LoggingParts()
+    trainer = make(tmp_path, parts, **settings)
+    trainer.callbacks = Callbacks([callback])
+    trainer.fit()
+    return trainer, parts
+
+
+def test_hooks_are_called_in_the_order_of_the_run(tmp_path: Path) -> None:
+    recorder = Recorder()
+    fit(tmp_path, recorder, trainer__test_freq=2, trainer__save_freq=-1)
+    assert recorder.calls[:6] == [
+        ("run begin", 0),
+        ("validation", 0),
+        ("step", 1),
+        ("validation", 2),
+        ("step", 2),
+        ("validation", 3),  # the last step is always validated
+    ]
+    assert recorder.calls[6:] == [("step", 3), ("checkpoint", 3), ("run end", 3)]
+
+
+def test_each_checkpoint_is_reported_once_and_complete(tmp_path: Path) -> None:
+    recorder = Recorder()
+    fit(tmp_path, recorder, trainer__save_freq=1, **QUIET)
+    reported = [state.checkpoint for state in recorder.states if state.checkpoint is not None]
+    by_hook = [state.checkpoint for (hook, _), state in zip(recorder.calls, recorder.states, strict=True) if hook == "checkpoint"]  # fmt: skip
+    assert by_hook == [tmp_path / f"global_step_{step}" for step in (1, 2, 3)]
+    assert all(folder is not None and (folder / "data.pt").exists() for folder in by_hook)
+    assert reported[-1] == tmp_path / "global_step_3", "the state at the end names the newest one"
+
+
+def test_the_state_has_the_logged_metrics_and_cannot_be_changed(tmp_path: Path) -> None:
+    recorder = Recorder()
+    _, parts = fit(tmp_path, recorder, trainer__test_freq=1)
+    at_step = {step: state for (hook, step), state in zip(recorder.calls, recorder.states, strict=True) if hook == "step"}  # fmt: skip
+    for step, state in at_step.items():
+        assert dict(state.metrics) == parts.logged_at(step)
+        assert {SCORE, "val-core/task/acc/mean@1"} <= set(state.metrics)
+        assert (state.max_steps, state.run_dir, state.validates) == (3, tmp_path, True)
+    with pytest.raises(TypeError):
+        at_step[1].metrics["x"] = 1.0  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        at_step[1].global_step = 5  # type: ignore[misc]
+
+
+def test_a_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path: Path) -> None:
+    callback = Requests("should_training_stop", step=2)
+    trainer, parts = fit(tmp_path, callback, trainer__save_freq=-1, trainer__test_freq=-1)
+    assert callback.of("step") == [1, 2]
+    assert callback.of("validation") == [0, 2], "validated as after a last step"
+    assert sorted(saved_steps(tmp_path)) == [2]
+    assert callback.of("run end") == [2]
+    assert not trainer.result.stopped, "a run that ends early is complete"
+    assert trainer.result.after and trainer.result.checkpoint == tmp_path / "global_step_2"
+
+
+def test_a_stop_in_a_validated_step_does_not_validate_twice(tmp_path: Path) -> None:
+    callback = Requests("should_training_stop", step=2)
+    fit(tmp_path, callback, trainer__test_freq=2)
+    assert callback.of("validation") == [0, 2]
+
+
+def test_a_stop_before_the_first_step_trains_nothing(tmp_path: Path) -> None:
+    class StopsAtOnce(Recorder):
+        def on_validation_end(self, state: RunState, control: RunControl) -> None:
+            control.should_training_stop = True
+
+    callback = StopsAtOnce()
+    _, parts = fit(tmp_path, callback)
+    assert callback.of("step") == [] and "update" not in parts.calls
+
+
+@pytest.mark.parametrize("save_freq", [0, -1])
+def test_a_checkpoint_can_be_requested(tmp_path: Path, save_freq: int) -> None:
+    fit(tmp_path, Requests("should_save", step=2), trainer__save_freq=save_freq, **QUIET)
+    assert sorted(saved_steps(tmp_path)) == ([2, 3] if save_freq else [2])
+
+
+def test_a_validation_can_be_requested(tmp_path: Path) -> None:
+    callback = Requests("should_evaluate", step=1)
+    _, parts = fit(tmp_path, callback, trainer__val_before_train=False, trainer__test_freq=0)
+    assert callback.of("validation") == [1]
+    assert "val-core/task/acc/mean@1" in parts.logged_at(1)
+    assert "timing_s/testing" in parts.logged_at(1)
+
+
+def test_a_validation_without_data_is_refused(tmp_path: Path) -> None:
+    parts = LoggingParts()
+    trainer = make(tmp_path, parts, **QUIET)
+    trainer.val_data = None
+    trainer.callbacks = Callbacks([Requests("should_evaluate", step=1)])
+    with pytest.raises(UserError, match=r"Requests\.on_step_end requests a validation.*data\.val_files"):
+        trainer.fit()
+
+
+def test_an_exception_names_the_callback_and_loses_no_step(tmp_path: Path) -> None:
+    class Breaks(Callback):
+        def on_step_end(self, state: RunState, control: RunControl) -> None:
+            if state.global_step == 2:
+                raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom") as raised:
+        fit(tmp_path, Breaks(), trainer__save_freq=-1, **QUIET)
+    assert any("raised by the callback" in note and "Breaks.on_step_end" in note for note in raised.value.__notes__)
+    assert sorted(saved_steps(tmp_path)) == [2], "the finished step is saved although no checkpoint was due"
+
+
+class Counter(Callback):
+    """Counts steps over interruptions."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_step_end(self, state: RunState, control: RunControl) -> None:
+        self.num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+def test_the_state_of_a_callback_is_part_of_a_checkpoint(tmp_path: Path) -> None:
+    fit(tmp_path, Counter(), trainer__save_freq=1, steps=2, **QUIET)
+    resumed = Counter()
+    fit(tmp_path, resumed, trainer__save_freq=1, trainer__resume_mode="auto", steps=3, **QUIET)
+    assert resumed.num_steps == 3
+    other = Recorder()
+    fit(tmp_path, other, trainer__save_freq=1, trainer__resume_mode="auto", steps=4, **QUIET)
+    assert other.of("run begin") == [3], "a callback that the checkpoint does not know begins anew"
+
+
+def test_two_callbacks_of_a_class_keep_their_own_states() -> None:
+    first, second = Counter(), Counter()
+    first.num_steps, second.num_steps = 1, 2
+    states = Callbacks([first, second]).state_dict()
+    restored = [Counter(), Counter()]
+    Callbacks(restored).load_state_dict(states)
+    assert [counter.num_steps for counter in restored] == [1, 2]
+
+
+@pytest.mark.parametrize("value", [lambda: 0, Path("/"), object()])
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path, value: Any) -> None:
+    class Bad(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": value}
+
+    parts = LoggingParts()
+    trainer = make(tmp_path, parts, **QUIET)
+    trainer.callbacks = Callbacks([Bad()])
+    with pytest.raises(TypeError, match="the state") as raised:
+        trainer.fit()
+    assert "Bad.state_dict" in "".join(raised.value.__notes__) and "update" not in parts.calls
+
+
+def stop_after(values: list[float | None], **options: Any) -> int | None:
+    """Returns the number of values after which early stopping ends the run; None if it never does."""
+    stopping = EarlyStopping("reward", **options)
+    for step, value in enumerate(values, start=1):
+        control = RunControl()
+        metrics = {"other": 0.0} if value is None else {"reward": value}
+        stopping.on_step_end(state_of(step, metrics), control)
+        if control.should_training_stop:
+            return step
+    return None
+
+
+def state_of(step: int, metrics: dict[str, float], validates: bool = True) -> RunState:
+    return RunState(step, 100, Path("run"), metrics, None, validates, [].append, list)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "expected"),
+    [
+        ([0.1, 0.2, 0.2, 0.2], {"patience": 2}, 4),  # best at 2; the third and fourth are not better
+        ([0.1, 0.2, 0.15, 0.3, 0.2, 0.3], {"patience": 2}, 6),  # 0.3 begins the count anew; equal is not better
+        ([0.1, 0.2, 0.3, 0.4], {"patience": 1}, None),
+        ([3.0, 2.0, 1.0, 1.5, 1.2], {"patience": 2, "greater_is_better": False}, 5),
+        ([1.0, 1.05, 1.2, 1.25, 1.29], {"patience": 2, "threshold": 0.1}, 5),  # 1.05 is no improvement, 1.2 is
+        ([1.0, float("nan"), float("inf"), 2.0], {"patience": 2}, 3),  # values that are not finite are no improvements
+        ([1.0, None, None, None, 0.5], {"patience": 1}, 5),  # steps that do not log the metric do not count
+    ],
+)
+def test_early_stopping_counts_values_without_improvement(
+    values: list[float | None], options: dict[str, Any], expected: int | None
+) -> None:
+    assert stop_after(values, **options) == expected
+
+
+def test_early_stopping_sees_a_validated_step_once() -> None:
+    stopping = EarlyStopping("val/loss", patience=2, greater_is_better=False)
+    control = RunControl()
+    for step in (1, 2):
+        stopping.on_validation_end(state_of(step, {"val/loss": 1.0}), control)
+        stopping.on_step_end(state_of(step, {"val/loss": 1.0, "train/loss": 2.0}), control)
+    assert stopping.num_without_improvement == 1 and not control.should_training_stop
+
+
+def test_early_stopping_reports_a_metric_that_does_not_exist() -> None:
+    stopping = EarlyStopping("val-core/task/ac/mean@1")
+    with pytest.raises(UserError, match=r"no such metric; did you mean val-core/task/acc/mean@1"):
+        stopping.on_validation_end(state_of(0, {"val-core/task/acc/mean@1": 0.5}), RunControl())
+    with pytest.raises(UserError, match=r"has no validation data: set data\.val_files"):
+        stopping.on_run_begin(state_of(0, {}, validates=False), RunControl())
+    with pytest.raises(UserError, match=r"step 1 logged no such metric; did you mean critic/score/mean"):
+        EarlyStopping("critic/score/men").on_step_end(state_of(1, {SCORE: 0.5}), RunControl())
+
+
+def test_a_run_that_ended_early_has_nothing_left_to_do() -> None:
+    stopping = EarlyStopping("reward", patience=1)
+    stopping.load_state_dict({"best_value": 0.5, "best_step": 3, "num_without_improvement": 1, "last_step": 4})
+    with pytest.raises(FinishedRunError, match="best at step 3 .*patience=1"):
+        stopping.on_run_begin(state_of(4, {}), RunControl())
+
+
+NOTES = """
+import json
+from pathlib import Path
+
+from trainer.callbacks import Callback
+
+
+class Notes(Callback):
+    def on_step_end(self, state, control):
+        answers = [[sample.output, sample.score] for sample in state.samples]
+        line = json.dumps({"step": state.global_step, "score": state.metrics["critic/score/mean"], "samples": answers})
+        with (state.run_dir / "notes.jsonl").open("a") as file:
+            file.write(line + "\\n")
+
+
+class NeedsArgument(Callback):
+    def __init__(self, name):
+        self.name = name
+
+
+def no_class():
+    pass
+"""
+
+
+def test_a_file_adds_callbacks_and_early_stopping_to_a_run(tmp_path: Path) -> None:
+    write_files(tmp_path, ["one", "two", "three", "four"])
+    (tmp_path / "notes.py").write_text(NOTES)
+    options = [
+        *options_of(tmp_path),
+        f"trainer.callbacks=[{tmp_path}/notes.py:Notes]",
+        "trainer.early_stopping.metric=perf/total_num_tokens",  # at most 4 * 2 * 54, so it stops growing
+        "trainer.early_stopping.patience=1",
+        "trainer.early_stopping.threshold=100000",
+        "trainer.total_training_steps=9",
+        "trainer.save_freq=-1",
+    ]
+    assert run_ppo(options) == 0
+    run_dir = tmp_path / "run"
+    lines = [json.loads(line) for line in (run_dir / "notes.jsonl").read_text().splitlines()]
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2], "the second value is not better by 100000"
+    for line in lines:
+        assert len(line["samples"]) == 8
+        mean = sum(score for _, score in line["samples"]) / 8
+        assert line["score"] == pytest.approx(mean) == pytest.approx(metrics[line["step"]][SCORE])
+    assert sorted(saved_steps(run_dir)) == [2]
+    with pytest.raises(FinishedRunError, match="nothing is left to do"):
+        run_ppo([*options, "trainer.resume_mode=auto"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("notes.py", "'.*notes.py' has no class; expected FILE.py:CLASS"),
+        ("notes.py:", "has no class"),
+        ("missing.py:Notes", "no such file"),
+        ("notes.py:Notse", "defines nothing of that name"),
+        ("notes.py:no_class", "expected a subclass of trainer.callbacks.Callback"),
+        ("notes.py:NeedsArgument", "cannot be created without arguments .*'name'"),
+    ],
+)
+def test_wrong_entries(tmp_path: Path, entry: str, message: str) -> None:
+    (tmp_path / "notes.py").write_text(NOTES)
+    with pytest.raises(UserError, match=f"(?s)trainer.callbacks.*{message}"):
+        load_callbacks(RunConfig(callbacks=[f"{tmp_path}/{entry}"]))
+
+
+def test_a_module_names_a_callback() -> None:
+    [callback] = load_callbacks(RunConfig(callbacks=["tests.trainer.test_callbacks:Counter"]))
+    assert type(callback).__name__ == "Counter"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["trainer.early_stopping.patience=5"], "no metric: set trainer.early_stopping.metric"),
+        (["trainer.early_stopping.metric=val/loss"], "only before and after the training: set trainer.test_freq"),
+        (["trainer.callbacks=[x.py:A]"], "trainer.callbacks='x.py'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path, options: list[str], message: str) -> None:
+    write_files(tmp_path, ["one"])
+    with pytest.raises(UserError, match=message):
+        run_ppo([*options_of(tmp_path), *options])
+    assert not (tmp_path / "run").exists()

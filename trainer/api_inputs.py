@@ -1,0 +1,195 @@
+"""The arguments of `trainer.train` as files of a run: rows, images and a reward function."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl_lite.errors import UserError
+
+Rows = str | Iterable[str] | Iterable[Mapping[str, Any]]
+"""Entries of data.train_files (a file, folder or hub name, or several), or rows: dicts in the forms of trainer/DATA.md,
+such as a list, a pandas DataFrame or a dataset of `datasets`."""
+
+Chat = list[dict[str, str]]
+Prompts = str | Chat | Iterable[str | Chat]
+"""One prompt, which is a text or a chat, or several of them."""
+
+_REWARD = """\"\"\"Loads the reward function that was given to `trainer.train`.\"\"\"
+
+import pathlib
+
+import cloudpickle
+
+compute_score = cloudpickle.loads(pathlib.Path(__file__).with_suffix(".pkl").read_bytes())
+"""
+
+
+def data_files(data: Rows, folder: Path, name: str) -> list[str]:
+    """Returns entries of data.train_files or data.val_files. Rows are written to a file in `folder`.
+
+    Args:
+        data: files or rows.
+        folder: folder for the files.
+        name: name of the data in messages and of its file.
+
+    Raises:
+        UserError: if `data` is neither, or has no rows.
+    """
+    if isinstance(data, str | Path):
+        return [str(data)]
+    if isinstance(data, Mapping):
+        raise UserError(
+            f"{name}: found a dictionary with the keys {', '.join(map(str, list(data)[:5]))}; expected rows, that is, "
+            "a list of dictionaries of columns such as prompt, or a DataFrame or dataset"
+        )
+    is_frame = hasattr(data, "to_dict") and hasattr(data, "iloc")
+    try:
+        entries: list[Any] = list(data.to_dict("records") if is_frame else data)  # type: ignore[union-attr]
+    except TypeError:
+        raise UserError(
+            f"{name}: found {data!r:.100}, expected rows (dictionaries of columns) or the paths of files"
+        ) from None
+    if entries and all(isinstance(entry, str | Path) for entry in entries):
+        return [str(entry) for entry in entries]
+    rows = []
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, Mapping):
+            raise UserError(f"{name}: row {index} is {entry!r:.100}, expected a dict of columns such as prompt")
+        rows.append(_as_json_row(entry, folder, f"{name}: row {index}"))
+    return [write_rows(rows, folder, name)]
+
+
+def write_rows(rows: list[dict[str, Any]], folder: Path, name: str) -> str:
+    """Writes rows to a jsonl file in `folder` and returns its path.
+
+    A file with other rows is never overwritten, because a run may refer to it. Raises UserError without rows.
+    """
+    if not rows:
+        raise UserError(f"{name}: there are no rows; expected at least one")
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    file = folder / f"{name}.jsonl"
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        file = folder / f"{name}-{digest_of(rows)}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def digest_of(content: Any) -> str:
+    """Returns a short hash of JSON values."""
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
+
+
+def prompt_rows(prompts: Prompts) -> list[dict[str, Any]]:
+    """Returns a row for each prompt. Raises UserError for anything that is neither a text nor a chat."""
+    if isinstance(prompts, str) or _is_chat(prompts):
+        prompts = [prompts]  # type: ignore[list-item]  # one text or one chat, as just checked
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise UserError(_not_a_prompt("prompts", prompts))
+    rows = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        elif _is_chat(prompt):
+            messages = [dict(message) for message in prompt]
+        else:
+            raise UserError(_not_a_prompt(f"prompts: entry {index}", prompt))
+        rows.append({"prompt": messages, "data_source": "generate"})
+    return rows
+
+
+def reward_settings(reward: Callable[..., Any] | str | None, folder: Path) -> dict[str, Any]:
+    """Returns the options that select the reward. A function is stored in `folder`."""
+    own = "reward.custom_reward_function"
+    if reward is None:
+        return {}
+    if isinstance(reward, str):
+        file, _, name = reward.partition(":")
+        if not file.endswith(".py"):
+            return {"reward.functions": {"reward": {"reward": reward}}}
+        settings = {f"{own}.path": str(Path(file).expanduser().absolute())}
+        if name:
+            settings[f"{own}.name"] = name
+        return settings
+    if not callable(reward):
+        raise UserError(
+            f"reward: found {reward!r:.100}; expected a function, FILE.py:FUNCTION or the name of a built-in reward"
+        )
+    import cloudpickle
+
+    module = sys.modules.get(getattr(reward, "__module__", "") or "")
+    is_local = module is not None and module.__name__ != "__main__" and "site-packages" not in str(module.__file__)
+    with _by_value(cloudpickle, module if is_local else None):
+        try:
+            code = cloudpickle.dumps(reward)
+        except Exception as error:  # pickle calls methods of the user's objects, which may raise anything
+            raise UserError(
+                f"reward: {reward!r:.100} cannot be copied to the reward processes ({error}). Create what it uses, "
+                "such as clients, locks or open files, inside the function, or put it into a file: reward='FILE.py'"
+            ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reward.pkl").write_bytes(code)
+    (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
+    settings = {f"{own}.path": str(folder / "reward.py")}
+    if "completions" in inspect.signature(reward).parameters:
+        settings[f"{own}.style"] = "trl"
+    return settings
+
+
+def _is_chat(prompt: object) -> bool:
+    """True for a list of messages with roles."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return all(isinstance(message, Mapping) and "role" in message for message in prompt)
+
+
+def _not_a_prompt(place: str, prompt: object) -> str:
+    return (
+        f"{place}: found {prompt!r:.100}; expected a text, a chat ([{{'role': 'user', 'content': ...}}]), or a list of "
+        "texts and chats"
+    )
+
+
+def _as_json_row(row: Mapping[str, Any], folder: Path, place: str) -> dict[str, Any]:
+    """Returns a row as JSON values, with a ground truth, and with its images as files in `folder`. place: the row's
+    name in messages."""
+    from trainer.data.images import read_image
+    from trainer.evaluate.sample import plain_value
+
+    images = row.get("images")
+    if not images and row.get("image") is not None:
+        images = [row["image"]]
+    names = []
+    for number, image in enumerate(images or []):
+        content = read_image(image, Path.cwd(), f"{place}, image {number}")
+        # named after the content, so that other rows never overwrite an image that a run refers to
+        name = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}.image"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        names.append(name)
+    values = plain_value({key: value for key, value in row.items() if key not in ("image", "images")})
+    if "ground_truth" not in values and "reward_model" not in values:
+        values["ground_truth"] = ""
+    if names:
+        values["images"] = names
+    return values
+
+
+@contextmanager
+def _by_value(cloudpickle: Any, module: Any) -> Iterator[None]:
+    """Makes cloudpickle copy the functions of a module, which reward processes may be unable to import."""
+    if module is None:
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

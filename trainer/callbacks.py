@@ -1,0 +1,346 @@
+"""Callbacks: code of the user that a training calls at the end of steps, validations and checkpoints.
+
+    class Upload(Callback):
+        def on_checkpoint(self, state, control):
+            copy_somewhere(state.checkpoint)
+
+`trainer.callbacks=[file.py:Upload]` or `train(..., callbacks=[Upload()])` adds it to a run. A callback reads the state
+of the run and may request three actions: end the run after this step, save a checkpoint, validate. It cannot change a
+batch or a metric; a recipe's `trainer_class` does that. It runs in the driver process, and the training waits for it;
+code that only sends metrics somewhere belongs in a tracker, which has a thread of its own. Names that also occur in
+`transformers.TrainerCallback` have the same meaning here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from trainer.cli import NOTHING_LEFT
+from trainer.evaluate.sample import Sample
+from verl_lite.config import EarlyStoppingConfig, RunConfig
+from verl_lite.errors import FinishedRunError, UserError
+from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object
+from verl_lite.safe_state import require_safe
+
+KEY = "trainer.callbacks"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a callback can read. Nothing in it can be changed.
+
+    Args:
+        global_step: the current step, from 1; 0 before the first step.
+        max_steps: the last step of the run.
+        run_dir: the run folder.
+        metrics: the metrics that were logged for the current step, with those of its validation; in
+            `on_validation_end`, only those of the validation. Empty if none were logged, for example in steps between
+            those of `trainer.log_freq`.
+        checkpoint: the newest complete checkpoint that this process wrote; None before the first.
+        validates: whether the run has validation data.
+        note: shows a sentence to the user.
+        read_samples: returns the value of `samples`.
+    """
+
+    global_step: int
+    max_steps: int
+    run_dir: Path
+    metrics: Mapping[str, float]
+    checkpoint: Path | None
+    validates: bool
+    note: Callable[[str], None]
+    read_samples: Callable[[], Sequence[Sample]] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
+
+    @cached_property
+    def samples(self) -> Sequence[Sample]:
+        """The answers that the step trained on, with their scores; in `on_validation_end`, the first
+        `trainer.log_val_generations` answers of the validation. Empty in runs that generate no text."""
+        return tuple(self.read_samples())
+
+
+@dataclass
+class RunControl:
+    """What a callback can request. Each attribute is False when a hook is called; the callback sets it to True.
+
+    Args:
+        should_training_stop: ends the run after the current step, as if it were the last one: with a validation and a
+            checkpoint if `trainer.test_freq` and `trainer.save_freq` are not 0. The exit status is 0.
+        should_save: saves a checkpoint of the current step.
+        should_evaluate: validates after the current step.
+    """
+
+    should_training_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+
+
+class Callback:
+    """Base class of callbacks. Every method may be left out. An exception ends the run with the name of the callback.
+
+    All hooks have the same arguments: the state of the run, to read, and the requests, to set.
+    """
+
+    def on_run_begin(self, state: RunState, control: RunControl) -> None:
+        """Called once, after the checkpoint of a resumed run is restored and before the first step."""
+
+    def on_step_end(self, state: RunState, control: RunControl) -> None:
+        """Called after each step, when its metrics are logged and before its checkpoint is written."""
+
+    def on_validation_end(self, state: RunState, control: RunControl) -> None:
+        """Called after each validation, also the one before the first step."""
+
+    def on_checkpoint(self, state: RunState, control: RunControl) -> None:
+        """Called when the checkpoint `state.checkpoint` is complete. Checkpoints are completed while training
+        continues, so this can be at the end of a later step."""
+
+    def on_run_end(self, state: RunState, control: RunControl) -> None:
+        """Called once after the last checkpoint, also if the user stopped the run; not if the run failed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs: tensors, arrays, numbers, texts, lists and dictionaries. It becomes part of
+        each checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state_dict`."""
+
+
+class EarlyStopping(Callback):
+    """Ends a run when a metric has stopped improving: `trainer.early_stopping.metric=...` adds it to any run.
+
+    Args:
+        metric: the logged name, such as "val-core/gsm8k/acc/mean@1" or "val/loss".
+        patience: number of values in a row without an improvement after which the run ends.
+        greater_is_better: whether larger values are better.
+        threshold: a value is an improvement if it is better than the best value so far by more than this.
+
+    A value that is not finite is no improvement. Values of the validation before the first step count.
+    """
+
+    def __init__(self, metric: str, patience: int = 3, greater_is_better: bool = True, threshold: float = 0.0) -> None:
+        self.metric = metric
+        self.patience = patience
+        self.greater_is_better = greater_is_better
+        self.threshold = threshold
+        self.best_value: float | None = None
+        self.best_step = 0
+        self.num_without_improvement = 0
+        self.last_step = -1  # the step of the newest value; a step can be seen twice: validated and logged
+        self._warned = False
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if the run must end."""
+        return self.num_without_improvement >= self.patience
+
+    def on_run_begin(self, state: RunState, control: RunControl) -> None:
+        if self.is_exhausted:
+            raise FinishedRunError(
+                f"{state.run_dir} ended early at step {state.global_step} of {state.max_steps}: {NOTHING_LEFT}. "
+                f"{self.metric} was best at step {self.best_step} ({self.best_value:g}). To continue, raise "
+                f"trainer.early_stopping.patience={self.patience}, or set trainer.early_stopping.metric=null"
+            )
+        if self._is_of_validation and not state.validates:
+            raise UserError(
+                f"trainer.early_stopping.metric={self.metric} is a metric of validations, and the run has no "
+                "validation data: set data.val_files, or choose a metric of the training"
+            )
+
+    def on_validation_end(self, state: RunState, control: RunControl) -> None:
+        self._observe(state, control, is_expected=self._is_of_validation)
+
+    def on_step_end(self, state: RunState, control: RunControl) -> None:
+        is_logged = bool(state.metrics)
+        self._observe(state, control, is_expected=is_logged and not self._is_of_validation)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best_value": self.best_value,
+            "best_step": self.best_step,
+            "num_without_improvement": self.num_without_improvement,
+            "last_step": self.last_step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best_value = state["best_value"]
+        self.best_step = state["best_step"]
+        self.num_without_improvement = state["num_without_improvement"]
+        self.last_step = state["last_step"]
+
+    @property
+    def _is_of_validation(self) -> bool:
+        return self.metric.startswith(("val/", "val-"))
+
+    def _observe(self, state: RunState, control: RunControl, is_expected: bool) -> None:
+        """Counts the metric's value of the current step. is_expected: whether the metric should be in the state."""
+        value = state.metrics.get(self.metric)
+        if value is None:
+            if is_expected and self.best_value is None:
+                self._report_missing(state)
+            return
+        if state.global_step <= self.last_step:
+            return
+        self.last_step = state.global_step
+
+        if self._is_improvement(value):
+            self.best_value = value
+            self.best_step = state.global_step
+            self.num_without_improvement = 0
+            return
+        self.num_without_improvement += 1
+        if self.is_exhausted:
+            best = "never finite" if self.best_value is None else f"best at step {self.best_step} ({self.best_value:g})"
+            state.note(
+                f"The run ends after step {state.global_step} of {state.max_steps}: {self.metric} was {best}, and "
+                f"{self.num_without_improvement} later values are not better (trainer.early_stopping)"
+            )
+            control.should_training_stop = True
+
+    def _is_improvement(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best_value is None:
+            return True
+        gain = value - self.best_value if self.greater_is_better else self.best_value - value
+        return gain > self.threshold
+
+    def _report_missing(self, state: RunState) -> None:
+        """Refuses a metric that does not exist. After the first steps, which would be lost, it is only reported."""
+        problem = (
+            f"trainer.early_stopping.metric={self.metric}: step {state.global_step} logged no such metric"
+            f"{did_you_mean(self.metric, state.metrics)}. trainer/METRICS.md lists the metrics"
+        )
+        if state.global_step <= 1:
+            raise UserError(problem)
+        if not self._warned:
+            state.note(f"{problem}. The run does not end early")
+            self._warned = True
+
+
+class Callbacks:
+    """The callbacks of a run, which are called in their order.
+
+    Args:
+        callbacks: the callbacks.
+
+    Attributes:
+        control: the requests since the last `take_requests`.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        self.by_name: dict[str, Callback] = {}
+        for callback in callbacks:
+            name = type(callback).__qualname__
+            same_class = sum(type(other).__qualname__ == name for other in self.by_name.values())
+            self.by_name[f"{name}#{same_class + 1}" if same_class else name] = callback
+        self.control = RunControl()
+
+    def __bool__(self) -> bool:
+        return bool(self.by_name)
+
+    def call(self, event: str, state: RunState) -> None:
+        """Calls one hook, such as "on_step_end", of all callbacks, and collects their requests."""
+        for name, callback in self.by_name.items():
+            requests = RunControl()
+            with _named(f"{name}.{event}"):
+                getattr(callback, event)(state, requests)
+            if requests.should_evaluate and not state.validates:
+                raise UserError(
+                    f"callback {name}.{event} requests a validation, and the run has no validation data: set "
+                    "data.val_files, or read state.validates first"
+                )
+            self.control.should_training_stop |= requests.should_training_stop
+            self.control.should_save |= requests.should_save
+            self.control.should_evaluate |= requests.should_evaluate
+
+    def take_requests(self) -> RunControl:
+        """Returns the requests since the last call."""
+        requests = self.control
+        self.control = RunControl()
+        return requests
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of the callbacks by name. Raises TypeError if a checkpoint cannot hold one of them."""
+        states = {}
+        for name, callback in self.by_name.items():
+            with _named(f"{name}.state_dict"):
+                states[name] = callback.state_dict()
+                require_safe(states[name])
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restores the states of those callbacks that the checkpoint has; others begin anew."""
+        for name, callback in self.by_name.items():
+            if name in states:
+                with _named(f"{name}.load_state_dict"):
+                    callback.load_state_dict(states[name])
+
+
+def load_callbacks(config: RunConfig) -> list[Callback]:
+    """Creates the callbacks that the options name.
+
+    Raises:
+        UserError: if an entry of trainer.callbacks does not name a class of callbacks, or one that needs arguments.
+    """
+    callbacks = [_callback_at(entry) for entry in config.callbacks]
+    if config.early_stopping.metric is not None:
+        callbacks.append(_early_stopping(config.early_stopping.metric, config.early_stopping))
+    return callbacks
+
+
+def require_callbacks(callbacks: Sequence[object], key: str) -> list[Callback]:
+    """Returns the objects of a user. Raises UserError, which names `key`, if one of them is not a callback."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UserError(
+                f"{key}: {callback!r:.200} is not a callback; expected an object of a subclass of "
+                "trainer.callbacks.Callback"
+            )
+    return list(callbacks)  # type: ignore[arg-type]  # checked above
+
+
+def _early_stopping(metric: str, options: EarlyStoppingConfig) -> EarlyStopping:
+    return EarlyStopping(metric, options.patience, options.greater_is_better, options.threshold)
+
+
+def _callback_at(entry: str) -> Callback:
+    """Creates the callback of an entry FILE.py:CLASS or package.module:CLASS."""
+    path, separator, name = entry.rpartition(":")
+    if not separator or not name or not path:
+        raise UserError(f"{KEY}: {entry!r} has no class; expected FILE.py:CLASS or package.module:CLASS")
+    module = path if path.endswith(".py") or path.startswith(MODULE_PREFIX) else f"{MODULE_PREFIX}{path}"
+    kind = load_object(module, name, KEY, KEY)
+    if not (inspect.isclass(kind) and issubclass(kind, Callback)):
+        raise UserError(f"{KEY}: {entry} is {kind!r:.200}; expected a subclass of trainer.callbacks.Callback")
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        raise UserError(
+            f"{KEY}: {entry} cannot be created without arguments ({error}): give them defaults, or create the object "
+            "yourself: train(..., callbacks=[...])"
+        ) from None
+    with _named(f"{name}()"):
+        return kind()
+
+
+@contextmanager
+def _named(code: str) -> Iterator[None]:
+    """Adds the name of the called code to an exception, which passes through."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(f"raised by the callback {code}")
+        raise
