@@ -90,11 +90,13 @@ def digest_of(content: Any) -> str:
 def prompt_rows(prompts: Prompts) -> list[dict[str, Any]]:
     """Returns a row for each prompt. Raises UserError for anything that is neither a text nor a chat."""
     if isinstance(prompts, str) or _is_chat(prompts):
-        prompts = [prompts]  # type: ignore[list-item]  # one text or one chat, as just checked
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        entries: list[Any] = [prompts]
+    elif isinstance(prompts, Iterable) and not isinstance(prompts, Mapping):
+        entries = list(prompts)
+    else:
         raise UserError(_not_a_prompt("prompts", prompts))
     rows = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(entries):
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         elif _is_chat(prompt):

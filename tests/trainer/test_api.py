@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_an_interrupted_run_has_a_checkpoint_and_continues(model: str, tmp_path:
         ({"data": {"prompt": ["a"]}}, "train: found a dictionary with the keys prompt; expected rows"),
         ({"data": 3}, "train: found 3, expected rows"),
         ({"reward": 3}, "reward: found 3; expected a function"),
-        ({"reward": lambda *_, lock=threading.Lock(): 0.0}, "cannot be copied to the reward processes"),
+        ({"reward": partial(max, threading.Lock())}, "cannot be copied to the reward processes"),
         ({"callbacks": [3]}, "callbacks: 3 is not a callback"),
         ({"callbacks": ["nowhere.py:A"]}, "trainer.callbacks='nowhere.py'"),
         ({"train_dataset": ROWS}, r"train\(\) has no argument train_dataset; here it is data$"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tiny_model import tiny_qwen2
+from tests.tiny_run import write_rows
 from tests.trainer.test_fit import QUIET, Parts, make
 from tests.trainer.tiny_run import options_of, write_files
+from trainer import callbacks, main_sft
 from trainer.build import run_ppo
 from trainer.callbacks import Callback, Callbacks, EarlyStopping, RunControl, RunState, load_callbacks
 from trainer.checkpoint import saved_steps
@@ -70,6 +74,10 @@ class Recorder(Callback):
         """Returns the steps at which a hook was called."""
         return [step for name, step in self.calls if name == hook]
 
+    def states_of(self, hook: str) -> list[RunState]:
+        """Returns the states that a hook received."""
+        return [state for (name, _), state in zip(self.calls, self.states, strict=True) if name == hook]
+
 
 class Requests(Recorder):
     """Sets one request at the end of one step."""
@@ -112,7 +120,7 @@ def test_each_checkpoint_is_reported_once_and_complete(tmp_path: Path) -> None:
     recorder = Recorder()
     fit(tmp_path, recorder, trainer__save_freq=1, **QUIET)
     reported = [state.checkpoint for state in recorder.states if state.checkpoint is not None]
-    by_hook = [state.checkpoint for (hook, _), state in zip(recorder.calls, recorder.states, strict=True) if hook == "checkpoint"]  # fmt: skip
+    by_hook = [state.checkpoint for state in recorder.states_of("checkpoint")]
     assert by_hook == [tmp_path / f"global_step_{step}" for step in (1, 2, 3)]
     assert all(folder is not None and (folder / "data.pt").exists() for folder in by_hook)
     assert reported[-1] == tmp_path / "global_step_3", "the state at the end names the newest one"
@@ -121,7 +129,7 @@ def test_each_checkpoint_is_reported_once_and_complete(tmp_path: Path) -> None:
 def test_the_state_has_the_logged_metrics_and_cannot_be_changed(tmp_path: Path) -> None:
     recorder = Recorder()
     _, parts = fit(tmp_path, recorder, trainer__test_freq=1)
-    at_step = {step: state for (hook, step), state in zip(recorder.calls, recorder.states, strict=True) if hook == "step"}  # fmt: skip
+    at_step = {state.global_step: state for state in recorder.states_of("step")}
     for step, state in at_step.items():
         assert dict(state.metrics) == parts.logged_at(step)
         assert {SCORE, "val-core/task/acc/mean@1"} <= set(state.metrics)
@@ -389,3 +397,73 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path, option
     with pytest.raises(UserError, match=message):
         run_ppo([*options_of(tmp_path), *options])
     assert not (tmp_path / "run").exists()
+
+
+def test_early_stopping_of_supervised_training_logs_the_last_steps_and_exports_the_model(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8
+    write_rows(tmp_path / "rows.jsonl", rows)
+    options = [
+        f"model.path={tiny_qwen2(tmp_path / 'model')}",
+        f"data.train_files={tmp_path}/rows.jsonl",
+        f"data.val_files={tmp_path}/rows.jsonl",
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=20",
+        "trainer.log_freq=4",
+        "trainer.test_freq=1",
+        "optim.lr=1e-9",  # the loss stays as it is
+        "trainer.early_stopping.metric=val/loss",
+        "trainer.early_stopping.greater_is_better=false",
+        "trainer.early_stopping.patience=2",
+        "trainer.early_stopping.threshold=1",
+        "trainer.backend=inline",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    assert main_sft.main(options) == 0
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    # the values of steps 0, 1 and 2 are equal within 1: the second without an improvement is that of step 2
+    assert max(metrics) == 2
+    assert "train/loss" in metrics[2], "the steps since the last line of trainer.log_freq are logged"
+    assert sorted(saved_steps(tmp_path / "run")) == [2]
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+
+
+STOPS = """
+from trainer.callbacks import Callback
+
+
+class Stops(Callback):
+    def on_step_end(self, state, control):
+        control.should_training_stop = state.global_step == 2
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["async_training.partial_rollout=true"]], ids=["whole batches", "partial rollouts"]
+)
+def test_a_run_that_samples_ahead_ends_early_and_goes_on_with_more_patience(tmp_path: Path, options: list[str]) -> None:
+    write_files(tmp_path, ["one", "two", "three", "four"])
+    (tmp_path / "stops.py").write_text(STOPS)
+    arguments = [*options_of(tmp_path), "async_training.max_off_policy_threshold=1", *options]
+    arguments += ["trainer.total_training_steps=4", "trainer.save_freq=-1"]
+    assert run_ppo([*arguments, f"trainer.callbacks=[{tmp_path}/stops.py:Stops]"]) == 0
+    assert sorted(saved_steps(tmp_path / "run")) == [2]
+    assert run_ppo([*arguments, "trainer.resume_mode=auto"]) == 0
+    assert sorted(saved_steps(tmp_path / "run")) == [2, 4]
+
+
+def test_the_example_of_the_guide_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guide = Path(callbacks.__file__).with_name("CALLBACKS.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    write_files(tmp_path, ["one", "two", "three", "four"])
+    (tmp_path / "watch.py").write_text(code[0])
+    options = [f"trainer.callbacks=[{tmp_path}/watch.py:Watch]", "trainer.total_training_steps=2"]
+    validation = [f"data.val_files={tmp_path}/prompts.jsonl", "trainer.test_freq=0", "trainer.val_before_train=false"]
+    # an untrained model rarely ends an answer, so the example requests a validation
+    assert run_ppo([*options_of(tmp_path), *options, *validation, "trainer.save_freq=-1"]) == 0
+    assert f"complete: {tmp_path}/run/global_step_2" in capsys.readouterr().out
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[1]["response_length/clip_ratio"] > 0.5
+    assert any(name.startswith("val-core/") for name in metrics[1])

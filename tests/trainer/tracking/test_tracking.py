@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from tests.trainer.tracking.scripted import Run
 from trainer.sync import main as sync
-from trainer.tracking import read_metrics
+from trainer.tracking import TRACKERS, read_metrics
+from verl_lite.config import PPOConfig
 
 
 def lines(file: Path) -> list[Any]:
@@ -83,3 +85,18 @@ def test_a_resumed_run_appends_and_reading_leaves_out_what_was_repeated(tmp_path
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
     assert Run(tmp_path / "gone", loggers=[]).train(1, 2).count("cannot write") == 1
+
+
+def test_the_tracker_of_the_guide_receives_metrics_samples_and_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (Path(__file__).parents[3] / "trainer" / "REPORTS.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?class MyTracker.*?)```", guide, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    monkeypatch.setitem(TRACKERS, "mine", names["MyTracker"])
+    Run(tmp_path, ["mine"]).train(1, 2, samples=True)
+    written = [json.loads(line) for line in (tmp_path / "my_tracker.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written] == [1, 1, 2, 2]
+    assert written[0]["lr"] == PPOConfig().actor.optim.lr and written[0]["actor/lr"] == 0.5
+    assert written[1]["answers"] == ["12"]

@@ -65,9 +65,10 @@ vllm_missing = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reas
 
 
 VLLM = pytest.param("vllm", marks=[pytest.mark.slow, vllm_missing])
+PLAIN = "recipes.own_engine.engine:PlainEngine"  # the example of a user's engine keeps the same promises
 
 
-@pytest.fixture(scope="module", params=["hf", VLLM])
+@pytest.fixture(scope="module", params=["hf", VLLM, PLAIN])
 def started(request: pytest.FixtureRequest, folders: list[str]) -> Iterator[RolloutEngine]:
     engine = make_engine(request.param, folders[0])
     yield engine
@@ -254,6 +255,7 @@ def test_a_response_of_its_maximum_length_is_not_continued(engine: RolloutEngine
         engine.submit(Request("full", prompt(3), SamplingParams(max_tokens=2), sampled))
 
 
+@pytest.mark.parametrize("started", ["hf", VLLM], indirect=True)  # the plain engine does not sleep
 def test_unfinished_requests_continue_after_a_sleep(engine: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [ask(n, prompt(9 + n, n), max_tokens=30, seed=n, ignore_eos=True) for n in range(5)]
     for request in requests[:4]:
@@ -278,6 +280,7 @@ def test_unfinished_requests_continue_after_a_sleep(engine: Any, models: Any, mo
     assert set(done) == {"0", "1", "2", "4"} and set(done["4"].versions) == {2}
 
 
+@pytest.mark.parametrize("started", ["hf", VLLM], indirect=True)  # the plain engine keeps no keys and values
 def test_kept_keys_and_values_never_serve_later_requests(
     engine: Any, models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

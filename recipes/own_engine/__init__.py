@@ -1,0 +1,1 @@
+"""A rollout engine of your own, in one file: `engine.py`."""

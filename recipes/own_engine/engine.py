@@ -1,0 +1,185 @@
+"""The smallest rollout engine that keeps the promises of `workers.rollout.base`: each token is a whole forward pass.
+
+It has no KV cache, so a token costs as much as the whole sequence. Read it before you connect a serving system of your
+own: the methods and their order are the same, and `tests/workers/rollout/test_engines.py` checks both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl_lite.config import RolloutConfig
+from workers.rollout.base import (
+    Completion,
+    FinishReason,
+    Request,
+    Sampled,
+    check_names,
+    check_request,
+    parameter_names,
+    register_rollout_engine,
+)
+from workers.rollout.sampling import Truncation, sample
+
+
+@dataclass
+class Running:
+    """An unfinished request with the tokens, log-probs and weight versions of its response so far.
+
+    limit: largest number of tokens of the response.
+    """
+
+    request: Request
+    limit: int
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+
+
+@register_rollout_engine("plain")
+class PlainEngine:
+    """A rollout engine without a cache. `build_rollout_engine` describes the arguments."""
+
+    extra_outputs: dict[str, tuple[int, ...]] = {}  # it fills no columns besides the token columns
+
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        override_config: dict[str, Any],
+        trust_remote_code: bool,
+    ) -> None:
+        self.max_num_seqs = config.max_num_seqs
+        self.max_model_len = max_model_len
+        self.device = device
+        # the shape only: the trainer sends the weights before the first request
+        shape = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.names = parameter_names(self.model)
+        self.version: int | None = None
+        self.queue: dict[str, Running] = {}
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.queue)
+
+    @property
+    def has_weights(self) -> bool:
+        return self.version is not None
+
+    def submit(self, request: Request) -> None:
+        limit = check_request(request, self.max_model_len, self.queue, self.version)
+        self.queue[request.request_id] = Running(request, limit, *request.sampled.lists())
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.queue.pop(request_id, None)
+
+    def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
+        requests = []
+        for request_id in request_ids:
+            running = self.queue[request_id]
+            sampled = Sampled(tuple(running.token_ids), tuple(running.log_probs), tuple(running.versions))
+            requests.append(replace(running.request, sampled=sampled))
+        return requests
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        running = list(self.queue.values())[: self.max_num_seqs]
+        if not running:
+            return []
+        self._sample_tokens(running)
+
+        completions = []
+        for each in running:
+            if reason := self._finish_reason(each):
+                request_id = each.request.request_id
+                del self.queue[request_id]
+                completions.append(Completion(request_id, each.token_ids, each.log_probs, reason, each.versions))
+        return completions
+
+    def _sample_tokens(self, running: list[Running]) -> None:
+        """Appends one token to each response."""
+        assert self.version is not None  # `submit` has refused requests without weights
+        sequences = [torch.tensor([*each.request.prompt_ids, *each.token_ids]) for each in running]
+        input_ids = pad_sequence(sequences, batch_first=True).to(self.device)  # (B, L), padded on the right
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)  # (B,)
+        # attention is causal, so that no token sees the padding behind it
+        all_logits = self.model(input_ids, use_cache=False).logits  # (B, L, V)
+        logits = all_logits[torch.arange(len(running), device=self.device), last]  # (B, V)
+
+        sampling = [each.request.sampling for each in running]
+        truncation = Truncation(
+            top_k=torch.tensor([each.top_k for each in sampling], device=self.device),
+            top_p=torch.tensor([each.top_p for each in sampling], device=self.device),
+            min_p=torch.tensor([each.min_p for each in sampling], device=self.device),
+        )
+        # A draw depends only on the seed and the position in the sequence, so that batches and interruptions do not
+        # change it. The position counts the prompt, too: the turns of an episode have one seed, and must not repeat
+        # their random numbers.
+        tokens, log_probs, _ = sample(
+            logits,
+            temperature=torch.tensor([each.temperature for each in sampling], device=self.device),
+            seeds=torch.tensor([each.seed for each in sampling], device=self.device),
+            positions=last,
+            truncation=truncation,
+        )
+        for each, token, log_prob in zip(running, tokens.tolist(), log_probs.tolist(), strict=True):
+            each.token_ids.append(token)
+            each.log_probs.append(log_prob)
+            each.versions.append(self.version)
+
+    def _finish_reason(self, running: Running) -> FinishReason | None:
+        sampling = running.request.sampling
+        if running.token_ids[-1] in sampling.stop_token_ids and not sampling.ignore_eos:
+            return "stop"
+        if len(running.token_ids) >= running.limit:
+            return "length"
+        return None
+
+    # -------------------------------------------------------------------------------------------------- weights
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        targets = self.model.state_dict(keep_vars=True)
+        received = set()
+        self.version = None  # an interrupted update leaves a mixture of weights, which must not answer
+        for name, weight in weights:
+            if name in targets:
+                targets[name].data.copy_(weight)
+                received.add(name)
+        check_names(received, self.names)  # a parameter that is left out would keep its old value
+        self.version = version
+
+    def reset_cache(self) -> None:
+        """Does nothing, because the engine caches nothing."""
+
+    # ------------------------------------------------------------------------------------------- memory, lifetime
+
+    def sleep(self) -> None:
+        """Does nothing: the memory stays allocated. On a GPU, set rollout.free_cache_engine=false."""
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Does nothing, see `sleep`."""
+
+    def move_in(self) -> None:
+        """Called before generation. Does nothing."""
+
+    def move_out(self) -> None:
+        """Called after generation, before training. Does nothing."""
+
+    def close(self) -> None:
+        self.queue.clear()
