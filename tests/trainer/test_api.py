@@ -119,7 +119,7 @@ def test_wrong_arguments(model: str, tmp_path: Path, arguments: dict[str, Any], 
 
 def test_a_message_names_the_argument_that_set_an_option(model: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)model\.path=.*model\.path comes from model"):
-        train("no/such-model", ROWS, "exact_match", run_dir=tmp_path / "run", **SMALL)
+        train(tmp_path / "nowhere", ROWS, "exact_match", run_dir=tmp_path / "run", **SMALL)
 
 
 def test_a_long_value_is_not_printed(model: str, tmp_path: Path) -> None:
