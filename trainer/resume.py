@@ -130,7 +130,8 @@ def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
         return
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
     before = dataset if folder is None else read_state(folder)["steps"].get("dataset", dataset)
-    if before != dataset:
+    # checkpoints of version 0.2.0 and earlier of supervised training have only the number of rows
+    if before not in (dataset, dataset.partition(",")[0]):
         raise UserError(
             f"The data is not that of {folder}: its fingerprint is {dataset}, that of the checkpoint {before}. "
             "Resume with the same data.train_files or, if the change is intended, with "

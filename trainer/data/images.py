@@ -75,7 +75,7 @@ def message_parts(messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     converted: list[dict[str, Any]] = []
     for message in messages:
         parts: list[dict[str, str]] = []
-        for number, text in enumerate(message["content"].split(PLACEHOLDER)):
+        for number, text in enumerate((message["content"] or "").split(PLACEHOLDER)):
             parts += [{"type": "image"}] if number else []
             parts += [{"type": "text", "text": text}] if text else []
         converted.append({**message, "content": parts})

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.row_formats import check_prompt
+from trainer.data.chat_tokens import Arguments, encode_and_cut, end_of_answer, ends_of_answers, render
+from trainer.data.row_formats import read_messages
 from trainer.data.sft_dataset import (
+    NO_ARGUMENTS,
     Chat,
     Example,
     Report,
     collate,
-    encode_text,
     question_of,
-    render,
     row_report,
     rows_of,
-    turn_of,
+    template_arguments,
 )
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig
 from verl_lite.errors import UserError
@@ -82,7 +82,8 @@ def load_pairs(
     read = 0
     for row, where in rows_of(files, option):
         chats = read_pair(row, config, where)
-        chosen, rejected = (encode_answer(chat, tokenizer, score_at, where) for chat in chats)
+        arguments = template_arguments(row, tokenizer, config, chats[0], where)
+        chosen, rejected = (encode_answer(chat, tokenizer, score_at, where, arguments) for chat in chats)
         if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
             raise UserError(f"{where}: both answers have the same tokens, so neither is better; remove such rows")
         pair, longest = Pair(chosen, rejected, _margin(row, where)), max(len(chosen), len(rejected))
@@ -123,7 +124,7 @@ def _chat(row: dict[str, Any], key: str, option: str, config: PairDataConfig, wh
     answer, place = _column(row, key, option, where), f"{where}, column {key!r}"
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
-    check_prompt(answer, place)
+    answer = read_messages(answer, place)
     if answer[-1]["role"] != "assistant":
         found = f"its last message is of role {answer[-1]['role']!r}"
         raise UserError(f"{place}: {found}; expected 'assistant', because an answer is the assistant's")
@@ -142,21 +143,39 @@ def _column(row: dict[str, Any], key: str, option: str, where: str) -> Any:
     return row[key]
 
 
-def encode_answer(chat: Chat, tokenizer: PreTrainedTokenizerBase, score_at: str, where: str) -> Example:
-    """Tokenizes a chat whose last message is the answer. score_at: "end_of_turn" ends the answer at that token.
+def encode_answer(
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    score_at: str,
+    where: str,
+    arguments: Arguments = NO_ARGUMENTS,
+) -> Example:
+    """Tokenizes a chat whose last message is the answer.
 
-    Raises UserError if the chat template renders the question differently when the answer follows.
+    Args:
+        chat: checked messages.
+        tokenizer: the tokenizer, with its chat template.
+        score_at: "end_of_turn" ends the answer at that token.
+        where: place of the row, for messages.
+        arguments: arguments of the chat template.
+
+    Raises:
+        UserError: if the chat template refuses the chat, or renders the question differently when the answer follows.
     """
-    question = render(chat[:-1], tokenizer, is_question=True)
-    whole = render(chat, tokenizer, is_question=False)
+    question = render(chat[:-1], tokenizer, where, is_question=True, arguments=arguments)
+    whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
     if not whole.startswith(question):
         raise UserError(
             f"{where}: the chat template renders the question differently when an answer follows, so training "
             "would use other tokens than generation; use another template"
         )
-    response = encode_text(whole[len(question) :], tokenizer)
-    response = turn_of(response, tokenizer) if score_at == "end_of_turn" else response
-    return Example(encode_text(question, tokenizer), response, [1] * len(response))
+    tokens, [start] = encode_and_cut(whole, [len(question)], tokenizer)
+    prompt, response = tokens[:start], tokens[start:]
+    if score_at == "end_of_turn":
+        possible_ends = ends_of_answers(tokenizer, arguments)
+        end = end_of_answer(response, 0, len(response), possible_ends)
+        response = [*response, possible_ends[0]] if end is None else response[:end]
+    return Example(prompt, response, [1] * len(response))
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:

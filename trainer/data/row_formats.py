@@ -15,8 +15,10 @@ from trainer.data.sources import RowTable, parse_json
 from verl_lite.config import DataConfig
 from verl_lite.config.loader import is_unicode
 from verl_lite.errors import UserError
+from workers.policy.chat_template import tool_arguments
 
-Chat = list[dict[str, str]]
+Chat = list[dict[str, Any]]
+"""Messages with role and content; of an assistant also tool_calls, and then the content may be None."""
 
 EXAMPLE_ROW: dict[str, Any] = {
     "data_source": "openai/gsm8k",
@@ -72,12 +74,7 @@ class RowSchema:
         self._image_columns = [config.image_key, *(["image"] if config.image_key == "images" else [])]  # TRL has both
         self._maps_prompt = config.columns.get("prompt") is not None
         self._regex = None if config.ground_truth_regex is None else re.compile(config.ground_truth_regex)
-        self._tools = None
-        if (path := config.tools_path) is not None:
-            try:
-                self._tools = _tools(Path(path).expanduser().read_text(encoding="utf-8"), f"data.tools_path={path!r}")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"data.tools_path={path!r}: cannot be read ({error}); expected a json file") from error
+        self._tools = read_tools_file(config.tools_path)
         given = {"prompt": config.prompt_key} | config.columns
         self._theirs = {name: _listed(given.get(name, name)) for name in _OURS}
 
@@ -138,7 +135,7 @@ class RowSchema:
             "prompt": prompt,
             "reward_model": truth,
             "extra_info": self._extra_info(raw, where),
-            "tools": _tools(tools, f"{place} (data.columns.tools=null leaves it out)") if tools else self._tools,
+            "tools": read_tools(tools, f"{place} (data.columns.tools=null leaves it out)") if tools else self._tools,
             "n": self._answers(raw, where),
             "images": files,
         }
@@ -160,7 +157,7 @@ class RowSchema:
             return []
         if not self._accepts_images:
             raise UserError(f"{where} has {len(images)} images, but {_TEXT_MODEL}")
-        shown = sum(message["content"].count(PLACEHOLDER) for message in prompt)
+        shown = sum((message["content"] or "").count(PLACEHOLDER) for message in prompt)
         if images and not shown:
             first = next((message for message in prompt if message["role"] == "user"), prompt[0])
             first["content"] = PLACEHOLDER * len(images) + first["content"]
@@ -183,8 +180,7 @@ class RowSchema:
             if value.startswith('[{"role"'):
                 raise _wrong(place, value, "chat messages or plain text, not messages written as json text")
             value = [{"role": "user", "content": (template or "{prompt}").replace("{prompt}", value)}]
-        value = _texts_of_parts(value, images, place, self._accepts_images)
-        check_prompt(value, place)
+        value = read_messages(value, place, images if self._accepts_images else None)
         answer = None
         if self._maps_prompt and value[-1]["role"] == "assistant":
             value, answer = value[:-1], value[-1]["content"]
@@ -234,32 +230,23 @@ class RowSchema:
         return value
 
 
-def _texts_of_parts(prompt: Any, images: list[Any], where: str, accepts_images: bool) -> Any:
-    """Returns the messages of a prompt with text instead of typed parts. An image part becomes a placeholder; its
-    image, if it has one, is added to `images`. Raises UserError for an image part if the model reads only text."""
-    if not isinstance(prompt, list):
-        return prompt
-    messages = []
-    for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-            messages.append(dict(message) if isinstance(message, dict) else message)
-            continue
-        texts = []
-        for part in message["content"]:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "image" and not accepts_images:
-                raise UserError(f"{where}: a message has an image, but {_TEXT_MODEL}")
-            if kind == "image":
-                texts.append(PLACEHOLDER)
-                images += [part["image"]] if part.get("image") is not None else []
-            elif kind == "text" and isinstance(part.get("text"), str):
-                texts.append(part["text"])
-            else:
-                raise UserError(
-                    f"{where}: found the message part {part!r:.200} ({_MULTIMODAL}); expected text or image"
-                )
-        messages.append({**message, "content": "".join(texts)})
-    return messages
+def _text_of_parts(parts: list[Any], images: list[Any] | None, where: str) -> str:
+    """Returns the text of a message's typed parts. An image part becomes a placeholder; its image, if it has one, is
+    added to `images`. Raises UserError for an image part if `images` is None, because the model reads only text."""
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image" and images is None:
+            raise UserError(f"{where}: a message has an image, but {_TEXT_MODEL}")
+        if kind == "image" and images is not None:
+            texts.append(PLACEHOLDER)
+            if part.get("image") is not None:
+                images.append(part["image"])
+        elif kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise UserError(f"{where}: found the message part {part!r:.200} ({_MULTIMODAL}); expected text or image")
+    return "".join(texts)
 
 
 def check_text_only(row: dict[str, Any], where: str) -> None:
@@ -269,27 +256,104 @@ def check_text_only(row: dict[str, Any], where: str) -> None:
             raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL})")
 
 
-def check_prompt(prompt: Any, where: str) -> None:
-    """Raises UserError unless `prompt` is a list of chat messages with text."""
-    if not isinstance(prompt, list) or not prompt:
-        raise _wrong(where, prompt, f"a list of chat messages like {EXAMPLE_ROW['prompt']}")
-    for message in prompt:
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
-        if isinstance(message["content"], list):
-            raise UserError(f"{where}: a message's content is a list of parts ({_MULTIMODAL})")
-        for name in ("role", "content"):
-            if not isinstance(message[name], str) or not is_unicode(message[name]):
-                raise _wrong(f"{where}, {name} of a message", message[name], "text (without half a surrogate pair)")
+def read_messages(chat: Any, where: str, images: list[Any] | None = None) -> Chat:
+    """Returns checked messages in the form that chat templates expect.
+
+    - Entries that are null are left out, because the rows of a parquet file have the keys of all rows.
+    - Typed text parts become text; the arguments of tool calls become dictionaries.
+    - An assistant's message with tool calls may have no content, as in OpenAI's format; it becomes None.
+
+    Args:
+        chat: the value of a column.
+        where: the column's place, for messages.
+        images: receives the images of the messages; None = the model reads only text.
+
+    Raises:
+        UserError: if `chat` is not a list of chat messages.
+    """
+    if not isinstance(chat, list) or not chat:
+        raise _wrong(where, chat, f"a list of chat messages like {EXAMPLE_ROW['prompt']}")
+    return [_read_message(message, where, images) for message in chat]
 
 
-def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
+def _read_message(message: Any, where: str, images: list[Any] | None) -> dict[str, Any]:
+    if not isinstance(message, dict) or "role" not in message:
+        raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _text_of_parts(content, images, where)
+    result = without_nulls({key: value for key, value in message.items() if key != "content"})
+    calls = result.get("tool_calls")
+    if calls is not None and not calls:
+        del result["tool_calls"]
+    elif calls is not None:
+        result["tool_calls"] = [_read_tool_call(call, where) for call in _as_list(calls, f"{where}, tool_calls")]
+
+    only_calls_tools = content is None and "tool_calls" in result and result.get("role") == "assistant"
+    if not only_calls_tools and "content" not in message:
+        raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
+    texts = {"role": result.get("role")} | ({} if only_calls_tools else {"content": content})
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise _wrong(f"{where}, {name} of a message", text, "text")
+        if not is_unicode(text):
+            raise _wrong(f"{where}, {name} of a message", text, "text without half a surrogate pair")
+    # the keys of the message in their order, because a template may write them
+    return {"role": result.pop("role"), "content": content, **result}
+
+
+def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
+    """Returns a tool call with its arguments as a dictionary."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        expected = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
+        raise _wrong(f"{where}, tool_calls", call, f"a call like {expected}")
+    if "arguments" not in function:
+        return call
+    function = function | {"arguments": tool_arguments(function["arguments"])}
+    return call | {"function": function} if "function" in call else function
+
+
+def _as_list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _wrong(where, value, "a list")
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a value of JSON without the entries of dictionaries that are null.
+
+    Parquet stores rows of one structure: an entry that one row has exists in all rows, as null. To keep a null, store
+    the dictionary as JSON text.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    return value
+
+
+def read_tools(tools: Any, where: str) -> list[dict[str, Any]]:
+    """Returns checked tool schemas, given as a list or as JSON text. Raises UserError for anything else."""
     if isinstance(tools, str):
         tools = parse_json(tools, where, "a list of tool schemas")
+    else:
+        tools = without_nulls(tools)
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         example = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
         raise _wrong(where, tools, f"a list of tool schemas like [{json.dumps(example)}]")
     return tools
+
+
+def read_tools_file(path: str | None) -> list[dict[str, Any]] | None:
+    """Returns the tool schemas of the file data.tools_path, or None without one. Raises UserError if it has none."""
+    if path is None:
+        return None
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.tools_path={path!r}: cannot be read ({error}); expected a json file") from error
+    return read_tools(text, f"data.tools_path={path!r}")
 
 
 def _wrong(place: str, found: Any, expected: str) -> UserError:

@@ -1,26 +1,36 @@
 """Supervised fine-tuning data: reads, checks and tokenizes rows, and marks the tokens that are trained on.
 
-A row is a list of chat messages, a question and its answer, or plain text. The chat template is applied turn by turn
-and a question is tokenized separately, exactly as for generation, so that training and generation see the same tokens.
+A row is a list of chat messages, a question and its answer, or plain text. A chat is tokenized as a whole, and cut
+where generation would begin an answer (`chat_tokens`), so that training and generation see the same tokens.
 data.assistant_only_loss and data.completion_only_loss choose the tokens in the loss.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.row_formats import Chat, check_prompt, check_text_only, value_at
+from trainer.data.chat_tokens import (
+    Arguments,
+    check_tools_shown,
+    encode_and_cut,
+    end_of_answer,
+    ends_of_answers,
+    render,
+)
+from trainer.data.row_formats import Chat, check_text_only, read_messages, read_tools, read_tools_file, value_at
 from trainer.data.sources import read_rows
-from verl_lite.config import SFTDataConfig
+from verl_lite.config import SFTDataConfig, SupervisedDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.policy.chat_template import render_chats
-from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
 COMPLETION, TEXT = "completion", "text"  # TRL's names for the answer column and for plain text
+LOSS_MASKS = ("loss_mask", "weight")
+NO_ARGUMENTS: Arguments = MappingProxyType({})
 ALL_TOKENS = "set data.assistant_only_loss=false and data.completion_only_loss=false to train on all tokens"
 
 
@@ -116,7 +126,41 @@ def read_example(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config
             )
         return encode_plain_text(row[TEXT], tokenizer, f"{where}, column {TEXT!r}")
     chat, first = read_chat(row, config, where)
-    return encode_chat(chat, tokenizer, where, first, assistant_only=config.assistant_only_loss)
+    arguments = template_arguments(row, tokenizer, config, chat, where)
+    return encode_chat(chat, tokenizer, where, first, assistant_only=config.assistant_only_loss, arguments=arguments)
+
+
+def template_arguments(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: SupervisedDataConfig, chat: Chat, where: str
+) -> Arguments:
+    """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, and its tools.
+
+    Args:
+        row: the row, whose column data.tools_key may have tool schemas. data.tools_path has those of rows without.
+        tokenizer: the tokenizer.
+        config: section `data` of the options.
+        chat: the messages of the row.
+        where: place of the row, for messages.
+
+    Raises:
+        UserError: if the tools are invalid, or if the template does not show them.
+    """
+    arguments = dict(config.apply_chat_template_kwargs)
+    tools = row.get(config.tools_key) if config.tools_key else None
+    if tools:
+        arguments["tools"] = read_tools(tools, f"{where}, column {config.tools_key!r}")
+    elif config.tools_path is not None:
+        arguments["tools"] = _tools_of_file(config.tools_path)
+    if "tools" in arguments:
+        check_tools_shown(chat, tokenizer, where, arguments)
+    return arguments
+
+
+@functools.cache
+def _tools_of_file(path: str) -> list[dict[str, Any]]:
+    tools = read_tools_file(path)
+    assert tools is not None
+    return tools
 
 
 def encode_plain_text(text: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
@@ -138,8 +182,8 @@ def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[C
     """
     needs_assistant = config.assistant_only_loss
     if row.get(config.messages_key) is not None:
-        chat = row[config.messages_key]
-        _check_answer(chat, f"{where}, column {config.messages_key!r}", needs_assistant or config.completion_only_loss)
+        place = f"{where}, column {config.messages_key!r}"
+        chat = _read_answer(row[config.messages_key], place, needs_assistant or config.completion_only_loss)
         places = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
         return chat, places[-1] if config.completion_only_loss else 0
     key = config.response_key if value_at(row, config.response_key) is not None else COMPLETION
@@ -152,88 +196,151 @@ def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[C
             'A correct row: {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}'
         )
     question = question_of(prompt, f"{where}, column {config.prompt_key!r}")
-    answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-    _check_answer(answer, f"{where}, column {key!r}", needs_assistant)
+    messages = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+    answer = _read_answer(messages, f"{where}, column {key!r}", needs_assistant)
     return [*question, *answer], 0 if config.completion_only_loss is False else len(question)
 
 
-def _check_answer(chat: Any, where: str, needs_assistant: bool | None) -> None:
-    """Raises UserError unless `chat` is a list of messages, with an assistant message if the mask needs one."""
-    check_prompt(chat, where)
+def _read_answer(messages: Any, where: str, needs_assistant: bool | None) -> Chat:
+    """Returns checked messages. Raises UserError if there is no assistant message although the mask needs one."""
+    chat = read_messages(messages, where)
     if needs_assistant and not any(message["role"] == "assistant" for message in chat):
         raise UserError(
             f"{where}: there is no assistant message, so no token is in the loss; remove such rows, or {ALL_TOKENS}"
         )
+    return chat
 
 
 def question_of(prompt: Any, where: str) -> Chat:
     """Returns a prompt as messages; plain text becomes one user message. Raises UserError for any other type."""
-    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    check_prompt(chat, where)
-    return chat
+    return read_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, where)
 
 
 def encode_chat(
-    chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, first: int = 0, *, assistant_only: bool = True
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    first: int = 0,
+    *,
+    assistant_only: bool = True,
+    arguments: Arguments = NO_ARGUMENTS,
 ) -> Example:
     """Tokenizes a chat and marks the tokens in the loss.
 
     With assistant_only, these are the assistant messages from index `first`, each up to and including its end-of-turn
     token. Text that the template writes after that token, such as a newline, is context only. Otherwise they are all
-    tokens from message `first`. If the template writes no end-of-turn token, the tokenizer's is added. Raises UserError
-    if the template changes earlier turns when later turns follow.
+    tokens from message `first`. If the template writes no end-of-turn token after an answer, one is added. Messages
+    with `loss_mask: 0` are never in the loss.
+
+    Args:
+        chat: checked messages, see `row_formats.read_messages`.
+        tokenizer: the tokenizer, with its chat template.
+        where: place of the row, for messages.
+        first: index of the first message in the loss.
+        assistant_only: whether only assistant messages are in the loss.
+        arguments: arguments of the chat template.
+
+    Raises:
+        UserError: if the template refuses the chat or changes earlier turns when later turns follow, or if no token is
+            in the loss.
     """
-    # parts that are tokenized separately: end of their messages, if they end with a generation prompt, mask
-    parts: list[tuple[int, bool, bool]] = []
-    for place in (place for place, message in enumerate(chat) if message["role"] == "assistant" and place >= first):
-        parts.append((place, True, not assistant_only and (place > first or first == 0)))
-        parts.append((place + 1, False, True))
-    if not assistant_only and first and chat[first]["role"] != "assistant":
-        parts.insert(0, (first, False, False))
-    if not assistant_only and chat[-1]["role"] != "assistant":
-        parts.append((len(chat), False, True))
-    tokens: list[int] = []
-    mask: list[int] = []
-    done = ""
-    for end, is_question, learnt in parts:
-        text = render(chat[:end], tokenizer, is_question=is_question)
-        if not text.startswith(done):
+    is_kept, chat = _split_loss_mask(chat, where)
+    text_of = _Texts(chat, tokenizer, where, arguments)
+    answers = [place for place in range(first, len(chat)) if chat[place]["role"] == "assistant"]
+    spans = [(text_of.question(place), text_of.end(place)) for place in answers]
+
+    learnt_from = len(text_of.whole)
+    if not assistant_only:
+        learnt_from = 0
+        if first:
+            is_answer = chat[first]["role"] == "assistant"
+            learnt_from = text_of.question(first) if is_answer else text_of.end(first - 1)
+    left_out = [(text_of.end(place - 1), text_of.end(place)) for place in range(len(chat)) if not is_kept[place]]
+
+    cuts = sorted({learnt_from, *(position for span in spans + left_out for position in span)})
+    tokens, counts = encode_and_cut(text_of.whole, cuts, tokenizer)
+    index_of = dict(zip(cuts, counts, strict=True))
+
+    mask = [0] * index_of[learnt_from] + [1] * (len(tokens) - index_of[learnt_from])
+    missing_ends: list[tuple[int, int]] = []  # index, and 1 if the added token is in the loss
+    possible_ends = ends_of_answers(tokenizer, arguments)
+    special = set(tokenizer.all_special_ids)
+    for place, (start_position, stop_position) in zip(answers, spans, strict=True):
+        start, stop = index_of[start_position], index_of[stop_position]
+        end = end_of_answer(tokens, start, stop, possible_ends)
+        if end is None and stop < len(tokens) and tokens[stop] in special:
+            end = stop + 1  # the token that begins the next message ends the answer, as in the templates of GLM
+        if end is None:
+            end = stop
+            missing_ends.append((stop, int(is_kept[place])))
+        if is_kept[place]:
+            mask[start:end] = [1] * (end - start)
+    for start_position, stop_position in left_out:
+        start, stop = index_of[start_position], index_of[stop_position]
+        mask[start:stop] = [0] * (stop - start)
+    for index, is_learnt in reversed(missing_ends):
+        tokens.insert(index, possible_ends[0])
+        mask.insert(index, is_learnt)
+
+    first_learnt = max(1, mask.index(1)) if 1 in mask else len(mask)  # nothing predicts the first token
+    if first_learnt == len(mask):
+        raise UserError(f"{where}: no token is in the loss; remove such rows, or {ALL_TOKENS}")
+    return Example(tokens[:first_learnt], tokens[first_learnt:], mask[first_learnt:])
+
+
+class _Texts:
+    """Positions of the messages of a chat in its text.
+
+    Attributes:
+        whole: the text of the chat under the chat template.
+    """
+
+    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._where = where
+        self._arguments = arguments
+        self.whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
+
+    def question(self, place: int) -> int:
+        """Returns the position at which the answer number `place` begins: behind the generation prompt."""
+        return self._length(place, is_question=True)
+
+    def end(self, place: int) -> int:
+        """Returns the position at which a message ends; 0 for -1."""
+        if place < 0:
+            return 0
+        if place == len(self._chat) - 1:
+            return len(self.whole)
+        return self._length(place + 1, is_question=False)
+
+    def _length(self, count: int, *, is_question: bool) -> int:
+        """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""
+        chat = self._chat[:count]
+        text = render(chat, self._tokenizer, self._where, is_question=is_question, arguments=self._arguments)
+        if not self.whole.startswith(text):
             raise UserError(
-                f"{where}: the chat template renders earlier turns differently when later turns follow, so one row "
-                "cannot train several turns; split the row into one row for each assistant message, or set "
+                f"{self._where}: the chat template renders earlier turns differently when later turns follow, so one "
+                "row cannot train several turns; split the row into one row for each assistant message, or set "
                 "data.completion_only_loss=true to train on the last one"
             )
-        new = encode_text(text[len(done) :], tokenizer)
-        is_answer = learnt and not is_question and chat[end - 1]["role"] == "assistant"
-        kept = turn_of(new, tokenizer) if is_answer else new
-        after = new[len(kept) :]
-        tokens += kept + after
-        mask += [int(learnt)] * len(kept) + [int(learnt and not assistant_only)] * len(after)
-        done = text
-    start = max(1, mask.index(1)) if 1 in mask else len(mask)  # nothing predicts the first token
-    if start == len(mask):
-        raise UserError(f"{where}: no token is in the loss; remove such rows, or {ALL_TOKENS}")
-    return Example(tokens[:start], tokens[start:], mask[start:])
+        return len(text)
 
 
-def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, *, is_question: bool) -> str:
-    """Returns the text of a chat under the chat template, for a question including the generation prompt. Without a
-    template, the text is the content of the messages; more than two messages are then a UserError."""
-    if tokenizer.chat_template is None and len(chat) > 2:
-        raise UserError(NO_TEMPLATE.format("chats of several messages"))
-    template = tokenizer.chat_template or plain_template(tokenizer)
-    return render_chats(tokenizer, [chat], chat_template=template, add_generation_prompt=is_question)[0]
+def _split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
+    """Returns for each message whether it may be in the loss, and the messages without the entry that says so.
 
-
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the token ids of a text, without the special tokens that a tokenizer adds by default."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-
-def turn_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns an answer's tokens up to its last end-of-turn token, which is appended if the answer has none."""
-    ends = [place for place, token in enumerate(tokens) if token == tokenizer.eos_token_id]
-    return tokens[: ends[-1] + 1] if ends else [*tokens, tokenizer.eos_token_id]
+    The entry is `loss_mask` (verl) or `weight` (OpenAI), 0 or 1. Raises UserError for any other value.
+    """
+    is_kept = []
+    messages = []
+    for message in chat:
+        values = [message[name] for name in LOSS_MASKS if name in message]
+        if any(value not in (0, 1) for value in values):
+            raise UserError(f"{where}: a message has {'/'.join(LOSS_MASKS)} {values[0]!r}; expected 0 or 1")
+        is_kept.append(all(value == 1 for value in values))
+        messages.append({name: value for name, value in message.items() if name not in LOSS_MASKS})
+    return is_kept, messages
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:

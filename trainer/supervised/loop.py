@@ -6,6 +6,7 @@ The caller defines the network and the loss. The result is a folder in Hugging F
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shlex
 import shutil
@@ -51,7 +52,13 @@ from workers.engine.checkpoint import export
 from workers.engine.network import NetworkBuilder
 from workers.phase import PhaseManager
 from workers.policy.adapter import base_note
-from workers.policy.loading import PolicyBuilder, check_sequence_parallel, packing_note, token_network
+from workers.policy.loading import (
+    PolicyBuilder,
+    check_sequence_parallel,
+    load_model_config,
+    packing_note,
+    token_network,
+)
 from workers.training_worker import COMPUTE_METRIC, TrainingWorker
 from workers.update import LossFunction
 
@@ -251,6 +258,21 @@ def packing_metrics(plan: BatchPlan, rows: Sequence[Row], budget: int) -> dict[s
     }
 
 
+def _largest_token(row: Row) -> int:
+    return max(max(*text.prompt, *text.response) for text in row.texts)
+
+
+def fingerprint_of(rows: Sequence[Row]) -> str:
+    """Returns the number of rows and a digest of their tokens and masks, in their order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        for text in row.texts:
+            for numbers in (text.prompt, text.response, text.mask):
+                digest.update(np.asarray(numbers, dtype=np.int64).tobytes() + b"|")
+        digest.update(f"{getattr(row, 'margin', 0.0)};".encode())
+    return f"{len(rows)} rows, {digest.hexdigest()}"
+
+
 class SupervisedJob(Job[Options]):
     """A supervised training job. A subclass reads the rows.
 
@@ -291,11 +313,25 @@ class SupervisedJob(Job[Options]):
             )
         rows, size = len(self.task.train), data.train_batch_size
         rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
-        self.steps = EpochSteps(rows, size, self.config.trainer, shuffle=data.shuffle, dataset=f"{rows} rows")
+        self.check_vocabulary()
+        dataset = fingerprint_of(self.task.train[:rows])
+        self.steps = EpochSteps(rows, size, self.config.trainer, shuffle=data.shuffle, dataset=dataset)
         count = self.steps.per_epoch
         shown = range(1, count + 1, math.ceil(count / PLANNED_STEPS))
         self.batches = batches_of(self.task.train, map(self.steps.rows_of, shown))
         return self.steps.total
+
+    def check_vocabulary(self) -> None:
+        """Raises UserError if a row has a token that the model's embedding lacks."""
+        size = load_model_config(self.config.model).get_text_config().vocab_size
+        for option, rows in (("data.train_files", self.task.train), ("data.val_files", self.task.val)):
+            largest = max((_largest_token(row) for row in rows), default=0)
+            if largest >= size:
+                raise UserError(
+                    f"{option}: the tokenizer writes token {largest}, and the model {self.config.model.path!r} has an "
+                    f"embedding of {size} tokens (vocab_size): use the model's own tokenizer, or enlarge its embedding "
+                    "(resize_token_embeddings)"
+                )
 
     def checkpoint_bytes(self) -> int:
         return checkpoint_bytes(self.config)

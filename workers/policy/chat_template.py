@@ -5,6 +5,7 @@ network, but does not stop loops that take hours, `9**9**9`, or texts that fill 
 """
 
 import gc
+import json
 import os
 import pickle
 import resource
@@ -127,7 +128,7 @@ def _rendered(
     written = 0
     try:
         for chat in chats:
-            texts.append(str(tokenizer.apply_chat_template(chat, tokenize=False, **arguments)))
+            texts.append(_rendered_chat(tokenizer, chat, arguments))
             written += len(texts[-1])
             if written > most:
                 return [], "", f"wrote {written:,} characters, more than the {most:,} allowed,"
@@ -136,3 +137,34 @@ def _rendered(
     except Exception as error:  # the template is code of the model's folder and may raise any exception
         return [], f"{type(error).__name__}: {error}", ""
     return texts, "", ""
+
+
+def _rendered_chat(tokenizer: PreTrainedTokenizerBase, chat: Any, arguments: dict[str, Any]) -> str:
+    """Renders one chat.
+
+    A message that only calls tools has the content None, as in OpenAI's format. Some templates test for None, others
+    write the text "None" or fail; for the latter the content becomes an empty text.
+    """
+
+    def rendered(messages: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+
+    if all(message.get("content", "") is not None for message in chat):
+        return rendered(chat)
+    with_empty = [message | {"content": message.get("content") or ""} for message in chat]
+    try:
+        text = rendered(chat)
+    except Exception:  # the template's code may raise anything; if it also fails on texts, that error is the reason
+        return rendered(with_empty)
+    text_of_empty = rendered(with_empty)
+    return text_of_empty if text.count("None") > text_of_empty.count("None") else text
+
+
+def tool_arguments(arguments: Any) -> Any:
+    """Returns the arguments of a tool call as a dict if they are one as JSON text, which chat templates expect, else
+    unchanged."""
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments

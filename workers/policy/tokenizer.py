@@ -36,6 +36,16 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
                 "set pad_token or eos_token in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
+    set_chat_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+    """Gives a tokenizer the template that data.chat_template names. None leaves it unchanged.
+
+    Raises:
+        UserError: the template's file cannot be read.
+    """
     if chat_template == "none":
         tokenizer.chat_template = plain_template(tokenizer)
     elif chat_template is not None and ("{{" in chat_template or "{%" in chat_template):
@@ -46,7 +56,6 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
         except (OSError, UnicodeDecodeError) as error:
             option = f"data.chat_template={chat_template}"
             raise UserError(f"{option}: expected a file, a Jinja template, or none ({error})") from error
-    return tokenizer
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.errors import UserError
-from workers.policy.chat_template import ChatTemplateError, render_chats
+from workers.policy.chat_template import ChatTemplateError, render_chats, tool_arguments
 from workers.policy.tokenizer import NO_TEMPLATE
 
 Message = dict[str, Any]
@@ -137,11 +137,14 @@ class ChatJoins:
             if message["role"] == "tool" and self.tool_role != "tool":
                 message = {"role": self.tool_role, "content": message["content"]}
             elif calls and not self._takes_tools:
-                texts = [json.dumps({"name": call["name"], "arguments": _value(call["arguments"])}) for call in calls]
-                written = "\n".join(f"<tool_call>{text}</tool_call>" for text in texts)
-                message = {"role": message["role"], "content": f"{message['content']}{written}"}
+                texts = []
+                for call in calls:
+                    values = {"name": call["name"], "arguments": tool_arguments(call["arguments"])}
+                    texts.append(f"<tool_call>{json.dumps(values)}</tool_call>")
+                written = "\n".join(texts)
+                message = {"role": message["role"], "content": f"{message['content'] or ''}{written}"}
             elif calls:
-                values = [{**call, "arguments": _value(call["arguments"])} for call in calls]
+                values = [{**call, "arguments": tool_arguments(call["arguments"])} for call in calls]
                 message = message | {"tool_calls": [{"type": "function", "function": call} for call in values]}
             result.append(message)
         return result
@@ -180,10 +183,8 @@ class ChatJoins:
     def _closing_of_turn(self) -> tuple[int, int]:
         """Returns the number of tokens that end a turn in the template, and the last of them: the end-of-turn token."""
         ids = self._encode(self._continuations["user"](_PROBE))
-        special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
-        index = next((i for i, token in enumerate(ids) if token in special), None)
-        written = "" if index is None else str(self._tokenizer.decode(list(ids[:index])))
-        if index is None or written.strip():
+        index = closing_index(ids, self._tokenizer)
+        if index is None:
             raise self._template_error(
                 "has no token that ends an assistant's turn: after the answer it writes "
                 f"{self._continuations['user'](_PROBE)[:80]!r}, but a special token of the tokenizer has to come first"
@@ -237,15 +238,6 @@ class ChatJoins:
         )
 
 
-def _value(arguments: Any) -> Any:
-    """Returns the arguments of a tool call as a dict if they are one as JSON, else unchanged."""
-    try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
-
-
 def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Returns the maximum number of characters that one token can encode, or None if the tokenizer has no known bound.
 
@@ -261,6 +253,43 @@ def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if factor is None or not is_byte_level or takes_spaces or not names.keys() >= set(ByteLevel.alphabet()):
         return None
     return factor * max(map(len, names))
+
+
+def closing_index(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Returns the index of the token that ends an assistant's turn.
+
+    It is the first special token, and only blanks may come before it.
+
+    Args:
+        ids: the tokens that the chat template writes after the answer.
+
+    Returns:
+        The index, or None if the turn has no such token.
+    """
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    index = next((place for place, token in enumerate(ids) if token in special), None)
+    if index is None or str(tokenizer.decode(list(ids[:index]))).strip():
+        return None
+    return index
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any]) -> int | None:
+    """Returns the token that ends an assistant's turn in the chat template, or None if the template writes none."""
+    if tokenizer.chat_template is None:
+        return None
+    question, answer = _SHORT_CHAT
+    following = {"role": "user", "content": _PROBE}
+    for messages in ([question, answer], [question, answer, following]):
+        try:
+            [text] = render_chats(tokenizer, [messages], **template_arguments)
+        except ChatTemplateError:  # the template needs a system message, or accepts other chats only
+            continue
+        after = text.partition(_ANSWER)[2]
+        ids = tokenizer.encode(after, add_special_tokens=False) if after else []
+        index = closing_index(ids, tokenizer)
+        if index is not None:
+            return int(ids[index])
+    return None
 
 
 @dataclass

@@ -1,0 +1,195 @@
+"""Chats as tokens for supervised training: the text of the chat template, tokenized as a whole and cut at the answers.
+
+The tokens of a chat are those of `tokenizer.apply_chat_template(chat)`. The text before an answer is what generation
+receives as its prompt. If a token of the whole text covers the end of that prompt and the beginning of the answer,
+which generation never sees, the text is tokenized in two parts there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.row_formats import Chat
+from verl_lite.errors import UserError
+from workers.policy.chat_template import ChatTemplateError, render_chats
+from workers.policy.tokenizer import NO_TEMPLATE, plain_template
+from workers.rollout.conversation import end_of_turn
+
+Arguments = Mapping[str, Any]
+"""Arguments of the chat template: data.apply_chat_template_kwargs, and the row's `tools` if it has some."""
+
+
+def render(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, is_question: bool, arguments: Arguments
+) -> str:
+    """Returns the text of a chat under the chat template.
+
+    Args:
+        chat: the messages.
+        tokenizer: its template is used. Without one, the text is the content of the messages.
+        where: place of the row, for messages.
+        is_question: True to append the generation prompt.
+        arguments: arguments of the template.
+
+    Raises:
+        UserError: if the template refuses the chat, or if there is none for a chat of more than two messages.
+    """
+    more = dict(arguments)
+    if tokenizer.chat_template is None:
+        if len(chat) > 2 or "tools" in more:
+            kind = "chats with tools" if "tools" in more else "chats of several messages"
+            raise UserError(f"{where}: {NO_TEMPLATE.format(kind)}")
+        more["chat_template"] = plain_template(tokenizer)
+    try:
+        return render_chats(tokenizer, [chat], add_generation_prompt=is_question, **more)[0]
+    except ChatTemplateError as error:
+        raise UserError(
+            f"{where}: the chat template of {tokenizer.name_or_path!r} (or data.chat_template) refuses this chat "
+            f"({error}). Change the row, data.chat_template or data.apply_chat_template_kwargs"
+        ) from error
+
+
+def check_tools_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
+    """Raises UserError if the template's text of a chat is the same without its tools."""
+    without = {name: value for name, value in arguments.items() if name != "tools"}
+    texts = [render(chat, tokenizer, where, is_question=False, arguments=each) for each in (arguments, without)]
+    if texts[0] == texts[1]:
+        raise UserError(
+            f"{where}: the chat template of {tokenizer.name_or_path!r} does not show tools: set another template with "
+            "data.chat_template, or leave the tools out (data.tools_key=null, data.tools_path=null)"
+        )
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the token ids of a text, without the special tokens that a tokenizer adds by default."""
+    if not text:
+        return []
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Tokenizes a text such that no token crosses one of the cuts.
+
+    Args:
+        text: the text of a chat.
+        cuts: ascending positions of characters.
+        tokenizer: the tokenizer.
+
+    Returns:
+        The tokens, and for each cut the number of tokens before it.
+    """
+    tokens: list[int] = []
+    counts: list[int] = []
+    start = 0
+    cuts = list(cuts)
+    while True:
+        rest = text[start:]
+        new_tokens = encode_text(rest, tokenizer) if start == 0 else _encode_continuation(rest, tokenizer)
+        ends = _token_ends(rest, new_tokens, tokenizer, is_continuation=start > 0)
+        crossed = None
+        for cut in cuts[len(counts) :]:
+            count = _tokens_before(cut - start, rest, new_tokens, ends, tokenizer, check_prompt=not counts)
+            if count is None:
+                crossed = cut
+                break
+            counts.append(len(tokens) + count)
+        if crossed is None:
+            return tokens + new_tokens, counts
+
+        # the part before the cut is tokenized alone, as generation does with a prompt
+        part = text[start:crossed]
+        tokens += encode_text(part, tokenizer) if start == 0 else _encode_continuation(part, tokenizer)
+        counts.append(len(tokens))
+        start = crossed
+
+
+def end_of_answer(tokens: Sequence[int], start: int, stop: int, ends: Sequence[int]) -> int | None:
+    """Returns the index after the token that ends an answer, or None if the answer has no such token.
+
+    Args:
+        tokens: the tokens of the whole chat.
+        start, stop: the range of the answer's message in them.
+        ends: tokens that can end an answer, the most likely first.
+    """
+    for end in ends:
+        for place in range(stop - 1, start - 1, -1):
+            if tokens[place] == end:
+                return place + 1
+    return None
+
+
+def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> list[int]:
+    """Returns the tokens that can end an answer: that of the chat template, and the tokenizer's end-of-text token.
+
+    The first one is added to answers that the template leaves without an end.
+    """
+    key = json.dumps({name: value for name, value in arguments.items() if name != "tools"}, sort_keys=True, default=str)
+    of_template = _end_of_turn(tokenizer, str(tokenizer.chat_template), key)
+    return list(dict.fromkeys(end for end in (of_template, tokenizer.eos_token_id) if end is not None))
+
+
+@functools.lru_cache(maxsize=16)
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, arguments: str) -> int | None:
+    """Returns `end_of_turn`, which renders several chats. template: part of the key, because it can be replaced."""
+    return end_of_turn(tokenizer, json.loads(arguments))
+
+
+def _tokens_before(
+    cut: int,
+    text: str,
+    tokens: list[int],
+    ends: list[int] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    check_prompt: bool,
+) -> int | None:
+    """Returns the number of tokens before a cut, or None if a token crosses it.
+
+    Args:
+        ends: position in the text at which each token ends; None if the tokenizer does not tell.
+        check_prompt: True to require that the text before the cut alone has the same tokens. This is exact, but takes
+            as long as tokenizing that text.
+    """
+    if ends is None or check_prompt:
+        prompt = encode_text(text[:cut], tokenizer)
+        if tokens[: len(prompt)] != prompt:
+            return None
+        return len(prompt)
+    count = bisect_right(ends, cut)
+    # a blank that no token shows belongs to the next token, so the tokens before the cut must end exactly there
+    is_exact = cut == (ends[count - 1] if count else 0)
+    return count if is_exact else None
+
+
+def _token_ends(
+    text: str, tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, is_continuation: bool
+) -> list[int] | None:
+    """Returns the position at which each token ends, in ascending order, or None if the tokenizer does not tell."""
+    if not tokenizer.is_fast or not text:
+        return None if text else []
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ends = [end for _, end in encoding["offset_mapping"]]
+    surplus = len(ends) - len(tokens)
+    # a continuation has fewer tokens than the same text alone if the latter begins with an added blank
+    if surplus < 0 or (surplus and not is_continuation):
+        return None
+    ends = ends[surplus:]
+    return [max(ends[: place + 1]) for place in range(len(ends))] if ends != sorted(ends) else ends
+
+
+def _encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenizes a text that follows another one. Tokenizers in the manner of SentencePiece add a blank before a text;
+    here they must not, so the text is tokenized behind a special token, which is then removed."""
+    if not text:
+        return []
+    anchor = tokenizer.eos_token
+    if anchor is not None and encode_text(anchor, tokenizer) == [tokenizer.eos_token_id]:
+        tokens = encode_text(anchor + text, tokenizer)
+        if tokens[0] == tokenizer.eos_token_id and tokenizer.decode(tokens[1:]).strip() == text.strip():
+            return tokens[1:]
+    return encode_text(text, tokenizer)
