@@ -264,7 +264,7 @@ def encode_chat(
     mask = [0] * index_of[learnt_from] + [1] * (len(tokens) - index_of[learnt_from])
     missing_ends: list[tuple[int, int]] = []  # index, and 1 if the added token is in the loss
     possible_ends = ends_of_answers(tokenizer, arguments)
-    special = set(tokenizer.all_special_ids)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     for place, (start_position, stop_position) in zip(answers, spans, strict=True):
         start, stop = index_of[start_position], index_of[stop_position]
         end = end_of_answer(tokens, start, stop, possible_ends)
@@ -318,6 +318,11 @@ class _Texts:
         """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""
         chat = self._chat[:count]
         text = render(chat, self._tokenizer, self._where, is_question=is_question, arguments=self._arguments)
+        if tokenizer_end := self._tokenizer.eos_token:
+            # some templates end every chat with this token, as those of Phi-3; it is not part of the message
+            shorter = text.removesuffix(tokenizer_end)
+            if not self.whole.startswith(text) and self.whole.startswith(shorter):
+                text = shorter
         if not self.whole.startswith(text):
             raise UserError(
                 f"{self._where}: the chat template renders earlier turns differently when later turns follow, so one "

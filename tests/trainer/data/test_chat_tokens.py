@@ -1,0 +1,306 @@
+"""Chats of supervised training: the tokens of the whole text, the right end of each answer, tools, null entries.
+
+The expected tokens are those of `tokenizer.apply_chat_template` for the whole chat; what is learnt is written out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from tests.tiny_model import tiny_tokenizer
+from tests.trainer.prompt_rows import write
+from tests.trainer.supervised.test_sft import assistant, learnt_text, user
+from tests.workers.rollout.chat_templates import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3, byte_level, metaspace
+from trainer.data.chat_tokens import encode_and_cut
+from trainer.data.preferences import load_pairs
+from trainer.data.sft_dataset import Example, encode_chat, load_examples
+from verl_lite.config import PreferenceDataConfig, SFTDataConfig
+from verl_lite.errors import UserError
+
+# an answer has no end of its own: the token that begins the next message ends it
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GLM_SPECIAL = ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>")
+PHI3 = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHAT = [user("one"), assistant("two"), user("three"), assistant("four")]
+
+FAMILIES: dict[str, tuple[PreTrainedTokenizerBase, list[str]]] = {
+    "chatml": (byte_level(CHATML, "<|im_end|>", "<|im_start|>"), ["two<|im_end|>", "four<|im_end|>"]),
+    "llama3": (
+        byte_level(LLAMA3, "<|end_of_text|>", *LLAMA3_SPECIAL),
+        ["two<|eot_id|>", "four<|eot_id|>"],
+    ),
+    "gemma": (
+        byte_level(GEMMA, "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+        ["two<end_of_turn>", "four<end_of_turn>"],
+    ),
+    "mistral": (metaspace(MISTRAL), ["two</s>", "four</s>"]),
+    "phi3": (
+        byte_level(PHI3, "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        ["two<|end|>", "four<|end|>"],
+    ),
+}
+
+
+def tokens_of(example: Example) -> list[int]:
+    return [*example.prompt, *example.response]
+
+
+def whole_tokens(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], **arguments: Any) -> list[int]:
+    text = tokenizer.apply_chat_template(chat, tokenize=False, **arguments)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_has_the_tokens_of_the_template_and_answers_end_as_it_ends_them(family: str) -> None:
+    tokenizer, learnt = FAMILIES[family]
+    example = encode_chat(CHAT, tokenizer, "row 0")
+    assert tokens_of(example) == whole_tokens(tokenizer, CHAT)
+    assert [text.strip() for text in learnt_text(example, tokenizer)] == learnt
+    assert tokenizer.eos_token not in learnt_text(example, tokenizer)[0] or family in ("chatml", "mistral")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_has_the_tokens_that_generation_receives(family: str) -> None:
+    tokenizer, learnt = FAMILIES[family]
+    example = encode_chat(CHAT, tokenizer, "row 0", first=3)
+    assert example.prompt == whole_tokens(tokenizer, CHAT[:3], add_generation_prompt=True)
+    assert [text.strip() for text in learnt_text(example, tokenizer)] == learnt[1:]
+
+
+def test_the_next_message_ends_an_answer_where_the_template_has_no_end() -> None:
+    tokenizer = byte_level(GLM, "<|endoftext|>", *GLM_SPECIAL)
+    example = encode_chat(CHAT, tokenizer, "row 0")
+    assert learnt_text(example, tokenizer) == ["two<|user|>", "four<|user|>"]
+    # the end of the last answer is the only added token
+    assert tokens_of(example)[:-1] == whole_tokens(tokenizer, CHAT)
+
+    calls = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    chat = [user("one"), {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "3"}]
+    example = encode_chat([*chat, assistant("four")], tokenizer, "row 0")
+    assert learnt_text(example, tokenizer) == ["add<|observation|>", "four<|user|>"]
+
+
+def test_a_later_turn_gets_no_additional_blank() -> None:
+    """MISTRAL writes no blank between </s> and [INST]; a fragment tokenized alone would begin with one."""
+    tokenizer = metaspace(MISTRAL)
+    example = encode_chat(CHAT, tokenizer, "row 0")
+    # a metaspace tokenizer itself puts a mark before the text behind a special token, in the whole text, too
+    assert tokens_of(example) == whole_tokens(tokenizer, CHAT)
+    assert "▁▁" not in "".join(tokenizer.convert_ids_to_tokens(tokens_of(example)))
+
+
+def test_no_token_covers_the_end_of_a_prompt_and_the_beginning_of_an_answer() -> None:
+    backend = Tokenizer(models.BPE(vocab={"<end>": 0, "q": 1, "a": 2, "b": 3, "ab": 4}, merges=[("a", "b")]))
+    backend.add_special_tokens(["<end>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ 'a' if m.role == 'user' else '<end>' }}{% endfor %}"
+    )
+    assert tokenizer.encode("qab") == [1, 4], "the premise: the whole text has a token that covers both"
+    example = encode_chat([user("q"), assistant("b"), user("q"), assistant("b")], tokenizer, "row 0")
+    assert tokens_of(example) == [1, 2, 3, 0, 1, 2, 3, 0]
+    assert (example.prompt, example.mask) == ([1, 2], [1, 1, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("cuts", [[], [3], [1, 3, 7], [0, 11]])
+def test_cuts_are_at_the_borders_of_tokens(cuts: list[int]) -> None:
+    tokenizer = byte_level(CHATML, "<|im_end|>", "<|im_start|>")
+    text = "go up go up"
+    tokens, counts = encode_and_cut(text, cuts, tokenizer)
+    assert tokenizer.decode(tokens) == text
+    assert [tokenizer.decode(tokens[:count]) for count in counts] == [text[:cut] for cut in cuts]
+
+
+def test_earlier_thinking_that_the_template_drops_is_refused_with_its_row() -> None:
+    tokenizer = byte_level(QWEN3, "<|im_end|>", "<|im_start|>")
+    chat = [user("one"), assistant("<think>\na\n</think>\n\ntwo"), user("three"), assistant("four")]
+    with pytest.raises(UserError, match="row 5: the chat template renders earlier turns differently"):
+        encode_chat(chat, tokenizer, "row 5")
+    example = encode_chat(chat, tokenizer, "row 5", first=3)
+    assert tokens_of(example) == whole_tokens(tokenizer, chat)
+
+
+def test_a_message_with_loss_mask_0_is_not_learnt(tmp_path: Path) -> None:
+    chat = [CHAT[0], CHAT[1] | {"loss_mask": 0}, CHAT[2], CHAT[3] | {"loss_mask": 1}]
+    assert learnt([{"messages": chat}], tmp_path) == ["four<|im_end|>"]
+    weighted = [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT[2:]]
+    assert learnt([{"messages": weighted}], tmp_path) == ["four<|im_end|>"]
+    everything = learnt([{"messages": chat}], tmp_path, assistant_only_loss=False)
+    whole = tiny_tokenizer(96).apply_chat_template(CHAT, tokenize=False)
+    # the first token, which nothing predicts, and the message with 0, with the head of its turn, are left out
+    before, _, after = whole.removeprefix("<|im_start|>").partition("<|im_start|>assistant\ntwo<|im_end|>\n")
+    assert everything == [before, after]
+    with pytest.raises(UserError, match=r"row 0.*loss_mask/weight 0\.5; expected 0 or 1"):
+        learnt([{"messages": [CHAT[0], CHAT[1] | {"loss_mask": 0.5}]}], tmp_path)
+    with pytest.raises(UserError, match="no token is in the loss"):
+        learnt([{"messages": [CHAT[0], CHAT[1] | {"loss_mask": 0}]}], tmp_path)
+
+
+def learnt(rows: list[dict[str, Any]], folder: Path, **options: Any) -> list[str]:
+    [example] = load(rows, folder, **options)
+    return learnt_text(example, tiny_tokenizer(96))
+
+
+def load(rows: list[dict[str, Any]], folder: Path, name: str = "rows.jsonl", **options: Any) -> list[Example]:
+    tokenizer = tiny_tokenizer(96)
+    if template := options.pop("template", None):
+        tokenizer.chat_template = template
+    return load_examples([write(folder / name, rows)], tokenizer, SFTDataConfig(**options), option="data.train_files")
+
+
+# ------------------------------------------------------------------------------------------------ tools, null entries
+
+# as in Llama 3.1: it tests whether an entry exists, and fails on a null
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if 'tool_calls' in m %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call only') }}{% endif %}"
+    "{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def schema(name: str, *parameters: str) -> dict[str, Any]:
+    properties = {parameter: {"type": "string"} for parameter in parameters}
+    parameters_schema = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters_schema}}
+
+
+def call(name: str, arguments: Any, **message: Any) -> dict[str, Any]:
+    calls = [{"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}]
+    return {"role": "assistant", "tool_calls": calls, **message}
+
+
+CALLS = [
+    {"messages": [user("one"), call("add", {"a": 1, "b": 2}), {"role": "tool", "content": "3"}, assistant("three")],
+     "tools": [schema("add", "a", "b")]},
+    {"messages": [user("two"), call("find", {"text": "x"}), {"role": "tool", "content": "y"}, assistant("four")],
+     "tools": [schema("find", "text")]},
+]  # fmt: skip
+
+
+def test_rows_of_parquet_and_of_jsonl_have_the_same_tokens(tmp_path: Path) -> None:
+    tables = [load(CALLS, tmp_path, name, template=TOOL_TEMPLATE) for name in ("rows.parquet", "rows.jsonl")]
+    assert tables[0] == tables[1]
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    for row, example in zip(CALLS, tables[0], strict=True):
+        text = tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+        assert tokenizer.decode(tokens_of(example)) == text
+        assert "null" not in text and "None" not in text
+    assert learnt_text(tables[0][0], tokenizer)[0] == 'add {"a": 1, "b": 2}<|im_end|>'
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_arguments_as_json_text_keep_a_null(tmp_path: Path, name: str) -> None:
+    row = {"messages": [user("one"), call("add", '{"a": null}'), {"role": "tool", "content": "3"}, assistant("three")]}
+    [example] = load([row], tmp_path, name, template=TOOL_TEMPLATE)
+    assert learnt_text(example, tiny_tokenizer(96))[0] == 'add {"a": null}<|im_end|>'
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
+@pytest.mark.parametrize(
+    "template",
+    [
+        TOOL_TEMPLATE,
+        # writes the content without a test, so that a null would become the text "None"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        # adds the content to a text, which fails for a null
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        # tests for a null, as DeepSeek's
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is not none %}{{ m.content }}{% endif %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ],
+)
+def test_a_message_that_only_calls_tools_needs_no_content(
+    tmp_path: Path, content: dict[str, Any], template: str
+) -> None:
+    result = {"role": "tool", "content": "3"}
+    row = {"messages": [user("one"), call("add", {"a": 1}, **content), result, assistant("4")]}
+    [example] = load([row], tmp_path, template=template)
+    text = tiny_tokenizer(96).decode(tokens_of(example))
+    assert "None" not in text
+    assert text.endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "assistant"}, "expected a message like"),
+        ({"role": "assistant", "content": None}, "content of a message: found None, expected text"),
+        ({"role": "user", "content": None, "tool_calls": [{"function": {"name": "a"}}]}, "found None, expected text"),
+        ({"role": "assistant", "content": None, "tool_calls": "a"}, "tool_calls: found 'a', expected a list"),
+        ({"role": "assistant", "content": None, "tool_calls": [3]}, "tool_calls: found 3, expected a call like"),
+        ({"role": "assistant", "content": "\ud800"}, "without half a surrogate pair"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, "a message has an image"),
+    ],
+)
+def test_wrong_messages_are_named(tmp_path: Path, message: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=f"row 0 of .*{expected}"):
+        load([{"messages": [user("one"), message]}], tmp_path)
+
+
+def test_typed_text_parts_are_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "t"}, {"type": "text", "text": "wo"}]
+    rows = [{"messages": [user("one"), {"role": "assistant", "content": parts}]}]
+    assert learnt(rows, tmp_path) == ["two<|im_end|>"]
+
+
+def test_tools_are_shown_from_the_row_or_the_file_and_refused_by_templates_without_them(tmp_path: Path) -> None:
+    plain = {"messages": [user("one"), assistant("two")]}
+    (tmp_path / "tools.json").write_text(json.dumps([schema("sum")]))
+    path = str(tmp_path / "tools.json")
+    [example] = load([plain], tmp_path, template=TOOL_TEMPLATE, tools_path=path)
+    assert '"name": "sum"' in tiny_tokenizer(96).decode(example.prompt)
+    [example] = load([plain | {"tools": [schema("add")]}], tmp_path, template=TOOL_TEMPLATE, tools_path=path)
+    assert '"name": "add"' in tiny_tokenizer(96).decode(example.prompt)
+    with pytest.raises(UserError, match="does not show tools"):
+        load([plain | {"tools": [schema("add")]}], tmp_path)
+    assert load([plain | {"tools": [schema("add")]}], tmp_path, tools_key=None) == load([plain], tmp_path)
+
+
+def test_tools_and_arguments_of_the_template_reach_pairs(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.chat_template = "{{ style }}" + TOOL_TEMPLATE
+    rows = [{"prompt": "one", "chosen": "two", "rejected": "four", "tools": [schema("add")]}]
+    config = PreferenceDataConfig(apply_chat_template_kwargs={"style": "brief"})
+    [pair] = load_pairs([write(tmp_path / "p.jsonl", rows)], tokenizer, config, option="data.train_files")
+    for example in pair.texts:
+        text = tokenizer.decode(example.prompt)
+        assert text.startswith('brief{"type": "function"') and '"name": "add"' in text
+
+
+def test_a_tokenizer_with_several_templates_uses_the_default_one(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(96)
+    default = tokenizer.chat_template
+    tokenizer.chat_template = {"default": default, "tool_use": TOOL_TEMPLATE}
+    example = encode_chat(CHAT, tokenizer, "row 0")
+    tokenizer.chat_template = default
+    assert example == encode_chat(CHAT, tokenizer, "row 0")
+
+
+def test_an_error_of_the_template_names_the_row(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content if m.content != 'x' else raise_exception('no x') }}{% endfor %}"
+    rows = [{"messages": [user("one"), assistant("two")]}, {"messages": [user("x"), assistant("two")]}]
+    with pytest.raises(UserError, match=r"row 1 of .*refuses this chat .*no x.*data\.chat_template"):
+        load(rows, tmp_path, template=template)
