@@ -17,6 +17,7 @@ from tests.tiny_run import permitting
 from tests.trainer.prompt_rows import write
 from trainer import export, main_sft, report
 from trainer.checkpoint import saved_steps
+from trainer.console import Console
 from trainer.data.sft_dataset import Example, collate, encode_chat, load_examples
 from trainer.supervised.loop import train_within
 from trainer.supervised.sft import SFTJob, sft_loss
@@ -272,3 +273,30 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     tokenizer.chat_template = "{{ messages | length }}" + PLAIN
     with pytest.raises(UserError, match="row 7: the chat template renders earlier turns differently"):
         encode_chat([user("1"), assistant("2"), user("3"), assistant("4")], tokenizer, "row 7")
+
+
+def sft_job(folder: Path, rows: list[dict[str, Any]], model: str, **trainer: Any) -> SFTJob:
+    path = write(folder / "rows.jsonl", rows)
+    options = SFTTrainerConfig(default_local_dir=str(folder / "sft"), device="cpu", **trainer)
+    data = SFTDataConfig(train_files=[path], train_batch_size=2)
+    return SFTJob(SFTConfig(data=data, model=ModelConfig(path=model), trainer=options), 1, Console())
+
+
+def test_a_resumed_run_refuses_other_rows_of_the_same_number(model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
+    fingerprints = []
+    for number, changed in enumerate((rows, rows, [*rows[:3], rows[3] | {"response": "7"}], rows[::-1])):
+        (tmp_path / str(number)).mkdir()
+        job = sft_job(tmp_path / str(number), changed, model)
+        job.read_data()
+        fingerprints.append(job.steps.dataset)
+    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == 3
+    assert all(fingerprint.startswith("4 rows, ") for fingerprint in fingerprints)
+
+
+def test_a_token_without_an_embedding_is_refused_before_training(tmp_path: Path) -> None:
+    model = tiny_qwen2(tmp_path / "model")  # 64 tokens
+    tiny_tokenizer(96).save_pretrained(model)  # knows capital letters, tokens 64 and above
+    job = sft_job(tmp_path, [{"prompt": "a", "response": "Z"}, {"prompt": "b", "response": "b"}], model)
+    with pytest.raises(UserError, match=r"data\.train_files: the tokenizer writes token \d+, .*embedding of 64 tokens"):
+        job.read_data()
