@@ -139,8 +139,8 @@ class ChatJoins:
             elif calls and not self._takes_tools:
                 texts = []
                 for call in calls:
-                    values = {"name": call["name"], "arguments": tool_arguments(call["arguments"])}
-                    texts.append(f"<tool_call>{json.dumps(values)}</tool_call>")
+                    written_call = {"name": call["name"], "arguments": tool_arguments(call["arguments"])}
+                    texts.append(f"<tool_call>{json.dumps(written_call)}</tool_call>")
                 written = "\n".join(texts)
                 message = {"role": message["role"], "content": f"{message['content'] or ''}{written}"}
             elif calls:
