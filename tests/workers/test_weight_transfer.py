@@ -147,6 +147,24 @@ def test_the_sender_waits_until_each_receiver_has_loaded_the_last_bucket() -> No
     assert not receivers.errors
 
 
+def test_a_receiver_that_does_not_load_the_last_bucket_is_named() -> None:
+    release = threading.Event()
+
+    def hang(channel: WeightChannel) -> None:
+        def load(weights: Weights) -> None:
+            for name, _ in weights:
+                if name == list(WEIGHTS)[-1]:
+                    release.wait(30)
+
+        channel.receive(load)
+
+    receivers = Receivers(1.0, receive_into([]), hang)
+    with pytest.raises(TransferError, match=r"weight update: engine 1 failed, or did not answer for 1 s"):
+        receivers.sender.send(iter(WEIGHTS.items()), 64)
+    release.set()
+    receivers.join()
+
+
 def test_a_receiver_that_ends_between_two_buckets_is_named_at_once() -> None:
     def stop(channel: WeightChannel) -> None:
         channel._next_bucket()  # the thread ends, and the channel with it
