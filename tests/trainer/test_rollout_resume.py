@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from tests.set_keys import set_keys
+from tests.trainer import tiny_run
 from tests.trainer.test_fit import FakePrompts
 from tests.trainer.test_rollout_scheduler import give, train
 from trainer.dynamic_sampling import AnswerGroups, DynamicSampling
@@ -405,3 +406,44 @@ def test_a_killed_run_without_partial_rollouts_equals_the_undisturbed_one(name: 
             step, rows = next(resumed.train(resumed_from + 1))
             assert same_columns(rows, expected[step])
             check_answers(rows, resumed.source.drawn)
+
+
+WHOLE_RUNS = {
+    "K=2": ["async_training.max_off_policy_threshold=2"],
+    "filters, K=2": ["async_training.max_off_policy_threshold=2", "algorithm.filter_groups.enable=true",
+                     "algorithm.filter_groups.metric=score"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE_RUNS)
+def test_a_whole_run_resumes_and_has_the_answers_of_the_undisturbed_one(name: str, tmp_path: Path) -> None:
+    """The learning rate is too small to change an answer. Of each prompt that both runs trained on, which time decides,
+    all answers are equal; with a filter these are fewer."""
+    tiny_run.write_files(tmp_path, [f"{row}+{row}" for row in range(8)])
+    options = [
+        *WHOLE_RUNS[name], "data.max_response_length=40", "rollout.max_num_seqs=3", "actor.optim.lr=1e-12",
+        "trainer.save_freq=1",
+    ]  # fmt: skip
+    tiny_run.run(tmp_path, "whole", *options, "trainer.total_training_steps=4")
+    undisturbed = answers_by_prompt(tmp_path, "whole", range(1, 5))
+
+    for resumed_from in (1, 2):
+        folder = tmp_path / "whole" / f"global_step_{resumed_from}"
+        start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"]
+        tiny_run.run(tmp_path, f"from {resumed_from}", *options, *start, "trainer.total_training_steps=4")
+        resumed = answers_by_prompt(tmp_path, f"from {resumed_from}", range(resumed_from + 1, 5))
+        earlier = answers_by_prompt(tmp_path, "whole", range(1, resumed_from + 1))
+        assert not earlier.keys() & resumed.keys(), "a prompt is trained on twice"
+        both = undisturbed.keys() & resumed.keys()
+        assert len(both) >= 4
+        assert {uid: resumed[uid] for uid in both} == {uid: undisturbed[uid] for uid in both}
+
+
+def answers_by_prompt(folder: Path, name: str, steps: Iterable[int]) -> dict[str, list[str]]:
+    """The answers that these steps trained on, by the name of the prompt."""
+    answers: dict[str, list[str]] = {}
+    for step in steps:
+        for row in tiny_run.samples(folder, name, step):
+            answers.setdefault(row["uid"], []).append(row["output"])
+    return {uid: sorted(several) for uid, several in answers.items()}
