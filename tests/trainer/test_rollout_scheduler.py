@@ -410,7 +410,7 @@ def test_after_resumes_no_group_is_too_old_lost_or_repeated(threshold: int, filt
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_complete_and_running_groups_of_one_checkpoint_form_one_batch(filtered: bool) -> None:
-    """The checkpoint after step 1 holds 1 complete group and 3 running ones. Its form is that of version 0.1."""
+    """The checkpoint after step 1 holds 1 complete group and 3 running ones. Its form is that of earlier versions."""
     source, empty = Numbers(2), np.array([None], dtype=object)
     engine_columns = {"version": torch.tensor([0]), "response_mask": torch.tensor([[1]])}
     complete = source.columns([2])
