@@ -71,7 +71,7 @@ class DynamicSampling(AnswerGroups):
         starts = np.searchsorted(found.of_row.numpy(), np.arange(len(judged) + 1))
         for number, group in enumerate(judged):
             group.kind = next(kind for kind in KINDS if found.kinds[kind][number])
-            group.columns, group.sampled = None, Rows(rows, int(starts[number]), int(starts[number + 1]))
+            group.sampled = Rows(rows, int(starts[number]), int(starts[number + 1]))
 
     def most(self, wanted: int) -> float:
         return self.config.algorithm.filter_groups.max_num_gen_batches * wanted or math.inf
@@ -114,7 +114,7 @@ class DynamicSampling(AnswerGroups):
 
 
 def rows_of(group: Group) -> DataProto:
-    """Returns the rows of a complete group, without the columns of its source."""
+    """Returns the rows of a complete group."""
     assert group.sampled is not None
     batch, start, stop = group.sampled
     return batch.select_idxs(np.arange(start, stop))

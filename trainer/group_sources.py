@@ -113,8 +113,11 @@ class PromptSource:
     def _groups(self, prompts: DataProto, step: int) -> list[Group]:
         n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
         groups = prompt_groups(prompts, n, f"train/{step}", self.config.trainer.seed, step, self._greedy_too)
-        if self.config.spans_updates and groups[0].columns is not None:
-            columns = groups[0].columns.batch.non_tensor_batch  # two batches with the same prompt may be mixed
+        # groups of several batches are judged together, and a batch may get groups that were drawn for another one; if
+        # both have the same prompt, its answers must not become one group
+        mixes_batches = self.config.spans_updates or self.config.async_training.depth > 1
+        if mixes_batches and groups[0].columns is not None:
+            columns = groups[0].columns.batch.non_tensor_batch
             columns["uid"] = np.array([f"{uid}@{step}" for uid in columns["uid"]], dtype=object)
         return groups
 

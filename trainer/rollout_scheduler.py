@@ -51,10 +51,17 @@ class Rows(NamedTuple):
 class Group:
     """A group that was drawn and is not resolved yet, that is, neither trained on nor dropped.
 
-    columns: the columns that the source knows; None if the ranks return all columns. version: weights with which the
-    group was started. step: batch for which it was started. sampled: its rows when it is complete, and their scores if
-    the filter needed them. counts: of its episodes. kind: verdict of the filter, "kept" or a reason to drop the group;
-    None before that.
+    Attributes:
+        plan: what the engines sample; without samples if the group was complete when a checkpoint was written.
+        columns: the columns that the source knows. None if the engines return all columns, or if the group was complete
+            when a checkpoint was written.
+        version: weights with which the group was started.
+        step: batch for which it was started.
+        sampled: its rows once it is complete, with all columns: those of the source, those of the engines, and the
+            scores if the filter needed them. A complete group therefore needs nothing else, whether its rows were
+            sampled by this process or read from a checkpoint.
+        counts: counts of its episodes.
+        kind: verdict of the filter, "kept" or a reason to drop the group; None before that.
     """
 
     plan: GroupPlan
@@ -279,8 +286,10 @@ class RolloutScheduler:
         if not surplus:
             return {}
         aborted = self.engines.abort_groups([group.plan.key for group in surplus if group.sampled is None])
-        complete = [group for group in surplus if group.sampled is not None]
-        aborted += int(assembled(complete).batch["response_mask"].sum()) if complete else 0
+        for group in surplus:
+            if group.sampled is not None:
+                rows, start, stop = group.sampled
+                aborted += int(rows.batch["response_mask"][start:stop].sum())
         self.filter.discard(surplus)
         self.counts["aborted"] += len(surplus)
         kept = int(batch.batch["response_mask"].sum())
@@ -332,9 +341,11 @@ class RolloutScheduler:
             self._metrics.append(result.metrics)
             start = 0
             for report in result.reports:
-                group, stop = of_key[report.key], start + report.num_rows
+                group = of_key[report.key]
+                stop = start + report.num_rows
                 assert result.rows is not None
-                group.sampled, group.counts = Rows(result.rows, start, stop), report.counts
+                group.sampled = _with_columns(group.columns, Rows(result.rows, start, stop))
+                group.counts = report.counts
                 start = stop
 
     # -------------------------------------------------------------------------------------------- numbers and state
@@ -408,12 +419,13 @@ class RolloutScheduler:
             self._collect(others, self.groups)
         groups = []
         for group in self.groups:
-            plan, rows = GroupPlan(group.plan.key, ()), group.columns
-            if group.sampled is None:
-                plan = plans[group.plan.key]
+            # of a complete group its rows are saved, and of a running one what continues it
+            if group.sampled is not None:
+                plan = GroupPlan(group.plan.key, ())
+                rows: Rows | None = group.sampled
             else:
-                whole = assembled([group])
-                rows = Rows(whole, 0, len(whole))
+                plan = plans[group.plan.key]
+                rows = group.columns
             saved = None if rows is None else rows.batch.select_idxs(np.arange(rows.start, rows.stop))
             columns = None if saved is None else (dict(saved.batch.items()), saved.non_tensor_batch)
             groups.append((plan, group.version, group.step, group.counts, group.kind, columns))
@@ -425,8 +437,10 @@ class RolloutScheduler:
         for plan, version, step, counts, kind, columns in state["groups"]:
             saved = None if columns is None else DataProto.from_dict(*columns)
             rows = None if saved is None else Rows(saved, 0, len(saved))
-            known, sampled = (rows, None) if plan.samples else (None, rows)
-            groups.append(Group(plan, known, version, step, sampled, counts, kind))
+            is_complete = not plan.samples
+            source_columns = None if is_complete else rows
+            sampled = rows if is_complete else None
+            groups.append(Group(plan, source_columns, version, step, sampled, counts, kind))
         self.restore(state | {"groups": groups})
 
     def _begin_again(self) -> None:
@@ -440,10 +454,17 @@ class RolloutScheduler:
 
 
 def assembled(groups: Sequence[Group]) -> DataProto:
-    """Returns the rows of complete groups in order, with the columns of their source."""
-    rows = _gathered([group.sampled for group in groups if group.sampled is not None])
-    columns = [group.columns for group in groups if group.columns is not None]
-    return _gathered(columns) | rows if columns else rows
+    """Returns the rows of complete groups, ordered by group."""
+    return _gathered([group.sampled for group in groups if group.sampled is not None])
+
+
+def _with_columns(columns: Rows | None, sampled: Rows) -> Rows:
+    """Adds the columns of the source, if there are any, to the rows that an engine returned."""
+    if columns is None:
+        return sampled
+    known = columns.batch.slice(columns.start, columns.stop)
+    rows = known | sampled.batch.slice(sampled.start, sampled.stop)
+    return Rows(rows, 0, len(rows))
 
 
 def _gathered(parts: Sequence[Rows]) -> DataProto:

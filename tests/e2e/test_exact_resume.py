@@ -136,17 +136,35 @@ def test_a_budget_that_ends_loses_no_step_and_a_larger_one_goes_on_as_if_nothing
     assert differences(history(whole), history(ended)) == []
 
 
-@pytest.mark.parametrize("threshold", [1, 2])
+FEW_SEATS = ["data.max_response_length=40", "rollout.max_num_seqs=3"]
+"""Answers of many lengths on three seats, so that checkpoints hold complete groups, running ones and waiting ones."""
+OVERSAMPLED = ["rollout.oversample=1.5"]
+ONLY_DIFFERENT = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score"]
+ONLY_DIFFERENT += ["algorithm.filter_groups.max_num_gen_batches=0"]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "ahead", "more"),
+    [
+        pytest.param(1, 1, [], id="K=1"),
+        pytest.param(2, 2, [], id="K=2"),
+        pytest.param(1, 0, OVERSAMPLED, id="K=1, oversampling"),
+        pytest.param(2, 1, OVERSAMPLED, id="K=2, oversampling", marks=pytest.mark.long),
+        pytest.param(1, 1, ONLY_DIFFERENT, id="K=1, filter", marks=pytest.mark.long),
+        pytest.param(2, 2, ONLY_DIFFERENT, id="K=2, filter"),
+    ],
+)
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_with_partial_rollouts_killed_at_random_times_trains_on_every_prompt_once(
-    kills: int, threshold: int, tmp_path: Path
+    kills: int, threshold: int, ahead: int, more: list[str], tmp_path: Path
 ) -> None:
     """Time decides which groups are complete first, so resumed runs differ; but none is lost or repeated."""
     random, steps, batch = np.random.default_rng(kills), 4 * kills, 4
     options = [
-        f"async_training.max_off_policy_threshold={threshold}", f"async_training.batches_ahead={threshold}",
+        f"async_training.max_off_policy_threshold={threshold}", f"async_training.batches_ahead={ahead}",
         "async_training.partial_rollout=true", "trainer.resume_mode=auto",
-        f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=2",
+        f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2",
+        *FEW_SEATS, *more,
     ]  # fmt: skip
     runs = Runs(tmp_path, 10, batch, options)
     for _ in range(kills):
@@ -170,8 +188,12 @@ def test_a_run_with_partial_rollouts_killed_at_random_times_trains_on_every_prom
     assert max(row["async/staleness/oldest"] for row in rows.values()) <= threshold
     files = sorted((tmp_path / "run" / "samples" / "train").glob("*.parquet"))
     uids = Counter(uid for file in files for uid in pq.read_table(file)["uid"].to_pylist())
+    assert set(uids.values()) == {2}, "each prompt of a batch once, with two answers"
+    if more:  # batches are filled up across the end of an epoch, and contain groups that were carried over
+        assert len(uids) == steps * batch
+        return
     drawn = [2 if step % 3 == 0 else batch for step in range(1, steps + 1)]  # 10 prompts an epoch
-    assert set(uids.values()) == {2} and len(uids) == sum(drawn), "each prompt of each batch, with two answers"
+    assert len(uids) == sum(drawn)
     assert Counter(int(uid.rpartition("@")[2]) for uid in uids) == dict(enumerate(drawn, start=1))
 
 

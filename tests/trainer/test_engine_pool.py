@@ -176,6 +176,19 @@ def test_a_dead_engine_is_replaced_gets_the_weights_and_its_groups_run_again() -
     assert world.rewards.cancelled == ["reward of c", "reward of d"], "else they would be submitted twice"
 
 
+def test_the_groups_of_a_dead_engine_run_before_those_that_wait() -> None:
+    """They are the oldest. At the end of the queue they could become too old, and the trainer would wait for them."""
+    world = World(engines=1, threshold=1)
+    world.role.update_weights(0)
+    world.engine(0).room = 2
+    world.begin(*"abcdef")
+    world.role.run_groups(["a"], seconds=0.0)  # the engine takes group a, which has two samples
+    world.engine(0).dies = {"take_groups"}
+    assert reports(world.role.run_groups(list("abcdef"))) == list("abcdef")
+    ran = [line for line in world.log if "runs" in line]
+    assert ran == [f"0 runs {key} with version 0" for key in "aabcdef"]
+
+
 def test_the_weights_of_a_replaced_engine_have_the_version_that_the_trainer_has() -> None:
     """Between an update of the trainer and that of the engines they differ. The address is new, too."""
     world = World(engines=1, threshold=1)

@@ -20,7 +20,7 @@ import torch
 
 from trainer.agentic.agent_trainer import EpisodeFilter
 from trainer.group_sources import EnvSource, env_groups
-from trainer.rollout_scheduler import Group, GroupFilter, RolloutScheduler
+from trainer.rollout_scheduler import Group, GroupFilter, RolloutScheduler, Rows, assembled
 from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
@@ -106,7 +106,7 @@ def at_random(random: np.random.Generator, ranks: int = 2) -> Engines:
 
 
 class Numbers:
-    """Draws groups of one sample: 0, 1, 2, ..., up to `end`."""
+    """Draws groups of one sample: 0, 1, 2, ..., up to `end`. Each has the columns `number` and `drawn_number`."""
 
     epoch = 0
 
@@ -118,7 +118,14 @@ class Numbers:
 
     def draw(self, number: int, step: int) -> list[Group]:
         first, self.next = self.next, min(self.next + number, self.end)
-        return [Group(GroupPlan(str(n), (n,))) for n in range(first, self.next)]
+        drawn = range(first, self.next)
+        columns = self.columns(drawn)
+        return [Group(GroupPlan(str(n), (n,)), Rows(columns, row, row + 1)) for row, n in enumerate(drawn)]
+
+    def columns(self, drawn: Sequence[int]) -> DataProto:
+        """The columns of these groups that the engines do not return."""
+        names = np.array([f"number {n}" for n in drawn], dtype=object)
+        return DataProto.from_dict({"number": torch.tensor(list(drawn), dtype=torch.long)}, {"drawn_number": names})
 
     def update(self, batch: DataProto) -> dict[str, float]:
         return {}
@@ -216,6 +223,12 @@ def samples(batch: DataProto) -> list[Any]:
 
 def contents(batch: DataProto) -> list[object]:
     return [list(batch.non_tensor_batch["sample"]), batch.batch["version"].tolist()]
+
+
+def check_columns(batch: DataProto) -> None:
+    """Checks that the rows of `Numbers` have the columns of their own group."""
+    assert batch.batch["number"].tolist() == list(batch.non_tensor_batch["sample"])
+    assert list(batch.non_tensor_batch["drawn_number"]) == [f"number {n}" for n in samples(batch)]
 
 
 def logged(batch: DataProto, name: str) -> float:
@@ -368,6 +381,7 @@ def check_run_with_crashes(threshold: int, filtered: bool, random: np.random.Gen
         for step, batch in enumerate(train(subject, range(saved[0] + 1, last_step + 1), every), start=saved[0] + 1):
             trained[step], staleness = samples(batch), step - 1 - batch.batch["version"]
             assert len(trained[step]) == size and 0 <= staleness.min() and staleness.max() <= threshold
+            check_columns(batch)
             if ahead or partial:
                 assert logged(batch, "async/staleness/oldest") == staleness.max()
             if random.random() < 0.3:
@@ -392,6 +406,33 @@ def check_run_with_crashes(threshold: int, filtered: bool, random: np.random.Gen
 def test_after_resumes_no_group_is_too_old_lost_or_repeated(threshold: int, filtered: bool) -> None:
     for seed in range(40):
         check_run_with_crashes(threshold, filtered, np.random.default_rng([threshold, seed]))
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_complete_and_running_groups_of_one_checkpoint_form_one_batch(filtered: bool) -> None:
+    """The checkpoint after step 1 holds 1 complete group and 3 running ones. Its form is that of earlier versions."""
+    source, empty = Numbers(2), np.array([None], dtype=object)
+    engine_columns = {"version": torch.tensor([0]), "response_mask": torch.tensor([[1]])}
+    complete = source.columns([2])
+    complete.non_tensor_batch |= {"sample": np.array([2], dtype=object), "traj_id": empty}
+    groups = [(GroupPlan("2", ()), 0, 2, None, "kept" if filtered else None,
+               (dict(complete.batch.items()) | engine_columns, complete.non_tensor_batch))]  # fmt: skip
+    for number, step in ((1, 1), (3, 2), (4, 3)):
+        running = source.columns([number])
+        plan = GroupPlan(str(number), (Continued(number, 0, 2),))
+        groups.append((plan, 0, step, None, None, (dict(running.batch.items()), running.non_tensor_batch)))
+    state = {
+        "source": {"next": 5}, "groups": groups, "sizes": {2: 2, 3: 2}, "metrics": [],
+        "counts": {"started": 5, "trained": 1},
+    }  # fmt: skip
+
+    resumed = numbers(Engines(), 2, 1, sieve=Sieve({99}) if filtered else None)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
+    batches = list(train(resumed, [2, 3]))
+    assert sorted(samples(batches[0]) + samples(batches[1])) == [1, 2, 3, 4]
+    assert 2 in samples(batches[0])
+    for batch in batches:
+        check_columns(batch)
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 2])
@@ -469,6 +510,44 @@ def test_the_bias_of_an_aborted_surplus_is_logged() -> None:
     assert samples(batch) == [0, 2] and engines.aborted == ["1"]
     assert logged(batch, "rollout/oversample/aborted_groups") == 1
     assert logged(batch, "rollout/oversample/length_bias") == pytest.approx(2 / (8 / 3) - 1)
+
+
+class LateScores(Sieve):
+    """Judges no group before group 2 is complete, then all except group 3, and adds the scores of these."""
+
+    def judge(self, groups: Sequence[Group], wait: bool) -> None:
+        if not any(group.plan.key == "2" for group in groups):
+            return
+        judged = [group for group in groups if group.plan.key != "3"]
+        super().judge(judged, wait)
+        for group in judged:
+            rows = assembled([group])
+            rows.batch["token_level_scores"] = torch.ones(len(rows), 1)
+            group.sampled = Rows(rows, 0, len(rows))
+
+
+def test_a_surplus_of_judged_and_unjudged_groups_is_aborted() -> None:
+    """Groups 0 and 1 with 1 and 2 tokens are the batch. The surplus is group 2 with 3 tokens and a score, and group 3
+    with 2 tokens and none."""
+    engines = Engines(lambda key: {"0": 1, "1": 2, "2": 3, "3": 2}[key])
+    subject = numbers(engines, 0, oversample=2.0, sieve=LateScores(()))
+    batch = subject.get_batch(1)
+    assert samples(batch) == [0, 1] and not subject.groups
+    assert logged(batch, "rollout/oversample/aborted_groups") == 2
+    assert logged(batch, "rollout/oversample/length_bias") == pytest.approx((3 / 2) / (8 / 4) - 1)
+
+
+@pytest.mark.parametrize(("partial", "last_step", "started"), [(False, 1, [3]), (True, 1, [2]), (True, 2, [3, 2])])
+def test_the_last_step_starts_no_surplus_unless_it_is_aborted(
+    partial: bool, last_step: int, started: list[int]
+) -> None:
+    """Batches of 2 groups with a surplus of 1. One that is carried over after the last step would be for no step."""
+    engines = Engines()
+    subject = numbers(engines, int(partial), 0, oversample=1.5, partial=partial, last_step=last_step)
+    counts = []
+    for _ in train(subject, range(1, last_step + 1)):
+        counts.append(len(engines.begun) - sum(counts))
+    assert counts == started
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])

@@ -115,6 +115,56 @@ def test_a_receiver_that_does_not_answer_is_named_after_the_time_limit() -> None
     receivers.join()
 
 
+def test_the_sender_waits_until_each_receiver_has_loaded_the_last_bucket() -> None:
+    """A receiver has all bytes and is still loading them. If the sender did not wait, the trainer would go on with an
+    engine that has a mixture of two versions."""
+    is_loading, may_end = threading.Event(), threading.Event()
+    is_sent = threading.Event()
+
+    def slow(channel: WeightChannel) -> None:
+        def load(weights: Weights) -> None:
+            for name, _ in weights:
+                if name == list(WEIGHTS)[-1]:
+                    is_loading.set()
+                    assert may_end.wait(20)
+
+        channel.receive(load)
+
+    receivers = Receivers(20.0, receive_into([]), slow)
+
+    def send() -> None:
+        receivers.sender.send(iter(WEIGHTS.items()), 64)
+        is_sent.set()
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    assert is_loading.wait(20)
+    assert not is_sent.wait(0.5), "the sender did not wait for the receiver"
+    may_end.set()
+    sender.join(20)
+    assert is_sent.is_set()
+    receivers.join()
+    assert not receivers.errors
+
+
+def test_a_receiver_that_does_not_load_the_last_bucket_is_named() -> None:
+    release = threading.Event()
+
+    def hang(channel: WeightChannel) -> None:
+        def load(weights: Weights) -> None:
+            for name, _ in weights:
+                if name == list(WEIGHTS)[-1]:
+                    release.wait(30)
+
+        channel.receive(load)
+
+    receivers = Receivers(1.0, receive_into([]), hang)
+    with pytest.raises(TransferError, match=r"weight update: engine 1 failed, or did not answer for 1 s"):
+        receivers.sender.send(iter(WEIGHTS.items()), 64)
+    release.set()
+    receivers.join()
+
+
 def test_a_receiver_that_ends_between_two_buckets_is_named_at_once() -> None:
     def stop(channel: WeightChannel) -> None:
         channel._next_bucket()  # the thread ends, and the channel with it

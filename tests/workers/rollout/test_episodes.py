@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.workers.rollout.scripted import END, SAMPLING, ScriptedEngine, ScriptedPool, ids_of, make_runner, play, spec
-from workers.rollout.base import Request, SamplingParams
+from workers.rollout.base import Request, SamplingParams, derive_seed
 from workers.rollout.conversation import Turn
 from workers.rollout.episodes import TokenLimits, aggregate_metrics
 
@@ -40,6 +40,15 @@ def test_why_an_episode_ends(flags: dict[str, bool], stop: str) -> None:
     episodes, pool, _ = play(script, says_b, max_steps=2)
     assert episodes[0].stop == stop and episodes[0].score == 2.0 and episodes[0].is_kept
     assert len(pool.discarded) == 1
+
+
+def test_each_turn_has_the_seed_of_its_run_step_episode_and_number() -> None:
+    """The engine draws from (seed, position). With one seed for all turns, two turns that begin at the same position,
+    as those of a step environment, would draw the same numbers."""
+    _, _, engine = play(ending(3), says_b, [spec("g_0", start_step=3)], limits=LONG)
+    seeds = [request.sampling.seed for request in engine.requests]
+    assert seeds == [derive_seed(5, 3 - 1, "g_0", turn) for turn in range(3)]
+    assert len(set(seeds)) == 3
 
 
 def test_templates_are_filled() -> None:

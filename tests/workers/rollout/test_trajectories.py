@@ -82,6 +82,28 @@ def test_several_turns() -> None:
     assert list(data.non_tensor_batch["step_scores"]) == [[0.5, -1.0, 2.0]]
 
 
+def test_only_sampled_tokens_have_a_version_and_the_row_has_the_oldest() -> None:
+    """The weights change within the first turn, and between the turns."""
+    episodes, _, _ = play(world(("d", 0.5), ("x", 2.0)), worded("b!", "cc!"))
+    first, second = episodes[0].turns
+    first.versions, second.versions = [4, 5], [6, 6, 7]
+    data = rows(episodes)
+    # b and the end of the turn, <|im_start|>d<|im_start|> of the environment, cc and the end, padding
+    expected = [4, 5, -1, -1, -1, 6, 6, 7] + [-1] * (LIMITS.max_response_length - 8)
+    assert data.batch["rollout_versions"].tolist() == [expected]
+    assert data.batch["policy_version"].tolist() == [4]
+
+
+def test_tokens_that_move_from_the_prompt_to_the_response_have_no_version() -> None:
+    """The first prompt of a row may be longer than data.max_prompt_length, here by 2 tokens."""
+    episodes, _, _ = play(world(("x", 2.0)), worded("b!"))
+    [turn] = episodes[0].turns
+    turn.prompt_ids, turn.versions = [1, A, 1, 1, B, C, D, 1], [4, 5]
+    data = rows(episodes)
+    expect(data, 0, [1, A, 1, 1, B, C], [D, 1, B, 2], [0, 0, 1, 1])
+    assert data.batch["rollout_versions"][0].tolist() == [-1, -1, 4, 5] + [-1] * (LIMITS.max_response_length - 4)
+
+
 def test_tool_messages() -> None:
     episodes, _, _ = play(world(("d", 1.0), ("x", 2.0), use_tool=True), worded("b!", "c!"))
     sharp = ids_of("#")
