@@ -21,10 +21,16 @@ import torch
 
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.algos.agentic_advantages import at_last_token
-from verl_lite.algos.masked import whiten_or_keep
+from verl_lite.algos.masked import group_ids, group_sum, whiten_or_keep
 from verl_lite.algos.reward_norm import normalise_scores, update_running
 from verl_lite.config import AlgorithmConfig
-from verl_lite.core_algos import FixedKLController, RunningMoments, apply_kl_penalty, get_adv_estimator_fn
+from verl_lite.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    FixedKLController,
+    RunningMoments,
+    apply_kl_penalty,
+    get_adv_estimator_fn,
+)
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.registry import accepts, takes
@@ -160,6 +166,10 @@ def compute_advantage(
     (`ESTIMATOR_COLUMNS`). Writes raw_advantages (B, R), the estimator's output; advantages, whitened and clipped; and
     returns, unchanged. A clip adds critic/advantage_clip_frac over valid tokens to meta_info["metrics"].
 
+    Estimators that compare the rows of a group (`compares_groups`) do not see the groups that `incomparable_rows`
+    finds: these have advantage and return 0 and do not count in whitening. Their tokens remain in response_mask. A run
+    adds their number, groups/incomparable, to meta_info["metrics"].
+
     Args:
         gamma, lambd: discount factor, lambda of GAE.
         pipeline_config: passed to the estimator as `config`; set in a run. None selects ROLL's behavior: gae whitens
@@ -186,23 +196,75 @@ def compute_advantage(
         )
     if whiten_rewards:
         rewards = whiten_or_keep(rewards, mask)
-    given = {
+
+    metrics: ScalarMetrics = {}
+    compared_mask = mask
+    if compares_groups(adv_estimator):
+        incomparable, num_incomparable = incomparable_rows(data, mask, stage)
+        compared_mask = torch.where(incomparable[:, None], 0, mask)
+        if not is_rolls:
+            metrics["groups/incomparable"] = float(num_incomparable)
+
+    arguments = {
         "token_level_rewards": rewards,
-        "response_mask": mask,
+        "response_mask": compared_mask,
         "gamma": gamma,
         "lam": lambd,
         "config": pipeline_config,
         "norm_adv_by_std_in_grpo": getattr(pipeline_config, "norm_adv_by_std_in_grpo", True),
     }
-    given |= {"whiten": False} if is_rolls else {}
-    raw_advantages, returns = _call_estimator(adv_estimator, data, given, stage)
-    result = data.select()
-    advantages = whiten_or_keep(raw_advantages, mask) if whiten_advantages else raw_advantages
+    if is_rolls:
+        arguments["whiten"] = False
+    raw_advantages, returns = _call_estimator(adv_estimator, data, arguments, stage)
+    if compared_mask is not mask:
+        # an estimator of a user may leave values under mask 0, where the loss would read those of incomparable rows
+        is_unseen = (mask != 0) & (compared_mask == 0)
+        raw_advantages = raw_advantages.masked_fill(is_unseen, 0)
+        returns = returns.masked_fill(is_unseen, 0)
+
+    advantages = whiten_or_keep(raw_advantages, compared_mask) if whiten_advantages else raw_advantages
     if advantage_clip is not None:
-        advantages, clipped = _clip(advantages, advantage_clip, mask != 0)
-        result.meta_info["metrics"] = {**data.meta_info.get("metrics", {}), "critic/advantage_clip_frac": clipped}
+        advantages, metrics["critic/advantage_clip_frac"] = _clip(advantages, advantage_clip, mask != 0)
+
+    result = data.select()
+    if metrics:
+        result.meta_info["metrics"] = {**data.meta_info.get("metrics", {}), **metrics}
     result.batch.update({"raw_advantages": raw_advantages, "advantages": advantages, "returns": returns})
     return result
+
+
+def compares_groups(adv_estimator: str) -> bool:
+    """Returns True if an estimator compares the rows of a group: as its registration declares (`groups`), or, without a
+    declaration, if it has the parameter `index`."""
+    function = get_adv_estimator_fn(adv_estimator)
+    declared = ADV_ESTIMATOR_REGISTRY.facts.get(adv_estimator, {}).get("groups")
+    return takes(function, "index") if declared is None else bool(declared)
+
+
+def incomparable_rows(data: DataProto, mask: torch.Tensor, stage: str) -> tuple[torch.Tensor, int]:
+    """Finds groups of several rows of which fewer than two have a valid token, because rewards failed or answers were
+    rejected. The score of the remaining row cannot be compared with another, and as an advantage it would be raw.
+
+    A group that consists of one row (`rollout.n=1`) is not among them: there the estimator's formula for a group of one
+    applies, as in verl.
+
+    Args:
+        mask: (B, R) response_mask of the batch.
+        stage: name of the stage, for the error if the column uid is missing.
+
+    Returns:
+        (B,) bool, True for the rows of these groups; and the number of the groups.
+    """
+    groups, num_groups = group_ids(column_of(data, "uid", stage), mask.device)
+    is_valid = (mask != 0).any(dim=-1)
+    is_sampled = torch.ones_like(is_valid)
+    if "is_padding" in data:
+        is_sampled = ~data.batch["is_padding"].bool()
+
+    sizes = group_sum(is_sampled.long(), groups, num_groups)
+    num_valid = group_sum(is_valid.long(), groups, num_groups)
+    is_incomparable = (sizes > 1) & (num_valid < 2)
+    return is_incomparable[groups], int(is_incomparable.sum())
 
 
 def estimate_advantages(
@@ -232,23 +294,30 @@ def estimate_advantages(
     return batch, metrics | batch.meta_info.pop("metrics", {})
 
 
-def _call_estimator(name: str, data: DataProto, given: dict[str, Any], stage: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls a registered estimator with the entries of `given` and the columns that its signature accepts."""
+def _call_estimator(
+    name: str, data: DataProto, arguments: dict[str, Any], stage: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Calls a registered estimator with the entries of `arguments` and the columns that its signature accepts."""
     function = get_adv_estimator_fn(name)
+    arguments = dict(arguments)
     for argument, column in ESTIMATOR_COLUMNS.items():
         if column in data or (takes(function, argument) and argument != "rollout_is_weights"):
-            given[argument] = column_of(data, column, stage)
+            arguments[argument] = column_of(data, column, stage)
     # extra values of the reward function are passed under their own names, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
-    given |= {"batch": data.batch, "non_tensor_batch": {**extras, **data.non_tensor_batch}}
-    result = function(**{key: value for key, value in given.items() if accepts(function, key)})
-    valid = given["response_mask"] != 0
-    found = result if isinstance(result, tuple) else ()
-    is_sound = len(found) == 2 and all(x.shape == valid.shape and bool(x[valid].isfinite().all()) for x in found)
+    arguments["batch"] = data.batch
+    arguments["non_tensor_batch"] = {**extras, **data.non_tensor_batch}
+
+    accepted = {key: value for key, value in arguments.items() if accepts(function, key)}
+    result = function(**accepted)
+
+    valid = arguments["response_mask"] != 0
+    pair = result if isinstance(result, tuple) else ()
+    is_sound = len(pair) == 2 and all(x.shape == valid.shape and bool(x[valid].isfinite().all()) for x in pair)
     if not is_sound:
         raise UserError(
             f"algorithm.adv_estimator={name}: expected a tuple (advantages, returns) of shape {tuple(valid.shape)}, "
-            f"finite where response_mask is 1; found {[tuple(x.shape) for x in found] or type(result).__name__}. Test "
+            f"finite where response_mask is 1; found {[tuple(x.shape) for x in pair] or type(result).__name__}. Test "
             "the function with verl_lite.contracts.check_adv_estimator, which names the promise that it breaks"
         )
     return result

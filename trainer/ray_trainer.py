@@ -29,6 +29,7 @@ from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.rollout_scheduler import GroupFilter, GroupSource, RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import TrainingSteps
+from trainer.teacher_server import TeacherStopped
 from trainer.teachers import Teachers
 from trainer.tracking import Tracking
 from trainer.training_loop import TrainingLoop
@@ -85,6 +86,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
             config.trainer, TrainingSteps(config, self.scheduler, total_steps), tracking, saver, FitResult()
         )
         self.val_data, self.tokenizer, self.samples, self.run_dir = val_data, tokenizer, samples, run_dir
+        if teachers is not None:
+            teachers.watch_for_stop(lambda: self.steps.stop_asked)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # data_source -> moments of its scores
         self.needs_old_log_prob = needs_old_log_prob(config)
@@ -108,8 +111,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
                         batch |= self.ref.compute_ref_log_prob(batch)
                 if self.teachers:
                     with self.timed("teacher"):
-                        batch |= self.teachers.compute_log_probs(batch)
-                        self.metrics |= batch.meta_info.pop("metrics")
+                        batch = self.compute_teacher_log_probs(self.teachers, batch)
                 if self.critic:
                     with self.timed("values"):
                         batch |= self.critic.compute_values(batch)
@@ -225,6 +227,19 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
             self.metrics |= rollout_probs_diff(
                 batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
             )
+        return batch
+
+    def compute_teacher_log_probs(self, teachers: Teachers, batch: DataProto) -> DataProto:
+        """Adds the columns of the teachers. If the run is to stop while a teacher's server is silent, this step cannot
+        be completed: saves the last completed step and ends the run as a second signal would."""
+        try:
+            batch |= teachers.compute_log_probs(batch)
+        except TeacherStopped as error:
+            self._save_last_step()
+            stopped = KeyboardInterrupt()
+            stopped.add_note(str(error))
+            raise stopped from error
+        self.metrics |= batch.meta_info.pop("metrics")
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:

@@ -271,7 +271,8 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
     """Returns the columns selected (B, R) bool, scores (B,), staleness (B, R), each only if the policy loss takes it.
 
     selected: tokens chosen over the whole batch under the policy before the update, the same in every epoch. Random
-    choices are seeded with trainer.seed and the step. staleness: weight updates since the token was sampled.
+    choices are seeded with trainer.seed and the step. staleness: weight updates between the version that sampled the
+    token and the version that this step updates; steps of trainer.critic_warmup do not update the weights.
     """
     tensors, loss_mode = {}, config.actor.policy_loss.loss_mode
     if loss_takes(config, "selected"):
@@ -287,7 +288,11 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
     if loss_takes(config, "scores"):
         tensors["scores"] = outcome_scores(batch.batch["token_level_scores"], batch.batch["response_mask"])
     if loss_takes(config, "staleness"):
-        tensors["staleness"] = (step - 1 - batch.batch["rollout_versions"]).where(batch.batch["response_mask"] != 0, 0)
+        warmup = config.trainer.critic_warmup  # the weights after these steps are those of version 0
+        updated_version = max(step - 1, warmup)
+        sampled_versions = batch.batch["rollout_versions"].clamp(min=warmup)
+        is_valid = batch.batch["response_mask"] != 0
+        tensors["staleness"] = (updated_version - sampled_versions).where(is_valid, 0)
     return tensors
 
 

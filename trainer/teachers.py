@@ -1,17 +1,15 @@
 """The teachers of on-policy distillation on the driver: selects the teacher of each row and collects its log-probs.
 
-A teacher is a worker group with a model of its own, the policy's group, or an OpenAI-compatible server. All of them
-read the student's response; a `prompt_template` replaces the last user message of the prompt before it, for example by
-one with a hint. `check_teachers` compares vocabularies and rows with the teachers before any worker starts.
+A teacher is a worker group with a model of its own, the policy's group, or an OpenAI-compatible server
+(`trainer.teacher_server`). All of them read the student's response; a `prompt_template` replaces the last user message
+of the prompt before it, for example by one with a hint. `check_teachers` compares vocabularies and rows with the
+teachers before any worker starts.
 """
 
-import asyncio
-import math
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,31 +18,23 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trainer.data.prompts import PromptDataset
 from trainer.data.tokens import Prompt, encode_prompts
 from trainer.requirements import micro_batching
-from trainer.rewards.failures import Failures
 from trainer.rewards.model_inputs import check_same_vocabulary
 from trainer.roles import TeacherRole
+from trainer.teacher_server import OtherTokens, TeacherServer, run_async, server_of
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.distillation import Teacher
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from verl_lite.rewards.judge import Endpoint, RemoteRewardError
+from verl_lite.rewards.judge import RemoteRewardError
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.frozen_models import teacher_network
 from workers.policy.loading import load_model_config, longest_context
 from workers.policy.model_errors import user_error_on_failure
 from workers.rollout.rows import left_padded
 
-T = TypeVar("T")
-REQUESTS_AT_ONCE = 32
-MAX_RETRIES = 3
 PROBED_TOKENS = 64
-KEPT_FAILURES = 100  # of each batch, in teacher_failures.jsonl
 _PLACEHOLDER = re.compile(r"\{(prompt|ground_truth|extra_info\.\w[\w.]*)\}")
-
-
-class TeacherFailure(RuntimeError):
-    """Raised if too many requests to a teacher's server failed. Contains the first failure of the batch."""
 
 
 class TeacherScorer(Protocol):
@@ -66,6 +56,12 @@ class Teachers:
         self, config: PPOConfig, scorers: dict[str, TeacherScorer], prompts: "dict[str, PrivilegedPrompts]"
     ) -> None:
         self.config, self.scorers, self.prompts = config, scorers, prompts
+
+    def watch_for_stop(self, stop_requested: Callable[[], bool]) -> None:
+        """Makes servers give up if they are silent when `stop_requested` returns True."""
+        for scorer in self.scorers.values():
+            if isinstance(scorer, TeacherServer):
+                scorer.stop_requested = stop_requested
 
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """Returns the columns of `TeacherScorer.compute_teacher_log_prob`, has_teacher, and meta_info metrics.
@@ -187,72 +183,6 @@ class PrivilegedPrompts:
         return chat
 
 
-class TeacherServer:
-    """A teacher on an OpenAI-compatible server, which returns the log-probs of the prompt's tokens (`echo`).
-
-    failures: counts the failed requests.
-    """
-
-    def __init__(self, teacher: Teacher, failures: Failures) -> None:
-        self.teacher, self.failures = teacher, failures
-        url, option = f"{str(teacher.url).rstrip('/')}/completions", f"distillation.teachers.{teacher.name}.api_key_env"
-        self.endpoint = Endpoint(url, max_retries=MAX_RETRIES, api_key_env=teacher.api_key_env, option=option)
-
-    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
-        """Returns teacher_log_probs (n, R) and has_teacher (n,). Raises TeacherFailure if too many requests failed."""
-        mask, width = batch.batch["attention_mask"].bool(), batch.batch["responses"].shape[1]
-        ids = [row[real].tolist() for row, real in zip(batch.batch["input_ids"], mask, strict=True)]
-        answered = mask[:, -width:]
-        log_probs = torch.zeros(answered.shape)
-        found = run_async(self._request_all(ids))
-        for row, values in enumerate(found):
-            if not isinstance(values, str):
-                log_probs[row, answered[row]] = torch.tensor(values[len(values) - int(answered[row].sum()) :])
-        errors = [values for values in found if isinstance(values, str)]
-        rows = [{"teacher": self.teacher.name, "error": error} for error in errors[:KEPT_FAILURES]]
-        self.failures.note(len(errors), len(found), rows, errors[0] if errors else None)
-        taught = torch.tensor([not isinstance(values, str) for values in found])
-        return DataProto.from_dict(tensors={"teacher_log_probs": log_probs, "has_teacher": taught})
-
-    async def _request_all(self, prompts: Sequence[list[int]]) -> list[list[float] | str]:
-        """Returns the log-probs of each prompt's tokens after the first, or the text of the error."""
-        limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
-
-        async def request(ids: list[int]) -> list[float] | str:
-            async with limit:
-                try:
-                    return (await self.request(ids))[0]
-                except (RemoteRewardError, ValueError) as error:
-                    return str(error)
-
-        return await asyncio.gather(*map(request, prompts))
-
-    async def request(self, ids: list[int]) -> tuple[list[float], list[str]]:
-        """Returns the log-probs of the tokens after the first, and the texts of all tokens.
-
-        Raises ValueError if the reply has no log-prob for each of them, and RemoteRewardError if the request fails.
-        """
-        body = {"model": self.teacher.model, "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
-        reply = await self.endpoint.post(body | {"temperature": 1.0})
-        try:
-            found = reply["choices"][0]["logprobs"]
-            values, texts = found["token_logprobs"][1 : len(ids)], found["tokens"][: len(ids)]
-            is_aligned = len(found["token_logprobs"]) == len(found["tokens"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"the reply has no log-probs of the prompt's tokens: {reply!s:.300}") from error
-        # the types exclude bool, which is an int; a NaN fails every comparison
-        are_numbers = all(type(value) in (float, int) and -math.inf < value <= 1e-3 for value in values)
-        if len(values) != len(ids) - 1 or len(texts) != len(ids) or not (is_aligned and are_numbers):
-            raise ValueError(f"the reply has no log-prob for each of the {len(ids)} tokens: {found!s:.300}")
-        return [float(value) for value in values], [str(text) for text in texts]
-
-
-def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end in a thread of its own, because a notebook has a running event loop in this one."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
-
-
 def build_teachers(
     config: PPOConfig,
     groups: Mapping[str, WorkerGroup],
@@ -265,7 +195,7 @@ def build_teachers(
     scorers: dict[str, TeacherScorer] = {}
     for teacher in config.distillation.named_teachers():
         if teacher.url:
-            scorers[teacher.name] = server_of(teacher, config, run_dir, show)
+            scorers[teacher.name] = server_of(teacher, config, tokenizer, run_dir, show)
         else:
             role = "actor_rollout" if teacher.is_policy else role_of(teacher)
             scorers[teacher.name] = TeacherRole(groups[role], config, teacher.is_policy)
@@ -275,16 +205,6 @@ def build_teachers(
 def role_of(teacher: Teacher) -> str:
     """Returns the role of the worker group of a teacher with a path."""
     return f"teacher_{teacher.name}"
-
-
-def server_of(
-    teacher: Teacher, config: PPOConfig, run_dir: Path = Path(), show: Callable[[str], None] = print
-) -> TeacherServer:
-    """Returns the client of a teacher with a url. run_dir: folder of the file teacher_failures.jsonl."""
-    path, limit = run_dir / "teacher_failures.jsonl", config.reward.max_error_rate
-    return TeacherServer(
-        teacher, Failures("request to a teacher", "reward.max_error_rate", limit, TeacherFailure, path, show)
-    )
 
 
 def privileged_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, PrivilegedPrompts]:
@@ -317,7 +237,7 @@ def check_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, data: 
         if teacher.path:
             _check_model(config, teacher, tokenizer, at)
         elif teacher.url:
-            _check_server(server_of(teacher, config), tokenizer, at)
+            _check_server(server_of(teacher, config, tokenizer), tokenizer, at)
     if not teachers:
         return
     prompts, teacher_key = privileged_prompts(config, tokenizer), config.distillation.teacher_key
@@ -372,16 +292,11 @@ def _check_server(server: TeacherServer, tokenizer: PreTrainedTokenizerBase, at:
     ids = sorted({int(number) for number in np.linspace(0, len(tokenizer) - 1, PROBED_TOKENS)})
     where = f"{at}.url={server.teacher.url}"
     try:
-        _, texts = run_async(server.request(ids))
+        run_async(server.request(ids))
+    except OtherTokens as error:
+        raise UserError(f"{where}: {error}; use a teacher of the same model family") from error
     except (RemoteRewardError, ValueError) as error:
         raise UserError(
             f"{where}: expected log-probs of the prompt's tokens for a request with echo=true and logprobs=1, as vLLM "
             f"returns them; found: {error}"
         ) from error
-    for number, text in zip(ids, texts, strict=True):
-        token = tokenizer.decode([number])
-        if token.isascii() and token.isprintable() and token.strip() and token.strip() != text.strip():
-            raise UserError(
-                f"{where}: the token {number} is {token!r} for the policy and {text!r} for the server, so their "
-                "vocabularies differ; use a teacher of the same model family"
-            )

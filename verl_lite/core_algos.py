@@ -96,7 +96,7 @@ AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 def register_adv_est(
-    name_or_enum: str | Enum, *, groups: bool = False, rows: str | None = None, raw_scores: bool = False
+    name_or_enum: str | Enum, *, groups: bool | None = None, rows: str | None = None, raw_scores: bool = False
 ) -> Callable[[AdvantageEstimatorFn], AdvantageEstimatorFn]:
     """Returns a decorator that registers an advantage estimator as `algorithm.adv_estimator=name`.
 
@@ -104,7 +104,9 @@ def register_adv_est(
     the other columns of the batch. It returns (advantages, returns), both (B, T).
 
     Args:
-        groups: the estimator compares the rows of a group, so a group of one row gives no signal.
+        groups: True if the estimator compares the rows of a group, so that a group of one row gives no signal:
+            rollout.n=1 is refused. None if it also accepts such groups. Unless it is False, estimators with the
+            parameter `index` do not see groups of several rows in which fewer than two rewards are valid.
         rows: kind of rows it requires from agents: "step" (episodes only) or "trajectory"; None = either.
         raw_scores: it does not read the scores that `algorithm.norm_*`, `reward_clip` and `whiten_rewards` change.
     """

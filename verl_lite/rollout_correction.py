@@ -232,8 +232,9 @@ def _share(chosen: Tensor) -> Metric:
 def _weight_metrics(weights: Tensor, raw: Tensor, is_valid: Tensor, weighting: Weighting) -> Metrics:
     """Returns verl's metrics rollout_corr/rollout_is_* of the weights before batch normalisation.
 
-    The fractions count weights above `upper` and below `lower` (default 1 / upper) before they were bounded. If a row
-    has a single weight, the maximum and minimum are also of the weights before bounding.
+    Means, standard deviations and extremes are of the weights after they were bounded. The fractions count weights
+    above `upper` and below `lower` (default 1 / upper) before that. If a row has a single weight, the maximum and
+    minimum over tokens are also of the weights before, as in verl 0.9.1 (rollout_corr_helper.py, lines 704 to 738).
     """
     if not is_valid.any():
         return {}

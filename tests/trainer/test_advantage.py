@@ -20,7 +20,7 @@ from verl_lite.core_algos import (
     RunningMoments,
     register_adv_est,
 )
-from verl_lite.protocol import DataProto
+from verl_lite.protocol import DataProto, as_column
 from verl_lite.registry import takes
 
 NEEDED = {
@@ -201,3 +201,118 @@ def test_neither_batch_nor_configuration_is_changed() -> None:
     assert set(data.batch.keys()) == keys and data.meta_info == before.meta_info
     for name in keys:
         torch.testing.assert_close(data.batch[name], before.batch[name], equal_nan=True, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------- groups that failures leave incomplete
+
+COMPARE_ROWS = {
+    *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "maxrl", "rloo", "rloo_vectorized", "opo", "gpg"),
+    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline", "gigpo"),
+}
+"""The estimators whose formula contains a mean, a standard deviation or a baseline of the group."""
+
+
+def with_labels(data: DataProto) -> DataProto:
+    data.non_tensor_batch |= {
+        "traj_id": as_column([f"episode {row}" for row in range(len(data))]),
+        "step": np.zeros(len(data), dtype=int),
+        "state_hash": as_column(["start"] * len(data)),
+    }
+    return data
+
+
+def column(rewards: list[float], width: int = 2) -> torch.Tensor:
+    """Rewards at the last token."""
+    return torch.nn.functional.pad(torch.tensor(rewards)[:, None], (width - 1, 0))
+
+
+def failed_reward_batch() -> DataProto:
+    """The prompt a with two scores, b with the score 37 and a failed reward, c without a valid score."""
+    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [0, 0], [0, 0], [0, 0]])
+    rewards = [1.0, 4.0, 37.0, 0.0, 0.0, 0.0]
+    data = DataProto.from_dict(
+        tensors={
+            "token_level_rewards": column(rewards),
+            "response_mask": mask,
+            "values": torch.full((6, 2), 0.5),
+            "reward_baselines": torch.full((6,), 0.5),
+            "old_log_probs": torch.full((6, 2), -1.0),
+            "sum_pi_squared": torch.full((6, 2), 0.3),
+        },
+        non_tensors={"uid": as_column(list("aabbcc")), "reward/correct": as_column(rewards)},
+    )
+    return with_labels(data)
+
+
+@pytest.mark.parametrize("name", sorted(ADV_ESTIMATOR_REGISTRY))
+def test_a_group_with_one_valid_score_has_no_advantage(name: str) -> None:
+    """The prompt a has the advantages that it has without the others, also if the batch is whitened."""
+    data = failed_reward_batch()
+    config = AlgorithmConfig(gdpo_reward_keys=["correct"])
+    result = compute_advantage(data, 1.0, 1.0, name, pipeline_config=config)
+    advantages = result.batch["advantages"]
+    if name not in COMPARE_ROWS:
+        assert advantages[2].abs().max() > 0, "there is nothing to compare with, so one score is enough"
+        assert "groups/incomparable" not in result.meta_info.get("metrics", {})
+        return
+
+    assert result.meta_info["metrics"] == {"groups/incomparable": 2.0}
+    alone = compute_advantage(data.select_idxs([0, 1]), 1.0, 1.0, name, pipeline_config=config)
+    for column_name in ("raw_advantages", "advantages", "returns"):
+        assert result.batch[column_name][2:].abs().max() == 0
+        assert result.batch[column_name][:2].abs().max() > 0
+        torch.testing.assert_close(result.batch[column_name][:2], alone.batch[column_name])
+    assert result.batch["response_mask"].tolist() == data.batch["response_mask"].tolist()
+
+    whitened = compute_advantage(data, 1.0, 1.0, name, whiten_advantages=True, pipeline_config=config)
+    assert whitened.batch["advantages"][2:].abs().max() == 0
+    in_roll = compute_advantage(data, 1.0, 1.0, name) if name != "gdpo" else result
+    assert in_roll.batch["advantages"][2:].abs().max() == 0
+
+
+def test_the_advantages_beside_an_incomparable_group_by_hand() -> None:
+    """Scores 1 and 4: mean 2.5, standard deviation sqrt(4.5). alpha of gpg is 1, because both scores are not 0."""
+    expected = {
+        "grpo": [-1.5 / math.sqrt(4.5), 1.5 / math.sqrt(4.5), 0.0],
+        "rloo": [-3.0, 3.0, 0.0],
+        "opo": [-1.5, 1.5, 0.0],
+        "gpg": [-1.5, 1.5, 0.0],
+        "reinforce_plus_plus_baseline": [-1.5 / math.sqrt(3), 1.5 / math.sqrt(3), 0.0],  # 4 tokens: variance 9 / 3
+    }
+    for name, values in expected.items():
+        advantages = advantages_of(failed_reward_batch(), name, AlgorithmConfig())
+        assert advantages[:3, 0].tolist() == pytest.approx(values, abs=1e-5), name
+
+
+def test_a_prompt_that_is_sampled_once_keeps_verls_formula() -> None:
+    """rollout.n=1 with reinforce_plus_plus_baseline: the mean of a group of one is 0. Padding adds no member."""
+    data = DataProto.from_dict(
+        tensors={
+            "token_level_rewards": column([1.0, 5.0, 9.0]),
+            "response_mask": torch.tensor([[0, 1], [0, 1], [0, 0]]),
+            "is_padding": torch.tensor([False, False, True]),
+        },
+        non_tensors={"uid": as_column(["a", "b", "b"])},
+    )
+    result = compute_advantage(data, 1.0, 1.0, "reinforce_plus_plus_baseline", pipeline_config=AlgorithmConfig())
+    # scores 1 and 5: mean 3, variance (4 + 4) / 1
+    assert result.batch["advantages"][:, 1].tolist() == pytest.approx([-2 / math.sqrt(8), 2 / math.sqrt(8), 0.0])
+    assert result.meta_info["metrics"] == {"groups/incomparable": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("declared", "expected"), [(None, [1.0, 4.0, 0.0]), (True, [1.0, 4.0, 0.0]), (False, [1.0, 4.0, 37.0])]
+)
+def test_an_estimator_of_a_user_that_does_not_mask(declared: bool | None, expected: list[float]) -> None:
+    def careless(token_level_rewards, response_mask, index):  # type: ignore[no-untyped-def]
+        rewards = token_level_rewards.clone()
+        return rewards, rewards
+
+    register_adv_est("careless", groups=declared)(careless)
+    try:
+        result = compute_advantage(failed_reward_batch(), 1.0, 1.0, "careless", pipeline_config=options())
+    finally:
+        del ADV_ESTIMATOR_REGISTRY["careless"]
+        del ADV_ESTIMATOR_REGISTRY.facts["careless"]
+    assert result.batch["advantages"][:3, 1].tolist() == expected
+    assert result.batch["returns"][:3, 1].tolist() == expected

@@ -160,3 +160,19 @@ def test_staleness_is_in_weight_updates_and_0_under_the_mask() -> None:
     ages = 8 - torch.arange(ROWS)[:, None].expand(ROWS, RESPONSE)
     assert torch.equal(found, torch.where(data.batch["response_mask"] != 0, ages, 0))
     assert torch.equal(sent(config_of("a3po"), data, step=9)["staleness"].sum(), found.sum())
+
+
+def test_steps_that_train_only_the_critic_make_no_token_stale() -> None:
+    """After a warm-up of 3 steps, step 6 updates version 5, the result of two updates: tokens of the versions 0 to 3
+    are two updates old, then one, then none. In step 2 of the warm-up nothing is stale."""
+    data = batch()
+    data.batch["response_mask"] = torch.ones(ROWS, RESPONSE, dtype=torch.int64)
+    versions = torch.arange(ROWS).clamp(max=5)[:, None].expand(ROWS, RESPONSE)
+    data.batch["rollout_versions"] = versions.int()
+    config = config_of("a3po")
+    config.trainer.critic_warmup = 3
+    ages = {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 0}
+    found = loss_columns(data, config, step=6)["staleness"]
+    assert found[:, 0].tolist() == [ages[int(version)] for version in versions[:, 0]]
+    data.batch["rollout_versions"] = (versions > 0).int()
+    assert not loss_columns(data, config, step=2)["staleness"].any()

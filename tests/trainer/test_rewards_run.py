@@ -150,6 +150,8 @@ def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, caps
         if len(rows) > 1:  # GRPO over those that have a score
             expected = (scores[rows] - scores[rows].mean()) / (scores[rows].std(ddof=1) + 1e-6)
             assert advantages[rows] == pytest.approx(expected, abs=1e-4)
+        else:
+            assert not advantages[rows].any(), "one score is compared with nothing"
     assert np.abs(batch.batch["advantages"].numpy()[lost]).sum() == 0
 
     assert metrics["reward/error_rate"] == pytest.approx(lost.mean())
@@ -164,6 +166,29 @@ def test_failed_samples_are_in_no_loss_no_group_and_no_metric(folder: Path, caps
     assert sorted((line["response"], line["timed_out"]) for line in kept) == expected
     shown = capsys.readouterr().out
     assert shown.count("a reward failed") == 1 and kept[0]["response"] in shown and "Traceback" in text
+
+
+ONE_SCORE_PER_PROMPT = """
+asked = set()
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] in asked and solution_str != ground_truth:  # the dry run asks as well
+        raise ValueError("broken")
+    if solution_str != ground_truth:
+        asked.add(extra_info["index"])
+    return 37.0
+"""
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_a_run_in_which_one_score_of_each_group_is_valid_learns_nothing(tmp_path: Path, estimator: str) -> None:
+    folder = tiny_run.write_files(tmp_path, QUESTIONS, ONE_SCORE_PER_PROMPT, hidden=32, layers=1)
+    options = [f"algorithm.adv_estimator={estimator}", "reward.max_error_rate=1", "trainer.total_training_steps=1"]
+    [metrics] = tiny_run.run(folder, estimator, *options, "trainer.val_before_train=false")
+    assert metrics["critic/score/mean"] == 37 and metrics["reward/error_rate"] == 0.5
+    assert metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0
+    assert metrics["actor/grad_norm"] == 0
+    assert metrics["groups/incomparable"] == 4
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import write_rows
 from tests.trainer import tiny_run
 from trainer.data.prompts import PromptDataset
-from trainer.teachers import PrivilegedPrompts, TeacherFailure, rows_of, server_of
+from trainer.teacher_server import TeacherFailure, server_of
+from trainer.teachers import PrivilegedPrompts, rows_of
 from verl_lite.config import ConfigError, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.config.distillation import Teacher
@@ -144,7 +145,8 @@ def test_a_failing_server_is_counted_and_then_ends_the_run(
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     columns = {"input_ids": ids, "attention_mask": mask, "responses": ids[:, 2:]}
     batch = DataProto.from_dict(columns)
-    server = server_of(teacher, config, tmp_path, shown.append)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    server = server_of(teacher, config, tokenizer, tmp_path, shown.append)
 
     async def in_a_cell() -> DataProto:
         return server.compute_teacher_log_prob(batch)
@@ -155,7 +157,8 @@ def test_a_failing_server_is_counted_and_then_ends_the_run(
     assert (found["teacher_log_probs"][row] != 0).tolist() == [[True, True, True], [True, True, False]][row]
     with pytest.raises(TeacherFailure, match=r"reward.max_error_rate=0.1"):
         numbers = iter([0] * 99)
-        server_of(teacher, config, tmp_path, shown.append).compute_teacher_log_prob(DataProto.concat([batch] * 12))
+        larger_batch = DataProto.concat([batch] * 12)
+        server_of(teacher, config, tokenizer, tmp_path, shown.append).compute_teacher_log_prob(larger_batch)
 
 
 def found_in(reply: Any, name: str) -> list[Any]:

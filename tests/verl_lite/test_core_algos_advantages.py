@@ -163,3 +163,12 @@ def test_segment_means_by_hand_and_gradient() -> None:
     values.requires_grad_()
     (compute_segment_masked_mean(values, mask) * torch.tensor([2.0, 4.0, 8.0, 16.0, 32.0])).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [[3.0, 3.0, 0.0, 16.0, 0.0], [0.0] * 5]
+
+
+def test_a_reward_of_reinforce_plus_plus_reaches_the_turns_before_it() -> None:
+    """The token under mask 0 belongs to an environment. verl 0.9.1 returns the same."""
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    mask = torch.tensor([[1, 1, 0, 1]])
+    for gamma, expected in ((1.0, [1.0, 1.0, 0.0, 1.0]), (0.5, [0.25, 0.5, 0.0, 1.0])):
+        _, returns = ADV_ESTIMATOR_REGISTRY["reinforce_plus_plus"](rewards, mask, gamma=gamma)
+        assert returns.tolist() == [expected]

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import Parts, make
+from trainer.advantage import compute_advantage
 from verl_lite.algos.covariance_losses import select_clip_cov, select_kl_cov
 from verl_lite.algos.policy_losses import clip_range
-from verl_lite.config import ActorConfig, PolicyLossConfig
+from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl_lite.contracts import check_policy_loss, estimator_batch, hide, loss_batch
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
@@ -26,6 +27,7 @@ from verl_lite.core_algos import (
     compute_value_loss,
     masked_whiten,
 )
+from verl_lite.protocol import DataProto, as_column
 
 LOSS_ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 
@@ -229,10 +231,20 @@ def test_21_the_tail_of_the_token_baseline_goes_by_position() -> None:
     assert found[0].tolist() == pytest.approx([2.0, 0.0, 5.0]) and found[1, 0].item() == pytest.approx(-2.0)
 
 
-def test_22_a_reward_reaches_the_turns_before_it() -> None:
-    rewards, mask = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[1, 1, 0, 1]])
-    _, returns = ADV_ESTIMATOR_REGISTRY["reinforce_plus_plus"](rewards, mask, gamma=1.0)
-    assert returns.tolist() == [[1.0, 1.0, 0.0, 1.0]]
+def test_22_one_valid_score_of_a_larger_group_has_no_advantage() -> None:
+    data = DataProto.from_dict(
+        tensors={
+            "token_level_rewards": torch.tensor([[37.0], [0.0], [2.0], [0.0]]),
+            "response_mask": torch.tensor([[1], [0], [1], [1]]),
+        },
+        non_tensors={"uid": as_column(["a", "a", "b", "b"])},
+    )
+    config = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
+    result = compute_advantage(data, 1.0, 1.0, "grpo", pipeline_config=config)
+    assert result.batch["advantages"].flatten().tolist() == [0.0, 0.0, 1.0, -1.0]
+    # the function keeps verl's formula for a group of one
+    alone = estimate("grpo", [[37.0]], [[1]], index=["a"], norm_adv_by_std_in_grpo=False)
+    assert alone.item() == 37.0
 
 
 def test_23_maxrl_divides_by_no_mean_that_is_0() -> None:

@@ -10,11 +10,12 @@ import torch
 
 from tests.verl_lite.naive_losses import naive_value_loss
 from verl_lite.config import ActorConfig, CriticConfig, PolicyLossConfig, PPOConfig
+from verl_lite.config.distillation import DistillationLossConfig
 from verl_lite.core_algos import LOSS_AGG_MODES, agg_loss
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from workers.actor_rollout import ActorWorker
-from workers.losses import actor_loss, critic_loss
+from workers.losses import actor_loss, critic_loss, distillation_loss
 
 SEED_METRICS = (
     *("pg_loss", "kl_loss", "total_loss", "clipfrac", "approxkl", "policykl", "ratio_mean", "ratio_max", "ratio_min"),
@@ -62,6 +63,35 @@ def test_the_metrics_by_hand() -> None:
     }
     assert found.keys() == expected.keys() == {*SEED_METRICS, *VERL_METRICS}
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-12) and loss.item() == pytest.approx(expected["loss"])
+
+
+def asymmetric_case() -> tuple[DataProto, dict[str, torch.Tensor], ActorConfig]:
+    """Ratios 1.4 and 0.7 with the clip range from 1 - 0.4 to 1 + 0.1, while clip_ratio alone would be 0.2."""
+    log_probs = torch.tensor([[1.4, 0.7]], dtype=torch.float64).log() - 2
+    columns = {
+        "response_mask": torch.tensor([[1, 1]]),
+        "advantages": torch.tensor([[1.0, -1.0]], dtype=torch.float64),
+        "old_log_probs": torch.full((1, 2), -2.0, dtype=torch.float64),
+        "teacher_log_probs": torch.tensor([[-1.0, -3.0]], dtype=torch.float64),  # advantages 1 and -1
+        "has_teacher": torch.tensor([True]),
+    }
+    config = ActorConfig(clip_ratio=0.2, clip_ratio_low=0.4, clip_ratio_high=0.1)
+    return DataProto.from_dict(columns), {"log_probs": log_probs}, config
+
+
+def test_the_clip_ranges_below_and_above_are_those_of_the_metrics() -> None:
+    data, outputs, config = asymmetric_case()
+    loss, metrics = actor_loss(data, outputs, config)
+    found = values(metrics)
+    assert loss.item() == pytest.approx((-1.1 + 0.7) / 2)  # the second ratio is inside of its range
+    assert found["clipfrac"] == found["ppo_ratio_high_clipfrac"] == found["ppo_ratio_clipfrac"] == 0.5
+    assert found["ppo_ratio_low_clipfrac"] == 0
+
+
+def test_the_clip_ranges_below_and_above_are_those_of_distillation() -> None:
+    data, outputs, config = asymmetric_case()
+    loss, _ = distillation_loss(data, outputs, data.batch["old_log_probs"], config, DistillationLossConfig())
+    assert loss.item() == pytest.approx((-1.1 + 0.7) / 2)
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment"])

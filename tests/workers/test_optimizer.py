@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,28 @@ def test_muon_equals_torch() -> None:
         np.testing.assert_allclose(found[name], value.detach().numpy(), atol=1e-6, err_msg=name)
         assert (f"momentum.{name}" in found) == (name in MATRICES) == (f"exp_avg_sq.{name}" not in found)
     np.testing.assert_allclose(found["momentum.wide"], optimizers[0].state[matrices[0]]["momentum_buffer"], atol=1e-6)
+
+
+def test_muon_clips_gradients_by_the_norm_of_all_parameters() -> None:
+    """The orthogonalized momentum has no scale, but the steps' weights in it depend on the clipping: the gradients grow
+    tenfold from step to step."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(5, 8, generator=generator), torch.randn(7, generator=generator)
+    config = replace(MUON, clip_grad=1.0)
+    parameters = sharded(*start)
+    optimizer = ShardedMuon(parameters, config, dist.group.WORLD, ["p0"])
+    matrix, bias = (torch.nn.Parameter(tensor.clone()) for tensor in start)
+    muon = torch.optim.Muon([matrix], lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([bias], 1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for step in range(3):
+        matrix.grad, bias.grad = (torch.randn(tensor.shape, generator=generator) * 10**step for tensor in start)
+        set_gradients(parameters, matrix.grad, bias.grad)
+        optimizer.step(lr=1e-2)
+        torch.nn.utils.clip_grad_norm_([matrix, bias], 1.0)
+        muon.step()
+        adamw.step()
+    assert torch.allclose(parameters["p0"].to_local(), matrix, atol=1e-6)
+    assert torch.allclose(parameters["p1"].to_local(), bias, atol=1e-6)
 
 
 def muon_changes(path: str) -> dict[str, np.ndarray]:

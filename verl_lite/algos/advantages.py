@@ -325,7 +325,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Pair:
     """REINFORCE++: G_t = r_t + gamma G_next over valid tokens; A = G whitened over the batch (arXiv:2501.03262).
 
-    gamma: argument, else config.gamma, else 1. Tokens under mask 0 carry G through unchanged; verl resets G to 0 there.
+    gamma: argument, else config.gamma, else 1. Tokens under mask 0 carry G through unchanged, as in verl 0.9.1.
     """
     check_shapes("reinforce_plus_plus", token_level_rewards=token_level_rewards, response_mask=response_mask)
     returns = discounted_returns(token_level_rewards, response_mask, option("gamma", gamma, config, 1.0))

@@ -68,7 +68,7 @@ def compute_agentic_reinforce_advantage(
     )
 
 
-@estimator("step_reinforce", rows="step")
+@estimator("step_reinforce", rows="step", groups=False)
 def compute_step_reinforce_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

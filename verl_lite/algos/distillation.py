@@ -8,8 +8,11 @@ import math
 
 import torch
 
+from verl_lite.algos.policy_losses import bounded_log_ratio
+
 MIN_LOG_PROB = -100.0
-"""Lower bound of all log-probs, so that a token that only one of the two excludes has a finite divergence."""
+"""Lower bound of the log-probs of a divergence and of the teacher's in k1, so that a token that only one of the two
+excludes has a finite loss."""
 MIN_REST = 1e-6
 """Lower bound of the remaining probability; in fp32, 1 minus a sum of probabilities has a rounding error near 1e-7."""
 
@@ -27,22 +30,23 @@ def sampled_reverse_kl(
 
     Its gradient is an unbiased estimate of the gradient of KL(p | q) at each position (Thinking Machines, "On-Policy
     Distillation", 2025; verl's k1 with use_policy_gradient). Later optimizer steps on the same samples clip the ratio
-    p / p_old as PPO does.
+    p / p_old as PPO does. As in the policy losses, log p - log p_old is clamped to +-20 before.
 
     Args:
         log_probs: (b, R) of the policy p, with gradient. old_log_probs: before the update.
-        teacher_log_probs: (b, R) of the teacher q.
+        teacher_log_probs: (b, R) of the teacher q. Values below `MIN_LOG_PROB` count as that bound.
         max_advantage: bound of the absolute advantage; None = no bound.
         clip_low, clip_high: widths of the clip range below and above 1.
 
     Returns:
         (b, R). While the ratio is 1, the mean is an estimate of KL(p | q).
     """
-    advantages = (teacher_log_probs - old_log_probs).detach()
+    advantages = (teacher_log_probs.clamp(min=MIN_LOG_PROB) - old_log_probs).detach()
     if max_advantage is not None:
         advantages = advantages.clamp(-max_advantage, max_advantage)
-    ratio = (log_probs - old_log_probs).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    ratio = bounded_log_ratio(log_probs, old_log_probs).exp()
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
 
 def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: str, with_rest: bool) -> torch.Tensor:

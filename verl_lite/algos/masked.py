@@ -140,9 +140,8 @@ def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gaps: bool = False) -> Tensor:
     """Computes returns G_t = r_t + gamma G_next, (B, T), 0 under mask 0. Rewards under mask 0 are not read.
 
-    "next" is the next valid token: an environment's tokens between two turns carry G through undiscounted. verl's
-    reinforce_plus_plus resets G to 0 there, so no reward reaches an earlier turn. With `count_gaps` every column is a
-    discounted step (ROLL).
+    "next" is the next valid token: an environment's tokens between two turns carry G through undiscounted, as in verl
+    0.9.1. With `count_gaps` every column is a discounted step (ROLL).
     """
     is_valid = mask.bool()
     kept = torch.where(is_valid, at_least_fp32(rewards), 0)

@@ -43,6 +43,16 @@ def test_a_worked_example() -> None:
     assert dpo_loss(logps, ref_logps, 0.5, 0.1)[0].item() == pytest.approx(0.461871, abs=1e-6)
 
 
+def test_a_pair_without_a_preference_is_not_accurate() -> None:
+    """The rewards of both answers are 0, as before the first step: TRL counts chosen rewards above rejected ones."""
+    log_probs = torch.tensor([[-1.0], [-3.0]])
+    data = DataProto.from_dict(
+        {"response_mask": torch.ones(2, 1), "ref_log_prob": log_probs}, meta_info={"num_tokens": 1}
+    )
+    _, metrics = dpo_step_loss(data, {"log_probs": log_probs}, 0.5, 0.0)
+    assert values(metrics)["rewards/accuracies"] == 0
+
+
 def test_a_micro_batch_divides_by_the_pairs_of_the_whole_step_and_padding_does_not_count() -> None:
     log_probs = torch.tensor([[-1.0, -1.0], [-3.0, -50.0], [-4.0, 0.0], [-1.0, -1.0], [-7.0, -7.0], [-1.0, -1.0]])
     mask = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1], [0, 0], [0, 0]])  # two pairs and a padding pair

@@ -97,6 +97,32 @@ def test_k1_clips_the_ratio_and_bounds_the_advantage() -> None:
     assert new.grad is not None and not new.grad.any()
 
 
+def test_k1_clips_below_and_above_with_their_own_ranges() -> None:
+    """Ratios 2 at a positive and 1/4 at a negative advantage of 1, with the clip range from 1 - 0.1 to 1 + 0.5."""
+    old, teacher = torch.tensor([[-2.0, -2.0]]), torch.tensor([[-1.0, -3.0]])
+    new = old + torch.tensor([[2.0, 0.25]]).log()
+    losses = sampled_reverse_kl(new, old, teacher, clip_low=0.1, clip_high=0.5)
+    assert losses.tolist()[0] == pytest.approx([-1.5, 0.9])
+
+
+def test_k1_is_finite_for_any_ratio_and_any_teacher() -> None:
+    """log p - log p_old = 700 is clamped to 20. At A = -1 the loss is exp(20), without a gradient beyond the clamp. A
+    token that the teacher excludes has log q = -100, so A = -100 + 1."""
+    old = torch.tensor([[-701.0, -1.0, -1.0]])
+    new = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
+    teacher = torch.tensor([[-702.0, -math.inf, -9999.0]])
+    losses = sampled_reverse_kl(new, old, teacher, max_advantage=1000.0, clip_low=0.2, clip_high=0.2)
+    assert losses.tolist()[0] == pytest.approx([-1.2 * 601, 99.0, 99.0])
+    worse = sampled_reverse_kl(new[:, :1], old[:, :1], torch.tensor([[-800.0]]), clip_low=0.2, clip_high=0.2)
+    assert worse.item() == pytest.approx(-1.2 * 601)
+    grown = sampled_reverse_kl(
+        torch.tensor([[-1.0]]), torch.tensor([[-99.0]]), torch.tensor([[-100.0]]), clip_low=0.2, clip_high=0.2
+    )
+    assert grown.item() == pytest.approx(math.exp(20.0), rel=1e-5)
+    losses.sum().backward()
+    assert new.grad is not None and new.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_extreme_distributions_have_finite_losses_and_gradients(kind: str) -> None:
     """All probability inside or outside of the compared tokens, in fp32, and tokens that the teacher excludes."""

@@ -96,6 +96,19 @@ def test_a3po_by_hand() -> None:
     assert columns["log_prob"].grad.item() == pytest.approx(-1.44)
 
 
+def test_a3po_has_no_gradient_through_the_proximal_policy() -> None:
+    """s = 2 and pi / pi_old = 1.44: pi / pi_prox = 1.2 is above the clip range of 1.1, so the token is constant with
+    A = 1. With A = -1 it is not clipped: the loss is pi_prox / pi_old * pi / pi_prox = 1.44, its slope 1.44."""
+    config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.1)
+    for advantage, loss, slope in ((1.0, -1.2 * 1.1, 0.0), (-1.0, 1.44, 1.44)):
+        columns = one_token(-1.0, -1.0 + math.log(1.44), advantage)
+        columns["log_prob"].requires_grad_()
+        found, _ = call("a3po", columns | {"staleness": torch.tensor([[2]])}, config)
+        found.backward()
+        assert found.item() == pytest.approx(loss)
+        assert columns["log_prob"].grad.item() == pytest.approx(slope)
+
+
 def test_topr_by_scores() -> None:
     """An answer is good by its score, whatever its advantage: weight 1 against the ratio cut at 1. l = -1 - log 2."""
     for score, weight in ((1.0, 1.0), (0.0, 0.5)):
