@@ -84,6 +84,7 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     """`python -m trainer.main_rm`."""
 
     module = "trainer.main_rm"
+    build_policy = staticmethod(new_sequence_score)
     next_options = (
         "reward_model.enable=true reward_model.model.path={} model.path=POLICY data.train_files=FILE rollout.n=8"
     )

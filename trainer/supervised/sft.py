@@ -38,6 +38,7 @@ class SFTJob(SupervisedJob[SFTConfig]):
     """`python -m trainer.main_sft`."""
 
     module = "trainer.main_sft"
+    build_policy = staticmethod(causal_lm(LOG_PROB_CHUNK_TOKENS))
     next_options = "model.path={} data.train_files=FILE rollout.n=8"
 
     def read_task(self) -> Task[Any]:

@@ -6,9 +6,9 @@ the last micro-batch, so that one optimizer step costs one reduction; `reduce_ev
 micro-batch to save memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,27 @@ class FSDPEngine:
     def adapter_off(self) -> AbstractContextManager[None]:
         """Context manager in which the policy computes the outputs of its base model, without the adapter."""
         return adapter_off(self.policy)
+
+    def copy_trained(self) -> dict[str, torch.Tensor]:
+        """Returns a copy, on the host, of this rank's shards of the trained parameters."""
+        self._reshard()
+        return {name: value.to_local().detach().to("cpu", copy=True) for name, value in self.trained.items()}
+
+    @contextmanager
+    def trained_replaced(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Context manager in which the trained parameters have the values of `copy_trained`. For inference only."""
+        current = self.copy_trained()
+        self._set_trained(shards)
+        try:
+            yield
+        finally:
+            self._reshard()
+            self._set_trained(current)
+
+    @torch.no_grad()
+    def _set_trained(self, shards: Mapping[str, torch.Tensor]) -> None:
+        for name, value in self.trained.items():
+            value.to_local().copy_(shards[name])
 
     @property
     def lr(self) -> float:

@@ -149,7 +149,7 @@ def _require_same_layers(
         if part not in ("A.weight", "B.weight"):
             raise refused_tensor(name, folder, "which is neither a matrix A nor a matrix B of a linear layer")
         if not bool(torch.isfinite(tensor).all()):
-            raise UserError(f"model.lora_adapter_path={folder}: {name} in its {WEIGHTS_FILE} has values NaN or infinite")
+            raise UserError(f"model.lora_adapter_path={folder}: {name} in {WEIGHTS_FILE} has values NaN or infinite")
         if layer in layers:
             rows, columns = layers[layer].weight.shape
             expected = (model.lora_rank, columns) if part == "A.weight" else (rows, model.lora_rank)
@@ -163,9 +163,7 @@ def _require_same_layers(
         advice = f"Set model.path={base}, or train {model.path} without this adapter"
         if not base or base == str(model.path):
             advice = f"Give the adapter of the model that is now at {model.path}, or train that model without one"
-        raise UserError(
-            f"model.lora_adapter_path={folder}: an adapter of another model: {name} {difference}. {advice}"
-        )
+        raise UserError(f"model.lora_adapter_path={folder}: an adapter of another model: {name} {difference}. {advice}")
 
 
 def _has_module(network: PreTrainedModel, name: str) -> bool:
@@ -195,9 +193,7 @@ def _require_same_targets(
     if only_one[0] in in_file:
         place = f"in the adapter of model.lora_adapter_path={model.lora_adapter_path}"
     excluded = f" with model.exclude_modules={model.exclude_modules}" if model.exclude_modules else ""
-    raise UserError(
-        f"model.target_modules={model.target_modules}{excluded}: {only_one[0]} is only {place}. {advice}"
-    )
+    raise UserError(f"model.target_modules={model.target_modules}{excluded}: {only_one[0]} is only {place}. {advice}")
 
 
 def _name_in_file(name: str) -> str:

@@ -7,7 +7,6 @@ shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -35,8 +34,8 @@ from workers.policy.classifier import classifier_of
 from workers.policy.compiled import compile_policy
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.saved_adapter import CONFIG_FILE
-from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers, sharding_problem
 from workers.policy.terminal import clean_library_logs
+from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers, sharding_problem
 from workers.policy.vision import MULTI_MODAL_INPUTS, has_vision, prompt_digests, unused_tower, with_images
 from workers.policy.weights import has_own_output_layer, require_fitting_weights
 

@@ -114,4 +114,6 @@ def require_equal_sizes(entries: Mapping[str, Any], folder: Path, lora_rank: int
 
 def refused_tensor(name: str, folder: Path, reason: str) -> UserError:
     """Returns the error for a tensor of the adapter's file that has no place in the network."""
-    return UserError(f"model.lora_adapter_path={folder}: its {WEIGHTS_FILE} has {name}, {reason}. {_MERGE.capitalize()}")
+    return UserError(
+        f"model.lora_adapter_path={folder}: its {WEIGHTS_FILE} has {name}, {reason}. {_MERGE.capitalize()}"
+    )

@@ -123,7 +123,7 @@ def _tensors_named(files: tuple[tuple[str, int], ...], tail: str) -> Iterator[to
     for file, _ in files:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (a safetensors file is not iterable)
+                for name in tensors.keys():
                     if f".{name}".endswith(f".{tail}"):
                         yield tensors.get_tensor(name)
         else:
