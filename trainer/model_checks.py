@@ -42,6 +42,6 @@ def model_notes(config: PPOConfig) -> Iterator[str]:
     yield from filter(None, notes)
     if config.model.lora_adapter_path is not None and needs_reference(config):
         yield (
-            "model.lora_adapter_path with a KL term: the reference is the base model without an adapter, as in verl. To "
-            "keep the policy near the initial adapter, merge it into model.path and train a new one"
+            "model.lora_adapter_path with a KL term: the reference is the base model without an adapter, as in verl. "
+            "To keep the policy near the initial adapter, merge it into model.path and train a new one"
         )

@@ -53,6 +53,8 @@ from workers.engine.network import NetworkBuilder
 from workers.phase import PhaseManager
 from workers.policy.adapter import base_note
 from workers.policy.loading import (
+    NetworkSpec,
+    Policy,
     PolicyBuilder,
     check_network,
     check_sequence_parallel,
@@ -265,12 +267,15 @@ class SupervisedJob(Job[Options]):
     """A supervised training job. A subclass reads the rows.
 
     next_options: options of the `trainer.main_ppo` command that continues with the trained model; {} is its folder.
-    build_policy: builds the trained policy from the specification of its network.
     """
 
     next_options: ClassVar[str]
-    build_policy: ClassVar[PolicyBuilder]
     replays_steps = True
+
+    @staticmethod
+    def build_policy(spec: NetworkSpec) -> Policy:
+        """Builds the trained network."""
+        raise NotImplementedError
 
     def read_task(self) -> Task[Any]:
         """Returns the tokenized and checked rows. Raises UserError for invalid input."""
@@ -290,7 +295,7 @@ class SupervisedJob(Job[Options]):
 
     def check_models(self) -> None:
         model = self.config.model
-        check_network(model, type(self).build_policy, trains=True)
+        check_network(model, self.build_policy, trains=True)
         check_sequence_parallel(model, "", self.config.ulysses_sequence_parallel_size)
         for note in (packing_note(model), base_note(model), output_layer_note(model)):
             if note:
@@ -372,8 +377,8 @@ class SupervisedJob(Job[Options]):
         except Exception as error:
             again = shlex.join(["python", "-m", "trainer.export", str(result.shards.parent), "--out", str(folder)])
             error.add_note(
-                f"{folder} could not be written. The trained weights are in {result.shards}; when the cause is removed, "
-                f"export them:\n  {again}"
+                f"{folder} could not be written. The trained weights are in {result.shards}. To export them when the "
+                f"cause is removed:\n  {again}"
             )
             raise
         if result.shards.parent == self.run_dir / UNSAVED:

@@ -243,7 +243,7 @@ def rehearse_export(path: str, kind: str, assets: Mapping[str, bytes], *, trust_
         UserError: the trained model could not be exported.
     """
     problem = f"model.path={path!r}: a trained {kind} could not be exported"
-    remedy = "correct its config.json, or choose another model"
+    remedy = "correct its config.json or the entries of model.override_config, or choose another model"
     with tempfile.TemporaryDirectory(prefix="verl_lite-export-") as name, user_error_on_failure(problem, remedy):
         folder = Path(name)
         write_assets(assets, folder)

@@ -238,8 +238,8 @@ def _refuse_quantized_weights(config: PretrainedConfig, model: NetworkConfig) ->
         entries = quantization if isinstance(quantization, dict) else quantization.to_dict()
         raise UserError(
             f"model.path={model.path!r}: its config.json has a quantization_config "
-            f"(quant_method={entries.get('quant_method')!r}), and quantized weights can be neither trained nor used as a "
-            "frozen network. Give the model with weights in bf16 or fp32"
+            f"(quant_method={entries.get('quant_method')!r}), and quantized weights can be neither trained nor used as "
+            "a frozen network. Give the model with weights in bf16 or fp32"
         )
 
 
