@@ -186,8 +186,8 @@ def test_a_run_learns_and_a_stopped_run_goes_on_to_the_same_weights(model: str, 
 def test_the_first_loss_with_an_initial_adapter_is_that_of_equal_policies(
     model: str, tmp_path: Path, rank: int
 ) -> None:
-    """The reference is the initial policy, so all ratios are 1 and the loss is -log sigmoid(0) = ln 2. A step of training
-    moves the policy away from it, and a resumed worker keeps it. rank: of the initial adapter; 0 = none."""
+    """The reference is the initial policy, so all ratios are 1 and the loss is -log sigmoid(0) = ln 2. A step of
+    training moves the policy away from it, and a resumed worker keeps it. rank: of the initial adapter; 0 = none."""
     network = ModelConfig(path=model)
     if rank:
         adapted = peft.get_peft_model(
@@ -213,7 +213,7 @@ def test_the_first_loss_with_an_initial_adapter_is_that_of_equal_policies(
         ),
     )
     train_within(SFTJob, config, lambda line: None)
-    losses = [json.loads(line)["train/loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = losses_of(tmp_path / "run")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-7) and losses[1] < 0.69
 
     # the second loss again, by a run that resumes after the first step
@@ -222,5 +222,10 @@ def test_the_first_loss_with_an_initial_adapter_is_that_of_equal_policies(
     config.trainer.resume_from_path = str(tmp_path / "run/global_step_1")
     config.trainer.default_local_dir = str(tmp_path / "resumed")
     train_within(SFTJob, config, lambda line: None)
-    [resumed] = (tmp_path / "resumed/metrics.jsonl").read_text().splitlines()
-    assert json.loads(resumed)["train/loss"] == pytest.approx(losses[1], abs=1e-7)
+    assert losses_of(tmp_path / "resumed") == pytest.approx(losses[1:], abs=1e-7)
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    """The training losses of a run in the order of its steps."""
+    logged = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [data["train/loss"] for data in logged if "train/loss" in data]
