@@ -20,13 +20,20 @@ from trainer.supervised import loop
 from verl_lite.config import ActorConfig, ModelConfig, PPOConfig
 from verl_lite.errors import UserError
 
-MISSING_DATA = "data.train_files=/no/such/file.jsonl"
 COMMANDS = {
-    "main_ppo": (main_ppo.main, "reward.custom_reward_function.path=/no/such/reward.py"),
-    "main_sft": (main_sft.main, "loss=sft"),
-    "main_sft loss=dpo": (main_sft.main, "loss=dpo"),
-    "main_rm": (main_rm.main, "trainer.seed=1"),
+    "main_ppo": (
+        main_ppo.main,
+        ["reward.custom_reward_function.path={folder}/reward.py", "rollout.name=hf", "rollout.n=2"],
+    ),
+    "main_sft": (main_sft.main, []),
+    "main_sft loss=dpo": (main_sft.main, ["loss=dpo"]),
+    "main_rm": (main_rm.main, []),
 }
+
+
+def unreadable_data(folder: Path) -> str:
+    (folder / "data.jsonl").write_text("no row")
+    return f"data.train_files={folder}/data.jsonl"
 
 
 def break_weights(folder: str) -> str:
@@ -51,13 +58,15 @@ def break_generation_config(folder: str) -> str:
 def test_a_broken_model_is_reported_before_the_data(
     command: str, spoil: Callable[[str], str], problem: str, dry: bool, tmp_path: Path, capsys: Any
 ) -> None:
-    main, option = COMMANDS[command]
+    main, given = COMMANDS[command]
     path = spoil(tiny_qwen2(tmp_path / "model", hidden=32, heads=4))
-    options = [f"model.path={path}", MISSING_DATA, option, "trainer.device=cpu"]
+    (tmp_path / "reward.py").write_text("raise RuntimeError")
+    options = [f"model.path={path}", unreadable_data(tmp_path), "trainer.device=cpu"]
+    options += [option.format(folder=tmp_path) for option in given]
     options += [f"trainer.dry_run={str(dry).lower()}", f"trainer.default_local_dir={tmp_path}/run"]
     assert main(options) == 2
     message = capsys.readouterr().err
-    assert problem in message and "/no/such" not in message
+    assert problem in message and "data.jsonl" not in message and "RuntimeError" not in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -152,6 +161,6 @@ def test_texts_of_a_model_folder_cannot_control_the_terminal(tmp_path: Path, cap
     )
     for change in spoilt:
         file.write_text(json.dumps(entries | change))
-        main_sft.main([f"model.path={path}", MISSING_DATA, "trainer.device=cpu", "trainer.dry_run=true"])
+        main_sft.main([f"model.path={path}", unreadable_data(tmp_path), "trainer.device=cpu", "trainer.dry_run=true"])
         printed = capfd.readouterr()
         assert "\x1b]0;owned" not in printed.out + printed.err, change
