@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from verl_lite.device import DTYPES
 from verl_lite.errors import UserError
@@ -296,8 +298,17 @@ def _saved_weights(network: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _write_weights(network: PreTrainedModel, folder: Path) -> None:
     """Writes the weights as safetensors. `save_pretrained` would also write both configs, which it may refuse."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: weight.contiguous() for name, weight in _saved_weights(network).items()}
-    save_torch_state_dict(weights, folder, max_shard_size=MOST_BYTES_PER_FILE)
+    weights = _saved_weights(network)
+    files = split_torch_state_dict_into_shards(weights, max_shard_size=MOST_BYTES_PER_FILE)
+    for earlier in folder.glob("model*.safetensors*"):
+        earlier.unlink()
+    for name, tensor_names in files.filename_to_tensors.items():
+        # experts are views of one tensor, which safetensors writes as they are
+        tensors = {each: weights[each].contiguous() for each in tensor_names}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _update_config(folder: Path, network: PreTrainedModel, dtype: torch.dtype) -> None:
