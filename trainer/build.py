@@ -26,6 +26,7 @@ from trainer.data.prompts import PromptDataset
 from trainer.engine_pool import EnginePool, SeparateActorRole
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
+from trainer.model_checks import check_models, model_notes
 from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
 from trainer.planner.batch import check_context, launch_table
 from trainer.planner.memory import memory_plan, read_networks
@@ -59,8 +60,7 @@ from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
 from workers.critic import CriticWorker, critic_network
 from workers.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWorker, teacher_network
-from workers.policy.adapter import base_note
-from workers.policy.loading import check_sequence_parallel, empty_network, load_model_config, packing_note
+from workers.policy.loading import check_sequence_parallel, empty_network, load_model_config
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
@@ -93,10 +93,6 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     """Reads, checks and tokenizes the data, and tries the reward function on a few rows, or the environments, before
     any worker starts. trains, scores: see `RayPPOTrainer`."""
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    if trains:
-        check_experts(config)
-        check_shared_sequences(config)
-    check_engine(config)
     if not config.reads_prompts:
         try_environments(config, tokenizer)
         check_teachers(config, tokenizer)
@@ -204,6 +200,17 @@ class PPOJob(Job[PPOConfig]):
         for note in sampling_notes(config, self.slots):
             self.console.note(note)
 
+    def check_models(self) -> None:
+        trains = self.kind.trains
+        check_models(self.config, trains=trains, scores=self.kind.scores)
+        if trains:
+            check_experts(self.config)
+            check_shared_sequences(self.config)
+        check_engine(self.config)
+        if trains:
+            for note in model_notes(self.config):
+                self.console.note(note)
+
     def request(self) -> ResourceRequest:
         return request_of(self.config, self.slots)
 
@@ -212,9 +219,6 @@ class PPOJob(Job[PPOConfig]):
         for part in dict.fromkeys((self.data.train, self.data.val)):
             if part is not None:
                 self.console.print(part.report)
-        for line in filter(None, (packing_note(self.config.model), base_note(self.config.model))):
-            if self.kind.trains:
-                self.console.note(line)
         self.total_steps = count_steps(self.config, self.data.epoch_prompts)
         if self.kind.trains:
             if line := sharding_of_run(self.config, self.slots):
@@ -254,6 +258,9 @@ class PPOJob(Job[PPOConfig]):
             commands["evaluate"] = f"python -m trainer.main_eval {run} {more}"
         if result.checkpoint:
             commands["export"] = f"python -m trainer.export {run} --out {shlex.quote(str(run_dir / 'hf'))}"
+        if result.checkpoint and config.model.lora_rank:
+            target = shlex.quote(str(run_dir / "adapter"))
+            commands["export the adapter"] = f"python -m trainer.export {run} --adapter --out {target}"
         return Report([measured], {"picture": draw_curve(run_dir)}, commands)
 
 

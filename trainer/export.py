@@ -25,6 +25,9 @@ def main(argv: list[str]) -> int:
         "--out", "--to", type=Path, metavar="FOLDER", help="default: hf, adapter or hf_critic in the checkpoint"
     )
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: the dtype of the initial model")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run the Python code that came with the initial model"
+    )
     network = parser.add_mutually_exclusive_group()
     network.add_argument("--adapter", action="store_true", help="export only the adapter, in fp32 and peft's format")
     network.add_argument("--critic", action="store_true", help="export the value function instead of the policy")
@@ -34,6 +37,8 @@ def main(argv: list[str]) -> int:
     from workers.engine.checkpoint import export, export_adapter
 
     run = options.run.expanduser().absolute()
+    if not run.exists():
+        raise UserError(f"{run} does not exist: give the folder of a run, or a global_step_N folder in it")
     if (run / STATE).exists() and (damage := damage_of(run)):
         raise UserError(f"{run} is damaged: {damage}")
     checkpoint = next(whole_steps(run, print), run)
@@ -43,7 +48,7 @@ def main(argv: list[str]) -> int:
     if options.adapter:
         export_adapter(source, str(target))
     else:
-        export(source, str(target), options.dtype)
+        export(source, str(target), options.dtype, trust_remote_code=options.trust_remote_code)
     print(f"wrote {target} from {checkpoint}")
     return 0
 

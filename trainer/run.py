@@ -85,6 +85,12 @@ class Job(Generic[Options]):
     def check(self, available: int | None) -> None:
         """Raises UserError for invalid options. available: number of devices of this machine; None = no check."""
 
+    def check_models(self) -> None:
+        """Checks the files of all models of the run, before its data are read and any worker starts.
+
+        Raises UserError if a model cannot be used, trained or exported.
+        """
+
     def request(self) -> ResourceRequest:
         """Returns the devices that the run needs on each machine."""
         trainer: RunConfig = self.config.trainer
@@ -207,6 +213,7 @@ def train(
     if config.trainer.dry_run:
         return dry_run(job, loaded, stack)
     job.check(visible_devices(device_type(config.trainer.device)))
+    job.check_models()
     stack.enter_context(reserved_devices(config, job.request(), console.note))
     total_steps = job.read_data()
     make_run_dir(config, stack)
@@ -247,6 +254,7 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     """Executes `trainer.dry_run=true`: runs all checks that need no worker or device, prints the plan, and writes the
     resolved configuration to RUN/dry_run.yaml. Returns the exit status, WRONG_INPUT if the plan does not fit."""
     job.check(None)
+    job.check_models()
     total_steps = job.read_data()
     stack.enter_context(file_mask(job.config.trainer.umask, job.run_dir))
     stack.enter_context(locked_folder(job.run_dir, job.console.note))  # no other run is writing a checkpoint there

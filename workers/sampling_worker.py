@@ -11,6 +11,7 @@ from verl_lite.config import PPOConfig
 from verl_lite.device import compute_dtype
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.worker import Worker
+from workers.policy.loading import rollout_overrides
 from workers.policy.tokenizer import stop_token_ids
 from workers.rewards.reward_pool import RewardItem
 from workers.rollout.answers import AnswerRunner
@@ -50,7 +51,7 @@ class SamplingWorker(Worker):
             device=self.device,
             dtype=compute_dtype(config.rollout.dtype, self.device),
             seed=config.trainer.seed,
-            override_config=model.override_config,
+            override_config=rollout_overrides(model),
             trust_remote_code=model.trust_remote_code,
         )
         interrupts = config.spans_updates or config.rollout.oversample > 1

@@ -2,11 +2,12 @@
 `trainer.supervised.loop`.
 
 Both answers of a pair are in one micro-batch, where they share the prompt's tokens. The loss is divided by the number
-of pairs in the whole optimizer step. The reference is the model at model.path, also in a resumed run. Each step
-computes its log-probs in the same micro-batches as the policy's, so the first loss is exactly log 2.
+of pairs in the whole optimizer step. The reference is the initial policy, also in a resumed run: the model at
+model.path, with the adapter at model.lora_adapter_path if there is one (as in TRL). Each step computes its log-probs in
+the same micro-batches as the policy's, so the first loss is exactly log 2.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -48,8 +49,13 @@ def dpo_step_loss(
 
 
 class DPOWorker(SupervisedWorker):
-    """One rank of DPO. reference: the engine of the reference model. With LoRA it is the trained engine, whose adapter
-    is disabled for the reference; otherwise it has a frozen copy of the weights at model.path."""
+    """One rank of DPO.
+
+    reference: the engine of the reference model. With LoRA it is the trained engine; otherwise it has a frozen copy of
+        the weights at model.path.
+    initial_adapter: this rank's shards of the adapter at model.lora_adapter_path; None if the adapter starts as zero,
+        and is disabled for the reference.
+    """
 
     config: SFTConfig
 
@@ -62,16 +68,29 @@ class DPOWorker(SupervisedWorker):
     def init_model(self) -> None:
         """Builds the engines."""
         super().init_model()
-        adapted = has_adapter(self.config.model)
-        self.reference = self.engine if adapted else self.new_engine(self.network(), self.config.fsdp_config)
+        model = self.config.model
+        self.reference = self.engine
+        self.initial_adapter: dict[str, torch.Tensor] | None = None
+        if not has_adapter(model):
+            self.reference = self.new_engine(self.network(), self.config.fsdp_config)
+        elif model.lora_adapter_path is not None:
+            self.initial_adapter = self.engine.copy_trained()  # before a resumed run loads its checkpoint
 
     def rows(self, data: DataProto) -> DataProto:
         """Returns the texts of the pairs, one per row, with ref_log_prob (2n, R)."""
         texts = texts_of(data)
         self.phases.enter(self.reference)
-        with self.reference.adapter_off() if self.reference is self.engine else nullcontext():
+        with self._as_reference():
             texts.batch["ref_log_prob"] = self.reference.infer(texts, **self.options)["log_probs"]
         return texts
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        """Context manager in which `reference` computes the outputs of the reference model."""
+        if self.reference is not self.engine:
+            return nullcontext()
+        if self.initial_adapter is None:
+            return self.engine.adapter_off()
+        return self.engine.trained_replaced(self.initial_adapter)
 
 
 def check_pair(pair: Pair, where: str) -> None:

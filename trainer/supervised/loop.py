@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -53,15 +54,21 @@ from workers.engine.network import NetworkBuilder
 from workers.phase import PhaseManager
 from workers.policy.adapter import base_note
 from workers.policy.loading import (
+    NetworkSpec,
+    Policy,
     PolicyBuilder,
+    check_network,
     check_sequence_parallel,
     load_model_config,
+    output_layer_note,
     packing_note,
     token_network,
 )
 from workers.training_worker import COMPUTE_METRIC, TrainingWorker
 from workers.update import LossFunction
 
+EXPORT = "hf"  # subfolder of the run with the trained model
+UNSAVED = ".shards"  # subfolder of the run with final weights that no checkpoint has, until they are exported
 PLANNED_STEPS = 64  # of the first epoch, from which a plan is computed
 CURVES: tuple[Panel, Panel, Panel] = (
     ("Loss in training", "loss", {"train/loss": ""}),
@@ -174,7 +181,7 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         if not result.stopped and result.checkpoint is not None:
             result.shards = result.checkpoint / "model"
         elif not result.stopped:
-            result.shards = self.run_dir / ".shards"
+            result.shards = self.run_dir / UNSAVED / "model"
             self.model.save(str(result.shards))
         return result
 
@@ -282,6 +289,11 @@ class SupervisedJob(Job[Options]):
     next_options: ClassVar[str]
     replays_steps = True
 
+    @staticmethod
+    def build_policy(spec: NetworkSpec) -> Policy:
+        """Builds the trained network."""
+        raise NotImplementedError
+
     def read_task(self) -> Task[Any]:
         """Returns the tokenized and checked rows. Raises UserError for invalid input."""
         raise NotImplementedError
@@ -298,12 +310,17 @@ class SupervisedJob(Job[Options]):
                 "rank; set trainer.backend=ray"
             )
 
+    def check_models(self) -> None:
+        model = self.config.model
+        check_network(model, self.build_policy, trains=True)
+        check_sequence_parallel(model, "", self.config.ulysses_sequence_parallel_size)
+        for note in (packing_note(model), base_note(model), output_layer_note(model)):
+            if note:
+                self.console.note(note)
+
     def read_data(self) -> int:
         self.task = self.read_task()
         self.device = launch_device(self.config)
-        check_sequence_parallel(self.config.model, "", self.config.ulysses_sequence_parallel_size)
-        for line in filter(None, (packing_note(self.config.model), base_note(self.config.model))):
-            self.console.note(line)
         data: SupervisedDataConfig = self.config.data
         longest = max(len(row) for row in (*self.task.train, *self.task.val))
         if longest > data.max_token_len_per_gpu:
@@ -338,6 +355,7 @@ class SupervisedJob(Job[Options]):
 
     def check_folder(self) -> None:
         refuse_other_data(self.config.trainer, self.run_dir, self.steps.dataset)
+        require_writable_target(self.run_dir / EXPORT)
 
     def memory_plan(self) -> MemoryPlan:
         """Returns the memory that the run needs on a device for its rows. Raises UserError if the model's shapes are
@@ -384,11 +402,32 @@ class SupervisedJob(Job[Options]):
         """Writes the trained model in Hugging Face format and returns its folder. Call it after the workers have
         ended."""
         assert result.shards is not None
-        folder = self.run_dir / "hf"
-        export(str(result.shards), str(folder))
-        if result.shards.parent == self.run_dir:
-            shutil.rmtree(result.shards)
+        folder = self.run_dir / EXPORT
+        try:
+            export(str(result.shards), str(folder), trust_remote_code=self.config.model.trust_remote_code)
+        except Exception as error:
+            again = shlex.join(["python", "-m", "trainer.export", str(result.shards.parent), "--out", str(folder)])
+            error.add_note(
+                f"{folder} could not be written. The trained weights are in {result.shards}. To export them when the "
+                f"cause is removed:\n  {again}"
+            )
+            raise
+        if result.shards.parent == self.run_dir / UNSAVED:
+            shutil.rmtree(result.shards.parent)
         return folder
+
+
+def require_writable_target(folder: Path) -> None:
+    """Raises UserError if the trained model could not be written to `folder`, which need not exist."""
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        kind = "is not a folder" if not nearest.is_dir() else "cannot be written to"
+        raise UserError(
+            f"{nearest} {kind}, and the trained model is written to {folder}: move it away, or choose another "
+            "trainer.experiment_name or trainer.default_local_dir"
+        )
 
 
 def train_within(
@@ -406,6 +445,7 @@ def train_within(
     console = Lines()
     job = job_class(config, resolve_slots(config), console)
     job.check(None)
+    job.check_models()
     console.start(job.read_data())
     job.run_dir.mkdir(parents=True, exist_ok=True)
     with guarded(), Tracking(job.run_dir, config, console) as tracking, job.build(tracking) as trainer:

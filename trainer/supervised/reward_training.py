@@ -26,7 +26,7 @@ from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from verl_lite.config import ModelConfig, RewardTrainingConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from workers.policy.loading import load_model_config
+from workers.policy.loading import NetworkSpec, Policy, load_model_config
 from workers.policy.sequence_score import new_sequence_score, scored_rows
 from workers.policy.tokenizer import load_tokenizer
 
@@ -87,6 +87,10 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     next_options = (
         "reward_model.enable=true reward_model.model.path={} model.path=POLICY data.train_files=FILE rollout.n=8"
     )
+
+    @staticmethod
+    def build_policy(spec: NetworkSpec) -> Policy:
+        return new_sequence_score(spec)
 
     def read_task(self) -> Task[Pair]:
         model, data = self.config.model, self.config.data

@@ -15,6 +15,7 @@ from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.causal_lm import causal_lm
+from workers.policy.loading import NetworkSpec, Policy
 from workers.policy.tokenizer import load_tokenizer
 
 
@@ -39,6 +40,10 @@ class SFTJob(SupervisedJob[SFTConfig]):
 
     module = "trainer.main_sft"
     next_options = "model.path={} data.train_files=FILE rollout.n=8"
+
+    @staticmethod
+    def build_policy(spec: NetworkSpec) -> Policy:
+        return causal_lm(LOG_PROB_CHUNK_TOKENS)(spec)
 
     def read_task(self) -> Task[Any]:
         config, show = self.config, self.console.print

@@ -44,6 +44,8 @@ _PARSER.add_argument("--quiet", dest="verbosity", action="store_const", const="q
 _PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const="verbose")
 _OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_COMMENT_SIGN = re.compile(r"(?<!\S)#")
+_NO_COMMENT = "\ue000"  # a character of private use, which YAML treats as a letter
 _VALUE_SHOWN = 200  # characters of a value in a message
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Names of keys whose values are paths. A leading ~/ is expanded, because the shell leaves it in `key=~/data`."""
@@ -128,12 +130,27 @@ def load_schema(
 
 
 def parse_value(raw: str) -> Any:
-    """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text."""
+    """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text.
+
+    Unlike a file, a value has no comments: `/data/run #2` is a path.
+    """
+    without_comments = _COMMENT_SIGN.sub(_NO_COMMENT, raw)
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + raw]), resolve=False)
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + without_comments]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException):
         return raw
-    return cast(dict[str, Any], parsed)["value"]
+    return _with_comment_signs(cast(dict[str, Any], parsed)["value"])
+
+
+def _with_comment_signs(value: Any) -> Any:
+    """Returns a parsed value with # in place of `_NO_COMMENT`."""
+    if isinstance(value, str):
+        return value.replace(_NO_COMMENT, "#")
+    if isinstance(value, list):
+        return [_with_comment_signs(each) for each in value]
+    if isinstance(value, dict):
+        return {_with_comment_signs(key): _with_comment_signs(each) for key, each in value.items()}
+    return value
 
 
 def split_choices(raw: str) -> list[str]:

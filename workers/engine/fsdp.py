@@ -6,9 +6,9 @@ the last micro-batch, so that one optimizer step costs one reduction; `reduce_ev
 micro-batch to save memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_lite.config import FSDPConfig, OptimConfig
 from verl_lite.device import compute_dtype, deterministic_kernels, dist_backend, empty_cache, keep_freed_memory
+from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.profiling import count_moved
 from verl_lite.protocol import DataProto
@@ -80,15 +81,14 @@ class FSDPEngine:
     def _build_policy(self, build_network: NetworkBuilder) -> EngineNetwork:
         trains = self.optim_config is not None
         master_dtype = torch.float32 if trains else self.param_dtype
-        policy = build_network(
-            BuildArguments(
-                compute_dtype=self.param_dtype,
-                dtype=master_dtype,
-                trains=trains,
-                with_weights=dist.get_rank() == 0,
-                device=self.device,
-            )
+        arguments = BuildArguments(
+            compute_dtype=self.param_dtype,
+            dtype=master_dtype,
+            trains=trains,
+            with_weights=dist.get_rank() == 0,
+            device=self.device,
         )
+        policy = build_on_all_ranks(build_network, arguments)
         if not trains:
             policy.requires_grad_(False)
         full = {name: parameter.detach() for name, parameter in policy.named_parameters()}
@@ -205,6 +205,27 @@ class FSDPEngine:
     def adapter_off(self) -> AbstractContextManager[None]:
         """Context manager in which the policy computes the outputs of its base model, without the adapter."""
         return adapter_off(self.policy)
+
+    def copy_trained(self) -> dict[str, torch.Tensor]:
+        """Returns a copy, on the host, of this rank's shards of the trained parameters."""
+        self._reshard()
+        return {name: value.to_local().detach().to("cpu", copy=True) for name, value in self.trained.items()}
+
+    @contextmanager
+    def trained_replaced(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Context manager in which the trained parameters have the values of `copy_trained`. For inference only."""
+        current = self.copy_trained()
+        self._set_trained(shards)
+        try:
+            yield
+        finally:
+            self._reshard()
+            self._set_trained(current)
+
+    @torch.no_grad()
+    def _set_trained(self, shards: Mapping[str, torch.Tensor]) -> None:
+        for name, value in self.trained.items():
+            value.to_local().copy_(shards[name])
 
     @property
     def lr(self) -> float:
@@ -338,6 +359,44 @@ class FSDPEngine:
         if self.optimizer is not None:
             self.optimizer.bind(self.trained)
         empty_cache()
+
+
+def build_on_all_ranks(build_network: NetworkBuilder, arguments: BuildArguments) -> EngineNetwork:
+    """Builds the network on every rank. Collective.
+
+    If a rank fails, or if its parameters differ from those of rank 0, all ranks raise an error. Without this exchange,
+    the others would wait in the next collective for ever.
+    """
+    policy: EngineNetwork | None = None
+    failure: Exception | None = None
+    try:
+        policy = build_network(arguments)
+    except Exception as error:
+        if dist.get_world_size() == 1:
+            raise
+        failure = error
+    if dist.get_world_size() == 1:
+        assert policy is not None
+        return policy
+
+    shapes = {} if policy is None else {name: tuple(value.shape) for name, value in policy.named_parameters()}
+    is_users = isinstance(failure, UserError)
+    message = "" if failure is None else str(failure) if is_users else f"{type(failure).__name__}: {failure}"
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (message, is_users, shapes))
+    if failure is not None:
+        raise failure
+    for rank, (other_message, other_is_users, other_shapes) in enumerate(results):
+        if other_message:
+            error_type = UserError if other_is_users else RuntimeError
+            raise error_type(other_message if other_is_users else f"rank {rank}: {other_message}")
+        differing = sorted(results[0][2].items() ^ other_shapes.items())
+        if differing:
+            raise RuntimeError(
+                f"rank {rank} built another network than rank 0: they differ in {differing[0][0]} {differing[0][1]}"
+            )
+    assert policy is not None
+    return policy
 
 
 def ensure_process_group(device: torch.device) -> None:

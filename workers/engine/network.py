@@ -33,7 +33,8 @@ class BuildArguments:
     dtype: dtype of the parameters if all of them are trained.
     trains: False if the network is never trained.
     with_weights: False leaves the parameters uninitialised (the engine copies them from rank 0) but sets the buffers.
-    device: the device on which the network will compute.
+    device: the device on which the network will compute. On the meta device, which needs no memory and reads no
+        weights, the network is built only to find errors in its specification and its files.
     """
 
     compute_dtype: torch.dtype

@@ -9,7 +9,7 @@ peft is imported inside the functions because the import takes two seconds and m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,14 @@ from transformers import PreTrainedModel
 from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from workers.policy.model_errors import user_error_on_failure
+from workers.policy.saved_adapter import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    read_adapter_config,
+    refused_tensor,
+    require_equal_sizes,
+    require_plain_lora,
+)
 from workers.policy.vision import has_vision
 
 if TYPE_CHECKING:
@@ -30,8 +38,6 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 CHOOSERS = ("Indexer",)  # class names of modules that select tokens, as in DeepSeek's sparse attention
 STATE_SPACE = re.compile("Mamba|Mixer$")
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # peft's names
-_PLAIN = ("use_rslora", "use_dora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")  # entries that are off
 _PREFIX_IN_FILE = "base_model.model."
 _IN_NETWORK = ".default."  # peft's adapter name, which is part of parameter names in the network but not in files
 
@@ -92,10 +98,8 @@ def base_note(model: NetworkConfig) -> str:
     # no reason to refuse the adapter: models are renamed, and different models have equal names
     if not isinstance(model, ModelConfig) or model.lora_adapter_path is None:
         return ""
-    key = f"model.lora_adapter_path={model.lora_adapter_path}"
-    with user_error_on_failure(f"{key} cannot be read", "give the folder of a saved adapter"):
-        saved = load_adapter_config(Path(model.lora_adapter_path))
-    base = "" if saved is None else str(saved.base_model_name_or_path or "")
+    saved = read_adapter_config(Path(model.lora_adapter_path))
+    base = str(saved.get("base_model_name_or_path") or "")
     if not base or Path(base).name == Path(str(model.path)).name:
         return ""
     return (
@@ -110,42 +114,86 @@ def _load_saved_adapter(network: PreTrainedModel, model: ModelConfig, folder: Pa
     Raises UserError if the folder has no readable adapter, or if its adapter has another rank, scale or kind, belongs
     to other layers, or to a model of other sizes.
     """
-    key = f"model.lora_adapter_path={model.lora_adapter_path}"
-    remedy = (
-        f"expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, as `python -m trainer.export RUN --adapter` writes"
-    )
-    with user_error_on_failure(f"{key} cannot be read", remedy):
-        saved, tensors = load_adapter_config(folder), load_file(folder / WEIGHTS_FILE)
-        if saved is None:
-            raise FileNotFoundError(folder / CONFIG_FILE)
-        kind = {name: getattr(saved, name) for name in _PLAIN}
-    for name, found, wanted in (("rank", saved.r, model.lora_rank), ("alpha", saved.lora_alpha, model.lora_alpha)):
-        if found != wanted:
-            raise UserError(
-                f"model.lora_{name}={wanted}: the adapter of {key} has {found}; set model.lora_{name}={found}"
-            )
-    if other := [f"{name}={value}" for name, value in kind.items() if value and value != "none"]:
-        raise UserError(f"{key}: its {CONFIG_FILE} has {other[0]}, which is not supported; merge it into model.path")
-    mine = {_name_in_file(name): each for name, each in network.named_parameters() if is_adapter_parameter(name)}
-    layers = {f"{_PREFIX_IN_FILE}{name}" for name in linear_layers(network)}
-    layers |= {name.removesuffix(".base_layer") for name in layers}
-    for name, tensor in tensors.items():
-        layer = name.rpartition(".lora_")[0]
-        if layer not in layers or (name in mine and mine[name].shape != tensor.shape):
-            shape = "no such layer" if layer not in layers else f"{tuple(mine[name].shape)} there"
-            raise UserError(
-                f"{key}: an adapter of another model: {name} has the shape {tuple(tensor.shape)}, and {model.path} has "
-                f"{shape}. Set model.path={saved.base_model_name_or_path}, or train that model without this adapter"
-            )
-    if odd := sorted(mine.keys() ^ tensors.keys()):
-        names = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
-        raise UserError(
-            f"model.target_modules={model.target_modules}: {odd[0]} is only in the "
-            f"{'adapter of ' + key if odd[0] in tensors else 'options'}. Set model.target_modules=[{','.join(names)}]"
-        )
+    entries = read_adapter_config(folder)
+    require_plain_lora(entries, folder)
+    require_equal_sizes(entries, folder, model.lora_rank, model.lora_alpha)
+    remedy = f"expected {WEIGHTS_FILE}, as `python -m trainer.export RUN --adapter` writes"
+    with user_error_on_failure(f"model.lora_adapter_path={folder} cannot be read", remedy):
+        tensors = load_file(folder / WEIGHTS_FILE)
+
+    parameters: dict[str, nn.Parameter] = {}
+    for name, parameter in network.named_parameters():
+        if is_adapter_parameter(name):
+            parameters[_name_in_file(name)] = parameter
+    _require_same_layers(network, model, folder, tensors, str(entries.get("base_model_name_or_path") or ""))
+    _require_same_targets(network, model, parameters.keys(), tensors.keys())
+
     with torch.no_grad():
-        for name, parameter in mine.items():
+        for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
+
+
+def _require_same_layers(
+    network: PreTrainedModel, model: ModelConfig, folder: Path, tensors: Mapping[str, torch.Tensor], base: str
+) -> None:
+    """Raises UserError if a tensor of a saved adapter belongs to no linear layer of the network, has other sizes than
+    that layer, or holds values that are not finite.
+
+    base: the name of the adapter's base model, if its config has one.
+    """
+    # the network has its adapter already, so that each layer is a module with the former layer in `base_layer`
+    adapted = {name.removesuffix(".base_layer") for name in linear_layers(network)}
+    layers = {name: network.get_submodule(name) for name in adapted}
+    for name, tensor in tensors.items():
+        layer, _, part = name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")
+        if part not in ("A.weight", "B.weight"):
+            raise refused_tensor(name, folder, "which is neither a matrix A nor a matrix B of a linear layer")
+        if not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"model.lora_adapter_path={folder}: {name} in {WEIGHTS_FILE} has values NaN or infinite")
+        if layer in layers:
+            rows, columns = layers[layer].weight.shape
+            expected = (model.lora_rank, columns) if part == "A.weight" else (rows, model.lora_rank)
+            if tensor.shape == expected:
+                continue
+            difference = f"has the shape {tuple(tensor.shape)}, and {model.path} has {expected} there"
+        elif _has_module(network, layer):
+            raise refused_tensor(name, folder, f"and {layer} is no layer that can have an adapter here")
+        else:
+            difference = f"has the shape {tuple(tensor.shape)}, and {model.path} has no such layer"
+        advice = f"Set model.path={base}, or train {model.path} without this adapter"
+        if not base or base == str(model.path):
+            advice = f"Give the adapter of the model that is now at {model.path}, or train that model without one"
+        raise UserError(f"model.lora_adapter_path={folder}: an adapter of another model: {name} {difference}. {advice}")
+
+
+def _has_module(network: PreTrainedModel, name: str) -> bool:
+    return any(name == module_name for module_name, _ in network.named_modules())
+
+
+def _require_same_targets(
+    network: PreTrainedModel, model: ModelConfig, in_network: Collection[str], in_file: Collection[str]
+) -> None:
+    """Raises UserError if the options give other layers an adapter than a saved adapter has. The message contains
+    options that give the same layers one."""
+    only_one = sorted(set(in_network) ^ set(in_file))
+    if not only_one:
+        return
+
+    saved_layers = {name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")[0] for name in in_file}
+    all_layers = {name.removesuffix(".base_layer") for name in linear_layers(network)}
+    last_parts = {name.rpartition(".")[2] for name in saved_layers}
+    with_these_parts = {name for name in all_layers if name.rpartition(".")[2] in last_parts}
+    # an adapter of some layers only needs their whole names
+    targets = sorted(last_parts if with_these_parts == saved_layers else saved_layers)
+    advice = f"Set model.target_modules=[{','.join(targets)}]"
+    if model.exclude_modules:
+        advice += " model.exclude_modules=[]"
+
+    place = "in the options"
+    if only_one[0] in in_file:
+        place = f"in the adapter of model.lora_adapter_path={model.lora_adapter_path}"
+    excluded = f" with model.exclude_modules={model.exclude_modules}" if model.exclude_modules else ""
+    raise UserError(f"model.target_modules={model.target_modules}{excluded}: {only_one[0]} is only {place}. {advice}")
 
 
 def _name_in_file(name: str) -> str:

@@ -58,3 +58,8 @@ def classifier_of(kind: str, config: PretrainedConfig) -> Any:
 def is_of_transformers(network: PreTrainedModel) -> bool:
     """True if the network's class is part of transformers."""
     return getattr(transformers, type(network).__name__, None) is type(network)
+
+
+def config_has_code(config: PretrainedConfig) -> bool:
+    """True if the classes of a model come with it as Python code (`auto_map`)."""
+    return bool(getattr(config, "auto_map", None))

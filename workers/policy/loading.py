@@ -6,8 +6,10 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,17 +23,23 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.engine.checkpoint import save_model_assets
+from workers.engine.checkpoint import rehearse_export, save_assets
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.engine.packing import ModelInputs
 from workers.engine.sequence_parallel import sequence_group
 from workers.policy.activations import limit_activations
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
+from workers.policy.assets import generation_config, model_assets
 from workers.policy.classifier import classifier_of
 from workers.policy.compiled import compile_policy
 from workers.policy.model_errors import user_error_on_failure
+from workers.policy.saved_adapter import CONFIG_FILE
+from workers.policy.terminal import clean_library_logs
 from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers, sharding_problem
 from workers.policy.vision import MULTI_MODAL_INPUTS, has_vision, prompt_digests, unused_tower, with_images
+from workers.policy.weights import has_own_output_layer, require_fitting_weights
+
+clean_library_logs()
 
 
 @dataclass(frozen=True)
@@ -39,12 +47,14 @@ class NetworkSpec:
     """Specification of a network to build on the CPU in `dtype`.
 
     with_weights: False sets only the buffers. The parameters stay uninitialised and need no memory until written.
+    is_empty: True builds the network on the meta device and compares it with the weight files. They are not read.
     """
 
     model: NetworkConfig
     config: PretrainedConfig
     dtype: torch.dtype
     with_weights: bool
+    is_empty: bool = False
 
 
 class Policy(EngineNetwork):
@@ -59,6 +69,7 @@ class Policy(EngineNetwork):
     adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
     spec, arrangement: the network's specification, and the function that converts micro-batches to inputs
         (`workers.policy.token_mixing`); set by `token_network`.
+    assets: files of a checkpoint besides the weights, on the rank that writes them.
     """
 
     model: PreTrainedModel
@@ -67,6 +78,7 @@ class Policy(EngineNetwork):
     prefix = "model."
     extra_inputs: tuple[str, ...] = (MULTI_MODAL_INPUTS,)
     trains_vision = False
+    assets: Mapping[str, bytes] = MappingProxyType({})
 
     def blocks(self) -> list[nn.Module]:
         """The decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
@@ -90,7 +102,7 @@ class Policy(EngineNetwork):
 
     def save_assets(self, path: str) -> None:
         """Writes config, tokenizer, generation config and the adapter's config to the folder `path`."""
-        save_model_assets(path, self.spec.model, self.spec.config, self.adapter)
+        save_assets(path, self.assets, self.adapter)
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
         """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
@@ -131,11 +143,13 @@ def token_network(
     """
 
     def build(arguments: BuildArguments) -> Policy:
+        is_empty = arguments.device.type == "meta"
         spec = NetworkSpec(
             model,
             load_model_config(model),
             dtype=arguments.compute_dtype if has_adapter(model) else arguments.dtype,
             with_weights=arguments.with_weights,
+            is_empty=is_empty,
         )
         policy = build_policy(spec)
         policy.sequence_group = sequence_group(sequence_parallel_size) if sequence_parallel_size > 1 else None
@@ -146,11 +160,29 @@ def token_network(
                 _freeze_non_text_layers(policy.model)
             refuse_to_train_choosers(policy.model)
             limit_activations(policy.model, model)
-        if model.compile:
+            if arguments.with_weights or is_empty:
+                policy.assets = model_assets(model, spec.config)
+        if model.compile and not is_empty:
             compile_policy(policy)
         return policy
 
     return build
+
+
+def check_network(model: NetworkConfig, build_policy: PolicyBuilder, *, trains: bool) -> None:
+    """Raises UserError for all that would prevent the workers from building and training this network, or prevent the
+    export of the trained network: its config, code, weight files, saved adapter, logits, tokenizer and other files.
+
+    Reads no weights, except to compare an output layer with the embedding. Options that depend on the number of devices
+    are checked elsewhere.
+    """
+    meta = torch.device("meta")
+    arguments = BuildArguments(torch.float32, torch.float32, trains=trains, with_weights=False, device=meta)
+    policy = token_network(model, build_policy)(arguments)
+    assert isinstance(policy, Policy)
+    if trains:
+        kind = type(policy.model).__name__
+        rehearse_export(str(model.path), kind, policy.assets, trust_remote_code=model.trust_remote_code)
 
 
 def _freeze_non_text_layers(network: PreTrainedModel) -> None:
@@ -170,8 +202,10 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
         "expected a folder with config.json and weights in Hugging Face format, or the name of a model in the local "
         "hub cache"
     )
+    _refuse_adapter_folder(model)
     with user_error_on_failure(f"model.path={model.path!r} cannot be read", remedy):
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    is_whole = config.get_text_config() is config
     causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if causal is not None and causal.config_class is type(config.get_text_config()):
         config = config.get_text_config()
@@ -181,7 +215,80 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
         entry = f"model.override_config.{name}={value!r} is not accepted"
         with user_error_on_failure(entry, f"a {config.model_type} config has {getattr(config, name)!r} there"):
             setattr(config, name, value)
+    _refuse_quantized_weights(config, model)
+    _untie_own_output_layer(config, model, is_whole)
     return config
+
+
+def _refuse_adapter_folder(model: NetworkConfig) -> None:
+    """Raises UserError for the folder of an adapter, which transformers would add to the network on one rank."""
+    if (Path(str(model.path)) / CONFIG_FILE).is_file():
+        raise UserError(
+            f"model.path={model.path!r}: it contains an adapter ({CONFIG_FILE}). Set model.path to its base model and "
+            f"model.lora_adapter_path={model.path}, or merge it with peft's merge_and_unload and give the merged model"
+        )
+
+
+def _refuse_quantized_weights(config: PretrainedConfig, model: NetworkConfig) -> None:
+    """Raises UserError for quantized weights: the engines compute with weights in fp32 or bf16."""
+    for part in (config, config.get_text_config()):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization is None:
+            continue
+        entries = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        raise UserError(
+            f"model.path={model.path!r}: its config.json has a quantization_config "
+            f"(quant_method={entries.get('quant_method')!r}), and quantized weights can be neither trained nor used as "
+            "a frozen network. Give the model with weights in bf16 or fp32"
+        )
+
+
+def _untie_own_output_layer(config: PretrainedConfig, model: NetworkConfig, is_whole: bool) -> None:
+    """Sets tie_word_embeddings to false if the weights have an output layer that differs from the embedding.
+
+    transformers keeps such an output layer, too, but only in the process that reads the weights. An adapter that was
+    merged after new tokens were added leaves such a folder.
+
+    Args:
+        is_whole: False for the text model of a multimodal model, whose rollout engine reads another config.
+    """
+    if not getattr(config, "tie_word_embeddings", False) or not has_own_output_layer(str(model.path), config):
+        return
+    if model.override_config.get("tie_word_embeddings"):
+        raise UserError(
+            f"{shown(model)}: the weights have an output layer that differs from the embedding, and would lose it; "
+            "remove model.override_config.tie_word_embeddings"
+        )
+    if not is_whole:
+        raise UserError(
+            f"model.path={model.path!r}: its config.json has tie_word_embeddings=true, but its weights have an output "
+            "layer that differs from the embedding; set tie_word_embeddings to false in its config.json"
+        )
+    config.tie_word_embeddings = False
+
+
+def output_layer_note(model: NetworkConfig) -> str:
+    """Returns a sentence if the output layer of this model is untied because of its weights, otherwise an empty
+    string."""
+    if "tie_word_embeddings" not in _untied_entries(model):
+        return ""
+    return (
+        f"model.path={model.path}: its config.json has tie_word_embeddings=true, but its weights have an output layer "
+        "that differs from the embedding. Both are used, trained and exported, with tie_word_embeddings=false"
+    )
+
+
+def rollout_overrides(model: NetworkConfig) -> dict[str, Any]:
+    """Returns the entries in which the config of a rollout engine differs from the model's config.json."""
+    return dict(model.override_config) | _untied_entries(model)
+
+
+def _untied_entries(model: NetworkConfig) -> dict[str, bool]:
+    config = AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code)
+    is_tied = getattr(config, "tie_word_embeddings", False) and "tie_word_embeddings" not in model.override_config
+    if not is_tied or load_model_config(model).tie_word_embeddings:
+        return {}
+    return {"tie_word_embeddings": False}
 
 
 def longest_context(model: PretrainedConfig) -> int | None:
@@ -244,7 +351,7 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
     checkpoint lacks other weights, which transformers would initialise at random.
     """
     disable_progress_bar()
-    if spec.with_weights:
+    if spec.with_weights or spec.is_empty:
         network = _load_network(auto_class, spec, new_head)
     else:
         with no_init_weights():
@@ -279,9 +386,9 @@ def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedMo
 
 def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrainedModel:
     """Builds the network and loads the checkpoint's weights. Arguments as in `build_network`."""
+    generation_config(str(spec.model.path))  # transformers reads it with the weights; this names the file
     verbosity = get_verbosity()
-    if new_head:  # suppresses transformers' long report of missing weights, which are expected here
-        set_verbosity_error()
+    set_verbosity_error()  # suppresses transformers' report of differences, of which `require_fitting_weights` decides
     remedy = "its weights must be complete and fit its config.json and model.override_config"
     try:
         with user_error_on_failure(f"{shown(spec.model)}: the weights cannot be loaded", remedy):
@@ -289,20 +396,48 @@ def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrai
                 str(spec.model.path),
                 config=spec.config,
                 dtype=spec.dtype,
+                device_map="meta" if spec.is_empty else None,
+                ignore_mismatched_sizes=True,  # they are refused below
                 trust_remote_code=spec.model.trust_remote_code,
                 output_loading_info=True,
             )
     finally:
         set_verbosity(verbosity)
+
     backbone = f"{network.base_model_prefix}."
-    missing = set(report["missing_keys"])
-    replaceable = {name for name in missing if new_head and not name.startswith(backbone)}
-    if missing - replaceable:
-        raise UserError(
-            f"model.path={spec.model.path!r}: its weights do not fit a {type(network).__name__}, which also needs "
-            f"{', '.join(sorted(missing - replaceable)[:5])}"
-        )
+    replaceable: set[str] = set()
+    if new_head:
+        replaceable = {name for name in report["missing_keys"] if not name.startswith(backbone)}
+    require_fitting_weights(
+        network, report, shown(spec.model), may_lack=replaceable, may_have=_unread_parts(network, spec, report)
+    )
+    _require_tied_as_configured(network, spec)
     with torch.no_grad():
         for name in replaceable:
             network.get_parameter(name).zero_()
     return network
+
+
+def _require_tied_as_configured(network: PreTrainedModel, spec: NetworkSpec) -> None:
+    """Raises UserError if transformers untied an output layer that `load_model_config` did not: the other ranks and the
+    rollout engine would have another network. Only models with code of their own can get here."""
+    head = network.get_output_embeddings()
+    if spec.is_empty or head is None or not getattr(spec.config, "tie_word_embeddings", False):
+        return
+    embedding: Any = network.get_input_embeddings()
+    if head.weight is not embedding.weight and not torch.equal(head.weight, embedding.weight):
+        raise UserError(
+            f"{shown(spec.model)}: its config has tie_word_embeddings=true, but its weights have an output layer that "
+            "differs from the embedding; set tie_word_embeddings to false in its config.json"
+        )
+
+
+def _unread_parts(network: PreTrainedModel, spec: NetworkSpec, report: Mapping[str, Any]) -> Collection[str]:
+    """Returns the beginnings of the names of weights that a network leaves in its files by intention."""
+    whole: Any = AutoConfig.from_pretrained(str(spec.model.path), trust_remote_code=spec.model.trust_remote_code)
+    if type(whole) is not type(spec.config) or "num_hidden_layers" in spec.model.override_config:
+        return ("",)  # the other parts of a multimodal model; layers that the user removes
+    if network.get_output_embeddings() is None:  # a critic or reward model, made from a model with another head
+        backbone = f"{network.base_model_prefix}."
+        return [name for name in report["unexpected_keys"] if not name.startswith(backbone)]
+    return ()

@@ -3,10 +3,11 @@
 import functools
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
+from workers.policy.assets import eos_token_ids, generation_config
 from workers.policy.model_errors import user_error_on_failure
 
 NO_TEMPLATE = (
@@ -67,16 +68,11 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All tokens that end a response: the tokenizer's end-of-text token and those of the model's generation config."""
-    assert model.path is not None
-    return _stop_token_ids(model.path, tokenizer.eos_token_id)
+    return _stop_token_ids(str(model.path), tokenizer.eos_token_id)
 
 
 @functools.cache
 def _stop_token_ids(path: str, eos_token_id: int | None) -> tuple[int, ...]:
     stops = set() if eos_token_id is None else {eos_token_id}
-    try:
-        configured = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the model has no generation_config.json
-        configured = None
-    stops.update([configured] if isinstance(configured, int) else configured or [])
+    stops.update(eos_token_ids(generation_config(path)))
     return tuple(sorted(stops))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,8 +19,10 @@ from tests.trainer.supervised.test_reward_training import assert_same, pairs_of,
 from tests.workers.ranks import OnRanks
 from trainer import main_sft
 from trainer.supervised.dpo import DPOWorker, dpo_step_loss
+from trainer.supervised.loop import train_within
+from trainer.supervised.sft import SFTJob
 from verl_lite.algos.preference_losses import dpo_loss
-from verl_lite.config import DPOConfig, ModelConfig, OptimConfig, SFTConfig, SFTTrainerConfig
+from verl_lite.config import DPOConfig, ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 
@@ -186,3 +190,52 @@ def test_a_run_learns_and_a_stopped_run_goes_on_to_the_same_weights(model: str, 
     with torch.no_grad():
         loss = plain_loss(networks[0], AutoModelForCausalLM.from_pretrained(model), pairs_of(20), BETA, 0.0)
     assert last["val/loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_first_loss_with_an_initial_adapter_is_that_of_equal_policies(
+    model: str, tmp_path: Path, rank: int
+) -> None:
+    """The reference is the initial policy, so all ratios are 1 and the loss is -log sigmoid(0) = ln 2. A step of
+    training moves the policy away from it, and a resumed worker keeps it. rank: of the initial adapter; 0 = none."""
+    network = ModelConfig(path=model)
+    if rank:
+        adapted = peft.get_peft_model(
+            AutoModelForCausalLM.from_pretrained(model),
+            peft.LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.3)
+        adapted.save_pretrained(tmp_path / "adapter")
+        network = ModelConfig(path=model, lora_rank=rank, lora_alpha=8, lora_adapter_path=str(tmp_path / "adapter"))
+
+    pairs = [{"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": "a"} for number in range(4)]
+    config = SFTConfig(
+        loss="dpo",
+        model=network,
+        data=SFTDataConfig(train_files=[str(write(tmp_path / "pairs.jsonl", pairs))], train_batch_size=4),
+        optim=OptimConfig(lr=1e-2),
+        trainer=SFTTrainerConfig(
+            device="cpu", default_local_dir=str(tmp_path / "run"), total_epochs=2, save_freq=1, logger=["jsonl"]
+        ),
+    )
+    train_within(SFTJob, config, lambda line: None)
+    losses = losses_of(tmp_path / "run")
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-7) and losses[1] < 0.69
+
+    # the second loss again, by a run that resumes after the first step
+    shutil.rmtree(tmp_path / "run/global_step_2")
+    config.trainer.resume_mode = "resume_path"
+    config.trainer.resume_from_path = str(tmp_path / "run/global_step_1")
+    config.trainer.default_local_dir = str(tmp_path / "resumed")
+    train_within(SFTJob, config, lambda line: None)
+    assert losses_of(tmp_path / "resumed") == pytest.approx(losses[1:], abs=1e-7)
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    """The training losses of a run in the order of its steps."""
+    logged = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [data["train/loss"] for data in logged if "train/loss" in data]

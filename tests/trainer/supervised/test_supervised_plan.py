@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from transformers import GPT2Config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.tiny_model import tiny_qwen2
 from tests.trainer.prompt_rows import write
@@ -126,7 +126,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
 def test_a_model_of_unknown_shape_is_trained_without_a_plan_of_memory(tmp_path: Path, capsys: Any) -> None:
     words = [*options(tmp_path, SFT_ROWS), "trainer.dry_run=true"]
     assert (tmp_path / "model/config.json").unlink() is None
-    GPT2Config(vocab_size=64, n_layer=1, n_head=1, n_embd=8).save_pretrained(tmp_path / "model")
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_layer=1, n_head=1, n_embd=8)).save_pretrained(tmp_path / "model")
     assert main_sft.main(words) == 0
     assert re.search(r"memory per device, expected +\? +model.path: its config.json .* has no", capsys.readouterr().out)
 

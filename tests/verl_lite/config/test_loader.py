@@ -16,7 +16,9 @@ from verl_lite.config import (
     help_config,
     load_config,
     load_schema,
+    parse_value,
     print_config,
+    save_config,
     split_choices,
     value_of,
 )
@@ -318,3 +320,30 @@ def test_any_dataclass_of_options_can_be_loaded() -> None:
         load_schema(["actor.grad_clip=1"], Other)
     with pytest.raises(ConfigError, match=r"did you mean inner\.rate"):
         load_schema(["inner.rat=1"], Other)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("/data/run #2", "/data/run #2"),
+        ("/data/# 1", "/data/# 1"),
+        ("#1", "#1"),
+        ("a\t#b", "a\t#b"),
+        ("'/data/run #2'", "/data/run #2"),
+        ("[/a #1/x.jsonl, /b/y#.jsonl]", ["/a #1/x.jsonl", "/b/y#.jsonl"]),
+        ("{a: b #c, d #e: 2}", {"a": "b #c", "d #e": 2}),
+        ("1e-6", 1e-6),
+        ("a#b", "a#b"),
+    ],
+)
+def test_a_value_of_the_command_line_has_no_comments(raw: str, expected: object) -> None:
+    assert parse_value(raw) == expected
+
+
+def test_a_path_with_a_number_sign_survives_the_files_of_a_run(tmp_path: Path) -> None:
+    loaded = load_config([f"model.path={tmp_path}/model #2", "data.train_files=[a #1.jsonl,b.jsonl]"])
+    assert loaded.config.model.path == f"{tmp_path}/model #2"
+    assert loaded.config.data.train_files == ["a #1.jsonl", "b.jsonl"]
+    again = load_config([f"--config={save_config(loaded, tmp_path / 'config.yaml')}"])
+    assert again.config.model.path == f"{tmp_path}/model #2"
+    assert again.config.data.train_files == ["a #1.jsonl", "b.jsonl"]

@@ -1,0 +1,132 @@
+"""Compares the weight files of a model with its network, before any weight is read into memory.
+
+Names and shapes come from the headers of the files. transformers itself only logs most differences, and initialises
+missing weights at random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+
+from verl_lite.errors import UserError
+from workers.policy.assets import model_file
+
+# weights of heads that other trainers add to a causal language model, which does not read them
+_FOREIGN_HEADS = ("v_head.", "value_head.")
+_MOST_NAMES = 5
+
+
+def require_fitting_weights(
+    network: PreTrainedModel,
+    report: Mapping[str, Any],
+    shown_path: str,
+    *,
+    may_lack: Collection[str] = (),
+    may_have: Collection[str] = (),
+) -> None:
+    """Raises UserError if weights are missing, have other shapes than the network, or have no place in it.
+
+    Args:
+        report: transformers' loading info, with missing_keys, unexpected_keys and mismatched_keys.
+        shown_path: the network as messages name it.
+        may_lack: names of weights that may be missing from the files.
+        may_have: beginnings of names that the files may contain besides the network's weights; "" permits all.
+    """
+    kind = type(network).__name__
+    missing = sorted(set(report["missing_keys"]) - set(may_lack))
+    if missing:
+        raise UserError(
+            f"{shown_path}: its weights do not fit a {kind}, which also needs {_listed(missing)}; give a folder with "
+            "all weights, or correct its config.json (an output layer that is the embedding: tie_word_embeddings=true)"
+        )
+
+    mismatched = sorted((str(name), tuple(file), tuple(own)) for name, file, own in report["mismatched_keys"])
+    if mismatched:
+        differences = [f"{name} {file} instead of {own}" for name, file, own in mismatched]
+        raise UserError(
+            f"{shown_path}: the weights cannot be loaded: weights of other sizes than those of its config.json and "
+            f"model.override_config: {_listed(differences)}; correct the entry, or give the weights that belong to it"
+        )
+
+    beginnings = (*_FOREIGN_HEADS, *may_have)
+    unexpected = sorted(name for name in report["unexpected_keys"] if not name.startswith(beginnings))
+    if unexpected:
+        raise UserError(
+            f"{shown_path}: a {kind} does not read {_listed(unexpected)} of its weights, so it would compute another "
+            "function than the model that was saved; correct config.json, or remove these weights"
+        )
+
+
+def _listed(names: Collection[str]) -> str:
+    """The first names, and the number of the others."""
+    shown = ", ".join(list(names)[:_MOST_NAMES])
+    others = len(names) - _MOST_NAMES
+    return f"{shown} and {others} more" if others > 0 else shown
+
+
+def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
+    """True if the weights of a causal language model contain an output layer that differs from the embedding.
+
+    Equal weights that are stored twice are no output layer of its own. Returns False if `path` has no weights.
+    """
+    network_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    tied_names = getattr(network_class, "_tied_weights_keys", None)
+    if not isinstance(tied_names, dict):
+        return False
+    files = tuple((file, Path(file).stat().st_mtime_ns) for file in weight_files(path))
+    return any(_differ(files, _tail(output), _tail(embedding)) for output, embedding in tied_names.items())
+
+
+def weight_files(path: str) -> list[str]:
+    """Returns the weight files that transformers would load from a folder or from the hub's cache."""
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (file := model_file(path, single)) is not None:
+            return [file]
+        if (file := model_file(path, index)) is not None:
+            weight_map = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+            shards = [model_file(path, name) for name in sorted(set(weight_map.values()))]
+            return [shard for shard in shards if shard is not None]
+    return []
+
+
+def _tail(name: str) -> str:
+    """The last two parts of a parameter's name. Files may have other prefixes than the network."""
+    return ".".join(name.split(".")[-2:])
+
+
+@lru_cache(maxsize=32)
+def _differ(files: tuple[tuple[str, int], ...], output: str, embedding: str) -> bool:
+    """True if files, given with their times of change, contain both weights and their values differ."""
+    outputs = list(_tensors_named(files, output))
+    embeddings = list(_tensors_named(files, embedding))
+    if not outputs or not embeddings:
+        return False
+    return not torch.equal(outputs[0], embeddings[0])
+
+
+def _tensors_named(files: tuple[tuple[str, int], ...], tail: str) -> Iterator[torch.Tensor]:
+    """Yields the tensors whose name is `tail` or ends with it after a dot."""
+    for file, _ in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    if f".{name}".endswith(f".{tail}"):
+                        yield tensors.get_tensor(name)
+        else:
+            for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+                if f".{name}".endswith(f".{tail}"):
+                    yield tensor
