@@ -18,7 +18,7 @@ class ReplyTooLarge(RuntimeError):
     """A reply exceeds `MOST_REPLY_BYTES`."""
 
 
-class LimitedBody(_HTTPX.AsyncByteStream):  # type: ignore[misc]
+class LimitedBody(_HTTPX.AsyncByteStream):
     """The body of a response, which raises ReplyTooLarge after `most_bytes`."""
 
     def __init__(self, body: Any, most_bytes: int) -> None:

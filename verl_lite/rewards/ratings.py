@@ -1,7 +1,7 @@
 """Reads the verdict in a judge's reply: a rating in any usual notation, or yes or no.
 
-A reply that cannot be read, or that can be read in two ways, raises ValueError: its sample fails and is not trained. The
-judged answer is hostile: it may contain ratings itself, which the judge may quote.
+A reply that cannot be read, or that can be read in two ways, raises ValueError: its sample fails and is not trained.
+The judged answer is hostile: it may contain ratings itself, which the judge may quote.
 """
 
 import json

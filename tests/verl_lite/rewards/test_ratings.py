@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -66,8 +67,8 @@ def test_a_negative_rating() -> None:
 @pytest.mark.parametrize(
     "rating",
     [
-        "7-8", "7–8", "7 to 8", "7 or 8", "7, 8", "7 and 8", "7..8", "7 1/2", "7½", "7±1", "7+1", "7*1", "7:3", "1e", "7x",
-        "0x7", "10²", "7 thousand", "7=8", "7 out of 0", "7/-10", "seven", "N/A", "nan", "inf", "null", "true", "[", "",
+        "7-8", "7–8", "7 to 8", "7 or 8", "7, 8", "7 and 8", "7..8", "7 1/2", "7½", "7±1", "7+1", "7*1", "7:3", "1e",
+        "7x", "0x7", "10²", "7 thousand", "7=8", "7 out of 0", "7/-10", "seven", "N/A", "nan", "inf", "null", "true", "[", "",
         "11", "-1", "110%", "11/10", "1e1000", "1e999999999999", "9" * 400, "0." + "1" * 400, "1,000", "7.5.3", "<10",
     ],
 )  # fmt: skip
@@ -172,8 +173,6 @@ def test_long_replies_are_read_in_linear_time(piece: str) -> None:
     text = f"score: 7{piece * 30_000}x"
     started = time.monotonic()
     for answer in ("", text):
-        try:
+        with suppress(ValueError):
             read_rating(text, 0, 10, answer)
-        except ValueError:
-            pass
     assert time.monotonic() - started < 3
