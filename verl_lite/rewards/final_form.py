@@ -169,12 +169,13 @@ def _are_different_units(unit: str, other: str) -> bool:
     return bool(known and other_known) and known != other_known
 
 
-# -------------------------------------------------------------------------------------------------------- answer in text
+# ------------------------------------------------------------------------------------------------------- answer in text
 
 _MARKS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,2}|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
 _ANSWER_IS = re.compile(r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)|答案(?:是|为|：|:))\s*(?:\bis\b|:|：)?\s*")
 _MATHEMATICS = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$([^$\n]+)\$|\\\((.+?)\\\)", re.DOTALL)
 _NUMBER = re.compile(r"-?\$?\s?-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?\s*(?:\\?%)?|-?\\frac\{[^{}]+\}\{[^{}]+\}")
+_PROSE = re.compile(r"(?<![\\\w{])[A-Za-z]{2,}")
 _NEXT_ITEM = re.compile(r"\s*(?:,\s*(?:or|and)\b|,|;|/|\bor\b|\band\b|或|和|、|，)\s*(?=[-$\\\d(])")
 
 
@@ -202,6 +203,8 @@ def answer_in_text(text: str) -> str:
 
 
 def _can_be_parsed(text: str) -> bool:
+    if _PROSE.search(text):
+        return False
     try:
         node = parse_answer(text).node
     except (UnknownSyntax, RecursionError):
@@ -240,7 +243,7 @@ def _items_from(text: str, place: int) -> str:
     return ", ".join(items)
 
 
-# ---------------------------------------------------------------------------------------------------- bounds on size
+# ------------------------------------------------------------------------------------------------------- bounds on size
 
 
 def _is_too_large(node: Any) -> bool:
@@ -276,7 +279,7 @@ def _parts(node: Any) -> tuple[Any, ...]:
     return tuple(node.flat()) if isinstance(node, sympy.MatrixBase) else getattr(node, "args", ())
 
 
-# --------------------------------------------------------------------------------------------------------- final form
+# ----------------------------------------------------------------------------------------------------------- final form
 
 _POLYNOMIAL = {"number", "symbol", "sum", "negative", "product", "power", "quotient", "mixed", "constant", "root"}
 _SETS = {"\\cup", "\\setminus", "interval"}
@@ -705,7 +708,7 @@ def complex_value(constant: Any) -> Any:
     return value if value.is_number and value.is_finite else None
 
 
-# ------------------------------------------------------------------------------------------------------------- relations
+# ------------------------------------------------------------------------------------------------------------ relations
 
 
 def _are_relations_solved(answer: Any, gold: Any) -> bool:
