@@ -15,8 +15,9 @@ from dataclasses import dataclass
 class Node:
     r"""An expression.
 
-    kind: number, symbol, word, constant, sum, negative, plus_minus, product, quotient, mixed, power, root, function, call,
-        percent, brackets, set, list, relation, operation, matrix, absolute or command (which this module does not know).
+    kind: number, symbol, word, constant, sum, negative, plus_minus, product, quotient, mixed, power, root, function,
+        call, percent, brackets, set, list, relation, operation, matrix, absolute or command (which this module does not
+        know).
     parts: its operands. The denominator of a quotient, the exponent of a power and the index of a root are second.
     text: digits of a number, LaTeX of a symbol or a command, both brackets, or the operators of a relation.
     """

@@ -174,7 +174,7 @@ def _are_different_units(unit: str, other: str) -> bool:
 _MARKS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,2}|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
 _ANSWER_IS = re.compile(r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)|答案(?:是|为|：|:))\s*(?:\bis\b|:|：)?\s*")
 _MATHEMATICS = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$([^$\n]+)\$|\\\((.+?)\\\)", re.DOTALL)
-_NUMBER = re.compile(r"-?\$?\s?-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?\s*(?:\\?%)?|-?\\frac\{[^{}]+\}\{[^{}]+\}")
+_NUMBER = re.compile(r"-?\$?\s?-?\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?\s*(?:\\?%)?|-?\\frac\{[^{}]+\}\{[^{}]+\}")
 _PROSE = re.compile(r"(?<![\\\w{])[A-Za-z]{2,}")
 _NEXT_ITEM = re.compile(r"\s*(?:,\s*(?:or|and)\b|,|;|/|\bor\b|\band\b|或|和|、|，)\s*(?=[-$\\\d(])")
 
