@@ -56,7 +56,8 @@ _REPLACED = {
     "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "°": r"^\circ ", "℃": r"^\circ ", "，": ", ",
     "、": ", ", "；": "; ", "。": ". ", "：": ":", "（": "(", "）": ")", "［": "[", "］": "]", "｛": r"\{", "｝": r"\}",
     "％": r"\%", "＝": "=", "＋": "+", "／": "/", "＊": "*", "．": ".", "＜": "<", "＞": ">", "…": r"\ldots ", "√": r"\sqrt ",
-    "\u200b": "", "\ufeff": "", "\u2009": r"\,", "\u202f": r"\,", "\u00a0": r"\,", "€": "", "£": "", "¥": "", "₹": "", "￥": "",
+    "\u200b": "", "\ufeff": "", "\u2009": r"\,", "\u202f": r"\,", "\u00a0": r"\,", "€": "", "£": "",
+    "¥": "", "₹": "", "￥": "",
 }  # fmt: skip
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
 _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
@@ -102,7 +103,8 @@ def clean(text: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- tokens
 
 _TOKEN = re.compile(
-    r"(?P<text>\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|operatorname)"
+    "
+    "r"(?P<text>\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|operatorname)"
     r"\*?\s*\{(?P<content>[^{}]*)\})"
     r"|(?P<environment>\\begin\s*\{(?P<name>[a-zA-Z]+\*?)\}(?:\{[^{}]*\})?)|(?P<end>\\end\s*\{[a-zA-Z]+\*?\})"
     r"|(?P<literal>\\mathbb\s*\{?[A-Z]\}?|\\emptyset|\\varnothing)"
@@ -118,7 +120,8 @@ _FUNCTIONS = (
 _NAMES = {"pi": "\\pi", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "sqrt": "\\sqrt", "oo": "\\infty"}
 _SYNONYMS = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\leqslant": "\\le",
-    "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\ast": "*", "\\degree": "\\circ",
+    "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\ast": "*",
+    "\\degree": "\\circ",
     "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\mid": "|", "\\vert": "|", "\\lvert": "|",
     "\\rvert": "|", "\\backslash": "\\setminus", "\\iff": "\\iff", "\\%": "%", "\\colon": ":", "\\land": ",",
     "\\wedge": "\\wedge", "\\lor": ",", "\\thickapprox": "\\approx", "\\simeq": "\\approx",
@@ -126,7 +129,8 @@ _SYNONYMS = {
 _SEPARATORS = re.compile(r"(?i),?\s*(?:and|or|且|或|和)\s*,?")
 _PERCENT = re.compile(r"(?i)percent(?:age)?|per\s+cent|pct|%|\\%")
 _GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+    "tau upsilon "
     "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
 ).split()
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in"}
@@ -134,7 +138,8 @@ _OPERATIONS = {"\\cup", "\\cap", "\\setminus"}
 _UNIT_TEXT = re.compile(r"(?i)[a-zµμΩåéèü.\s/²³^·\-]*[a-zµμΩ][a-zµμΩåéèü.\s/²³^·\-]*")
 _NO_UNITS = re.compile(r"(?i)\b(?:or|and|if|for|when|not|but|to|than|if)\b")
 _SHORT_UNITS = (
-    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol hr hrs min sec "
+    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol "
+    "hr hrs min sec "
     "ms mph kmh kph rad deg sq cu ha pts pt yr yrs am pm USD EUR units"
 ).split()
 _LONGEST_UNIT = 40
