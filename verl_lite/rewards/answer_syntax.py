@@ -5,6 +5,8 @@ is dropped with everything before it that looks like a unit. So the form of an a
 math-verify compares the values of what is rendered from it.
 """
 
+# ruff: noqa: E501 (rows of the tables, in which ruff counts wide characters twice)
+
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -56,8 +58,7 @@ _REPLACED = {
     "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "°": r"^\circ ", "℃": r"^\circ ", "，": ", ",
     "、": ", ", "；": "; ", "。": ". ", "：": ":", "（": "(", "）": ")", "［": "[", "］": "]", "｛": r"\{", "｝": r"\}",
     "％": r"\%", "＝": "=", "＋": "+", "／": "/", "＊": "*", "．": ".", "＜": "<", "＞": ">", "…": r"\ldots ", "√": r"\sqrt ",
-    "\u200b": "", "\ufeff": "", "\u2009": r"\,", "\u202f": r"\,", "\u00a0": r"\,", "€": "", "£": "",
-    "¥": "", "₹": "", "￥": "",
+    "\u200b": "", "\ufeff": "", "\u2009": r"\,", "\u202f": r"\,", "\u00a0": r"\,", "€": "", "£": "", "¥": "", "₹": "", "￥": "",
 }  # fmt: skip
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
 _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
@@ -103,8 +104,7 @@ def clean(text: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- tokens
 
 _TOKEN = re.compile(
-    "
-    "r"(?P<text>\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|operatorname)"
+    r"(?P<text>\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|operatorname)"
     r"\*?\s*\{(?P<content>[^{}]*)\})"
     r"|(?P<environment>\\begin\s*\{(?P<name>[a-zA-Z]+\*?)\}(?:\{[^{}]*\})?)|(?P<end>\\end\s*\{[a-zA-Z]+\*?\})"
     r"|(?P<literal>\\mathbb\s*\{?[A-Z]\}?|\\emptyset|\\varnothing)"
@@ -120,8 +120,7 @@ _FUNCTIONS = (
 _NAMES = {"pi": "\\pi", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "sqrt": "\\sqrt", "oo": "\\infty"}
 _SYNONYMS = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\leqslant": "\\le",
-    "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\ast": "*",
-    "\\degree": "\\circ",
+    "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\ast": "*", "\\degree": "\\circ",
     "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\mid": "|", "\\vert": "|", "\\lvert": "|",
     "\\rvert": "|", "\\backslash": "\\setminus", "\\iff": "\\iff", "\\%": "%", "\\colon": ":", "\\land": ",",
     "\\wedge": "\\wedge", "\\lor": ",", "\\thickapprox": "\\approx", "\\simeq": "\\approx",
@@ -129,8 +128,7 @@ _SYNONYMS = {
 _SEPARATORS = re.compile(r"(?i),?\s*(?:and|or|且|或|和)\s*,?")
 _PERCENT = re.compile(r"(?i)percent(?:age)?|per\s+cent|pct|%|\\%")
 _GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
-    "tau upsilon "
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
     "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
 ).split()
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in"}
@@ -138,8 +136,7 @@ _OPERATIONS = {"\\cup", "\\cap", "\\setminus"}
 _UNIT_TEXT = re.compile(r"(?i)[a-zµμΩåéèü.\s/²³^·\-]*[a-zµμΩ][a-zµμΩåéèü.\s/²³^·\-]*")
 _NO_UNITS = re.compile(r"(?i)\b(?:or|and|if|for|when|not|but|to|than|if)\b")
 _SHORT_UNITS = (
-    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol "
-    "hr hrs min sec "
+    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol hr hrs min sec "
     "ms mph kmh kph rad deg sq cu ha pts pt yr yrs am pm USD EUR units"
 ).split()
 _LONGEST_UNIT = 40
