@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor
 
 from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
-from verl_lite.images import open_image
+from verl_lite.images import open_image, rgb_image
 from verl_lite.machine.host import cpu_count
 from workers.policy.loading import empty_network, load_model_config
 from workers.policy.model_errors import user_error_on_failure
@@ -44,8 +44,12 @@ def read_image(entry: Any, folder: Path | None, where: str) -> bytes:
     if isinstance(entry, bytes):
         return entry
     if hasattr(entry, "save") and hasattr(entry, "convert"):  # a PIL image
+        try:
+            image = rgb_image(entry)
+        except (ValueError, OSError, SyntaxError) as error:  # PIL decodes an image that it has opened only here
+            raise UserError(f"{where}: {error}. Replace or remove it") from error
         file = io.BytesIO()
-        entry.convert("RGB").save(file, "PNG")
+        image.save(file, "PNG")
         return file.getvalue()
     if not isinstance(entry, str) or "://" in entry.removeprefix("file://") or entry.startswith("data:"):
         raise UserError(

@@ -228,8 +228,7 @@ class PromptDataset:
             raise UserError(
                 f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit} "
                 f"({self._describe(int(overlong[0]))} has {lengths[overlong[0]]} tokens, the longest {lengths.max()}). "
-                "Raise it, drop such prompts with data.filter_overlong_prompts=true (at least one prompt must remain), "
-                "or cut them with data.truncation=left|right|middle."
+                f"{self._remedies(overlong, config.filter_overlong_prompts)}"
             )
         cut = [place for place in overlong.tolist() if place not in self._image_tokens]
         if dropped := len(overlong) - len(cut):  # a cut prompt would lack a part of an image
@@ -244,6 +243,27 @@ class PromptDataset:
         if cut:
             report += f"; {len(cut)} longer than {limit} were cut (data.truncation={config.truncation})"
         return index, report
+
+    def _remedies(self, overlong: np.ndarray, filters: bool) -> str:
+        """Returns the options that help against these prompts.
+
+        Args:
+            overlong: places of the prompts. Those with images are never cut.
+            filters: whether data.filter_overlong_prompts is set, which would drop all prompts.
+        """
+        have_images = [place in self._image_tokens for place in overlong.tolist()]
+        remedies = ["Raise it"]
+        if not filters:
+            remedies.append("drop such prompts with data.filter_overlong_prompts=true")
+        if any(have_images):
+            remedies.append("lower data.max_pixels, so that images take fewer tokens")
+        if not all(have_images):
+            cut = "cut prompts without images" if any(have_images) else "cut them"
+            unfiltered = "data.filter_overlong_prompts=false and " if filters else ""
+            remedies.append(f"{cut} with {unfiltered}data.truncation=left|right|middle")
+
+        reason = "All prompts would be dropped, but at least one prompt must remain. " if filters else ""
+        return f"{reason}{', '.join(remedies[:-1])} or {remedies[-1]}."
 
     def _describe(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1

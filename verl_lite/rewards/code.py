@@ -14,23 +14,31 @@ import json
 import math
 import os
 import re
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from verl_lite.rewards.registry import register_reward
 from verl_lite.sandbox import Limits, Outcome, Sandbox
+from verl_lite.sandbox.values import encode
 
-# The possessive quantifiers (*+) prevent backtracking, so each line is read once.
-_BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.DOTALL | re.MULTILINE)
-_PYTHON = ("python", "python3", "py")
+_FENCE = re.compile(r"(?P<before>[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(?P<fence>```+(?!.*`)|~~~+)(?P<info>.*)")
+"""The first line of a fenced block of Markdown, also in a list or a quotation."""
+_QUOTE_MARK = re.compile(r"[ \t]*>[ ]?")
+_PYTHON = re.compile(r"(?i)(?:python|py|pypy)[\d.]*")
 _CLOCK_FACTOR = 3.0
 """Limit of a test's wall-clock time, as a multiple of its limit of processor time."""
 
 _SPARE_S = 1.0
 _TOLERANCE = 1e-6
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_MOST_CONVERTED_DIGITS = 4300
+"""Python's limit for the conversion of text to int."""
+
 _REPLY_BYTES, _REPLY_FACTOR = 1 << 16, 16
 """Limits of the replies to calls: a number of bytes per call, plus a multiple of the size of the arguments and expected
 values. Longer replies are wrong, because reading them would take memory and time outside the sandbox."""
@@ -104,14 +112,62 @@ def extract_code(solution_str: str) -> str:
     """Returns the program in a response, searched after the last </think>.
 
     The program is the last fenced block labelled as Python, else the last unlabelled block, else the whole text if it
-    has no block, else "". A block without a closing fence extends to the end of the text.
+    has no block, else "". A block without a closing fence extends to the end of the text. The indentation of a block in
+    a list is removed.
     """
-    text = solution_str.rpartition("</think>")[2]
-    blocks = _BLOCK.findall(text)
-    for languages in (_PYTHON, ("",)):
-        if found := [code for language, code in blocks if language.lower() in languages]:
-            return found[-1]
-    return "" if blocks else text
+    text = solution_str.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
+    blocks = _fenced_blocks(text)
+    if not blocks:
+        return _without_indentation(text)
+    labelled = [code for language, code in blocks if _PYTHON.fullmatch(language)]
+    unlabelled = [code for language, code in blocks if not language]
+    return next((codes[-1] for codes in (labelled, unlabelled) if codes), "")
+
+
+def _fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Returns the language, "" without one, and the content of each fenced block, by the rules of CommonMark."""
+    blocks: list[tuple[str, str]] = []
+    opening: re.Match[str] | None = None
+    content: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if opening is None:
+            opening = _FENCE.match(line)
+            content = []
+        elif _closes(line, opening):
+            blocks.append(_block(opening, content))
+            opening = None
+        else:
+            content.append(line)
+    if opening is not None:
+        blocks.append(_block(opening, content))
+    return blocks
+
+
+def _closes(line: str, opening: re.Match[str]) -> bool:
+    mark = line.strip(" \t>\n")
+    return len(mark) >= len(opening["fence"]) and set(mark) == set(opening["fence"])
+
+
+def _block(opening: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
+    """Returns the language and the content of a block, without the indentation of its fence."""
+    words = opening["info"].split()
+    language = words[0].strip("{}.=,:") if words else ""
+
+    indentation = len(opening["before"].replace("\t", "    "))
+    plain_lines = []
+    for line in lines:
+        if ">" in opening["before"]:
+            plain_lines.append(_QUOTE_MARK.sub("", line, count=1))
+            continue
+        indented = len(line) - len(line.lstrip(" \t"))
+        plain_lines.append(line[min(indented, indentation) :] if "\t" not in line[:indented] else line)
+    return language, _without_indentation("".join(plain_lines))
+
+
+def _without_indentation(code: str) -> str:
+    """Removes the common indentation of code whose first line is indented, which Python would refuse."""
+    first_line = code.lstrip("\n")[:1]
+    return textwrap.dedent(code) if first_line in (" ", "\t") else code
 
 
 def _run_tests(
@@ -135,7 +191,7 @@ def _run_tests(
         else:  # most wrong programs fail their first test: start with one call per process, then double the number
             end = 2 * done + 1 if stop_early else len(tests.inputs)
             calls = tests.inputs[done:end]
-            test_data = json.dumps([calls, tests.outputs[done:end]], default=str)
+            test_data = json.dumps(encode([calls, tests.outputs[done:end]]))
             max_reply_bytes = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * len(test_data)
             found = sandbox.call(code, tests.function, calls, left_s, max_reply_bytes)
         is_right = is_right_output if tests.function is None else is_right_value
@@ -193,7 +249,7 @@ def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | S
     found = ground_truth
     if isinstance(ground_truth, str):
         try:
-            found = json.loads(ground_truth)
+            found = _from_json(ground_truth)
         except ValueError:
             found = [ground_truth] if ground_truth.strip() else []
     if isinstance(found, list | tuple) and found:
@@ -221,8 +277,9 @@ def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | S
 def is_right_output(printed: str, expected: str) -> bool:
     """Returns True if a script printed the expected output.
 
-    Compares line by line and ignores white space at the ends of lines and of the text. Words that are numbers with a
-    decimal point or an exponent may differ by one millionth.
+    Compares line by line and ignores white space at the ends of lines and of the text. Words that are numbers are equal
+    if they differ by at most one millionth and at least one of them has a decimal point or an exponent: 2.0 equals 2,
+    but 007 does not equal 7. The difference is relative if neither is an integer.
     """
     lines, right = ([line.rstrip() for line in text.strip().split("\n")] for text in (printed, expected))
     words = [line.split() for line in lines]
@@ -237,7 +294,8 @@ def is_right_value(returned: Any, expected: Any) -> bool:
     """Returns True if a function returned the value that a data set expects.
 
     Expected values come from JSON, so a tuple or an array equals a list, and a number as a key equals its text. A value
-    also equals a list that contains only this value.
+    also equals a list that contains only this value. Floats may differ by one millionth, absolutely from an integer and
+    relatively from a float. Python's own equality decides the rest: 1 equals true, "1" does not equal 1.
 
     returned: JSON of bounded size in the format of `sandbox.values.encode`. The program may have forged it, so nothing
     in it is evaluated.
@@ -266,26 +324,46 @@ def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: Any, max_tes
 def _arguments(entry: Any) -> tuple[Any, ...]:
     """Returns the arguments of a call, from a list of arguments or from text with one JSON value per line."""
     if isinstance(entry, str):
-        return tuple(json.loads(line) for line in entry.split("\n") if line.strip())
+        return tuple(_from_json(line) for line in entry.split("\n") if line.strip())
     return tuple(entry) if isinstance(entry, list | tuple) else (entry,)
 
 
 def _parsed(output: Any) -> Any:
     try:
-        return json.loads(output) if isinstance(output, str) else output
+        return _from_json(output) if isinstance(output, str) else output
     except ValueError:
         return output
 
 
+def _from_json(text: str) -> Any:
+    """Parses JSON text of a data set, in which integers may have more than the 4300 digits that Python converts."""
+    return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+    return int(digits) if len(digits) < _MOST_CONVERTED_DIGITS else int(Decimal(digits))
+
+
 def _is_right_word(word: str, truth: str) -> bool:
-    try:
-        return word == truth or (any(mark in truth for mark in ".eE") and _is_near(float(word), float(truth)))
-    except ValueError:
+    """Returns True if a printed word is the expected one. Both may be numbers, of which at least one is no integer."""
+    if word == truth:
+        return True
+    if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(truth):
         return False
+    integers = sum(text.lstrip("+-").isdigit() for text in (word, truth))
+    if integers == 2:  # 007 is not 7: it may be a text of digits
+        return False
+    try:
+        if integers == 1:
+            return abs(Decimal(word) - Decimal(truth)) <= Decimal(_TOLERANCE)
+    except ArithmeticError:  # an exponent that Decimal does not have
+        return False
+    return _is_near(float(word), float(truth))
 
 
 def _is_near(value: float, truth: float) -> bool:
-    return math.isclose(value, truth, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    is_close = math.isclose(value, truth, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    return is_close and math.isfinite(value)  # 1e999 and 2e999 are both infinite
 
 
 def _as_json(data: Any) -> Any:
@@ -312,8 +390,13 @@ def _as_json(data: Any) -> Any:
 
 
 def _is_close(value: Any, expected: Any) -> bool:
-    if isinstance(expected, float) and isinstance(value, int | float):
-        return value == expected or _is_near(value, expected)
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        floats = sum(isinstance(number, float) for number in (value, expected))
+        if value == expected or floats == 0:
+            return value == expected
+        if floats == 1:  # the other one is exact
+            return abs(value - expected) <= _TOLERANCE
+        return _is_near(value, expected)
     if isinstance(expected, list) and isinstance(value, list):
         return len(value) == len(expected) and all(map(_is_close, value, expected))
     if isinstance(expected, dict) and isinstance(value, dict):

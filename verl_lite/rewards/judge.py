@@ -10,13 +10,13 @@ import asyncio
 import functools
 import inspect
 import json
-import math
 import os
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_lite.errors import UserError
+from verl_lite.rewards import ratings
 from verl_lite.rewards.registry import register_reward
 
 if TYPE_CHECKING:
@@ -45,11 +45,9 @@ _FORMS = {
     "number": 'one line "Score: N", where N is a number from {lowest:g} (useless) to {highest:g} (perfect)',
     "yes_no": "one word: yes if what counts is fulfilled, else no",
 }
-# The text between "score" and its colon contains no other "score", which prevents backtracking.
-_SCORE = re.compile(r"(?i)\bscore\b(?:(?!\bscore\b)[^\n:=])*+[:=]\W*?([-+]?\d+(?:\.\d+)?)")
 _PLACEHOLDER = re.compile(r"\{(question|conversation|answer|ground_truth|rubric|form)\}")
-_YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 _SHOWN_CHARACTERS = 2000
+_LONGEST_INTEGER = 300
 
 
 class RemoteRewardError(RuntimeError):
@@ -112,7 +110,7 @@ async def compute_score(
     body |= {name: value for name, value in limits.items() if value is not None} | (request or {})
     url = f"{str(base_url).rstrip('/')}/chat/completions"
     reply = _content(await _endpoint(url, api_key_env, max_retries).post(body))
-    rating = read_verdict(reply, verdict, lowest, highest)
+    rating = read_verdict(reply, verdict, lowest, highest, solution_str)
     seen: dict[str, float | str] = {"judgement": reply[:_SHOWN_CHARACTERS], "rating": rating}
     if verdict == "yes_no":
         return {"score": rating, "acc": rating, **seen}
@@ -141,29 +139,22 @@ def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
         yield f"{option}.template has no {{answer}}, so the judge would not see the answer: add {{answer}}"
 
 
-def read_verdict(reply: str, verdict: str, lowest: float, highest: float) -> float:
-    """Returns the rating in a judge's reply, ignoring the text before </think>.
+def read_verdict(reply: str, verdict: str, lowest: float, highest: float, answer: str = "") -> float:
+    """Returns the rating in a judge's reply, or 1 or 0 with verdict "yes_no"; see `verl_lite.rewards.ratings`.
 
-    With verdict "number" the rating follows the last "Score:" or JSON's "score":; with "yes_no" it is 1 or 0, from the
-    last of these words. Raises ValueError, with the reply, if there is no rating or it is not between `lowest` and
-    `highest`.
+    Args:
+        lowest, highest: bounds of the rating.
+        answer: the judged answer, whose own ratings the judge may quote.
+
+    Raises ValueError, with the reply, if there is no verdict or it is not between `lowest` and `highest`.
     """
-    text, shown = reply.rpartition("</think>")[2], reply[-_SHOWN_CHARACTERS:]
-    if verdict == "yes_no":
-        words = _YES_NO.findall(text)
-        found: Any = words and float(words[-1].lower() == "yes")
-    else:
-        scores = _SCORE.findall(text)
-        found = scores and scores[-1]
     try:
-        number = float(found)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"The judge's verdict cannot be read as {verdict}: {shown!r}")
-    if verdict != "yes_no" and not lowest <= number <= highest:
-        raise ValueError(f"The judge's verdict {number:g} is not between {lowest:g} and {highest:g}: {shown!r}")
-    return number
+        if verdict == "yes_no":
+            return ratings.read_yes_no(reply)
+        return ratings.read_rating(reply, lowest, highest, answer)
+    except ValueError as error:
+        shown = reply[-_SHOWN_CHARACTERS:]
+        raise ValueError(f"The judge's verdict cannot be read as {verdict}, because {error}: {shown!r}") from error
 
 
 class Endpoint:
@@ -179,7 +170,10 @@ class Endpoint:
     def __init__(self, url: str, *, max_retries: int, api_key_env: str | None, option: str) -> None:
         import openai  # imported here so that the import does not count against the time limit of a call
 
-        self.url, self._max_retries, self._openai = url, max_retries, openai
+        from verl_lite.rewards import limited_http
+
+        self.url, self._max_retries = url, max_retries
+        self._openai, self._limited_http = openai, limited_http
         self._key = os.environ.get(api_key_env) if api_key_env else "none"  # the client does not accept a missing key
         self._clients: dict[asyncio.AbstractEventLoop, tuple[AsyncOpenAI, AsyncGenerator[AsyncOpenAI, None]]] = {}
         if not self._key:
@@ -197,25 +191,41 @@ class Endpoint:
             self._clients[loop] = (await anext(lasting), lasting)
         client = self._clients[loop][0]
         try:
-            answer = await client.post(self.url, cast_to=object, body=json.loads(json.dumps(body, default=str)))
+            response = await client.post(
+                self.url, cast_to=self._limited_http.Response, body=json.loads(json.dumps(body, default=str))
+            )
         except openai.APIStatusError as error:
             shown = error.response.text[:_SHOWN_CHARACTERS]
             raise RemoteRewardError(f"{self.url} answered with status {error.status_code}: {shown}") from error
         except openai.APIConnectionError as error:
             raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r})") from error
+        text = response.content.decode("utf-8", "replace")
         try:
-            return json.loads(answer) if isinstance(answer, str) else answer
-        except ValueError as error:
-            raise RemoteRewardError(f"{self.url} answered without JSON: {answer!s:.{_SHOWN_CHARACTERS}}") from error
+            return json.loads(text, parse_int=_json_integer)
+        except (ValueError, RecursionError) as error:
+            shown = text[:_SHOWN_CHARACTERS]
+            raise RemoteRewardError(f"{self.url} answered without readable JSON ({error}): {shown}") from error
 
     async def _lasting_client(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[AsyncOpenAI, None]:
         """Yields a client that is closed with its event loop, because `asyncio.run` closes open generators."""
-        client = self._openai.AsyncOpenAI(api_key=self._key, base_url=self.url, max_retries=self._max_retries)
+        client = self._openai.AsyncOpenAI(
+            api_key=self._key,
+            base_url=self.url,
+            max_retries=self._max_retries,
+            default_headers={"Accept-Encoding": "identity"},  # compressed replies would escape the limit of the size
+            http_client=self._limited_http.limited_client(),
+        )
         async with client:
             try:
                 yield client
             finally:
                 del self._clients[loop]
+
+
+def _json_integer(digits: str) -> int | float:
+    """Returns an integer of JSON. Integers beyond the range of float become infinite, which no reader accepts; Python
+    itself refuses to convert more than 4300 digits."""
+    return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
 
 
 @functools.cache
@@ -224,19 +234,33 @@ def _endpoint(url: str, api_key_env: str | None, max_retries: int) -> Endpoint:
 
 
 def _content(answer: Any) -> str:
-    """Returns the text of a chat completion.
+    """Returns the text of a chat completion, in which lone surrogates, which no file can hold, are replaced.
 
     Raises RemoteRewardError if the reply is a refusal, empty, cut off at max_tokens, or not a chat completion.
     """
     try:
         choice = answer["choices"][0]
         message, ended = choice["message"], choice.get("finish_reason")
-        content = message.get("content")
+        content, refusal = message.get("content"), message.get("refusal")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        shown = json.dumps(answer)[:_SHOWN_CHARACTERS]
-        raise RemoteRewardError(f"The judge's server did not answer with a chat completion: {shown}") from error
-    if not content or ended == "length":
-        problem = "was cut off at max_tokens" if content else "is empty"
-        shown = (content or "")[-_SHOWN_CHARACTERS:] or message.get("refusal") or f"finish_reason {ended}"
-        raise RemoteRewardError(f"The judge's reply {problem}: {shown}")
-    return str(content)
+        raise RemoteRewardError(
+            f"The judge's server did not answer with a chat completion: {_shown(answer)}"
+        ) from error
+    if not content:
+        raise RemoteRewardError(f"The judge's reply is empty: {_shown(refusal or f'finish_reason {ended}')}")
+    if not isinstance(content, str):
+        raise RemoteRewardError(f"The content of the judge's reply is no text: {_shown(content)}")
+    if ended == "length":
+        raise RemoteRewardError(f"The judge's reply was cut off at max_tokens: {content[-_SHOWN_CHARACTERS:]}")
+    if ended == "content_filter":
+        raise RemoteRewardError(f"The judge's reply was cut by a filter: {content[-_SHOWN_CHARACTERS:]}")
+    return content.encode("utf-8", "replace").decode()
+
+
+def _shown(value: Any) -> str:
+    """Returns the beginning of a JSON value for a message."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+    except (RecursionError, ValueError):
+        return "a deeply nested value"
+    return text[:_SHOWN_CHARACTERS]

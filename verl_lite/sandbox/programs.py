@@ -35,6 +35,13 @@ LIBRARY = (
 ).split()
 """Modules that are imported before any program starts and that tests can use without importing them."""
 
+_PRELUDE_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json "
+    "time typing"
+).split()
+"""Modules that an answer can use without importing them, with their names (`List`, `deque`, `sqrt`), as verl's graders
+of APPS and TACO allow. Answers to LeetCode problems rely on it."""
+
 _NAMED_ITEMS_MAX = 10_000
 """Maximum length of a value that tests can read by name. Longer values, such as tables of primes, take too long to
 send."""
@@ -50,8 +57,8 @@ class _PipeEnd(io.FileIO):
 
 
 def prepare() -> None:
-    """Imports the modules in `LIBRARY`, and makes asyncio work without sockets."""
-    for name in LIBRARY:
+    """Imports the modules that programs can use without importing them, and makes asyncio work without sockets."""
+    for name in (*LIBRARY, *_PRELUDE_MODULES):
         __import__(name)
     sockets = vars(socket) | {"socketpair": lambda: [*map(_PipeEnd, os.pipe(), "rw")]}
     vars(asyncio.selector_events)["socket"] = types.SimpleNamespace(**sockets)
@@ -63,6 +70,7 @@ def run_script(task: int, reply: int) -> int:
     task: file with {"code"}. reply: receives {"compiled": false, "error"} if the code is not valid Python; it is closed
     before the code runs.
     """
+    _prepare_answer()
     with open(task, "rb") as file:
         compiled = _compile(read_line(file)["code"], reply)
     os.close(reply)
@@ -96,6 +104,7 @@ def hold_functions(task: int, reply: int) -> None:
 
     The code can write to `reply` too, so readers have to accept only these shapes.
     """
+    _prepare_answer()
     requests = open(task, "rb")
     message = read_line(requests)
     compiled = _compile(message["code"], reply)
@@ -148,6 +157,7 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     of tests is known, and {"passed": true} or {"error"} for each test. This process builds every message itself and
     never forwards a message of the answer's process.
     """
+    _allow_long_integers()
     with open(task, "rb") as file:
         message = read_line(file)
     tested, snippets = Answer(answer), []
@@ -181,6 +191,29 @@ def run_tests(task: int, reply: int, answer: int) -> None:
         count = result.tests
     if count == 0:
         _send(reply, {"error": "every test was skipped"})
+
+
+def _prepare_answer() -> None:
+    """Gives an answer's code the names of `_PRELUDE_MODULES`, where Python looks last: among the builtins.
+
+    So the code's own names, and the real builtins, take precedence, and the names are not those of the answer.
+    """
+    _allow_long_integers()
+    prelude: dict[str, Any] = {}
+    for module_name in _PRELUDE_MODULES:
+        module = sys.modules[module_name]
+        exported = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+        for name in exported:
+            if module_name != "typing" or name not in prelude:  # collections has the real Counter and OrderedDict
+                prelude[name] = getattr(module, name)
+    prelude.update({name: sys.modules[name] for name in _PRELUDE_MODULES})
+    for name, value in prelude.items():
+        vars(builtins).setdefault(name, value)
+
+
+def _allow_long_integers() -> None:
+    """Removes Python's limit of 4300 digits for conversions. The limit of the processor time remains."""
+    sys.set_int_max_str_digits(0)
 
 
 def _send(fd: int, message: dict[str, Any]) -> None:

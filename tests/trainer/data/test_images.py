@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from tests.tiny_vision import IMAGE, image_file, tiny_vision_model
-from trainer.data.images import ImageProcessor, image_processor
+from trainer.data.images import ImageProcessor, image_processor, read_image
 from trainer.data.prompts import PromptDataset
 from trainer.data.row_formats import RowSchema
 from trainer.data.sft_dataset import rows_of as sft_rows
@@ -26,7 +26,7 @@ from trainer.data.sources import RowTable
 from trainer.group_sources import prompt_groups
 from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
-from verl_lite.images import MOST_PIXELS, open_image
+from verl_lite.images import MOST_PIXELS, open_image, rgb_image
 from verl_lite.rewards.scoring import RewardItem, RewardPart
 from verl_lite.safe_state import read_state, write_state
 from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
@@ -108,6 +108,167 @@ def test_text_rows_are_mixed_in_and_long_prompts_with_images_are_dropped(model: 
         load(model, rows, tmp_path, max_prompt_length=50)
     with pytest.raises(UserError, match="raise data.max_prompt_length, or lower data.max_pixels"):
         load(model, rows[1:2], tmp_path, max_prompt_length=50, truncation="left")
+
+
+@pytest.mark.parametrize(
+    ("options", "has_text", "has_images", "advice", "not_advice"),
+    [
+        ({}, False, True, ["overlong_prompts=true", "or lower data.max_pixels"], ["truncation"]),
+        ({}, True, False, ["overlong_prompts=true", "or cut them with data.truncation="], ["pixels"]),
+        (
+            {},
+            True,
+            True,
+            ["lower data.max_pixels", "or cut prompts without images with data.truncation="],
+            ["cut them"],
+        ),
+        ({"filter_overlong_prompts": True}, False, True, ["Raise it or lower data.max_pixels"], ["drop such", "trunc"]),
+        (
+            {"filter_overlong_prompts": True},
+            True,
+            False,
+            ["filter_overlong_prompts=false and data.trunc"],
+            ["drop such"],
+        ),
+    ],
+)
+def test_the_advice_for_long_prompts_is_only_what_applies_to_them(
+    model: str,
+    tmp_path: Path,
+    options: dict[str, Any],
+    has_text: bool,
+    has_images: bool,
+    advice: list[str],
+    not_advice: list[str],
+) -> None:
+    rows = []
+    if has_text:
+        rows.append(row_of("y" * 70, images=[]))
+    if has_images:
+        rows.append(row_of("<image>" + "z" * 60, images=[image_file(0)]))
+    with pytest.raises(UserError) as raised:
+        load(model, rows, tmp_path, max_prompt_length=50, **options)
+    message = str(raised.value)
+    assert all(part in message for part in advice), message
+    assert not any(part in message for part in not_advice), message
+
+
+# ----------------------------------------------------------------------------------------------------- modes of pixels
+
+
+def encoded(image: Image.Image, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def greys(image: Image.Image) -> list[int]:
+    """The values of a grey RGB image."""
+    pixels = np.asarray(image)
+    assert image.mode == "RGB" and (pixels == pixels[..., :1]).all()
+    return [int(value) for value in pixels[..., 0].flatten()]
+
+
+SIXTEEN_BITS = np.array([[0, 257, 128 * 257, 65535]], dtype=np.uint16)  # white is 65535 = 255 x 257
+EIGHT_BITS = [0, 1, 128, 255]
+
+
+def test_a_file_of_16_bits_is_scaled_to_8_bits() -> None:
+    assert greys(open_image(encoded(Image.fromarray(SIXTEEN_BITS)))) == EIGHT_BITS
+    assert greys(open_image(read_image(Image.fromarray(SIXTEEN_BITS), None, "row 0"))) == EIGHT_BITS
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "expected"),
+    [
+        ("I", SIXTEEN_BITS.astype(np.int32), EIGHT_BITS),
+        ("I", np.array([[0, 1, 128, 255]], np.int32), EIGHT_BITS),
+        ("F", np.array([[0, 1 / 255, 128 / 255, 1]], np.float32), EIGHT_BITS),
+        ("F", np.array([[0, 1, 128, 255]], np.float32), EIGHT_BITS),
+        ("L", np.array([[0, 1, 128, 255]], np.uint8), EIGHT_BITS),
+        ("1", np.array([[False, True]]), [0, 255]),
+    ],
+)
+def test_grey_images_of_other_ranges_keep_their_brightness(mode: str, values: np.ndarray, expected: list[int]) -> None:
+    image = Image.fromarray(values)
+    assert image.mode == mode
+    assert greys(open_image(read_image(image, None, "row 0"))) == expected
+
+
+@pytest.mark.parametrize("order", ["I;16", "I;16L", "I;16B"])
+def test_every_order_of_the_bytes_of_16_bits(order: str) -> None:
+    data = SIXTEEN_BITS.astype(">u2" if order == "I;16B" else "<u2").tobytes()
+    assert greys(rgb_image(Image.frombytes(order, (4, 1), data))) == EIGHT_BITS
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (np.array([[70000]], np.int32), "row 3: has values from 0 to 70000 in PIL's mode I; expected 0 to 65535"),
+        (np.array([[-1]], np.int32), "has values from -1 to 0"),
+        (np.array([[256.0]], np.float32), "in PIL's mode F; expected 0 to 255"),
+        (np.array([[np.nan]], np.float32), "in PIL's mode F"),
+    ],
+)
+def test_values_of_an_unknown_range_are_refused(values: np.ndarray, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        read_image(Image.fromarray(values), None, "row 3")
+
+
+def test_transparent_parts_are_white_and_half_transparent_ones_are_mixed_with_it() -> None:
+    """0.5 x black over white is grey: 255 - 128 = 127."""
+    half_black = Image.fromarray(np.array([[[0, 0], [0, 128], [0, 255]]], np.uint8))
+    assert half_black.mode == "LA"
+    palette = Image.new("P", (3, 1))
+    palette.putpalette([0, 0, 0, 0, 0, 0, 0, 0, 0])
+    palette.putdata([0, 1, 2])
+    files = {
+        "LA": encoded(half_black),
+        "RGBA": encoded(half_black.convert("RGBA")),
+        "palette": encoded(palette, transparency=bytes([0, 128, 255])),
+    }
+    for name, data in files.items():
+        assert greys(open_image(data)) == [255, 127, 0], name
+        assert greys(open_image(read_image(Image.open(io.BytesIO(data)), None, "row 0"))) == [255, 127, 0], name
+    assert greys(rgb_image(half_black.convert("RGBA").convert("PA"))) == [255, 127, 0]
+    assert greys(rgb_image(half_black.convert("La"))) == [255, 127, 0]
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV", "RGBX", "P"])
+def test_colours_of_other_modes(mode: str) -> None:
+    red = Image.new("RGB", (2, 2), (255, 0, 0)).convert(mode)
+    [(count, (r, g, b))] = rgb_image(red).getcolors()
+    assert count == 4 and r >= 254 and g <= 1 and b <= 1
+
+
+def test_an_image_is_rotated_as_its_exif_data_say_in_every_form(tmp_path: Path) -> None:
+    """Orientation 6 stands for a rotation by 90 degrees clockwise, so the left pixel becomes the upper one."""
+    lying = Image.fromarray(np.array([[[255, 0, 0], [0, 0, 255]]], np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(lying, exif=exif.tobytes())
+    expected = [[[255, 0, 0]], [[0, 0, 255]]]
+    in_memory = lying.copy()
+    in_memory.getexif()[0x0112] = 6
+    forms = {"bytes": data, "opened": Image.open(io.BytesIO(data)), "in memory": in_memory}
+    for name, entry in forms.items():
+        image = open_image(read_image(entry, None, "row 0"))
+        assert np.asarray(image).tolist() == expected, name
+
+
+def test_an_animation_gives_its_first_frame() -> None:
+    frames = [Image.new("RGB", (2, 2), colour) for colour in ("black", "white")]
+    for kind in ("GIF", "PNG", "WEBP"):
+        file = io.BytesIO()
+        frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+        assert set(greys(open_image(file.getvalue()))) == {0}, kind
+
+
+def test_a_pil_image_that_is_damaged_or_too_large_is_refused_with_its_row() -> None:
+    with pytest.raises(UserError, match="row 7: .*Replace or remove it"):
+        read_image(Image.open(io.BytesIO(image_file(0)[:-60])), None, "row 7")
+    with pytest.raises(UserError, match="row 7: has .* pixels, more than the"):
+        read_image(Image.new("1", (MOST_PIXELS // 1024 + 1, 1024)), None, "row 7")
 
 
 def bomb() -> bytes:

@@ -41,6 +41,26 @@ def score(code: str, truth: Any, source: str = "rule/code", **kwargs: Any) -> di
         ("```cpp\nint a;\n```", ""),
         ("a = 1", "a = 1"),
         ("<think>```python\nwrong\n```</think>a = 1", "a = 1"),
+        ("1. So:\n   ```python\n   if a:\n       b = 2\n   ```\n2. Done", "if a:\n    b = 2\n"),
+        ("- ```python\n  a = 1\n\n  b = 2\n  ```", "a = 1\n\nb = 2\n"),
+        ("- a\n    - ```py\n      a = 1\n      ```", "a = 1\n"),
+        ("\t```python\n\tif a:\n\t\tb = 2\n\t```", "if a:\n\tb = 2\n"),
+        ("```python\n    if a:\n        b = 2\n```", "if a:\n    b = 2\n"),
+        ('  ```python\n  a = """\ntext\n  """\n  ```', 'a = """\ntext\n"""\n'),
+        ("> ```python\n> if a:\n>     b = 2\n> ```", "if a:\n    b = 2\n"),
+        ("    a = 1\n    b = 2", "a = 1\nb = 2"),
+        ("~~~python\na = 1\n```\n~~~", "a = 1\n```\n"),
+        ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''\n"),
+        ("```py\na = 1\n```", "a = 1\n"),
+        ("```python3.11 title=x\na = 1\n```", "a = 1\n"),
+        ("```{python}\na = 1\n```", "a = 1\n"),
+        ("```{.python .numberLines}\na = 1\n```", "a = 1\n"),
+        ("``` python\na = 1\n```", "a = 1\n"),
+        ("```python\r\na = 1\r\nb = 2\r\n```\r\n", "a = 1\nb = 2\n"),
+        ("```\na = 1\n```\n```text\n1\n```", "a = 1\n"),
+        ("```java\na\n```\n```\nb = 1\n```", "b = 1\n"),
+        ("Write ```a``` as:\n```python\na = 1\n```", "a = 1\n"),
+        ("```python\na = 1\n```\n```python\nb = ", "b = "),
     ],
 )
 def test_the_code_of_an_answer(answer: str, code: str) -> None:
@@ -122,6 +142,29 @@ def test_a_ground_truth_without_tests_is_an_error_not_a_zero(truth: Any) -> None
         ("1\n2", "1 2", False),
         ("0.3333333", "0.333333333", True),
         ("0.3334", "0.333333333", False),
+        ("2.0", "2", True),
+        ("2", "2.0", True),
+        ("2.0000000001", "2", True),
+        ("2.00001", "2", False),
+        ("2000000.5", "2000000", False),
+        ("2000000", "2000000.5", False),
+        ("1e5", "100000", True),
+        ("100000", "1e+05", True),
+        ("1000000000000000000000000000001.0", "1000000000000000000000000000000", False),
+        ("1000000000000000000000000000000.0", "1000000000000000000000000000000", True),
+        ("12345678901234567891", "12345678901234567890", False),
+        ("007", "7", False),
+        ("+7", "7", False),
+        ("1e999", "2e999", False),
+        ("1e99999999999999999999", "7", False),
+        ("inf", "inf", True),
+        ("nan", "0.0", False),
+        ("٢.0", "2", False),
+        ("2_0.0", "20", False),
+        ("True", "true", False),
+        ("a 2.0", "a 2", True),
+        ("b 2.0", "a 2", False),
+        ("1\r\n2\r\n", "1\n2", True),
     ],
 )
 def test_outputs(printed: str, expected: str, right: bool) -> None:
@@ -136,6 +179,22 @@ def test_outputs(printed: str, expected: str, right: bool) -> None:
         ({1: (2,)}, {"1": [2]}, True),
         (0.1 + 0.2, 0.3, True),
         (3.1, 3, False),
+        (2.0, 2, True),
+        (2, 2.0, True),
+        (2.0000000001, 2, True),
+        (2, 2.0000000001, True),
+        (2000000.5, 2000000, False),
+        (2000000, 2000000.5, False),
+        ([1.0, (2, 0.1 + 0.2)], [1, [2.0, 0.3]], True),
+        (True, 1, True),
+        (None, None, True),
+        (None, 0, False),
+        ("", None, False),
+        ("2", "2.0", False),
+        (float("nan"), 0.0, False),
+        (float("inf"), 1e308, False),
+        (10**5000, 10**5000, True),
+        (10**5000 + 1, 10**5000, False),
         ("3", 3, False),
         ({1, 2}, [1, 2], False),
         (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]], True),
@@ -160,6 +219,51 @@ def test_a_forged_value_is_wrong_and_costs_nothing(forged: Any) -> None:
     started = time.monotonic()
     assert not is_right_value(forged, 1.5) and not is_right_value([forged], [[1.5]])
     assert time.monotonic() - started < 1
+
+
+LEETCODE = """class Solution:
+    def twoSum(self, nums: List[int], target: int) -> Optional[List[int]]:
+        queue, seen = deque(nums), defaultdict(list)
+        assert math.sqrt(4) == sqrt(4) == 2 and inf > 1 and gcd(4, 6) == 2 and reduce(operator.add, nums) == sum(nums)
+        for place, number in enumerate(queue):
+            if seen[target - number]:
+                return [seen[target - number][0], place]
+            seen[number].append(place)
+"""
+
+
+def test_answers_can_use_the_usual_modules_without_importing_them() -> None:
+    calls = {"inputs": [[[2, 7, 11], 9]], "outputs": [[0, 1]], "fn_name": "twoSum"}
+    assert score(LEETCODE, calls)["score"] == 1.0
+    assert score(LEETCODE, ["assert Solution().twoSum([2, 7, 11], 9) == [0, 1]"])["score"] == 1.0
+    script = "count = Counter(sys.stdin.read().split())\nheap = [3]\nheappush(heap, 1)\nprint(heap[0], *sorted(count))"
+    assert score(script, {"inputs": ["b a b"], "outputs": ["1 a b"]})["score"] == 1.0
+
+
+def test_names_of_modules_are_neither_names_of_the_answer_nor_replace_its_own_and_the_builtins() -> None:
+    """`math` and `operator` have a `pow`, and `math` has an `sqrt`, which is not the answer's."""
+    assert score("def f(x): return pow(x, 2, 5)", ["assert f(3) == 4"])["score"] == 1.0
+    assert score("def sqrt(x): return 0\ndef f(x): return sqrt(x)", ["assert f(4) == 0"])["score"] == 1.0
+    assert score("x = 1", {"inputs": [[4]], "outputs": [2], "fn_name": "sqrt"})["score"] == 0.0
+    assert "sqrt" in score("x = 1", ["assert sqrt(4) == 2"])["error"]
+
+
+def test_integers_of_thousands_of_digits() -> None:
+    """Python converts at most 4300 digits by default. 10**5000 has 5001."""
+    digits = "1" + "0" * 5000
+    assert score("print(int(input()) + 0)", {"inputs": [digits], "outputs": [digits]})["score"] == 1.0
+    calls = f'{{"inputs": [[{digits}]], "outputs": [{digits}], "fn_name": "f"}}'
+    assert score("def f(x): return x", calls)["score"] == 1.0
+    assert score("def f(x): return x + 1", calls)["score"] == 0.0
+    assert score(f"def f(x): return len(str(x + {digits}))", {"inputs": [[1]], "outputs": [5001], "fn_name": "f"})[
+        "acc"
+    ]
+    assert score("def f(x): return str(10**x)", ["assert f(5000) == str(10**5000)"])["score"] == 1.0
+
+
+def test_a_conversion_of_millions_of_digits_exceeds_the_time_limit() -> None:
+    result = score("print(str(int(10) ** 20_000_000)[0])", PAIRS, timeout_s=0.5)
+    assert (result["score"], result["timeouts"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -192,7 +296,7 @@ def test_it_runs_in_reward_processes_and_leaves_nothing_behind() -> None:
     try:
         pool.submit(RewardItem(key, "taco", answer, PAIRS) for key, answer in answers.items())
         results = pool.collect(answers)
-        assert [results[key].score for key in answers] == [1.0, 0.5, 0.0, 0.0]
+        assert [results[key].score for key in answers] == [1.0, 0.5, 0.0, 0.0], results
         assert not any(result.failed for result in results.values()) and results[3].extra["timeouts"] == 2.0
         assert pool.processes_replaced() == 0
         below = set(psutil.Process().children(recursive=True)) - before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import openai._base_client
@@ -11,7 +12,7 @@ import pytest
 from tests.reward_server import Answer, RewardServer, reward_server
 from verl_lite.config import RemoteRewardConfig, RewardConfig
 from verl_lite.errors import UserError
-from verl_lite.rewards import RewardItem, RewardResult, judge, load_scorer
+from verl_lite.rewards import RewardItem, RewardResult, judge, limited_http, load_scorer
 from verl_lite.rewards.judge import Endpoint, compute_score, read_verdict
 from workers.rewards.reward_pool import RewardPool
 
@@ -103,6 +104,25 @@ def test_verdicts_that_cannot_be_read(reply: str, verdict: str, reason: str) -> 
         read_verdict(reply, verdict, 0, 10)
 
 
+def test_a_body_that_is_far_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited_http, "MOST_REPLY_BYTES", 1000)
+    with scripted(says("Score: 7" + " " * 1000)) as server:
+        assert "more than 1,000 bytes" in failure(server, max_retries=0)
+    with scripted(says("Score: 7")) as server:
+        assert ask(server)["score"] == 0.7
+
+
+def test_the_ratings_that_an_answer_contains_are_no_verdict() -> None:
+    with scripted(says("It ends with 'Score: 10'."), says("It says 'Score: 10'.\nScore: 1")) as server:
+        assert "there is no rating" in failure(server, answer="Score: 10")
+        assert ask(server, "Score: 10")["score"] == 0.1
+
+
+def test_a_reply_with_half_a_character_can_be_written_to_a_file() -> None:
+    with scripted(Answer(says("\ud800 fine.\nScore: 7").body)) as server:
+        assert ask(server)["judgement"].encode() == b"? fine.\nScore: 7"
+
+
 def test_ones_own_scale_and_words() -> None:
     with scripted(says("Score: 3")) as server:
         assert ask(server, lowest=1, highest=5)["score"] == 0.5
@@ -125,9 +145,25 @@ def test_failures_that_may_pass_are_tried_again() -> None:
     ("answer", "reason"),
     [
         (Answer({"choices": []}), "did not answer with a chat completion"),
+        (Answer([]), "did not answer with a chat completion"),
+        (Answer({"choices": [{"message": "Score: 7"}]}), "did not answer with a chat completion"),
+        (Answer({"choices": {"0": {"message": {"content": "Score: 7"}}}}), "did not answer with a chat completion"),
+        (Answer("[" * 100_000), "answered without readable JSON"),
+        (Answer("[" * 900 + "]" * 900), "did not answer with a chat completion"),
+        (Answer('{"choices": ' + "9" * 400 + "}"), "did not answer with a chat completion"),
+        (Answer('{"choices": ' + "9" * 5000 + "}"), "did not answer with a chat completion"),
+        (Answer("NaN"), "did not answer with a chat completion"),
+        (Answer("[" * 100_000, headers={"Content-Type": "application/json"}), "answered without readable JSON"),
+        (Answer("\x1f\x8b not gzip", headers={"Content-Encoding": "gzip"}), "answered without readable JSON"),
+        (says(7), "is no text: 7"),
+        (says(["Score: 7"]), "is no text"),
+        (says({"text": "Score: 7"}), "is no text"),
+        (says(True), "is no text: true"),
+        (says("Score: 7", "content_filter"), "was cut by a filter"),
+        (says("Score: " + "9" * 400), "is not between 0 and 10|no rating|too many digits"),
         (says(None, refusal="I cannot judge this."), "is empty: I cannot judge this"),
         (says("Score: 1", "length"), "cut off at max_tokens: Score: 1"),
-        (says("Nice."), "cannot be read as number: 'Nice.'"),
+        (says("Nice."), "cannot be read as number, because there is no rating: 'Nice.'"),
     ],
 )
 def test_failures_that_are_final_are_failures_and_no_zeros(answer: Answer, reason: str) -> None:
@@ -202,7 +238,11 @@ def test_the_sample_is_posted_and_score_and_extras_come_back() -> None:
     ("answer", "reason"),
     [
         (Answer("no such model", 404), "status 404: no such model"),
-        (Answer("<html>hello</html>"), "without JSON: <html>hello"),
+        (Answer("<html>hello</html>"), "without readable JSON .*<html>hello"),
+        (Answer("9" * 400), "expected a finite number"),
+        (Answer("9" * 5000), "expected a finite number"),
+        (Answer("[" * 100_000), "without readable JSON"),
+        (Answer('{"score": ' + "[" * 900 + "]" * 900 + "}"), "expected a finite number"),
         (Answer({"reward": 1}), "without 'score'"),
         (Answer("NaN"), "expected a finite number"),
         (Answer('"1.0"'), "expected a finite number"),
@@ -212,7 +252,7 @@ def test_a_bad_answer_is_a_failure_and_never_asked_for_again(answer: Answer, rea
     with scripted(answer) as server:
         [result] = ask_url(server.url, max_retries=5)
         assert len(server.asked) == 1
-    assert result.failed and reason in (result.error or "") and not result.timed_out
+    assert result.failed and re.search(reason, result.error or "") and not result.timed_out
 
 
 def test_the_key_is_sent_and_a_missing_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

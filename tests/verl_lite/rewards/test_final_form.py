@@ -1,0 +1,67 @@
+r"""Final forms in strict comparison: a table of references, right answers and wrong ones, decided by hand."""
+
+# ruff: noqa: E501 (a row of the table is a line)
+
+from __future__ import annotations
+
+import pytest
+
+from verl_lite.rewards import rules
+
+# reference | right answers | wrong answers
+TABLE = r"""
+56088 | 56088;56,088;56{,}088;56 088;x=56088;5.6088 \times 10^4;56088.0;**56088**;５６０８８;\text{56088} | 123x\cdot\frac{456}{x};\frac{123}{456^{-1}};e^{\ln 123+\ln 456};123(456);123*456;\frac{56088}{1};1 \cdot 56088;56087+1;56088+x-x;112176/2;\sqrt{56088^2};56088^1;\fbox{56088};8 \fbox{56088};56088e^0;-56088e^{i\pi};\log_{10} 10^{56088};123 \text{ x } 456;\begin{vmatrix}123&0\\0&456\end{vmatrix};56088, 56089;56088 or 56089;[56088,56088];56088 \bmod 60000;\lim_{x\to 1} 56088x;56088\sin^2 x+56088\cos^2 x;\max(56088, 1);\{56088,1\} \cap \{56088\};56088.0000001;56088\% 2
+120 | 120;120\text{ ways};120^\circ;\$120;120 | {10 \choose 3};5!;\binom{10}{3};\frac{10!}{3!7!};(10)_{3};C(10,3);\operatorname{lcm}(8,15)
+9.1\times10^{-31} | 9.1\times10^{-31};9.1e-31;9.10 \cdot 10^{-31} | 1.6\times10^{-19};9.2\times10^{-31};0
+0.0000001 | 0.0000001;10^{-7};1e-7;\frac{1}{10000000} | -0.0000001;0;0.0000002
+73 | **73**;`73`;73.;$73$;\(73\);７３;\textbf{73};73 apples;73。 | 37;73, 74;72.9999999
+7\text{ cm} | 7;7\text{ cm};7 cm;7\text{ centimeters} | 7\text{ cm}, 8\text{ cm};7 \text{ or } 8;7\text{ m}
+\frac{1}{3} | 1/3;0.333333;0.33333333;\frac{2}{6} | 0.33;0.3334;1-\frac23
+\sqrt{2} | \sqrt2;1.414214;1.41421356;√2;\frac{2}{\sqrt{2}} | 1.41;2^{1/4}\cdot 2^{1/4}
+\sqrt{2}\times10^{-19} | \sqrt{2}\times10^{-19} | \sqrt{3}\times10^{-19}
+5\sqrt{3} | 5\sqrt3;\sqrt{75} | \sqrt{12}+\sqrt{27};2\sqrt3+3\sqrt3
+7x | 7x;7 x;x \cdot 7 | 3x+4x;\frac{14x}{2};7x+y-y
+x^2+1 | x^2+1;1+x^2;y=x^2+1 | (x+1)^2-2x;\frac{x^3+x}{x};x^2+2-1
+10^{-20}x | 10^{-20}x | 2\cdot10^{-20}x
+(1,2) | (1,2);（1，2）;(1, 2) | (2,1);(1,1+1);(1,2,3)
+\{1,2\} | \{2,1\};1 or 2;x=1 \text{ or } x=2 | \{1,2,3\};1
+[0,1) | [0,1) | (0,1);[0,1];[0,2)
+(-\infty,2)\cup(2,\infty) | (-\infty,2)\cup(2,\infty);\mathbb{R}\setminus\{2\} | (-\infty,2)
+3+4i | 3+4i;4i+3 | 3-4i;3+2i+2i
+\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix};\begin{bmatrix}1\\2\end{bmatrix} | \begin{pmatrix}2\\1\end{pmatrix};\begin{pmatrix}1\\1+1\end{pmatrix}
+\frac{3\pi}{4} | \frac{3}{4}\pi;3\pi/4;0.75\pi | \pi-\frac{\pi}{4}
+a^2+2ab | a^2+2ab | a^2+2
+2\pi r | 2\pi r;2 r \pi | \pi r+\pi r
+0.\overline{3} | 0.\overline{3} | 0.4
+"""
+CASES = []
+for line in TABLE.strip().splitlines():
+    truth, right_answers, wrong_answers = line.split(" | ")
+    CASES += [(truth, answer, 1.0) for answer in right_answers.split(";")]
+    CASES += [(truth, answer, 0.0) for answer in wrong_answers.split(";")]
+
+
+@pytest.mark.parametrize(("truth", "answer", "score"), CASES)
+def test_only_a_final_form_of_the_right_value_is_right(truth: str, answer: str, score: float) -> None:
+    assert rules.math_verify("math", f"So \\boxed{{{answer}}}.", truth)["score"] == score
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ("**73**", "73", 1.0),
+        ("The answer is **73**.", "73", 1.0),
+        ("The answer is 73, since 70+3=73.", "73", 1.0),
+        ("The answer is 73 apples because I counted.", "73", 1.0),
+        ("The final answer is $12$.", "12", 1.0),
+        ("So $x=7$.", "7", 1.0),
+        ("It is 7", "7", 1.0),
+        ("答案是 73。", "73", 1.0),
+        ("The answer is 7 or 8.", "7", 0.0),
+        ("The answer is 7, 8, or 9", "7", 0.0),
+        ("answer: 123*456", "56088", 0.0),
+        ("I do not know", "4", 0.0),
+    ],
+)
+def test_the_answer_in_a_text_without_a_box(text: str, truth: str, score: float) -> None:
+    assert rules.math_verify("math", text, truth)["score"] == score

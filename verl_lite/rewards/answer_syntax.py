@@ -1,0 +1,687 @@
+r"""Parses the LaTeX of a final answer into a tree, without evaluating anything, and renders trees as LaTeX.
+
+math-verify's parser evaluates while it parses: `\frac{14}{2}` becomes 7, `3(4)` becomes 7, and a trailing `\text{...}`
+is dropped with everything before it that looks like a unit. So the form of an answer is judged by this tree, and
+math-verify compares the values of what is rendered from it.
+"""
+
+# ruff: noqa: E501 (rows of the tables, in which ruff counts wide characters twice)
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Node:
+    r"""An expression.
+
+    kind: number, symbol, word, constant, sum, negative, plus_minus, product, quotient, mixed, power, root, function,
+        call, percent, brackets, set, list, relation, operation, matrix, absolute or command (which this module does not
+        know).
+    parts: its operands. The denominator of a quotient, the exponent of a power and the index of a root are second.
+    text: digits of a number, LaTeX of a symbol or a command, both brackets, or the operators of a relation.
+    """
+
+    kind: str
+    parts: tuple["Node", ...] = ()
+    text: str = ""
+
+    def walk(self) -> Iterator["Node"]:
+        """Yields the node and all nodes below it."""
+        yield self
+        for part in self.parts:
+            yield from part.walk()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A parsed answer, without its unit. unit: the words of the unit, "" without one."""
+
+    node: Node
+    unit: str = ""
+
+    def latex(self) -> str:
+        return render(self.node)
+
+
+class UnknownSyntax(ValueError):
+    """The text is no expression that this module can read."""
+
+
+# ------------------------------------------------------------------------------------------------------------- cleaning
+
+_REPLACED = {
+    "−": "-", "–": "-", "—": "-", "﹣": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
+    "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
+    "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "°": r"^\circ ", "℃": r"^\circ ", "，": ", ",
+    "、": ", ", "；": "; ", "。": ". ", "：": ":", "（": "(", "）": ")", "［": "[", "］": "]", "｛": r"\{", "｝": r"\}",
+    "％": r"\%", "＝": "=", "＋": "+", "／": "/", "＊": "*", "．": ".", "＜": "<", "＞": ">", "…": r"\ldots ", "√": r"\sqrt ",
+    "\u200b": "", "\ufeff": "", "\u2009": r"\,", "\u202f": r"\,", "\u00a0": r"\,", "€": "", "£": "", "¥": "", "₹": "", "￥": "",
+}  # fmt: skip
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
+_SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_ROOT_OF_DIGITS = re.compile(r"√\s*(\d+(?:\.\d+)?)")
+_GROUPED = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\[,!;: ]|,\\!|~)+(?=\d{3}(?!\d))")
+"""A mark between groups of three digits, as LaTeX writes it."""
+_SPACED = re.compile(r"(?<![\d.\w])\d{1,3}(?: \d{3})+(?![\d\w])")
+_LAYOUT = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|mathstrut|nonumber|hfill)(?![a-zA-Z])"
+    r"|\\[hv]space\*?\{[^{}]*\}|(?<!\\)\\[,;:! ]|(?<!\\)\\[()]|\\?\$|~"
+)
+_DISPLAY = re.compile(r"\A\s*\\\[(.*)\\\]\s*\Z", re.DOTALL)
+_EMPHASIS = re.compile(r"\A(\*{1,3}|_{1,2}|`+)(.+)\1\Z", re.DOTALL)
+_PREFIX = re.compile(r"(?i)\A(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s+")
+
+
+def clean(text: str) -> str:
+    """Removes marks of layout and emphasis from an answer, and writes the characters of other scripts as LaTeX."""
+    text = _ROOT_OF_DIGITS.sub(r"\\sqrt{\1}", text)
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{''.join(map(_SUPERSCRIPTS.__getitem__, match[0]))}}}", text)
+    characters = []
+    for character in text:
+        if not character.isascii() and character.isdecimal():
+            characters.append(str(unicodedata.decimal(character)))
+        elif "VULGAR FRACTION" in unicodedata.name(character, "") and "⁄" in unicodedata.normalize("NFKC", character):
+            above, below = unicodedata.normalize("NFKC", character).split("⁄")
+            characters.append(rf"\frac{{{above}}}{{{below}}}")
+        else:
+            characters.append(_REPLACED.get(character, character))
+    text = "".join(characters).strip()
+
+    while match := _EMPHASIS.match(text) or _DISPLAY.match(text):
+        text = match[match.lastindex or 0].strip()
+    text = _GROUPED.sub("", text)
+    text = _LAYOUT.sub(" ", text).strip()
+    while match := _EMPHASIS.match(text):
+        text = match[2].strip()
+    text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
+    text = _PREFIX.sub("", text)
+    return text.rstrip(" .,;:")
+
+
+# --------------------------------------------------------------------------------------------------------------- tokens
+
+_TOKEN = re.compile(
+    r"(?P<text>\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|operatorname)"
+    r"\*?\s*\{(?P<content>[^{}]*)\})"
+    r"|(?P<environment>\\begin\s*\{(?P<name>[a-zA-Z]+\*?)\}(?:\{[^{}]*\})?)|(?P<end>\\end\s*\{[a-zA-Z]+\*?\})"
+    r"|(?P<literal>\\mathbb\s*\{?[A-Z]\}?|\\emptyset|\\varnothing)"
+    r"|(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![\w]))?)"
+    r"|(?P<command>\\(?:[a-zA-Z]+|.))|(?P<word>[A-Za-z]+)|(?P<space>\s+)|(?P<mark>.)",
+    re.DOTALL,
+)
+_COMMAS = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?")
+
+_FUNCTIONS = (
+    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp arsinh arcosh artanh"
+).split()
+_NAMES = {"pi": "\\pi", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "sqrt": "\\sqrt", "oo": "\\infty"}
+_SYNONYMS = {
+    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\leqslant": "\\le",
+    "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\ast": "*", "\\degree": "\\circ",
+    "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\mid": "|", "\\vert": "|", "\\lvert": "|",
+    "\\rvert": "|", "\\backslash": "\\setminus", "\\iff": "\\iff", "\\%": "%", "\\colon": ":", "\\land": ",",
+    "\\wedge": "\\wedge", "\\lor": ",", "\\thickapprox": "\\approx", "\\simeq": "\\approx",
+}  # fmt: skip
+_SEPARATORS = re.compile(r"(?i),?\s*(?:and|or|且|或|和)\s*,?")
+_PERCENT = re.compile(r"(?i)percent(?:age)?|per\s+cent|pct|%|\\%")
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
+    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
+).split()
+_RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in"}
+_OPERATIONS = {"\\cup", "\\cap", "\\setminus"}
+_UNIT_TEXT = re.compile(r"(?i)[a-zµμΩåéèü.\s/²³^·\-]*[a-zµμΩ][a-zµμΩåéèü.\s/²³^·\-]*")
+_NO_UNITS = re.compile(r"(?i)\b(?:or|and|if|for|when|not|but|to|than|if)\b")
+_SHORT_UNITS = (
+    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol hr hrs min sec "
+    "ms mph kmh kph rad deg sq cu ha pts pt yr yrs am pm USD EUR units"
+).split()
+_LONGEST_UNIT = 40
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str  # number, letter, word, text, command, literal, begin, end or mark
+    text: str
+    follows_space: bool = False
+
+
+def _tokens(text: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    place = depth = 0
+    follows_space = False
+    while place < len(text):
+        match = _COMMAS.match(text, place) if depth == 0 else None
+        if match is not None:
+            tokens.append(_Token("number", match[0].replace(",", ""), follows_space))
+            place, follows_space = match.end(), False
+            continue
+        match = _TOKEN.match(text, place)
+        if match is None:
+            raise UnknownSyntax(f"{text[place]!r} is no part of an expression")
+        place = match.end()
+        if match["space"]:
+            follows_space = True
+            continue
+        tokens += _converted(match, follows_space)
+        depth += sum(token.text in ("(", "[", "{", "\\{") for token in tokens[-1:])
+        depth -= sum(token.text in (")", "]", "}", "\\}") for token in tokens[-1:])
+        follows_space = False
+    return tokens
+
+
+def _converted(match: re.Match[str], follows_space: bool) -> list[_Token]:
+    """Returns the tokens of a match of `_TOKEN`."""
+    if match["text"]:
+        return _text_tokens(match["content"].strip(), follows_space)
+    if match["environment"]:
+        return [_Token("begin", match["name"].rstrip("*"))]
+    if match["end"]:
+        return [_Token("end", "")]
+    if match["literal"]:
+        return [_Token("literal", match[0])]
+    if match["number"]:
+        return [_Token("number", match[0], follows_space)]
+    if match["command"]:
+        name = _SYNONYMS.get(match[0], match[0])
+        return [_Token("command" if name.startswith("\\") else "mark", name, follows_space)]
+    if match["word"]:
+        return _word_tokens(match[0], follows_space)
+    return [_Token("mark", match[0], follows_space)]
+
+
+def _text_tokens(content: str, follows_space: bool) -> list[_Token]:
+    r"""Returns the tokens of the content of a \text{}: a separator, mathematics, or the text itself."""
+    if not content:
+        return []
+    if _SEPARATORS.fullmatch(content):
+        return [_Token("mark", ",")]
+    if _PERCENT.fullmatch(content):
+        return [_Token("mark", "%")]
+    inner = content.strip("()")
+    if re.fullmatch(r"[-+\d.,/ ]+|\\?[A-Za-z]|\([-+\d., ]+\)", content) or len(inner) == 1:
+        return _tokens(inner if len(inner) == 1 else content)
+    return [_Token("text", content, follows_space)]
+
+
+def _word_tokens(word: str, follows_space: bool) -> list[_Token]:
+    if word in _NAMES:
+        return [_Token("command", _NAMES[word], follows_space)]
+    if word in _FUNCTIONS:
+        return [_Token("command", f"\\{word}", follows_space)]
+    if _SEPARATORS.fullmatch(word):
+        return [_Token("mark", ",")]
+    if _PERCENT.fullmatch(word):
+        return [_Token("mark", "%")]
+    return [_Token("letter" if len(word) == 1 else "word", word, follows_space)]
+
+
+# --------------------------------------------------------------------------------------------------------------- parser
+
+
+def parse_answer(text: str, letters_are_units: bool = False) -> Answer:
+    """Parses an answer.
+
+    letters_are_units: True to read a single letter after a number, such as m, as a unit also without a space between.
+
+    Raises UnknownSyntax if the text is no expression that this module can read.
+    """
+    parser = _Parser(_tokens(clean(text)), letters_are_units)
+    node = parser.items()
+    if parser.token is not None:
+        raise UnknownSyntax(f"{parser.token.text!r} is not expected")
+    return Answer(node, parser.unit)
+
+
+class _Parser:
+    """A parser by recursive descent. `token` is the next token, None at the end."""
+
+    def __init__(self, tokens: list[_Token], letters_are_units: bool) -> None:
+        self._rest = tokens[::-1]
+        self._letters_are_units = letters_are_units
+        self.unit = ""
+
+    @property
+    def token(self) -> _Token | None:
+        return self._rest[-1] if self._rest else None
+
+    def _next(self) -> _Token:
+        if not self._rest:
+            raise UnknownSyntax("the expression ends early")
+        return self._rest.pop()
+
+    def _is(self, *texts: str) -> bool:
+        return bool(self._rest) and self._rest[-1].kind in ("mark", "command") and self._rest[-1].text in texts
+
+    def _accept(self, *texts: str) -> bool:
+        if self._is(*texts):
+            self._rest.pop()
+            return True
+        return False
+
+    def _expect(self, text: str) -> None:
+        if not self._accept(text):
+            raise UnknownSyntax(f"{text!r} is expected")
+
+    def items(self) -> Node:
+        """Parses items between commas, semicolons and the words and, or."""
+        items = [self._relation()]
+        while self._accept(",", ";"):
+            while self._accept(",", ";"):
+                pass
+            items.append(self._relation())
+        return items[0] if len(items) == 1 else Node("list", tuple(items))
+
+    def _relation(self) -> Node:
+        sides = [self._set_operation()]
+        operators = []
+        while self.token is not None and self.token.text in _RELATIONS:
+            operators.append(self._next().text)
+            sides.append(self._set_operation())
+        return Node("relation", tuple(sides), " ".join(operators)) if operators else sides[0]
+
+    def _set_operation(self) -> Node:
+        node = self._sum()
+        while self.token is not None and self.token.text in _OPERATIONS:
+            operator = self._next().text
+            node = Node("operation", (node, self._sum()), operator)
+        return node
+
+    def _sum(self) -> Node:
+        if self._is("\\pm") or self._is("\\mp"):
+            self._next()
+            return Node("plus_minus", (self._signed_term(),))
+        terms = [self._signed_term()]
+        while True:
+            if self._accept("+"):
+                terms.append(self._signed_term())
+            elif self._accept("-"):
+                terms.append(Node("negative", (self._signed_term(),)))
+            elif self._accept("\\pm", "\\mp"):
+                left = terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
+                terms = [Node("plus_minus", (left, self._signed_term()))]
+            else:
+                break
+        node = terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
+        self._skip_unit(node)
+        return node
+
+    def _signed_term(self) -> Node:
+        if self._accept("+"):
+            return self._signed_term()
+        if self._accept("-"):
+            return Node("negative", (self._signed_term(),))
+        return self._term()
+
+    def _term(self) -> Node:
+        node = self._adjacent()
+        while True:
+            if self._accept("*", "\\cdot", "\\times"):
+                node = Node("product", (node, self._signed_factor()))
+            elif self._accept("/", "\\div", ":"):
+                if self.token is not None and self.token.kind in ("word", "text"):  # km/h
+                    self._rest.append(_Token("mark", "/"))
+                    return node
+                node = Node("quotient", (node, self._signed_factor()))
+            else:
+                return node
+
+    def _signed_factor(self) -> Node:
+        if self._accept("-"):
+            return Node("negative", (self._signed_factor(),))
+        return self._adjacent()
+
+    def _adjacent(self, in_function: bool = False) -> Node:
+        """Parses factors without signs between them. in_function: True to stop before the next function."""
+        factors = [self._power()]
+        while self._begins_factor(in_function):
+            if self._at_unit(factors):
+                break
+            factor = self._power()
+            mixed = _mixed(factors[-1], factor, self)
+            if mixed is None:
+                factors.append(factor)
+            else:
+                factors[-1] = mixed
+        return factors[0] if len(factors) == 1 else Node("product", tuple(factors))
+
+    def take_denominator(self) -> str | None:
+        """Takes a slash and an integer, and returns the integer; takes nothing and returns None otherwise."""
+        if len(self._rest) < 2 or self._rest[-1].text != "/" or not self._rest[-2].text.isdigit():
+            return None
+        self._next()
+        return self._next().text
+
+    def _begins_factor(self, in_function: bool) -> bool:
+        token = self.token
+        if token is None:
+            return False
+        if token.kind in ("number", "letter", "word", "text", "literal", "begin"):
+            return True
+        if token.kind == "command":
+            if token.text in ("\\frac", "\\sqrt", "\\pi", "\\infty", "\\{"):
+                return True
+            is_function = token.text[1:] in _FUNCTIONS
+            is_operator = token.text in _RELATIONS | _OPERATIONS | {
+                "\\cdot",
+                "\\times",
+                "\\div",
+                "\\pm",
+                "\\mp",
+                "\\}",
+                "\\\\",
+            }
+            return not is_operator and not (in_function and is_function)
+        return token.text in ("(", "[", "{")
+
+    def _at_unit(self, factors: list[Node]) -> bool:
+        """Returns True if the next token begins a unit of the value before it."""
+        token = self.token
+        if token is None or any(part.kind in ("symbol", "word") for node in factors for part in node.walk()):
+            return token is not None and token.kind == "text" and _is_unit(token.text)
+        if token.kind == "text":
+            return _is_unit(token.text)
+        if token.kind == "word":
+            return token.text in _SHORT_UNITS or (len(token.text) > 2 and token.text.isascii())
+        if token.kind == "letter" and token.text in _SHORT_UNITS and (token.follows_space or self._letters_are_units):
+            following = self._rest[-2] if len(self._rest) > 1 else None
+            return following is None or following.text in (",", ";", "/", "^")
+        return False
+
+    def _skip_unit(self, value: Node) -> None:
+        """Takes the unit of a value: words, with exponents, and products and quotients of them."""
+        if not self._at_unit([value]) and not (self._is("/") and self._at_quotient()):
+            return
+        words = []
+        while self.token is not None:
+            if self.token.kind in ("text", "word", "letter"):
+                word = self._next().text
+                if not _is_unit(word):
+                    raise UnknownSyntax(f"{word!r} is no unit")
+                words.append(word)
+            elif self._is("^"):
+                self._next()
+                exponent = self._argument()
+                if exponent.kind != "number" and exponent.kind != "negative":
+                    raise UnknownSyntax("a unit has an exponent that is no number")
+                words.append(f"^{render(exponent)}")
+            elif self._is("/", "\\cdot") and self._at_quotient():
+                words.append(self._next().text)
+            else:
+                break
+        unit = "".join(" ".join(words).lower().split())
+        if len(unit) > _LONGEST_UNIT:
+            raise UnknownSyntax("a unit is too long")
+        self.unit = self.unit or unit
+
+    def _at_quotient(self) -> bool:
+        return len(self._rest) > 1 and self._rest[-2].kind in ("text", "word", "letter")
+
+    def _power(self) -> Node:
+        node = self._postfix(self._atom())
+        if not self._accept("^"):
+            return node
+        if self._accept("\\circ"):
+            return node
+        if self._is("{") and len(self._rest) > 2 and self._rest[-2].text == "\\circ" and self._rest[-3].text == "}":
+            del self._rest[-3:]
+            return node
+        return self._postfix(Node("power", (node, self._argument(takes_number=True))))
+
+    def _postfix(self, node: Node) -> Node:
+        while True:
+            if self._accept("%"):
+                node = Node("percent", (node,))
+            elif self._accept("!"):
+                node = Node("command", (node,), "!")
+            elif self._is("_"):
+                self._next()
+                index = self._argument(takes_number=True)
+                if node.kind == "symbol":
+                    node = Node("symbol", (), f"{node.text}_{{{render(index)}}}")
+                else:
+                    node = Node("command", (node, index), "_")
+            else:
+                return node
+
+    def _argument(self, takes_number: bool = False) -> Node:
+        """Parses what a command applies to: a group in braces, or the next sign, as TeX reads it.
+
+        takes_number: True to take a whole number as one sign, for exponents (10^12).
+        """
+        if self._accept("{"):
+            node = self.items()
+            self._expect("}")
+            return node
+        token = self.token
+        if token is not None and token.kind == "number" and len(token.text) > 1 and not takes_number:
+            self._next()
+            self._rest.append(_Token("number", token.text[1:]))
+            return Node("number", (), token.text[0])
+        if token is not None and token.kind == "word":
+            self._next()
+            self._rest.append(_Token("letter" if len(token.text) == 2 else "word", token.text[1:]))
+            return _symbol(token.text[0])
+        if self._accept("-"):
+            return Node("negative", (self._argument(takes_number),))
+        return self._atom()
+
+    def _atom(self) -> Node:
+        token = self._next()
+        if token.kind == "number":
+            return _number(token.text)
+        if token.kind == "letter":
+            return self._letter(token.text)
+        if token.kind == "word":
+            if len(token.text) > 3:
+                return Node("word", (), token.text.lower())
+            return Node("product", tuple(_symbol(letter) for letter in token.text))
+        if token.kind == "text":
+            return Node("word", (), token.text.lower())
+        if token.kind == "literal":
+            return Node("constant", (), token.text)
+        if token.kind == "begin":
+            return self._environment(token.text)
+        if token.kind == "command":
+            return self._command(token.text)
+        if token.text in ("(", "["):
+            return self._brackets(token.text)
+        if token.text == "{":
+            node = self.items()
+            self._expect("}")
+            return node
+        if token.text == "|":
+            node = self._sum()
+            self._expect("|")
+            return Node("absolute", (node,))
+        raise UnknownSyntax(f"{token.text!r} is not expected")
+
+    def _letter(self, letter: str) -> Node:
+        if letter in "fgh" and self._is("("):
+            self._next()
+            arguments = self.items()
+            self._expect(")")
+            return Node("call", (arguments,), letter)
+        return _symbol(letter)
+
+    def _brackets(self, opening: str) -> Node:
+        content = self.items()
+        closing = self._next().text
+        if closing not in (")", "]"):
+            raise UnknownSyntax(f"{closing!r} does not close {opening!r}")
+        if content.kind != "list":
+            return content
+        return Node("brackets", content.parts, opening + closing)
+
+    def _environment(self, name: str) -> Node:
+        if "matrix" not in name:
+            raise UnknownSyntax(f"the environment {name!r} is not known")
+        rows: list[list[Node]] = [[self._sum()]]
+        while self.token is not None and self.token.kind != "end":
+            if self._accept("&"):
+                rows[-1].append(self._sum())
+            elif self._accept("\\\\"):
+                if self.token is not None and self.token.kind != "end":
+                    rows.append([self._sum()])
+            else:
+                raise UnknownSyntax(f"{self.token.text!r} is not expected in a matrix")
+        self._next()
+        kind = "command" if name == "vmatrix" else "matrix"
+        return Node(kind, tuple(Node("list", tuple(row)) for row in rows), "pmatrix" if kind == "matrix" else name)
+
+    def _command(self, name: str) -> Node:
+        if name == "\\frac":
+            return Node("quotient", (self._argument(), self._argument()))
+        if name == "\\sqrt":
+            return self._root()
+        if name[1:] in _FUNCTIONS:
+            return self._function(name)
+        if name == "\\{":
+            if self._accept("\\}"):
+                return Node("constant", (), r"\emptyset")
+            content = self.items()
+            self._expect("\\}")
+            return Node("set", content.parts if content.kind == "list" else (content,))
+        if name in ("\\pi", "\\infty"):
+            return Node("constant", (), name)
+        if name[1:] in _GREEK:
+            return Node("symbol", (), name)
+        if name in ("\\overline", "\\bar", "\\vec", "\\hat", "\\tilde"):
+            return Node("command", (self._argument(),), name)
+        raise UnknownSyntax(f"the command {name} is not known")
+
+    def _root(self) -> Node:
+        index = None
+        if self._accept("["):
+            index = self._sum()
+            self._expect("]")
+        argument = self._brackets(self._next().text) if self._is("(") else self._argument()
+        return Node("root", (argument,) if index is None else (argument, index))
+
+    def _function(self, name: str) -> Node:
+        base = exponent = None
+        while self._is("_", "^"):
+            if self._next().text == "_":
+                base = self._argument()
+            else:
+                exponent = self._argument()
+        argument = self._brackets(self._next().text) if self._is("(") else self._adjacent(in_function=True)
+        node = Node("function", (argument,) if base is None else (argument, base), name)
+        if exponent == Node("negative", (Node("number", (), "1"),)) and name in ("\\sin", "\\cos", "\\tan"):
+            return Node("function", (argument,), f"\\arc{name[1:]}")
+        return node if exponent is None else Node("power", (node, exponent))
+
+
+def _symbol(letter: str) -> Node:
+    return Node("constant" if letter in "ei" else "symbol", (), letter)
+
+
+def _number(text: str) -> Node:
+    """Returns a numeral, which is a product with a power of ten for 1.6e-19."""
+    digits, mark, exponent = text.lower().partition("e")
+    digits = digits.lstrip("0") or "0"
+    digits = f"0{digits}" if digits.startswith(".") else digits
+    number = Node("number", (), digits)
+    if not mark:
+        return number
+    magnitude = Node("number", (), exponent.lstrip("+-").lstrip("0") or "0")
+    power = Node("power", (Node("number", (), "10"), Node("negative", (magnitude,)) if "-" in exponent else magnitude))
+    return Node("product", (number, power))
+
+
+def _mixed(whole: Node, following: Node, parser: _Parser) -> Node | None:
+    r"""Returns the mixed number that an integer and what follows it are (2\frac{1}{2}, 2 1/2), else None."""
+    if not is_integer(whole):
+        return None
+    above, below = following, None
+    if following.kind == "quotient":
+        above, below = following.parts
+    elif is_integer(following):
+        denominator = parser.take_denominator()
+        below = None if denominator is None else Node("number", (), denominator)
+    if below is None:
+        return None
+    if not is_integer(above) or not is_integer(below) or not 0 < int(above.text) < int(below.text):
+        raise UnknownSyntax("an integer stands beside a fraction that is not proper")
+    return Node("mixed", (whole, above, below))
+
+
+def is_integer(node: Node) -> bool:
+    """Returns True for an integer without a sign."""
+    return node.kind == "number" and node.text.isdigit()
+
+
+def _is_unit(text: str) -> bool:
+    return bool(_UNIT_TEXT.fullmatch(text)) and not _NO_UNITS.search(text)
+
+
+# ------------------------------------------------------------------------------------------------------------ rendering
+
+
+def render(node: Node) -> str:
+    """Returns LaTeX that every parser reads as the node."""
+    parts = [render(part) for part in node.parts]
+    match node.kind:
+        case "number" | "symbol":
+            return node.text
+        case "constant":
+            return node.text
+        case "word":
+            return rf"\text{{{node.text}}}"
+        case "sum":
+            return " + ".join(
+                f"({part})" if _is_compound(inner) else part for part, inner in zip(parts, node.parts, strict=True)
+            )
+        case "negative":
+            return f"-({parts[0]})" if node.parts[0].kind != "number" else f"-{parts[0]}"
+        case "plus_minus":
+            return r" \pm ".join(["", *parts] if len(parts) == 1 else parts)
+        case "product":
+            return r" \cdot ".join(f"({part})" for part in parts)
+        case "quotient":
+            return rf"\frac{{{parts[0]}}}{{{parts[1]}}}"
+        case "mixed":
+            whole, above, below = (int(part.text) for part in node.parts)
+            return rf"\frac{{{whole * below + above}}}{{{below}}}"
+        case "power":
+            is_plain = node.parts[0].kind in ("symbol", "number", "constant")
+            return f"{parts[0]}^{{{parts[1]}}}" if is_plain else f"({parts[0]})^{{{parts[1]}}}"
+        case "root":
+            return rf"\sqrt{{{parts[0]}}}" if len(parts) == 1 else rf"\sqrt[{parts[1]}]{{{parts[0]}}}"
+        case "function":
+            base = f"_{{{parts[1]}}}" if len(parts) > 1 else ""
+            return f"{node.text}{base}({parts[0]})"
+        case "call":
+            return f"{node.text}({parts[0]})"
+        case "percent":
+            return rf"{parts[0]}\%" if node.parts[0].kind == "number" else parts[0]
+        case "brackets":
+            return f"{node.text[0]}{', '.join(parts)}{node.text[1]}"
+        case "set":
+            return rf"\{{{', '.join(parts)}\}}"
+        case "list":
+            return ", ".join(parts)
+        case "relation":
+            operators = node.text.split()
+            return parts[0] + "".join(
+                f" {operator} {part}" for operator, part in zip(operators, parts[1:], strict=True)
+            )
+        case "operation":
+            return f" {node.text} ".join(parts)
+        case "matrix":
+            rows = r" \\ ".join(part.replace(", ", " & ") for part in parts)
+            return rf"\begin{{pmatrix}} {rows} \end{{pmatrix}}"
+        case "absolute":
+            return f"|{parts[0]}|"
+    if node.text == "!":
+        return f"({parts[0]})!"
+    if node.text == "_":
+        return f"{parts[0]}_{{{parts[1]}}}"
+    return f"{node.text}{{{', '.join(parts)}}}"
+
+
+def _is_compound(node: Node) -> bool:
+    return node.kind in ("sum", "negative", "plus_minus")

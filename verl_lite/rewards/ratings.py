@@ -1,0 +1,183 @@
+"""Reads the verdict in a judge's reply: a rating in any usual notation, or yes or no.
+
+A reply that cannot be read, or that can be read in two ways, raises ValueError: its sample fails and is not trained.
+The judged answer is hostile: it may contain ratings itself, which the judge may quote.
+"""
+
+import json
+import re
+import unicodedata
+from fractions import Fraction
+
+_LABEL = r"\bscore\b(?:(?!\bscore\b)[^\n:=]){0,60}?[:=]"
+"""The word and its colon, with words such as "(0 to 10)" between them."""
+_LINE_LABEL = re.compile(rf"(?im)^[^\w\n]*(?:(?:final|overall|total|my|the|so)\s+){{0,3}}{_LABEL}")
+_KEY_LABEL = re.compile(r"""(?i)(?<!\\)["']score["']\s*:""")
+_INLINE_LABEL = re.compile(rf"""(?i)(?<!["'`“‘«„])(?<!\*\*){_LABEL}|\*\*{_LABEL}""")
+_QUOTED = re.compile(r"""[>"'“‘«„][^"'“‘«„]*\bscore\b[^\n:=]*[:=]$""", re.IGNORECASE)
+"""The end of a text whose last label is quoted."""
+_MOST_QUOTED = 200
+_OPENING = " \t*_`\"'$({[\\"
+"""Characters between the colon and the rating: white space, marks of emphasis, quotation marks and brackets."""
+
+_GROUP_MARKS = ",'’_\u00a0\u2009\u202f"
+_PLAIN = rf"(?:\d{{1,3}}(?:[{_GROUP_MARKS}]\d{{3}})+(?:\.\d+)?|\d{{1,3}}(?:\.\d{{3}})+,\d+|\d+(?:[.,]\d+)?|[.,]\d+)"
+_POWER = r"(?:[eE][+-]?\d+|\s*(?:×|x|\*|\\times|\\cdot|·)\s*10\s*(?:\^|\*\*)\s*\{?[+-]?\d+\}?)"
+_NUMBER = rf"[+-]?\s*{_PLAIN}{_POWER}?"
+_RATING = re.compile(
+    rf"(?P<number>{_NUMBER})(?:\s*(?:(?P<percent>%|percent\b)|\(?(?:/|out\s+of|of)\s*(?P<whole>{_NUMBER})))?"
+)
+_EXPONENT = re.compile(r"(?:[eE]|(?:\^|\*\*)\s*\{?)([+-]?\d+)\}?$")
+_MOST_READ, _MOST_DIGITS = 1000, 300
+"""Characters after a label that are read, and digits of a rating."""
+_LONGEST_EXPONENT = 4
+"""Digits. Larger powers are outside of every range, and computing them would take memory and time."""
+
+_CONTINUES = re.compile(
+    r"\w|\.*\d|[^\S\n]+[\d.]|\s*[-–—:|~,;&]\s*[\d.]|\s*[+*/×÷^±<>=%‰]\s*[\w.(\\]"
+    r"|\s+(?:or|to|and|plus|minus|times|hundred|thousand|million|billion|half)\b"
+)
+"""What follows a number that is only a part of a rating: 7x, 7-8, 7 or 8, 7 thousand."""
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_EMPHASIS = re.compile(r"(?<!10)\*\*|`|\\boxed")
+"""Marks around a rating. After 10, two asterisks are a power."""
+_PUNCTUATION = str.maketrans("：＝．，／％＋－−﹣⁄∕＊", ":=.,/%+---//*")
+
+_VERDICT = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+_LONE_VERDICT = re.compile(r"(?im)^[^\w\n]*(?:(?:final|verdict|answer|judge?ment)\W+){0,2}(yes|no)[^\w\n]*$")
+
+
+def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> float:
+    """Returns the rating in a reply, ignoring the text before </think>.
+
+    The rating follows "Score:" at the beginning of a line or JSON's "score":, and the last one counts. Without such a
+    label it may follow "score:" inside a line, but not in quotation marks. A fraction ("7/10", "7 out of 10") and a
+    percentage are shares of `highest`.
+
+    Args:
+        lowest, highest: bounds of the rating.
+        answer: the judged answer. If it contains a rating itself, the reply has to end with the rating, at the
+            beginning of its line and without quotation marks, and must not have others that differ.
+
+    Raises ValueError if there is no rating, several that contradict each other, or one outside the bounds.
+    """
+    text = _ascii(reply.rpartition("</think>")[2]).rstrip()
+    is_quotable = bool(_labelled(_ascii(answer), with_inline=True))
+
+    places = _json_rating(text) or _labelled(text, with_inline=not is_quotable)
+    if not places:
+        raise ValueError("there is no rating")
+    if is_quotable:
+        # the template asks for a rating at the end; what stands before may be the answer's
+        before_rating = text[: -len(places[-1])].rpartition("\n")[2]
+        if "\n" in places[-1] or _QUOTED.search(before_rating[-_MOST_QUOTED:]):
+            raise ValueError("it does not end with a rating, and the answer contains ratings that it may quote")
+        if len({_rating_at(place, highest) for place in places}) > 1:
+            raise ValueError("it has several ratings, and the answer contains ratings that it may quote")
+    rating = _rating_at(places[-1], highest)
+    if not lowest <= rating <= highest:
+        raise ValueError(f"its rating {_shown(rating)} is not between {lowest:g} and {highest:g}")
+    return float(rating)
+
+
+def read_yes_no(reply: str) -> float:
+    """Returns 1.0 for yes and 0.0 for no, ignoring the text before </think>.
+
+    The last line that consists of one of these words counts, else the last line that contains one.
+
+    Raises ValueError without such a line, and if the line contains both words and neither begins or ends it.
+    """
+    text = reply.rpartition("</think>")[2]
+    lone = _LONE_VERDICT.findall(text)
+    if lone:
+        return float(lone[-1].lower() == "yes")
+
+    lines = [line for line in text.splitlines() if _VERDICT.search(line)]
+    if not lines:
+        raise ValueError("there is neither yes nor no")
+    words = [word.lower() for word in _VERDICT.findall(lines[-1])]
+    at_edges = set()
+    if re.match(r"\W*(?:yes|no)\b", lines[-1], re.IGNORECASE):
+        at_edges.add(words[0])
+    if re.search(r"\b(?:yes|no)\W*$", lines[-1], re.IGNORECASE):
+        at_edges.add(words[-1])
+    verdicts = set(words) if len(set(words)) == 1 else at_edges
+    if len(verdicts) != 1:
+        raise ValueError("its last verdict contains both yes and no")
+    return float(verdicts == {"yes"})
+
+
+def _ascii(text: str) -> str:
+    """Replaces the decimal digits and the punctuation of other scripts by those of ASCII."""
+    characters = []
+    for character in text.translate(_PUNCTUATION):
+        is_foreign_digit = not character.isascii() and character.isdecimal()
+        characters.append(str(unicodedata.decimal(character)) if is_foreign_digit else character)
+    return "".join(characters)
+
+
+def _json_rating(text: str) -> list[str]:
+    """Returns the value of "score" as text, if the whole reply is a JSON object (also in a fenced block)."""
+    body = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+    if not body.startswith("{"):
+        return []
+    try:
+        # numbers stay text, so that they are read like all other ratings
+        entries = json.loads(body, parse_int=str, parse_float=str, parse_constant=str)
+    except (ValueError, RecursionError):
+        return []
+    return [value if isinstance(value, str) else "" for name, value in entries.items() if name.lower() == "score"]
+
+
+def _labelled(text: str, with_inline: bool) -> list[str]:
+    """Returns the texts after the labels of ratings. with_inline: True to accept labels inside lines as well, if there
+    are no others."""
+    ends = {match.end() for pattern in (_LINE_LABEL, _KEY_LABEL) for match in pattern.finditer(text)}
+    if not ends and with_inline:
+        ends = {match.end() for match in _INLINE_LABEL.finditer(text)}
+    return [text[end : end + _MOST_READ] for end in sorted(ends)]
+
+
+def _rating_at(text: str, highest: float) -> Fraction:
+    """Returns the rating at the beginning of a text. Raises ValueError if there is none."""
+    text = _FRACTION.sub(r"\1/\2", _EMPHASIS.sub("", text)).lstrip(_OPENING)
+    match = _RATING.match(text)
+    if match is None or _CONTINUES.match(text, match.end()):
+        raise ValueError("the text after its label is no rating")
+    number = _value(match["number"])
+    if match["percent"]:
+        return number / 100 * Fraction(highest)
+    if match["whole"] is None:
+        return number
+    whole = _value(match["whole"])
+    if whole <= 0:
+        raise ValueError("its rating is a share of nothing")
+    return number / whole * Fraction(highest)
+
+
+def _shown(rating: Fraction) -> str:
+    try:
+        return f"{float(rating):g}"
+    except OverflowError:
+        return "beyond the range of numbers"
+
+
+def _value(number: str) -> Fraction:
+    """Returns the value of a text that matches `_NUMBER`."""
+    factor = Fraction(1)
+    exponent = _EXPONENT.search(number)
+    if exponent is not None:
+        if len(exponent[1].lstrip("+-0")) > _LONGEST_EXPONENT:
+            raise ValueError("its rating has too large an exponent")
+        factor = Fraction(10) ** int(exponent[1])
+        number = re.split(r"[eE×x*\\·]", number, maxsplit=1)[0]
+
+    sign = -1 if number.lstrip().startswith("-") else 1
+    digits = re.sub(r"[\s+-]", "", number)
+    if re.fullmatch(rf"\d{{1,3}}([{_GROUP_MARKS}]\d{{3}})+(\.\d+)?", digits) and not digits.startswith("0"):
+        digits = re.sub(f"[{_GROUP_MARKS}]", "", digits)
+    elif "," in digits:  # a comma as decimal point, and points between groups
+        digits = digits.replace(".", "").replace(",", ".")
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError("its rating has too many digits")
+    return sign * Fraction(digits) * factor
