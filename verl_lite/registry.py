@@ -142,7 +142,9 @@ def object_at(path: str) -> Any:
     module_name, _, attributes = path.partition(":")
     if module_name.endswith(".py") or os.sep in module_name:
         module = Path(module_name).stem
-        raise UserError(f"{module_name} is a file: write its module, {module}:{attributes}, with its folder in PYTHONPATH")
+        raise UserError(
+            f"{module_name} is a file: write its module, {module}:{attributes}, with its folder in PYTHONPATH"
+        )
     if not module_name or not attributes:
         raise UserError("the module in front of the colon, or the name behind it, is missing")
     module = _imported(module_name)
@@ -176,7 +178,9 @@ def object_of(module: ModuleType, path: str, name: str, name_key: str) -> Any:
     if callable(target):
         return target
     problem = "defines nothing of that name" if target is None else f"defines {_kind_of(target)} of that name"
-    raise UserError(f"{name_key}={name!r}: {path} {problem}{_own_callables(module, name)}. Set {name_key} to a callable")
+    raise UserError(
+        f"{name_key}={name!r}: {path} {problem}{_own_callables(module, name)}. Set {name_key} to a callable"
+    )
 
 
 def load_module(path: str, key: str) -> ModuleType:

@@ -38,6 +38,7 @@ from trainer.tracking import Tracking
 from trainer.training_loop import TrainingLoop
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import section_problems
+from verl_lite.config.idle_options import Situation
 from verl_lite.device import device_memory
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine, values
@@ -51,7 +52,13 @@ from workers.engine.checkpoint import export
 from workers.engine.network import NetworkBuilder
 from workers.phase import PhaseManager
 from workers.policy.adapter import base_note
-from workers.policy.loading import PolicyBuilder, check_sequence_parallel, packing_note, token_network
+from workers.policy.loading import (
+    PolicyBuilder,
+    check_sequence_parallel,
+    load_model_config,
+    packing_note,
+    token_network,
+)
 from workers.training_worker import COMPUTE_METRIC, TrainingWorker
 from workers.update import LossFunction
 
@@ -259,6 +266,7 @@ class SupervisedJob(Job[Options]):
 
     next_options: ClassVar[str]
     replays_steps = True
+    num_rows: int | None = None  # training rows, known after `read_data`
 
     def read_task(self) -> Task[Any]:
         """Returns the tokenized and checked rows. Raises UserError for invalid input."""
@@ -276,6 +284,10 @@ class SupervisedJob(Job[Options]):
                 "rank; set trainer.backend=ray"
             )
 
+    def situation(self) -> Situation:
+        layers = load_model_config(self.config.model).get_text_config().num_hidden_layers
+        return Situation(self.config, devices=self.slots, layers=layers, rows=self.num_rows)
+
     def read_data(self) -> int:
         self.task = self.read_task()
         self.device = launch_device(self.config)
@@ -291,6 +303,7 @@ class SupervisedJob(Job[Options]):
             )
         rows, size = len(self.task.train), data.train_batch_size
         rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
+        self.num_rows = rows
         self.steps = EpochSteps(rows, size, self.config.trainer, shuffle=data.shuffle, dataset=f"{rows} rows")
         count = self.steps.per_epoch
         shown = range(1, count + 1, math.ceil(count / PLANNED_STEPS))

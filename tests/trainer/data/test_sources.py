@@ -216,7 +216,7 @@ def test_a_class_of_rows_is_a_dataset(classes: str, name: str, most: int, count:
         ("Processed", "row 0 of Processed .* expected a dict of columns without tensors"),
         ("Lazy", "expected a sequence of rows, found Lazy"),
         ("Texts", "row 0 of Texts of .* is 'a text', expected a dict"),
-        ("Nobody", "data.custom_cls.name='Nobody': .*found: Lazy, LikeVerl"),
+        ("Nobody", "data.custom_cls.name='Nobody': .*it defines: Lazy, LikeVerl"),
     ],
 )
 def test_a_class_that_gives_something_else_is_explained(classes: str, name: str, message: str) -> None:
