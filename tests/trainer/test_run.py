@@ -366,3 +366,13 @@ def test_a_batch_larger_than_the_rows_of_supervised_training_is_noted(
         assert main_sft.main([*words, *size]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert ("data.train_batch_size=4 has no effect here: the data have fewer training rows" in text) is is_noted
+
+
+def test_after_each_epoch_becomes_the_steps_of_an_epoch(model: str, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": f"{row}+1=", "response": "2"} for row in range(10)])
+    words = [f"model.path={model}", f"data.train_files={data}", f"data.val_files={data}", "data.train_batch_size=4"]
+    words += ["trainer.device=cpu", "trainer.dry_run=true", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    assert main_sft.main([*words, "trainer.test_freq=after_each_epoch", "trainer.save_freq=after_each_epoch"]) == 0
+    written = (tmp_path / "run" / "dry_run.yaml").read_text()
+    for name in ("test_freq", "save_freq"):  # 10 rows in batches of 4 are 3 steps
+        assert re.search(rf"^  {name}: 3 +# filled in at launch$", written, re.MULTILINE)

@@ -39,6 +39,7 @@ from trainer.training_loop import TrainingLoop
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import section_problems
 from verl_lite.config.idle_options import Situation
+from verl_lite.config.supervised import EACH_EPOCH
 from verl_lite.device import device_memory
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine, values
@@ -306,6 +307,9 @@ class SupervisedJob(Job[Options]):
         self.num_rows = rows
         self.steps = EpochSteps(rows, size, self.config.trainer, shuffle=data.shuffle, dataset=f"{rows} rows")
         count = self.steps.per_epoch
+        trainer = self.config.trainer
+        trainer.test_freq = count if trainer.test_freq == EACH_EPOCH else trainer.test_freq
+        trainer.save_freq = count if trainer.save_freq == EACH_EPOCH else trainer.save_freq
         shown = range(1, count + 1, math.ceil(count / PLANNED_STEPS))
         self.batches = batches_of(self.task.train, map(self.steps.rows_of, shown))
         return self.steps.total
