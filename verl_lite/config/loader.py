@@ -128,12 +128,16 @@ def load_schema(
 
 
 def parse_value(raw: str) -> Any:
-    """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text."""
+    """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text, and so
+    does a plain text with ` #`, which would begin a comment in a file (`data/run #2`)."""
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + raw]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException):
         return raw
-    return cast(dict[str, Any], parsed)["value"]
+    value = cast(dict[str, Any], parsed)["value"]
+    text = raw.strip()
+    is_cut = isinstance(value, str) and " #" in text and text[0] not in "'\"#"
+    return text if is_cut else value
 
 
 def split_choices(raw: str) -> list[str]:
