@@ -26,12 +26,12 @@ class FitResult:
     user ended the run before its last step.
     """
 
-    before_step: int = 0
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     checkpoint: Path | None = None
     stopped: bool = False
+    before_step: int = 0
 
 
 def final_report(

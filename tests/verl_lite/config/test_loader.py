@@ -318,3 +318,19 @@ def test_any_dataclass_of_options_can_be_loaded() -> None:
         load_schema(["actor.grad_clip=1"], Other)
     with pytest.raises(ConfigError, match=r"did you mean inner\.rate"):
         load_schema(["inner.rat=1"], Other)
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "expected"),
+    [
+        ("data.train_files=/data/run #2.jsonl", "data.train_files", ["/data/run #2.jsonl"]),
+        ("data.train_files=/a #1.jsonl,/b #2.jsonl", "data.train_files", ["/a #1.jsonl", "/b #2.jsonl"]),
+        ("data.train_files=[/a #1.jsonl,/b.jsonl]", "data.train_files", ["/a #1.jsonl", "/b.jsonl"]),
+        ("data.train_files='/a #1.jsonl'", "data.train_files", ["/a #1.jsonl"]),
+        ("model.path=/models/my #1", "model.path", "/models/my #1"),
+        ("reward.reward_kwargs.path=/data/a #b", "reward.reward_kwargs", {"path": "/data/a #b"}),
+        ("trainer.seed=3 # of the year", "trainer.seed", 3),
+    ],
+)
+def test_a_blank_and_a_hash_in_a_text_begin_no_comment(word: str, key: str, expected: object) -> None:
+    assert value_of(load_config(["model.path=m", word]).config, key) == expected
