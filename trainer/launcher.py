@@ -1,4 +1,4 @@
-"""Refuses to run under a launcher that starts several copies of a command: torchrun, accelerate, deepspeed, mpirun, srun.
+"""Refuses to run under a launcher that starts several copies of a command: torchrun, accelerate, mpirun, srun.
 
 The commands start their own processes, one per device, so each copy would be a whole training of its own.
 """

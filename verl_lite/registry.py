@@ -226,8 +226,8 @@ def _imported(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise UserError(
-                f"there is no module {error.name}; Python looks in the current folder ({Path.cwd()}), in PYTHONPATH and "
-                "among installed packages"
+                f"there is no module {error.name}; Python looks in the current folder ({Path.cwd()}), in PYTHONPATH "
+                "and among installed packages"
             ) from None
         raise UserError(_import_failure(name, error)) from error  # one of its own imports is missing
     except (Exception, SystemExit) as error:

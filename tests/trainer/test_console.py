@@ -50,6 +50,7 @@ class Result:
     after: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     checkpoint: Path | None = None
+    before_step: int = 0
 
 
 SAMPLE = Sample(

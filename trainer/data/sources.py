@@ -137,7 +137,7 @@ def parse_json(text: str, where: str, expected: str) -> Any:
     except (ValueError, RecursionError) as error:  # ValueError is also raised for a number with too many digits
         raise UserError(f"{where}: not valid json ({error}); expected {expected}") from error
     if text.count("{") + text.count("[") > MOST_LEVELS and is_nested_deeper(value, MOST_LEVELS):
-        raise UserError(f"{where}: nested more than {MOST_LEVELS} levels deep; flatten the value, or store it as a text")
+        raise UserError(f"{where}: nested more than {MOST_LEVELS} levels deep; flatten it, or store it as a text")
     return value
 
 

@@ -1,8 +1,8 @@
 """Checks a configuration before a run starts, and reports all problems in one `ConfigError`.
 
 The checks cover ranges, the `check` methods of the sections, and everything that depends on the machine, the files or
-a registry. They reject options that cannot work or would give other results than requested. An option without effect
-is not an error.
+a registry. They reject options that cannot work or would give other results than requested. `idle_options`
+reports options without effect.
 """
 
 import math
@@ -132,7 +132,8 @@ def estimator_problems(config: PPOConfig) -> Problems:
     algorithm, chosen = config.algorithm, config.algorithm.adv_estimator
     key, acts = f"algorithm.adv_estimator={chosen}", config.is_agentic
     facts = ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {})
-    invalid = list(registered_problems("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY, "function", ESTIMATOR_CALL))
+    option = "algorithm.adv_estimator"
+    invalid = list(registered_problems(option, chosen, ADV_ESTIMATOR_REGISTRY, "function", ESTIMATOR_CALL))
     yield from invalid
     function = None if invalid else ADV_ESTIMATOR_REGISTRY.get_fn(chosen)
     if acts and config.reads_prompts and chosen not in PROGRAM_ESTIMATORS:

@@ -1,15 +1,14 @@
 """The options that have no effect in some configurations: one table with key, condition, reason and remedy.
 
-`idle_options` compares the table with the options that the user gave on the command line, in a file or to `train`. Values
-of recipes and defaults are not reported, nor are values that equal the default. An idle option is a note; it is an error
-where it shows that the run is not the one that the user wants (`is_error`) and the user typed it for this run.
+`idle_options` compares the table with the options that the user gave on the command line, in a file or to `train`.
+Values of recipes and defaults are not reported, nor are values that equal the default. An idle option is a note; it is
+an error where it shows that the run is not the one that the user wants (`is_error`) and the user typed it for this run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_lite.config.fields import Options
 from verl_lite.config.loader import COMMAND_LINE, LoadedConfig
 from verl_lite.config.option_table import Key, schema_of, value_of
 from verl_lite.config.ppo import PPOConfig
@@ -57,8 +56,8 @@ class IdleOption:
     """A row of the table.
 
     keys: dotted keys. A trailing dot stands for all keys of the section, a leading `*.` for any section.
-    is_idle: when the keys have no effect. reason: why. remedy: what to set instead. is_error: whether the run is refused
-    if the command line has such a key. excluded: keys of these sections that have an effect.
+    is_idle: when the keys have no effect. reason: why. remedy: what to set instead. is_error: whether the run is
+    refused if the command line has such a key. excluded: keys of these sections that have an effect.
     """
 
     keys: tuple[str, ...]
@@ -129,7 +128,7 @@ def table_of(root: type) -> Sequence[IdleOption]:
 
 
 def _given_keys(loaded: LoadedConfig[Any]) -> dict[str, tuple[Key, str]]:
-    """Returns the options that the user gave, with their sources. An entry of a free dictionary counts as its option."""
+    """Returns the options that the user gave, with their sources. An entry of a dictionary counts as its option."""
     schema = schema_of(type(loaded.config))
     given: dict[str, tuple[Key, str]] = {}
     for name, source in loaded.provenance.items():

@@ -109,7 +109,7 @@ class KeyTable:
         return _called(name, {target: value} | entry.also)
 
     def choose_group(self, name: str, value: Any) -> Verdict | None:
-        """Returns the verdict on Hydra's choice of a file for a section, such as `optim=fsdp`; None for anything else."""
+        """Returns the verdict on Hydra's choice of a file for a section, as in `optim=fsdp`; None for all else."""
         if value not in self.groups.get(name, ()):
             return None
         return Verdict(note=f"{name}={value} has no effect here: it selects a file with verl's defaults")

@@ -47,7 +47,7 @@ class SFTDataConfig(SupervisedDataConfig):
 class SFTTrainerConfig(RunConfig):
     """The run."""
 
-    test_freq: int = opt(-1, "steps between validations; -1 = only before and after training; -2 = each epoch", _FREQUENCY)
+    test_freq: int = opt(-1, "steps between validations; -1 = only before and after; -2 = each epoch", _FREQUENCY)
     save_freq: int = opt(-1, "steps between checkpoints; -1 = only at the end; 0 = never; -2 = each epoch", _FREQUENCY)
     log_freq: int = opt(1, "steps between lines of metrics, which average over them", at_least(1))
     n_gpus_per_node: int | None = opt(1, "devices (CPU: worker slots); more than 1 needs backend=ray", at_least(1))

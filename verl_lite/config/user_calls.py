@@ -41,7 +41,7 @@ ESTIMATOR_CALL = UserCall(
     ),
 )
 LOSS_CALL = UserCall(
-    "f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) -> (loss, metrics)",
+    "f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weights) -> (loss, metrics)",
     positional=7,
     offered=("batch_num_tokens", "global_batch_size", "selected", "scores", "staleness"),
 )

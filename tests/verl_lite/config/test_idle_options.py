@@ -83,7 +83,7 @@ CASES: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("actor.freeze_vision_tower=false", [], {"reads_images": False}, "vision tower"),
     ("critic.cliprange_value=0.3", ["algorithm.adv_estimator=grpo"], {"unused_passes": {"critic"}}, "no critic"),
     ("ref.log_prob_micro_batch_size_per_gpu=4", [], {"unused_passes": {"reference"}}, "no KL term"),
-    ("ref.fsdp_config.fsdp_size=2", ["model.lora_rank=8"], {"unused_passes": {"reference_model"}}, "without its adapter"),
+    ("ref.fsdp_config.fsdp_size=2", ["model.lora_rank=8"], {"unused_passes": {"reference_model"}}, "without its"),
     ("reward_model.weight=0.5", [], {}, "reward_model.enable=false"),
     ("rollout.log_prob_max_token_len_per_gpu=9000", [], {"unused_passes": {"old_log_probs"}}, "old_log_probs"),
     ("actor.ppo_max_token_len_per_gpu=9000", ["actor.ppo_micro_batch_size_per_gpu=4"], {}, "sized by rows"),
