@@ -141,9 +141,9 @@ def object_at(path: str) -> Any:
     """
     module_name, _, attributes = path.partition(":")
     if module_name.endswith(".py") or os.sep in module_name:
-        module = Path(module_name).stem
+        stem = Path(module_name).stem
         raise UserError(
-            f"{module_name} is a file: write its module, {module}:{attributes}, with its folder in PYTHONPATH"
+            f"{module_name} is a file: write its module, {stem}:{attributes}, with its folder in PYTHONPATH"
         )
     if not module_name or not attributes:
         raise UserError("the module in front of the colon, or the name behind it, is missing")
