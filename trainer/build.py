@@ -32,7 +32,13 @@ from trainer.planner.batch import check_context, launch_table
 from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules
-from trainer.requirements import needs_critic, needs_reference, needs_reference_model, needs_reward_function
+from trainer.requirements import (
+    needs_critic,
+    needs_old_log_prob,
+    needs_reference,
+    needs_reference_model,
+    needs_reward_function,
+)
 from trainer.resources import DeviceHolder, create_groups, engine_devices, join_ray, start_workers
 from trainer.rewards.failures import LEAST_REWARDS, FailureLog
 from trainer.rewards.groups import ACCURACY, SCORE
@@ -46,6 +52,7 @@ from trainer.teachers import build_teachers, check_teachers, role_of
 from trainer.tracking import Tracking
 from verl_lite.config import NetworkConfig, PPOConfig, load_config
 from verl_lite.config.checks import validate
+from verl_lite.config.idle_options import Situation
 from verl_lite.config.pools import num_engines
 from verl_lite.config.rollout import SAMPLED
 from verl_lite.device import compute_dtype, device_type
@@ -63,6 +70,7 @@ from workers.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWor
 from workers.policy.loading import check_sequence_parallel, empty_network, load_model_config
 from workers.policy.router import check_routers
 from workers.policy.tokenizer import load_tokenizer
+from workers.policy.vision import has_vision
 from workers.rewards.reward_pool import RewardPool
 from workers.rollout.base import ROLLOUT_ENGINES, choose_engine, engine_names, resolve_engine_name, vllm_problem
 from workers.rollout.group_queue import GroupQueue
@@ -210,6 +218,23 @@ class PPOJob(Job[PPOConfig]):
         if trains:
             for note in model_notes(self.config):
                 self.console.note(note)
+
+    def situation(self) -> Situation:
+        config = self.config
+        passes = {
+            "critic": needs_critic(config),
+            "reference": needs_reference(config) or bool(config.distillation.named_teachers()),
+            "reference_model": needs_reference_model(config) or bool(config.distillation.named_teachers()),
+            "old_log_probs": needs_old_log_prob(config),
+        }
+        model = load_model_config(config.model)
+        return Situation(
+            config,
+            devices=self.slots,
+            layers=model.get_text_config().num_hidden_layers,
+            reads_images=has_vision(model),
+            unused_passes=frozenset(name for name, is_used in passes.items() if not is_used),
+        )
 
     def request(self) -> ResourceRequest:
         return request_of(self.config, self.slots)

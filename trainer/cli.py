@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from trainer.launcher import refuse_launcher
 from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
 
 NOTHING_LEFT = "nothing is left to do"  # part of the message about a run that already has all its steps
@@ -70,7 +71,9 @@ def worker_environment(cpu: bool, threads: int, *, sleeps: bool = True) -> dict[
 
 
 def prepare_driver() -> None:
-    """Sets the environment variables of the driver process that the user has not set."""
+    """Sets the environment variables of the driver process that the user has not set. Raises UserError under a launcher
+    that starts the command several times."""
+    refuse_launcher(os.environ)
     for name, value in (WORKERS | DRIVER).items():
         os.environ.setdefault(name, value)
 
@@ -100,8 +103,11 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> int:
-        prepare_driver()
-        return run_command(lambda: main(sys.argv[1:] if argv is None else argv))
+        def prepared_main() -> int:
+            prepare_driver()
+            return main(sys.argv[1:] if argv is None else argv)
+
+        return run_command(prepared_main)
 
     return run
 

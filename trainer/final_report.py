@@ -22,7 +22,8 @@ _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<va
 class FitResult:
     """Result of a run: validation metrics before and after, samples of the last validation, the last checkpoint.
 
-    stopped: True if the user ended the run before its last step.
+    before_step: step of the first validation, which is not 0 in a run that resumes another one. stopped: True if the
+    user ended the run before its last step.
     """
 
     before: dict[str, float] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class FitResult:
     samples: list[Sample] = field(default_factory=list)
     checkpoint: Path | None = None
     stopped: bool = False
+    before_step: int = 0
 
 
 def final_report(
@@ -42,7 +44,8 @@ def final_report(
     parts: list[RenderableType] = []
     if result.after or result.before:
         is_one = dict(result.before) == dict(result.after)
-        moments = {"mean": result.after} if is_one else {"before": result.before, "after": result.after}
+        first = f"step {result.before_step}" if result.before_step else "before"
+        moments = {"mean": result.after} if is_one else {first: result.before, "after": result.after}
         parts += [Text(), validation_table(moments)]
     if result.samples:
         table = titled_table("Samples of the last validation")

@@ -23,7 +23,7 @@ FREE = tuple(
     model.tokenizer_path model.enable_gradient_checkpointing model.checkpoint_steps model.checkpoint_decode
     model.offload_frozen model.use_remove_padding
     algorithm.filter_groups.max_num_gen_batches
-    reward.num_workers reward.max_concurrent reward.max_rpm reward.timeout_s reward.max_memory_mb reward.max_error_rate
+    reward.num_workers reward.max_concurrent reward.max_rpm reward.timeout_s reward.max_error_rate
     reward.overlong_buffer.log reward.remote.max_retries reward.remote.api_key_env
     agentic.val_batch_size agentic.logging_steps
     rollout.calculate_log_probs rollout.enforce_eager rollout.free_cache_engine rollout.gpu_memory_utilization

@@ -34,13 +34,16 @@ from trainer.saving import Saver, require_room_for_checkpoints
 from trainer.tracking import Tracking, check_trackers
 from trainer.training_loop import TrainingLoop
 from verl_lite.config import (
+    ConfigError,
     LoadedConfig,
     RunConfig,
     RunOptions,
     help_text,
     print_config,
     save_config,
+    value_of,
 )
+from verl_lite.config.idle_options import Situation, idle_options
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
 from verl_lite.machine.gpus import ResourceRequest
@@ -90,6 +93,10 @@ class Job(Generic[Options]):
 
         Raises UserError if a model cannot be used, trained or exported.
         """
+
+    def situation(self) -> Situation:
+        """Returns what decides which options have no effect. Called after `check`, and again after `read_data`."""
+        return Situation(self.config, devices=self.slots)
 
     def request(self) -> ResourceRequest:
         """Returns the devices that the run needs on each machine."""
@@ -214,8 +221,10 @@ def train(
         return dry_run(job, loaded, stack)
     job.check(visible_devices(device_type(config.trainer.device)))
     job.check_models()
+    tell_idle_options(job, loaded)
     stack.enter_context(reserved_devices(config, job.request(), console.note))
     total_steps = job.read_data()
+    tell_idle_options(job, loaded)
     make_run_dir(config, stack)
     folder = HeldFolder(run_dir, console.note, stack)
     check_run_dir(job, total_steps)
@@ -255,7 +264,9 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     resolved configuration to RUN/dry_run.yaml. Returns the exit status, WRONG_INPUT if the plan does not fit."""
     job.check(None)
     job.check_models()
+    tell_idle_options(job, loaded)
     total_steps = job.read_data()
+    tell_idle_options(job, loaded)
     stack.enter_context(file_mask(job.config.trainer.umask, job.run_dir))
     stack.enter_context(locked_folder(job.run_dir, job.console.note))  # no other run is writing a checkpoint there
     check_run_dir(job, total_steps)
@@ -264,6 +275,20 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     job.console.print(text)
     job.console.print(f"Nothing was started (trainer.dry_run=true). All options: {job.run_dir / 'dry_run.yaml'}")
     return 0 if fits else WRONG_INPUT
+
+
+def tell_idle_options(job: Job[Options], loaded: LoadedConfig[Options]) -> None:
+    """Notes the options of the user that have no effect in this run, each once. Raises ConfigError for those without
+    which the run would be another one than the user wants."""
+    if value_of(job.config, "trainer.val_only"):
+        return  # the options of the training have no effect, on purpose
+    report = idle_options(loaded, job.situation())
+    if report.problems:
+        raise ConfigError(report.problems)
+    for note in report.notes:
+        if note not in loaded.notes:
+            loaded.notes.append(note)  # and so into the run's config.yaml
+            job.console.note(note)
 
 
 def how_to_continue(command: list[str], run_dir: Path) -> str:

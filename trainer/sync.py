@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     names = [given.to] if given.to else [name for name in trainer["logger"] if name not in OWN]
     if options.get("recipe") and not TRACKERS.keys() >= set(names):
         load_recipe(options["recipe"])  # the recipe may register trackers
-    check_trackers(names, f"--to {given.to}" if given.to else None)
+    check_trackers(names, "--to" if given.to else None)
     numbers = read_metrics(folder / METRICS)
     with locked_folder(folder, console.note):
         for name in names:

@@ -17,7 +17,7 @@ from trainer.final_report import FitResult
 from trainer.resume import profile_folder
 from trainer.saving import Saver
 from trainer.steps import StepCounter
-from trainer.tracking import Tracking
+from trainer.tracking import METRICS, Tracking, logged_validations
 from verl_lite import profiling
 from verl_lite.config import RunConfig
 from verl_lite.protocol import DataProto
@@ -81,11 +81,21 @@ class TrainingLoop(Generic[Steps, Result]):
         self.validate_first()
 
     def validate_first(self) -> None:
-        """Validates before the first step, if the options require it, and logs the metrics."""
-        if self.validates and (self.options.val_before_train or self.val_only):
-            self.result.before = self.result.after = self.validate(self.result)
-            self.tracking.log(self.result.before, step=self.steps.global_step)
-            self.report_validation(self.result.before)
+        """Validates before the first step, if the options require it, and logs the metrics. A resumed run takes the
+        validations that it has logged before."""
+        if not self.validates or not (self.options.val_before_train or self.val_only):
+            return
+        step = self.steps.global_step
+        logged = {} if self.val_only or step == 0 else logged_validations(self.saver.run_dir / METRICS, step)
+        if logged:
+            self.result.before_step = min(logged)
+            self.result.before = logged[self.result.before_step]
+            self.result.after = logged[max(logged)]
+            return
+        self.result.before_step = step
+        self.result.before = self.result.after = self.validate(self.result)
+        self.tracking.log(self.result.before, step=step)
+        self.report_validation(self.result.before)
 
     def end_step(self, batch: DataProto) -> None:
         """Validates if due, logs the step, calls the callbacks, and saves a checkpoint if due or requested."""

@@ -114,8 +114,8 @@ def register_adv_est(
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
-    """Returns the estimator by name or path pkg.module:function. Raises ValueError if there is none."""
-    return ADV_ESTIMATOR_REGISTRY.get_fn(name_or_enum, "advantage estimator simply")  # verl's wording
+    """Returns the estimator by name or path pkg.module:function. Raises UserError if there is none."""
+    return ADV_ESTIMATOR_REGISTRY.get_fn(name_or_enum)
 
 
 def register_policy_loss(
@@ -137,7 +137,7 @@ def register_policy_loss(
 
 
 def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
-    """Returns the policy loss by name or path pkg.module:function. Raises ValueError if there is none."""
+    """Returns the policy loss by name or path pkg.module:function. Raises UserError if there is none."""
     return POLICY_LOSS_REGISTRY.get_fn(name)
 
 

@@ -11,7 +11,9 @@ import importlib
 import importlib.util
 import inspect
 import operator
+import os
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ from verl_lite.errors import UserError
 T = TypeVar("T")
 OWN_PACKAGES = ("verl_lite", "workers", "trainer")
 MODULE_PREFIX = "pkg://"
+_LONGEST_REASON = 500
+_MOST_FRAMES = 3
 
 
 class Registry(dict[str, T]):
@@ -63,21 +67,21 @@ class Registry(dict[str, T]):
             kind: replaces the registry's kind in the error message.
 
         Raises:
-            ValueError: for an unknown name (the message lists the nearest and all known names) or a path that does not
-                resolve.
+            UserError: for an unknown name (the message lists the nearest and all known names) or a path that does not
+                lead to a callable, see `object_at`.
         """
         key, kind = _key(name), kind or self.kind
         if key in self:
             return self[key]
-        module_name, is_path, attributes = key.partition(":")
-        if is_path:
+        if ":" in key:
             try:
-                return operator.attrgetter(attributes)(importlib.import_module(module_name))
-            except (ImportError, AttributeError, ValueError) as error:
-                raise ValueError(f"{kind} {key!r} cannot be imported: {error}. Expected pkg.module:object.") from error
+                found: T = object_at(key)
+            except UserError as error:
+                raise UserError(f"{kind} {key!r} cannot be imported: {error}. Expected pkg.module:object.") from error
+            return found
         known = ", ".join(sorted(self)) or "none"
         near = did_you_mean(key, self)
-        raise ValueError(f"Unknown {kind}: {key}{near}. Known: {known}; or a path pkg.module:object.")
+        raise UserError(f"Unknown {kind}: {key}{near}. Known: {known}; or a path pkg.module:object.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -128,6 +132,31 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     return takes(function, name) or inspect.Parameter.VAR_KEYWORD in kinds
 
 
+def object_at(path: str) -> Any:
+    """Returns the callable at pkg.module:name, or at pkg.module:Class.name.
+
+    Raises:
+        UserError: the module does not exist or cannot be imported, or it has no such callable. The message gives only
+            the reason, to which the caller adds the option.
+    """
+    module_name, _, attributes = path.partition(":")
+    if module_name.endswith(".py") or os.sep in module_name:
+        stem = Path(module_name).stem
+        raise UserError(
+            f"{module_name} is a file: write its module, {stem}:{attributes}, with its folder in PYTHONPATH"
+        )
+    if not module_name or not attributes:
+        raise UserError("the module in front of the colon, or the name behind it, is missing")
+    module = _imported(module_name)
+    try:
+        target = operator.attrgetter(attributes)(module)
+    except AttributeError:
+        raise UserError(f"{module_name} has no {attributes}{_own_callables(module, attributes)}") from None
+    if not callable(target):
+        raise UserError(f"{path} is {_kind_of(target)}, not a function or class{_own_callables(module, '')}")
+    return target
+
+
 def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
     """Loads the callable `name` from a Python file or a module pkg://package.module.
 
@@ -137,47 +166,118 @@ def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
         path_key, name_key: configuration keys of the two, for error messages.
 
     Raises:
-        UserError: if there is no such file, module or callable. Exceptions of the loaded code pass through.
+        UserError: if there is no such file, module or callable, or if its code raises an exception.
     """
     return object_of(load_module(path, path_key), path, name, name_key)
 
 
 def object_of(module: ModuleType, path: str, name: str, name_key: str) -> Any:
-    """Returns the callable `name` of a module loaded from `path`. Raises UserError, which lists the callables found."""
-    found = getattr(module, name, None)
-    if not callable(found):
-        own = (k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
-        raise UserError(
-            f"{name_key}={name!r}: {path} defines nothing of that name; found: {', '.join(sorted(own)) or 'nothing'}. "
-            f"Set {name_key} to one of them"
-        )
-    return found
+    """Returns the callable `name` of a module loaded from `path`. Raises UserError, which lists the module's own
+    callables."""
+    target = getattr(module, name, None) if name else None
+    if callable(target):
+        return target
+    problem = "defines nothing of that name" if target is None else f"defines {_kind_of(target)} of that name"
+    raise UserError(
+        f"{name_key}={name!r}: {path} {problem}{_own_callables(module, name)}. Set {name_key} to a callable"
+    )
 
 
 def load_module(path: str, key: str) -> ModuleType:
-    """Runs a Python file as a module, or imports pkg://package.module. key: the configuration key, for error messages.
+    """Runs a Python file as a module, or imports pkg://package.module.
 
-    Raises UserError if there is no such file or module. Exceptions of the loaded code pass through.
+    Args:
+        path: the file or module.
+        key: the configuration key, for error messages.
+
+    Raises:
+        UserError: if there is no such file or module, or if its code raises an exception.
     """
-    file, name = Path(path).expanduser(), path.removeprefix(MODULE_PREFIX)
-    problem = "no such file" if not file.is_file() else "not a Python file"
-    if name != path:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if not name.startswith(error.name or " "):  # the module exists, and one of its own imports is missing
-                raise
-            problem = str(error)
+    try:
+        if path.startswith(MODULE_PREFIX):
+            return _imported(path.removeprefix(MODULE_PREFIX))
+        return _module_of_file(Path(path).expanduser())
+    except UserError as error:
+        raise UserError(f"{key}={path!r}: {error}. Expected a Python file NAME.py or pkg://package.module") from error
+
+
+def require_call(function: Callable[..., Any], expected: str, *arguments: Any, **named: Any) -> None:
+    """Raises UserError if a function or class of the user cannot be called with these arguments.
+
+    Args:
+        expected: the call in words, for the message, such as "f(group) -> bool".
+        arguments, named: the arguments of the call; only their number and names matter.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable written in C does not always tell its parameters
+        return
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", str(function))
+        raise UserError(f"{name}{signature} cannot be called as needed: {error}. Expected {expected}") from None
+
+
+def _imported(name: str) -> ModuleType:
+    """Imports a module. Raises UserError if it does not exist, or if its code raises an exception."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"there is no module {error.name}; Python looks in the current folder ({Path.cwd()}), in PYTHONPATH "
+                "and among installed packages"
+            ) from None
+        raise UserError(_import_failure(name, error)) from error  # one of its own imports is missing
+    except (Exception, SystemExit) as error:
+        raise UserError(_import_failure(name, error)) from error
+
+
+def _module_of_file(file: Path) -> ModuleType:
+    """Runs a Python file as a module of its own name. Raises UserError like `_imported`."""
     module_name = f"user_code_{file.stem}_{zlib.crc32(str(file.absolute()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(module_name, file) if file.is_file() else None
     if spec is None or spec.loader is None:
-        raise UserError(
-            f"{key}={path!r}: {problem} (looked in {Path.cwd()}). Expected a Python file NAME.py or pkg://package.module"
-        )
+        problem = "not a Python file" if file.is_file() else "no such file"
+        raise UserError(f"{problem} (looked in {Path.cwd()})")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # set first, because dataclasses and pickle look up the module by name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise UserError(_import_failure(str(file), error)) from error
     return module
+
+
+def _import_failure(name: str, error: BaseException) -> str:
+    """Describes an exception of a module's own code: its text, and the user's lines that raised it."""
+    if isinstance(error, SyntaxError):
+        line = (error.text or "").strip()
+        return f"{error.filename}, line {error.lineno}, is not Python ({error.msg}): `{line}`"
+    reason = str(error).partition("\n")[0][:_LONGEST_REASON]
+    frames = traceback.extract_tb(error.__traceback__)
+    machinery = ("<frozen", importlib.__file__, __file__)
+    own_frames = [frame for frame in frames if not frame.filename.startswith(machinery)]
+    places = [f"{one.filename}, line {one.lineno}: `{one.line}`" for one in reversed(own_frames[-_MOST_FRAMES:])]
+    where = f" (raised in {', called in '.join(places)})" if places else ""
+    return f"importing {name} raises {type(error).__name__}: {reason}{where}"
+
+
+def _own_callables(module: ModuleType, name: str) -> str:
+    """Returns the names of the functions and classes that the module defines, the nearest to `name` first, in words."""
+    names = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    return f"{did_you_mean(name, names)}; it defines: {', '.join(sorted(names)) or 'no function or class'}"
+
+
+def _kind_of(value: object) -> str:
+    """Returns the type of a value in words, such as `a module` or `the value 3`."""
+    return "a module" if isinstance(value, ModuleType) else f"the {type(value).__name__} {value!r:.40}"
 
 
 def _key(name: str | Enum) -> str:

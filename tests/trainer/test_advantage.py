@@ -180,7 +180,7 @@ def test_an_estimator_gets_what_it_names_and_no_more() -> None:
             advantages_of(batch(), "mine")
     finally:
         del ADV_ESTIMATOR_REGISTRY["mine"]
-    with pytest.raises(ValueError, match="Unknown advantage estimator simply: mine"):
+    with pytest.raises(ValueError, match="Unknown advantage estimator: mine"):
         advantages_of(batch(), "mine")
 
 

@@ -50,6 +50,7 @@ class Result:
     after: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     checkpoint: Path | None = None
+    before_step: int = 0
 
 
 SAMPLE = Sample(
@@ -216,3 +217,11 @@ def test_verbose_shows_what_workers_print_and_from_where(tmp_path: Path, monkeyp
     lines = [f"actor-0 | {text}" for text in ("done", "loading weights", r"not\x9b yet ended")]
     assert sorted(file.getvalue().splitlines()) == [*lines, "environments-0/env-1 | [a] step"]
     assert not quiet.getvalue()
+
+
+def test_a_resumed_run_names_the_step_of_its_first_validation(tmp_path: Path) -> None:
+    result = Result(BEFORE, AFTER)
+    assert "before" in shown(final_report(result, tmp_path, {}, {}))
+    result.before_step = 40
+    text = shown(final_report(result, tmp_path, {}, {}))
+    assert "step 40" in text and "before" not in text

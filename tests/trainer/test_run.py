@@ -335,3 +335,44 @@ def test_no_room_after_a_loss_ends_with_the_loss_and_the_command_that_goes_on(tr
     assert "Starting again failed: 1 of 2 machines" in text
     assert "trainer.default_local_dir=/runs/x trainer.resume_mode=auto" in text
     assert text.endswith("The run failed: WorkerDiedError: machine b left")
+
+
+def test_options_without_effect_are_noted_once_before_the_run_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_run.write_files(tmp_path, [f"{number}+1=" for number in range(4)])
+    dry_run = [*tiny_run.options_of(folder), "trainer.dry_run=true"]
+    assert run_ppo([*dry_run, "actor.freeze_vision_tower=false", "rollout.n_gpus_per_node=2", "actor.tau_pos=2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for key in ("actor.freeze_vision_tower=false", "rollout.n_gpus_per_node=2", "actor.tau_pos=2.0"):
+        assert text.count(f"note: {key} has no effect here: ") == 1
+    written = (folder / "run" / "dry_run.yaml").read_text()
+    assert "# rollout.n_gpus_per_node=2 has no effect here: hybrid_engine=true" in written
+    for option, reason in (
+        ("distillation.distillation_loss.loss_mode=forward_kl_topk", "no teachers"),
+        ("model.gradient_checkpointing_layers=99", "fewer layers"),
+    ):
+        with pytest.raises(UserError, match=f"{option} has no effect here: .*{reason}"):
+            run_ppo([*dry_run, option])
+
+
+def test_a_batch_larger_than_the_rows_of_supervised_training_is_noted(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": f"{row}+1=", "response": "2"} for row in range(3)])
+    words = [f"model.path={model}", f"data.train_files={data}", "trainer.device=cpu", "trainer.dry_run=true"]
+    words.append(f"trainer.default_local_dir={tmp_path / 'run'}")
+    for size, is_noted in ((["data.train_batch_size=4"], True), (["data.train_batch_size=3"], False), ([], False)):
+        assert main_sft.main([*words, *size]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("data.train_batch_size=4 has no effect here: the data have fewer training rows" in text) is is_noted
+
+
+def test_after_each_epoch_becomes_the_steps_of_an_epoch(model: str, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": f"{row}+1=", "response": "2"} for row in range(10)])
+    words = [f"model.path={model}", f"data.train_files={data}", f"data.val_files={data}", "data.train_batch_size=4"]
+    words += ["trainer.device=cpu", "trainer.dry_run=true", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    assert main_sft.main([*words, "trainer.test_freq=after_each_epoch", "trainer.save_freq=after_each_epoch"]) == 0
+    written = (tmp_path / "run" / "dry_run.yaml").read_text()
+    for name in ("test_freq", "save_freq"):  # 10 rows in batches of 4 are 3 steps
+        assert re.search(rf"^  {name}: 3 +# filled in at launch$", written, re.MULTILINE)

@@ -17,8 +17,8 @@ from verl_lite.core_algos import (
 )
 
 
-def test_unknown_estimator_text_of_verl():
-    with pytest.raises(ValueError, match="Unknown advantage estimator simply: nothing_like_it"):
+def test_an_unknown_estimator_or_loss_is_named():
+    with pytest.raises(ValueError, match="Unknown advantage estimator: nothing_like_it"):
         get_adv_estimator_fn("nothing_like_it")
     with pytest.raises(ValueError, match="Unknown policy loss: vanila; did you mean vanilla"):
         get_policy_loss_fn("vanila")

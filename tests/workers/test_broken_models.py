@@ -112,6 +112,14 @@ def test_entries_with_which_no_model_can_be_built_are_named(good: Path, entry: s
         count_parameters(ModelConfig(path=str(good), override_config={entry: value}))
 
 
+@pytest.mark.parametrize("value", [0, 0.0, False, None])
+def test_an_entry_that_the_model_lacks_may_be_switched_off(good: Path, value: Any) -> None:
+    plain = count_parameters(ModelConfig(path=str(good)))
+    assert count_parameters(ModelConfig(path=str(good), override_config={"embd_pdrop": value})) == plain
+    with pytest.raises(UserError, match="model.override_config.embd_pdrop=0.1: a qwen2 config has no such entry"):
+        count_parameters(ModelConfig(path=str(good), override_config={"embd_pdrop": 0.1}))
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"model_type": "nope"}'])
 def test_a_config_that_describes_no_known_model_is_named(spoilt: Callable, content: bytes) -> None:
     with pytest.raises(UserError, match="model.path=.*cannot be read.*expected a folder with config.json"):

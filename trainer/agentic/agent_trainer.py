@@ -35,6 +35,7 @@ from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.endpoint.program_host import is_command, program_of, program_pool
+from workers.endpoint.protocols import check_ignored_fields
 from workers.envs.env_pool import EnvPool
 from workers.pool.process_pool import ProcessPool
 from workers.rollout.conversation import ChatJoins
@@ -254,6 +255,7 @@ def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     turns. File names in a command line become absolute, because commands run in folders of their own. Raises
     UserError."""
     agentic = config.agentic
+    check_ignored_fields(agentic.endpoint.ignored_fields)
     ChatJoins(tokenizer, config.data.apply_chat_template_kwargs)
     if agentic.program is not None and is_command(agentic.program):
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(agentic.program)]

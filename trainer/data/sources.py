@@ -34,6 +34,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
 """Split names for an entry without @, in order of preference, by option."""
 
 _SPLIT_WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(name for names in SPLITS.values() for name in names)})(?![a-z0-9])")
+MOST_LEVELS = 100
 _DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
 
 
@@ -129,11 +130,32 @@ def _read_json(file: Path, where: str) -> list[dict[str, Any]]:
 
 
 def parse_json(text: str, where: str, expected: str) -> Any:
-    """Parses a json text. Raises UserError, which contains `where` and `expected`, if the text is invalid."""
+    """Parses a json text. Raises UserError, which contains `where` and `expected`, if the text is invalid or nested
+    deeper than MOST_LEVELS."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError is also raised for a number with too many digits
         raise UserError(f"{where}: not valid json ({error}); expected {expected}") from error
+    if text.count("{") + text.count("[") > MOST_LEVELS and is_nested_deeper(value, MOST_LEVELS):
+        raise UserError(f"{where}: nested more than {MOST_LEVELS} levels deep; flatten it, or store it as a text")
+    return value
+
+
+def is_nested_deeper(value: Any, levels: int) -> bool:
+    """Returns True if a mapping or list contains others over more than `levels` levels. Later stages copy and send
+    values by recursion."""
+    level = [value]
+    for _ in range(levels):
+        inner: list[Any] = []
+        for container in level:
+            if isinstance(container, dict):
+                inner += container.values()
+            elif isinstance(container, list):
+                inner += container
+        level = [one for one in inner if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def open_place(text: str, option: str, split: str) -> list[RowTable]:
@@ -237,6 +259,8 @@ def _rows_of_class(
     name = f"{custom.name} of {custom.path}"
     found = [rows[index] for index in range(len(rows))]
     for index, row in enumerate(found):
+        if isinstance(row, dict) and is_nested_deeper(row, MOST_LEVELS):
+            raise UserError(f"data.custom_cls: row {index} of {name} is nested more than {MOST_LEVELS} levels deep")
         if not isinstance(row, dict) or any(isinstance(value, torch.Tensor) for value in row.values()):
             raise UserError(
                 f"data.custom_cls: row {index} of {name} is {row!r:.100}, expected a dict of columns without tensors "

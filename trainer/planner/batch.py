@@ -12,7 +12,7 @@ from typing import NamedTuple
 from trainer import requirements
 from trainer.planner.memory import rows_per_step
 from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig, RunConfig
-from verl_lite.config.pools import num_engines
+from verl_lite.config.pools import num_engines, rollout_devices
 from verl_lite.device import is_on_cpu
 from verl_lite.errors import UserError
 from workers.policy.loading import count_parameters, count_trained, load_model_config, longest_context
@@ -104,7 +104,11 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     engine = resolve_engine_name(rollout.name)
     is_slower = engine == "vllm" and is_on_cpu(trainer.device)
     advice = "; on a CPU rollout.name=hf is faster where it runs the model" if is_slower else ""
-    rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{advice}"))
+    place = ""
+    if not config.hybrid_engine:
+        devices = rollout_devices(config, slots)
+        place = f"; hybrid_engine=false: on {devices} device{'s' * (devices != 1)} besides the trainer's {slots}"
+    rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{place}{advice}"))
     if rollout.top_k > 0:
         tokens = rows_per_step(config) * config.data.max_response_length
         options = f"rollout.top_k={rollout.top_k} x 4 bytes per response token, on the driver and in messages"

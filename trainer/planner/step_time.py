@@ -175,6 +175,9 @@ def step_stages(
 
 def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths) -> Iterator[str]:
     """Yields lines with the seconds of each stage, the assumptions, and advice if generation dominates the step."""
+    if memory.memory_plan(config, networks, slots, device).sequences < 1:
+        yield "no time of a step: the engine has no room for one sequence (see above)"
+        return
     stages = step_stages(config, networks, slots, device, mean)
     whole = sum(stage.seconds for stage in stages.values())
     yield f"{'lower bound on the time of a step':<44}{'s':>8}          bounded by"

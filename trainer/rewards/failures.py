@@ -72,8 +72,9 @@ class Failures:
             raise failure
         if not self._shown:
             self._shown = True
+            article = "an" if self.what[0] in "aeiou" else "a"
             self.show(
-                f"a {self.what} failed: its sample is left out of loss, groups and metrics, and counted. Later "
+                f"{article} {self.what} failed: its sample is left out of loss, groups and metrics, and counted. Later "
                 f"failures are not shown. {where}. The failure was {printable(str(first))}"
             )
 

@@ -40,6 +40,8 @@ from trainer.tracking import Tracking
 from trainer.training_loop import TrainingLoop
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import section_problems
+from verl_lite.config.idle_options import Situation
+from verl_lite.config.supervised import EACH_EPOCH
 from verl_lite.device import device_memory
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine, values
@@ -288,6 +290,7 @@ class SupervisedJob(Job[Options]):
 
     next_options: ClassVar[str]
     replays_steps = True
+    num_rows: int | None = None  # training rows, known after `read_data`
 
     @staticmethod
     def build_policy(spec: NetworkSpec) -> Policy:
@@ -318,6 +321,10 @@ class SupervisedJob(Job[Options]):
             if note:
                 self.console.note(note)
 
+    def situation(self) -> Situation:
+        layers = load_model_config(self.config.model).get_text_config().num_hidden_layers
+        return Situation(self.config, devices=self.slots, layers=layers, rows=self.num_rows)
+
     def read_data(self) -> int:
         self.task = self.read_task()
         self.device = launch_device(self.config)
@@ -331,9 +338,13 @@ class SupervisedJob(Job[Options]):
         rows, size = len(self.task.train), data.train_batch_size
         rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
         self.check_vocabulary()
+        self.num_rows = rows
         dataset = fingerprint_of(self.task.train[:rows])
         self.steps = EpochSteps(rows, size, self.config.trainer, shuffle=data.shuffle, dataset=dataset)
         count = self.steps.per_epoch
+        trainer = self.config.trainer
+        trainer.test_freq = count if trainer.test_freq == EACH_EPOCH else trainer.test_freq
+        trainer.save_freq = count if trainer.save_freq == EACH_EPOCH else trainer.save_freq
         shown = range(1, count + 1, math.ceil(count / PLANNED_STEPS))
         self.batches = batches_of(self.task.train, map(self.steps.rows_of, shown))
         return self.steps.total

@@ -164,6 +164,16 @@ class Record:
             self._warned = True
 
 
+def logged_validations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
+    """Returns the metrics of the validations in metrics.jsonl up to a step, by step; empty without such a file."""
+    validations: dict[int, dict[str, float]] = {}
+    for step, metrics in read_metrics(path).items():
+        of_validation = {name: value for name, value in metrics.items() if name.startswith(("val-", "val/"))}
+        if of_validation and step <= last_step:
+            validations[step] = of_validation
+    return validations
+
+
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Returns the metrics by step, in the order of steps, with several lines of one step merged.
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from trainer.console import Console
 from trainer.evaluate.sample import OPTIONAL, Sample
+from verl_lite.config.user_calls import TRACKER_CALL, registered_problems
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
@@ -93,14 +94,16 @@ def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
         UserError: for an unknown name, or if the package of that name is not installed.
     """
     names = list(names)
-    asked = asked or f"trainer.logger={names}"
-    for name in (name for name in names if name not in OWN):
-        try:
-            factory = TRACKERS.get_fn(name)
-        except ValueError as error:
-            raise UserError(f"{asked}: {error}") from None
+    asked = asked or "trainer.logger"
+    for name in names:
+        if name in OWN:
+            continue
+        problems = list(registered_problems(asked, name, TRACKERS, "function", TRACKER_CALL))
+        if problems:
+            raise UserError(problems[0])
+        factory = TRACKERS.get_fn(name)
         if factory.__module__ == __name__ and importlib.util.find_spec(name) is None:
-            raise UserError(f"{asked}: needs the package {name}: pip install {name}; or leave {name} out")
+            raise UserError(f"{asked}={name}: needs the package {name}: pip install {name}; or leave {name} out")
 
 
 def _tell_offline(run: TrackedRun, name: str, sync: str, folder: Path) -> None:

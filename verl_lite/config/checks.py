@@ -1,8 +1,8 @@
 """Checks a configuration before a run starts, and reports all problems in one `ConfigError`.
 
 The checks cover ranges, the `check` methods of the sections, and everything that depends on the machine, the files or
-a registry. They reject options that cannot work or would give other results than requested. An option without effect
-is not an error.
+a registry. They reject options that cannot work or would give other results than requested. `idle_options`
+reports options without effect.
 """
 
 import math
@@ -18,6 +18,7 @@ from verl_lite.config.option_table import ConfigError, schema_of, value_of
 from verl_lite.config.pools import divisors, pool_problems
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.run import RunOptions
+from verl_lite.config.user_calls import ENGINE_CALL, ESTIMATOR_CALL, FILTER_CALL, LOSS_CALL, registered_problems
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl_lite.device import is_on_cpu
 from verl_lite.envs import env_templates
@@ -117,7 +118,7 @@ def loss_problems(actor: ActorConfig) -> Problems:
     """Checks the policy loss and the requirements of its registration."""
     mode = actor.policy_loss.loss_mode
     facts = POLICY_LOSS_REGISTRY.facts.get(mode, {})
-    yield from _registered("actor.policy_loss.loss_mode", mode, POLICY_LOSS_REGISTRY, "function")
+    yield from registered_problems("actor.policy_loss.loss_mode", mode, POLICY_LOSS_REGISTRY, "function", LOSS_CALL)
     for name in facts.get("needs", ()):
         if getattr(actor.policy_loss, name) is None:
             yield f"actor.policy_loss.loss_mode={mode} needs actor.policy_loss.{name}, which is null: set a number"
@@ -130,9 +131,11 @@ def estimator_problems(config: PPOConfig) -> Problems:
     """Checks the advantage estimator and the requirements of its registration and its parameters."""
     algorithm, chosen = config.algorithm, config.algorithm.adv_estimator
     key, acts = f"algorithm.adv_estimator={chosen}", config.is_agentic
-    function = ADV_ESTIMATOR_REGISTRY.get(chosen)
     facts = ADV_ESTIMATOR_REGISTRY.facts.get(chosen, {})
-    yield from _registered("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY, "function")
+    option = "algorithm.adv_estimator"
+    invalid = list(registered_problems(option, chosen, ADV_ESTIMATOR_REGISTRY, "function", ESTIMATOR_CALL))
+    yield from invalid
+    function = None if invalid else ADV_ESTIMATOR_REGISTRY.get_fn(chosen)
     if acts and config.reads_prompts and chosen not in PROGRAM_ESTIMATORS:
         known = ", ".join(PROGRAM_ESTIMATORS)
         yield f"{key} with agentic.program: expected an estimator with one advantage per episode: {known}"
@@ -191,7 +194,7 @@ def reward_problems(reward: Any, alone: bool = True) -> Problems:
 def _engine(config: PPOConfig, count: int | None, engines: Collection[str]) -> Problems:
     """Checks the rollout engine, its tensor parallelism and its extra arguments."""
     rollout, parallel = config.rollout, config.rollout.tensor_model_parallel_size
-    yield from _registered("rollout.name", rollout.name, engines, "Class")
+    yield from registered_problems("rollout.name", rollout.name, engines, "Class", ENGINE_CALL)
     here = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
     if parallel > 1 and (rollout.name == "hf" or (config.hybrid_engine and here % parallel)):
         fits = "1 with rollout.name=hf" if rollout.name == "hf" else f"one of {divisors(here)}"
@@ -219,7 +222,7 @@ def _agent(config: PPOConfig) -> Problems:
             yield f"{shown}: algorithm.adv_estimator={chosen} reads rows of one {expected} each: set {expected}"
     if manager.group_filter_cls is not None:
         key = "agentic.train_env_manager.group_filter_cls"
-        yield from _registered(key, manager.group_filter_cls, GROUP_FILTERS, "Class")
+        yield from registered_problems(key, manager.group_filter_cls, GROUP_FILTERS, "Class", FILTER_CALL)
 
 
 def _async_training(config: PPOConfig) -> Problems:
@@ -282,9 +285,3 @@ def _models(config: PPOConfig) -> Problems:
     for name, value in folders.items():
         if value and not Path(value).is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", value):
             yield f"{name}={value}: there is no folder {Path(value).absolute()}"
-
-
-def _registered(key: str, value: str, known: Collection[str], kind: str) -> Problems:
-    """Yields a problem if `value` is neither registered nor has the form module:object."""
-    if ":" not in value and value not in known:
-        yield f"{unknown_value(key, value, known)}; or pkg.module:{kind}"

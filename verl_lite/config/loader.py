@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config import spellings
-from verl_lite.config.option_table import ConfigError, Path, Schema, convert, is_interpolation, schema_of, split
+from verl_lite.config.option_table import ConfigError, Key, Path, Schema, convert, is_interpolation, schema_of, split
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.supervised import SFTConfig
 from verl_lite.errors import UserError
@@ -318,32 +318,51 @@ class _Merge:
     def translate(self, source: Iterable[Assignment]) -> list[Assignment]:
         """Returns the assignments of one source under the names used here, without ignored and refused keys.
 
-        Renamed keys come first, so that an assignment under the name used here overrides them.
+        On the command line the last assignment of an option counts, whatever name it has there. A file has no order:
+        its renamed keys come first, so that an assignment under the name used here overrides them.
         """
-        own: list[Assignment] = []
-        renamed: list[Assignment] = []
-        for one in source:
+        translated: list[Assignment] = []
+        num_renamed = 0
+        for one in _last_of_each(source):
             one, name = replace(one, value=_strip_prefix(one.value)), ".".join(one.path)
             verdict = None
             if not one.path:
                 self.problems.append(f"{PREFIX}={one.value} ({one.source}): the sections below {PREFIX} are expected")
                 continue
-            if self.keys is not None and not self._exists(name):
+            if self.keys is not None:
+                verdict = self.keys.choose_group(name, one.value)
+            if self.keys is not None and verdict is None and not self._exists(name):
                 verdict = self.keys.translate(name, one.value, self.named)
             if one.value == "???":  # verl's placeholder for a required value
                 continue
             if verdict is None and one.path[0] in self.variables:
                 continue
             if verdict is None or one.reset:
-                own.append(one)
+                translated.append(one)
                 continue
             if verdict.refusal:
                 self.refused.setdefault(verdict.refusal, []).append(one.shown())
             self.notes += [verdict.note] if verdict.note else []
             for to, new in verdict.settings.items():
                 raw = one.raw if new == one.value else None
-                renamed.append(Assignment(tuple(to.split(".")), new, f"{one.source}, as {name}", raw))
-        return [*renamed, *own]
+                alias = Assignment(tuple(to.split(".")), new, f"{one.source}, as {name}", raw)
+                place = len(translated) if one.source == COMMAND_LINE else num_renamed
+                translated.insert(place, alias)
+                num_renamed += 1
+        self.problems += self.contradictions(translated)
+        return translated
+
+    def contradictions(self, assignments: list[Assignment]) -> Iterator[str]:
+        """Yields a problem for each key of verl that has to equal an option of the same source, and does not."""
+        if self.keys is None:
+            return
+        own = {one.path: one.value for one in assignments if ", as " not in one.source}
+        for one in assignments:
+            written_as = one.source.partition(", as ")[2]
+            entry = self.keys.entries.get(written_as)
+            if entry is not None and entry.must_equal and own.get(one.path, one.value) != one.value:
+                here = f"here it is {'.'.join(one.path)}, which is {own[one.path]}: give both one value"
+                yield f"{written_as}={one.value}: {here}"
 
     def assign(self, one: Assignment) -> None:
         """Sets one leaf, or adds a problem."""
@@ -354,6 +373,7 @@ class _Merge:
         if key is None:
             self.problems.append(f"{one.shown()}: {self._unknown(name)}")
             return
+        one = self.worded_number(key, one)
         try:
             value = one.value if path != key.path else convert(key, one.value, one.raw)
         except (ValueError, OverflowError):
@@ -368,12 +388,17 @@ class _Merge:
         elif self.keys is not None:
             value, note = self.keys.same_meaning(name, value)
             self.notes += [note] if note else []
-            start, _, renamed = self.source(name).partition(", as ")
-            theirs = self.keys.entries.get(renamed)
-            if theirs is not None and theirs.must_equal and start == one.source and self.value(name) != value:
-                here = f"here it is {name}, which is {value}: give both one value"
-                self.problems.append(f"{renamed}={self.value(name)}: {here}")
         self.given[path] = replace(one, value=_expand(name, value))
+
+    def worded_number(self, key: Key, one: Assignment) -> Assignment:
+        """Returns the assignment with a number in place of verl's word for it, such as after_each_epoch."""
+        if self.keys is None or key.kind != "int" or not isinstance(one.value, str):
+            return one
+        number, note = self.keys.same_meaning(key.name, one.value)
+        if number == one.value:
+            return one
+        self.notes += [note] if note else []
+        return replace(one, value=number, raw=None)
 
     def _unknown(self, name: str) -> str:
         """Returns the message for an unknown key: removed option, group of options, or the nearest keys."""
@@ -435,6 +460,13 @@ class _Merge:
         above = {path[:depth] for path in self.given for depth in range(1, len(path))}
         defaults = {name: "default" for name, key in self.schema.keys.items() if key.path not in above}
         return defaults | {".".join(path): one.source for path, one in self.given.items()}
+
+
+def _last_of_each(source: Iterable[Assignment]) -> list[Assignment]:
+    """Returns the assignments of a source without those that a later assignment of the same key replaces."""
+    assignments = list(source)
+    last = {one.path: place for place, one in enumerate(assignments)}
+    return [one for place, one in enumerate(assignments) if last[one.path] == place]
 
 
 def _without_prefix(path: Path) -> Path:

@@ -154,7 +154,9 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
     if key.kind == "list":
         items = value if isinstance(value, list) else [value]
         if isinstance(value, str) and raw is not None and not is_interpolation(value) and raw.strip()[:1] not in "'\"":
-            items = [part.strip() for part in value.split(",") if part.strip()]
+            # brackets that YAML did not parse, because ` #` in an entry begins a comment there
+            inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+            items = [part.strip() for part in inner.split(",") if part.strip()]
         flat = [one for item in items for one in (item if isinstance(item, list) else [item])]
         return [_scalar(key.item, item) for item in flat]
     return _scalar(key.kind, value)

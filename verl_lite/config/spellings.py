@@ -66,11 +66,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The keys of verl and ROLL for the options of `root`, and the options whose values differ from verl's."""
+    """The keys of verl and ROLL for the options of `root`, and the options whose values differ from verl's.
+
+    groups: the files of verl that a section may select and that have the meaning of this trainer.
+    """
 
     root: type[Any]
     entries: dict[str, Entry]
     options: dict[str, Entry]
+    groups: dict[str, list[str]] = field(default_factory=dict)
 
     def translate(self, name: str, value: Any, given: Mapping[str, Any]) -> Verdict | None:
         """Returns the verdict on a key that is no option here; None if verl and ROLL do not have the key.
@@ -81,7 +85,7 @@ class KeyTable:
         """
         if name.rpartition(".")[2] == "_target_":  # the class of a section, which Hydra reads
             return Verdict()
-        entry, below = _find(self.entries, name)
+        entry, below, any_part = _find(self.entries, name)
         if entry is None or (below and (entry.computed or entry.only_if)):
             return None
         if entry.computed and (settings := _COMPUTED[entry.computed](given)) is not None:
@@ -90,7 +94,7 @@ class KeyTable:
         if entry.only_if and not given.get(entry.only_if):
             return Verdict(note=f"{name}={_shown(value)} has no effect here: {entry.only_if} is not true")
         if target := (entry.on_prompts if trains_on_prompts(given) else None) or entry.renamed:
-            return self._renamed(name, value, target + below, given, entry)
+            return self._renamed(name, value, target.replace("*", any_part) + below, given, entry)
         if entry.no_effect:
             return Verdict(note=f"{name}={_shown(value)} has no effect here: {entry.no_effect}")
         return _refused(name, value, entry)
@@ -104,6 +108,12 @@ class KeyTable:
             return _refused(name, value, entry)
         return _called(name, {target: value} | entry.also)
 
+    def choose_group(self, name: str, value: Any) -> Verdict | None:
+        """Returns the verdict on Hydra's choice of a file for a section, as in `optim=fsdp`; None for all else."""
+        if value not in self.groups.get(name, ()):
+            return None
+        return Verdict(note=f"{name}={value} has no effect here: it selects a file with verl's defaults")
+
     def same_meaning(self, name: str, value: Any) -> tuple[Any, str | None]:
         """Returns the value used here for verl's value of an option, and a note if the meaning differs."""
         if (entry := self.options.get(name)) is None:
@@ -116,7 +126,8 @@ class KeyTable:
 @cache
 def ppo_keys() -> KeyTable:
     """Returns the keys of verl's PPO trainer and of ROLL."""
-    return KeyTable(PPOConfig, _read("verl_keys") | _read("roll_keys"), _read("verl_keys", "options"))
+    entries = _read("verl_keys") | _read("roll_keys")
+    return KeyTable(PPOConfig, entries, _read("verl_keys", "options"), _content("verl_keys")["groups"])
 
 
 @cache
@@ -124,7 +135,8 @@ def sft_keys() -> KeyTable:
     """Returns the keys of verl's SFT trainers."""
     shared = _read("verl_keys", prefixes=("",), below=tuple(_content("verl_sft_keys")["shared"]))
     of_ppo = {name: entry for name, entry in shared.items() if not entry.computed}  # these compute options of PPO
-    return KeyTable(SFTConfig, of_ppo | _read("verl_sft_keys"), _read("verl_keys", "options", prefixes=("",)))
+    options = _read("verl_keys", "options", prefixes=("",)) | _read("verl_sft_keys", "options")
+    return KeyTable(SFTConfig, of_ppo | _read("verl_sft_keys"), options, _content("verl_sft_keys")["groups"])
 
 
 def left_out(given: Mapping[str, Any], value: Callable[[str], Any], source: Callable[[str], str]) -> list[str]:
@@ -151,18 +163,31 @@ def _read(
     entries: dict[str, Entry] = {}
     for name, fields in _content(file)[section].items():
         entry = Entry(**fields)
-        for prefix in prefixes if name.startswith("*.") else ("",):
-            if name.startswith(below):
-                renamed = entry.renamed and entry.renamed.replace("*.", prefix)
-                entries[name.replace("*.", prefix)] = replace(entry, renamed=renamed)
+        if not name.startswith(below):
+            continue
+        if not name.startswith("*."):
+            entries[name] = entry
+            continue
+        for prefix in prefixes:
+            renamed = entry.renamed and entry.renamed.replace("*.", prefix, 1)
+            entries[name.replace("*.", prefix, 1)] = replace(entry, renamed=renamed)
     return entries
 
 
-def _find(entries: Mapping[str, Entry], name: str) -> tuple[Entry | None, str]:
-    """Returns the entry of the longest key that is `name` or above `name`, and the rest of `name`."""
+def _find(entries: Mapping[str, Entry], name: str) -> tuple[Entry | None, str, str]:
+    """Returns the entry of the longest key that is `name` or above `name`, the rest of `name`, and the part of `name`
+    that a `*` in the key stands for."""
     parts = name.split(".")
-    keys = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-    return next(((entries[key], name.removeprefix(key)) for key in keys if key in entries), (None, ""))
+    for depth in range(len(parts), 0, -1):
+        key = ".".join(parts[:depth])
+        rest = name.removeprefix(key)
+        if key in entries:
+            return entries[key], rest, ""
+        for place in range(1, depth - 1):
+            pattern = ".".join([*parts[:place], "*", *parts[place + 1 : depth]])
+            if pattern in entries:
+                return entries[pattern], rest, parts[place]
+    return None, "", ""
 
 
 def _called(name: str, settings: Mapping[str, Any]) -> Verdict:

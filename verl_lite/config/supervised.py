@@ -10,6 +10,8 @@ from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, Op
 from verl_lite.config.run import RunConfig, RunOptions
 
 _BELOW_HALF = Range("at least 0 and less than 0.5 is expected", lambda value: 0 <= value < 0.5)
+EACH_EPOCH = -2  # value of trainer.test_freq and trainer.save_freq; verl calls it after_each_epoch
+_FREQUENCY = at_least(EACH_EPOCH)
 _SCORE_AT = ("end_of_turn", "end_of_text")
 LOG_PROB_CHUNK_TOKENS = 1024  # maximum tokens of a tile of logits
 
@@ -49,6 +51,8 @@ class SFTDataConfig(SupervisedDataConfig):
 class SFTTrainerConfig(RunConfig):
     """The run."""
 
+    test_freq: int = opt(-1, "steps between validations; -1 = only before and after; -2 = each epoch", _FREQUENCY)
+    save_freq: int = opt(-1, "steps between checkpoints; -1 = only at the end; 0 = never; -2 = each epoch", _FREQUENCY)
     log_freq: int = opt(1, "steps between lines of metrics, which average over them", at_least(1))
     n_gpus_per_node: int | None = opt(1, "devices (CPU: worker slots); more than 1 needs backend=ray", at_least(1))
     backend: str = opt("inline", "inline = all in this process; ray = one process per device", ("ray", "inline"))

@@ -17,6 +17,7 @@ import numpy as np
 from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
 from verl_lite.envs.base import Info, register_env
 from verl_lite.errors import UserError
+from verl_lite.registry import object_at
 
 AGG_MODES = {"action_is_valid": "mean", "success": "last"}
 _HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
@@ -108,16 +109,15 @@ class GemEnv:
     """
 
     def __init__(self, env: str, env_kwargs: Mapping[str, Any] | None = None, success_reward: float = 1.0) -> None:
-        module_name, _, name = env.partition(":")
         try:
-            factory = getattr(importlib.import_module(module_name), name)
-        except (ImportError, ValueError, AttributeError):
+            factory = object_at(env)
+        except UserError as problem:
             try:
                 factory = functools.partial(importlib.import_module("gem").make, env)
             except ImportError as error:
                 raise UserError(
-                    f"env={env!r} is not pkg.module:Class, and names of GEM need the package gem-llm; install gem-llm "
-                    "or set env to the path of a class with reset(seed) and step(action)"
+                    f"env={env!r} is not pkg.module:Class ({problem}), and names of GEM need the package gem-llm; "
+                    "install gem-llm or set env to the path of a class with reset(seed) and step(action)"
                 ) from error
         self.env, self.success_reward = factory(**dict(env_kwargs or {})), success_reward
 

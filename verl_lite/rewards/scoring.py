@@ -20,7 +20,7 @@ from typing import Any, Literal
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError, user_traceback
 from verl_lite.images import open_image
-from verl_lite.registry import accepts, did_you_mean, load_module, object_of, takes
+from verl_lite.registry import accepts, did_you_mean, load_module, object_of, require_call, takes
 from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
 
@@ -434,8 +434,23 @@ def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunctio
         function: RewardFunction = object_of(modules[part.path], part.path, part.name, f"{part.option}.name")
         for problem in _kwargs_problems(function, part.kwargs, part.option) if part.label else ():
             raise UserError(problem)
+        _require_signature(function, part)
         return function
     return find_named_reward(part.reward) if part.reward else default_compute_score
+
+
+def _require_signature(function: RewardFunction, part: RewardPart) -> None:
+    """Raises UserError if a function of the user cannot be called in its style. The columns of style trl are those of
+    the data, so that only a call with rows can check their names."""
+    if part.style == "trl":
+        return
+    names = _ARGUMENTS if part.style == "sample" else tuple(f"{name}s" for name in _ARGUMENTS)
+    optional = [name for name in ("prompt", "images") if takes(function, name)]
+    arguments = dict.fromkeys([*names, *optional, *part.kwargs])
+    try:
+        require_call(function, f"f({', '.join(names)}), as {part.option}.style={part.style} calls it", **arguments)
+    except UserError as error:
+        raise UserError(f"{part.option}.name={part.name!r}: {error}") from None
 
 
 def _remote(config: RewardConfig) -> RewardFunction:

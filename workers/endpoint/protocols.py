@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_lite.errors import UserError
+from verl_lite.registry import did_you_mean
 from workers.endpoint.trace import Answer, Conversation, Refusal
 from workers.rollout.base import SamplingParams
 from workers.rollout.conversation import Message
@@ -68,6 +70,17 @@ class Settings:
     sampling: SamplingParams
     removed_blocks: tuple[str, ...] = ()
     ignored_fields: frozenset[str] = frozenset()
+
+
+def check_ignored_fields(names: Iterable[str]) -> None:
+    """Raises UserError for an entry of agentic.endpoint.ignored_fields that the endpoint never refuses."""
+    refused = ("temperature", "top_p", "top_k", "min_p", *_UNSUPPORTED)
+    for name in names:
+        if name not in refused:
+            raise UserError(
+                f"agentic.endpoint.ignored_fields={name} has no effect: the endpoint never refuses this field"
+                f"{did_you_mean(name, refused)}. Remove it, or name one of {', '.join(refused)}"
+            )
 
 
 def check_fields(body: Body, settings: Settings) -> None:

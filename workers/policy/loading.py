@@ -210,6 +210,9 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
     if causal is not None and causal.config_class is type(config.get_text_config()):
         config = config.get_text_config()
     for name, value in model.override_config.items():
+        is_off = value is None or value == 0
+        if is_off and not hasattr(config, name):
+            continue  # 0, false and null switch off what the model does not have anyway, such as embd_pdrop=0
         if not hasattr(config, name):
             raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
         entry = f"model.override_config.{name}={value!r} is not accepted"

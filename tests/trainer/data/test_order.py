@@ -256,7 +256,7 @@ def test_a_sampler_decides_what_comes_next_when_it_has_heard_of_the_step(make: C
     [
         ("Stateless", "class_name=Stateless: expected .* with __len__ and __iter__.*state_dict"),
         ("OtherArguments", r"expected OtherArguments\(data_source=..., data_config=...\)"),
-        ("Nobody", "data.sampler.class_name='Nobody': .*found: .*Short"),
+        ("Nobody", "data.sampler.class_name='Nobody': .*it defines: .*Short"),
         ("Short", "an epoch of Short yielded 9 positions.*expected 10"),
         ("Beyond", "10.; expected 10 .* from 0 to 9"),
     ],

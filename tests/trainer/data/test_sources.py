@@ -12,6 +12,7 @@ import pytest
 from datasets.packaged_modules.parquet.parquet import Parquet
 
 from tests.trainer.prompt_rows import contents, load, make_row, truths, write
+from trainer.data.sources import read_rows
 from verl_lite.errors import UserError
 
 SIMPLE = {"prompt": "question", "ground_truth": "answer"}
@@ -216,9 +217,24 @@ def test_a_class_of_rows_is_a_dataset(classes: str, name: str, most: int, count:
         ("Processed", "row 0 of Processed .* expected a dict of columns without tensors"),
         ("Lazy", "expected a sequence of rows, found Lazy"),
         ("Texts", "row 0 of Texts of .* is 'a text', expected a dict"),
-        ("Nobody", "data.custom_cls.name='Nobody': .*found: Lazy, LikeVerl"),
+        ("Nobody", "data.custom_cls.name='Nobody': .*it defines: Lazy, LikeVerl"),
     ],
 )
 def test_a_class_that_gives_something_else_is_explained(classes: str, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(["x"], custom_cls=custom(classes, name))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+def test_a_row_that_is_nested_too_deep_is_named(form: str, tmp_path: Path) -> None:
+    def row(levels: int) -> str:
+        return '{"prompt": "1+1=", "extra_info": ' + '{"a": ' * levels + "1" + "}" * levels + "}"
+
+    path = tmp_path / f"rows.{form}"
+    flat, deep = row(90), row(800)
+    path.write_text(f"[{flat}, {deep}]" if form == "json" else f"{flat}\n{deep}\n", encoding="utf-8")
+    where = "" if form == "json" else ", line 2"
+    with pytest.raises(UserError, match=f"data.train_files='{path}'{where}: nested more than 100 levels deep"):
+        read_rows(str(path), "data.train_files")
+    path.write_text(f"[{flat}]" if form == "json" else f"{flat}\n", encoding="utf-8")
+    assert len(read_rows(str(path), "data.train_files")) == 1

@@ -92,6 +92,13 @@ def test_prompts_times_samples_to_optimizer_steps_to_micro_batches(
     assert is_on_policy(gsm8k(**changes)) == (rows[POLICY][0] == "yes")
 
 
+def test_engines_on_devices_of_their_own_are_told_apart() -> None:
+    config = gsm8k(hybrid_engine=False, rollout__nnodes=1, rollout__n_gpus_per_node=2, rollout__name="hf")
+    shown = table(config, slots=4)["rollout engine"]
+    assert shown[0] == "2 x hf"
+    assert shown[1] == "rollout.name; hybrid_engine=false: on 2 devices besides the trainer's 4"
+
+
 def test_a_small_model_on_a_cpu_is_told_the_faster_engine(tmp_path: Path) -> None:
     config = gsm8k(model__path=tiny_qwen2(tmp_path), trainer__device="cpu", rollout__name="vllm")
     told = table(config, slots=1)["rollout engine"][1]

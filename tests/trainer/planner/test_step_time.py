@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.plan import main as plan
 from trainer.planner import step_time
 from trainer.planner.memory import Accelerator
 from trainer.planner.model_shape import config_like, shape_of
@@ -47,3 +48,11 @@ def test_weights_and_gradients_travel_within_a_copy_and_then_over_copies() -> No
     # a copy in each machine: the same within it, and an eighth of the gradients to and fro between the two
     inside, between = (6 * weights + 2 * gradients) * 7 / 8 / 1e11, 2 * (2 * gradients / 8) / 2 / 1e10
     assert found[1:] == [pytest.approx(inside + between), 0.0]
+
+
+def test_an_engine_without_room_for_a_sequence_has_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--like", "qwen2.5-7b", "--memory_gb", "16", "trainer.n_gpus_per_node=2", "data.train_files=x.parquet"]
+    assert plan([*words, "rollout.gpu_memory_utilization=0.3", "rollout.n=8"]) == 1
+    text = capsys.readouterr().out
+    assert "rollout.gpu_memory_utilization=0.3: leaves 0.00 GiB for the KV cache" in text
+    assert "no time of a step: the engine has no room for one sequence" in text and "a step  " not in text

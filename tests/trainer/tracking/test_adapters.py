@@ -91,7 +91,7 @@ def test_what_is_no_tracker_or_lacks_its_package_is_an_error_before_anything_sta
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *of: None if name == "swanlab" else find(name, *of))
     assert main(["trainer.logger=[console,swanlab]", "model.path=/nowhere", "data.train_files=/nowhere"]) == 2
     assert "pip install swanlab" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"trainer.logger=.*: Unknown tracker: swandb.*tensorboard.*wandb"):
+    with pytest.raises(UserError, match=r"trainer.logger=swandb is not known; known: .*tensorboard.*wandb"):
         check_trackers(["jsonl", "swandb"])
     check_trackers(["tests.trainer.tracking.scripted:Scripted"])
 

@@ -83,7 +83,7 @@ def test_sync_gives_a_tracker_the_whole_run_as_it_was_in_the_end(
     monkeypatch.setitem(TRACKERS, "other", Scripted(monkeypatch))
     assert main([str(tmp_path), "--to", "other"]) == 0
     for argv, told in (
-        (["--to", "nobody"], "--to nobody: Unknown tracker: nobody"),
+        (["--to", "nobody"], "--to=nobody is not known"),
         (["--to", "jsonl"], "lack nothing"),
     ):
         assert main([str(tmp_path), *argv]) == 2 and told in capsys.readouterr().err

@@ -347,3 +347,18 @@ def test_a_path_with_a_number_sign_survives_the_files_of_a_run(tmp_path: Path) -
     again = load_config([f"--config={save_config(loaded, tmp_path / 'config.yaml')}"])
     assert again.config.model.path == f"{tmp_path}/model #2"
     assert again.config.data.train_files == ["a #1.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "expected"),
+    [
+        ("data.train_files=/data/run #2.jsonl", "data.train_files", ["/data/run #2.jsonl"]),
+        ("data.train_files=/a #1.jsonl,/b #2.jsonl", "data.train_files", ["/a #1.jsonl", "/b #2.jsonl"]),
+        ("data.train_files=[/a #1.jsonl,/b.jsonl]", "data.train_files", ["/a #1.jsonl", "/b.jsonl"]),
+        ("data.train_files='/a #1.jsonl'", "data.train_files", ["/a #1.jsonl"]),
+        ("model.path=/models/my #1", "model.path", "/models/my #1"),
+        ("reward.reward_kwargs.path=/data/a #b", "reward.reward_kwargs", {"path": "/data/a #b"}),
+    ],
+)
+def test_a_blank_and_a_hash_in_a_text_begin_no_comment(word: str, key: str, expected: object) -> None:
+    assert value_of(load_config(["model.path=m", word]).config, key) == expected

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_lite.config import ConfigError, SFTConfig, load_schema, value_of
+from verl_lite.config.supervised import EACH_EPOCH
 
 # The whole configurations of verl's fsdp_sft_trainer and sft_trainer with their defaults.
 FSDP_SFT = """
@@ -108,3 +109,15 @@ def test_a_pasted_command_line() -> None:
 def test_what_would_change_the_run_is_refused_with_the_remedy(word: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load_schema(["model.path=m", "data.train_files=a.parquet", word], SFTConfig)
+
+
+def test_the_lines_of_verls_sft_scripts_are_accepted() -> None:
+    words = "model.path=m data.train_files=t engine=fsdp model=hf_model optim=fsdp trainer.test_freq=after_each_epoch"
+    loaded = load_schema([*words.split(), "trainer.save_freq=after_each_epoch"], SFTConfig)
+    assert (loaded.config.trainer.test_freq, loaded.config.trainer.save_freq) == (EACH_EPOCH, EACH_EPOCH)
+    for name in ("engine=fsdp", "model=hf_model", "optim=fsdp"):
+        assert f"{name} has no effect here: it selects a file with verl's defaults" in loaded.notes
+    with pytest.raises(ConfigError, match="engine=megatron"):
+        load_schema([*words.split(), "engine=megatron"], SFTConfig)
+    with pytest.raises(ConfigError, match="trainer.test_freq=after_each_step .*a whole number is expected"):
+        load_schema([*words.split(), "trainer.test_freq=after_each_step"], SFTConfig)

@@ -241,9 +241,10 @@ def test_verls_colocated_asynchronous_mode() -> None:
     assert supervised is not None and supervised.settings == {} and "has no effect here" in str(supervised.note)
 
 
-def test_the_name_here_wins_over_the_name_in_verl_within_one_source() -> None:
-    arguments = ["model.path=m", "actor.optim.clip_grad=0.3", "actor.grad_clip=1.0"]
-    assert load_config(arguments).config.actor.optim.clip_grad == 0.3
+def test_the_name_here_wins_over_the_name_in_verl_within_a_file_which_has_no_order(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text("actor: {optim: {clip_grad: 0.3}, grad_clip: 1.0}\n", encoding="utf-8")
+    assert load_config(["model.path=m", f"--config={file}"]).config.actor.optim.clip_grad == 0.3
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,67 @@ def test_no_entry_hides_a_key_that_exists_and_renamed_keys_exist() -> None:
             if table is ppo_keys() or name not in ppo_keys().entries:
                 known = {*keys, *schema_of(table.root).sections, *table.entries}
                 for target in filter(None, (entry.renamed, entry.on_prompts, *entry.also)):
-                    assert target in known or target.rpartition(".")[0] in keys, target
+                    entry_of = target.partition(".*.")[0]  # of a free dictionary, by any name
+                    assert target in known or entry_of in keys or target.rpartition(".")[0] in keys, target
+
+
+def test_verls_teachers_are_translated_to_entries_that_exist() -> None:
+    words = "teacher_models.math.key=math teacher_models.math.model_path=/m teacher_models.math.num_replicas=1"
+    words += " teacher_models.math.inference.name=vllm teacher_models.math.inference.tensor_model_parallel_size=2"
+    loaded = load_config(["model.path=m", *(f"distillation.{word}" for word in words.split())])
+    assert loaded.config.distillation.teachers == {"math": {"key": "math", "path": "/m"}}
+    translated = [note for note in loaded.notes if "is called" in note]
+    assert translated == [
+        "distillation.teacher_models.math.key is called distillation.teachers.math.key=math here",
+        "distillation.teacher_models.math.model_path is called distillation.teachers.math.path=/m here",
+    ]
+    without = [note.partition("=")[0] for note in loaded.notes if "has no effect here" in note]
+    assert [name.removeprefix("distillation.teacher_models.math.") for name in without] == [
+        "num_replicas",
+        "inference.name",
+        "inference.tensor_model_parallel_size",
+    ]
+
+
+LONG = ["model.path=m", "data.max_response_length=1024", "reward_model.reward_kwargs.max_resp_len=1024"]
+
+
+@pytest.mark.parametrize(
+    ("appended", "expected"),
+    [
+        (["data.max_response_length=100", "reward_model.reward_kwargs.max_resp_len=100"], 100),
+        (["reward_model.reward_kwargs.max_resp_len=100", "data.max_response_length=100"], 100),
+        (["reward_model.reward_kwargs.max_resp_len=1024"], 1024),
+        (["+reward_model.reward_kwargs.max_resp_len=7", "++reward_model.reward_kwargs.max_resp_len=1024"], 1024),
+    ],
+)
+def test_the_last_of_several_values_counts_before_they_are_compared(appended: list[str], expected: int) -> None:
+    assert load_config([*LONG, *appended]).config.data.max_response_length == expected
+
+
+@pytest.mark.parametrize("appended", ["data.max_response_length=100", "reward_model.reward_kwargs.max_resp_len=100"])
+def test_one_of_two_equal_values_alone_cannot_be_changed(appended: str) -> None:
+    with pytest.raises(ConfigError, match="max_resp_len=.*: here it is data.max_response_length, which is .*one value"):
+        load_config([*LONG, appended])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["reward_model.max_concurrent=3", "reward.max_concurrent=5"], 5),
+        (["reward.max_concurrent=5", "reward_model.max_concurrent=3"], 3),
+        (["reward.max_concurrent=5", "reward_model.max_concurrent=3", "reward.max_concurrent=7"], 7),
+    ],
+)
+def test_the_last_name_of_an_option_on_the_command_line_counts(words: list[str], expected: int) -> None:
+    assert load_config(["model.path=m", *words]).config.reward.max_concurrent == expected
+
+
+@pytest.mark.parametrize("word", ["data=legacy_data", "actor_rollout_ref.actor=dp_actor", "critic=dp_critic"])
+def test_a_file_of_verl_that_a_section_selects_has_no_effect(word: str) -> None:
+    assert any("it selects a file with verl's defaults" in note for note in load_config(["model.path=m", word]).notes)
+    with pytest.raises(ConfigError, match="is a group of options"):
+        load_config(["model.path=m", f"{word.partition('=')[0]}=megatron"])
 
 
 def strict(file: Path) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_gem_objects() -> None:
     assert env.reset(0) == ("question 0", {"suffix": "?"})
     assert env.step("yes")[1:4] == (1.0, True, False)
     assert env.step("yes")[4]["metrics"] == {"success": True}
-    with pytest.raises(UserError, match="is not pkg.module:Class, and names of GEM need"):
+    with pytest.raises(UserError, match="is not pkg.module:Class .*, and names of GEM need"):
         make_env("gem", {"env": "game:NoSuchGame-v0"})
 
 

@@ -1,0 +1,75 @@
+"""Checks options that name code of the user: the code can be imported, and the trainer's call fits its signature."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from verl_lite.config.fields import Problems, unknown_value
+from verl_lite.errors import UserError
+from verl_lite.registry import accepts, is_own, object_at, require_call
+
+
+@dataclass(frozen=True)
+class UserCall:
+    """How the trainer calls a function or class of the user.
+
+    words: the call in words. positional: number of positional arguments. named: keywords that are always passed.
+    offered: keywords that are passed if the signature accepts them.
+    """
+
+    words: str
+    positional: int = 0
+    named: tuple[str, ...] = ()
+    offered: tuple[str, ...] = ()
+
+    def require(self, function: Callable[..., object]) -> None:
+        """Raises UserError if the call would fail."""
+        try:
+            inspect.signature(function)
+        except (TypeError, ValueError):
+            raise UserError(f"{function} has no signature that Python can read. Expected {self.words}") from None
+        names = [*self.named, *(name for name in self.offered if accepts(function, name))]
+        require_call(function, self.words, *range(self.positional), **dict.fromkeys(names))
+
+
+ESTIMATOR_CALL = UserCall(
+    "f(token_level_rewards, response_mask, index, config, ...) -> (advantages, returns)",
+    offered=(
+        *("token_level_rewards", "response_mask", "gamma", "lam", "config", "norm_adv_by_std_in_grpo", "index"),
+        *("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights"),
+        *("traj_id", "step", "state_hash", "batch", "non_tensor_batch"),
+    ),
+)
+LOSS_CALL = UserCall(
+    "f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weights) -> (loss, metrics)",
+    positional=7,
+    offered=("batch_num_tokens", "global_batch_size", "selected", "scores", "staleness"),
+)
+ENGINE_CALL = UserCall(
+    "Class(model_path, config, *, max_model_len, device, dtype, seed, override_config, trust_remote_code)",
+    positional=2,
+    named=("max_model_len", "device", "dtype", "seed", "override_config", "trust_remote_code"),
+)
+FILTER_CALL = UserCall("Class(config, env_manager_config, mode)", positional=3)
+TRACKER_CALL = UserCall("f(run: TrackedRun) -> Tracker", positional=1)
+
+
+def registered_problems(key: str, value: str, known: Collection[str], kind: str, call: UserCall) -> Problems:
+    """Yields a problem if `value` is neither registered nor the path of a callable that fits.
+
+    Args:
+        key, value: the option.
+        known: the registered names; as a mapping, with the registered objects.
+        kind: what a path leads to, "function" or "Class".
+        call: how the trainer calls it.
+    """
+    if ":" not in value and value not in known:
+        yield f"{unknown_value(key, value, known)}; or pkg.module:{kind}"
+        return
+    try:
+        if value not in known:
+            call.require(object_at(value))
+        elif isinstance(known, Mapping) and not is_own(known[value]):
+            call.require(known[value])
+    except UserError as error:
+        yield f"{key}={value}: {error}. Set {key} to pkg.module:{kind}, or to a registered name"
