@@ -23,9 +23,10 @@ def check_models(config: PPOConfig, *, trains: bool, scores: bool) -> None:
         scores: the run computes rewards, with a reward model if there is one.
     """
     chunk_tokens = config.actor.log_prob_chunk_tokens
-    check_network(config.model, causal_lm(chunk_tokens), trains=trains)
+    chat_template = config.data.chat_template
+    check_network(config.model, causal_lm(chunk_tokens), trains=trains, chat_template=chat_template)
     if trains and needs_critic(config):
-        check_network(critic_network(config), value_head, trains=True)
+        check_network(critic_network(config), value_head, trains=True, chat_template=chat_template)
     if trains:
         vocabulary = load_model_config(config.model).get_text_config().vocab_size
         for teacher in config.distillation.named_teachers():

@@ -67,7 +67,13 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
         build_policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers)
         trains_vision = not config.actor.freeze_vision_tower
-        network = token_network(model, build_policy, config.actor.ulysses_sequence_parallel_size, trains_vision)
+        network = token_network(
+            model,
+            build_policy,
+            config.actor.ulysses_sequence_parallel_size,
+            trains_vision,
+            config.data.chat_template,
+        )
         self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
         if not config.hybrid_engine:
             return

@@ -27,7 +27,10 @@ class CriticWorker(TrainingWorker):
         """Builds the engine."""
         critic = self.config.critic
         ranks_per_sequence = self.config.sequence_parallel_size("critic")
-        network = token_network(critic_network(self.config), value_head, ranks_per_sequence)
+        chat_template = self.config.data.chat_template
+        network = token_network(
+            critic_network(self.config), value_head, ranks_per_sequence, chat_template=chat_template
+        )
         self.build_engine(network, critic.fsdp_config, critic.optim)
 
     @register(dispatch_mode=COMPUTE_PROTO)

@@ -7,6 +7,7 @@ The caller defines the network and the loss. The result is a folder in Hugging F
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import shlex
@@ -121,7 +122,13 @@ class SupervisedWorker(TrainingWorker):
 
     def network(self) -> NetworkBuilder:
         """Returns the builder of the network."""
-        return token_network(self.config.model, self.build_policy, self.config.ulysses_sequence_parallel_size)
+        config = self.config
+        return token_network(
+            config.model,
+            self.build_policy,
+            config.ulysses_sequence_parallel_size,
+            chat_template=config.data.chat_template,
+        )
 
     @register(dispatch_mode=COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
@@ -315,7 +322,7 @@ class SupervisedJob(Job[Options]):
 
     def check_models(self) -> None:
         model = self.config.model
-        check_network(model, self.build_policy, trains=True)
+        check_network(model, self.build_policy, trains=True, chat_template=self.config.data.chat_template)
         check_sequence_parallel(model, "", self.config.ulysses_sequence_parallel_size)
         for note in (packing_note(model), base_note(model), output_layer_note(model)):
             if note:
@@ -404,7 +411,11 @@ class SupervisedJob(Job[Options]):
         shown = f", validation {line}" if (line := validation_line(result.after)) else ""
         folder = self.export(result)
         commands = {"look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}"}
-        commands["train on"] = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"
+        next_command = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"
+        template_arguments = self.config.data.apply_chat_template_kwargs
+        if template_arguments:  # the template itself is in the folder, its arguments are not
+            next_command += f" data.apply_chat_template_kwargs={shlex.quote(json.dumps(template_arguments))}"
+        commands["train on"] = next_command
         line = f"wrote {folder} after {result.steps} steps, loss {result.loss:.3f}{shown}"
         measured = supervised_measured_line(self.memory_plan, self.device, self.run_dir)
         return Report([line, measured], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)

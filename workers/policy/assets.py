@@ -15,25 +15,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
-from transformers.utils import cached_file
+from transformers import AutoTokenizer, PretrainedConfig
 
 from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.errors import UserError
+from workers.policy.generation_config import GENERATION_CONFIG, generation_config, model_file
 from workers.policy.model_errors import user_error_on_failure
+from workers.policy.tokenizer import set_chat_template
 from workers.policy.vision import has_vision
 
 ASSETS = "huggingface"
-GENERATION_CONFIG = "generation_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
-def model_assets(model: NetworkConfig, config: PretrainedConfig) -> dict[str, bytes]:
+def model_assets(
+    model: NetworkConfig, config: PretrainedConfig, chat_template: str | None = None
+) -> dict[str, bytes]:
     """Returns the files of a model besides its weights, by their path in its folder.
 
     Args:
         model: the initial model, whose tokenizer, generation config, processor and code are taken.
         config: the config of the trained network.
+        chat_template: value of data.chat_template. The tokenizer is written with the template that the run uses, so
+            that later commands on the exported folder have the same prompts.
 
     Raises:
         UserError: one of the files cannot be read or written, with the key, the file and the remedy.
@@ -41,7 +45,7 @@ def model_assets(model: NetworkConfig, config: PretrainedConfig) -> dict[str, by
     with tempfile.TemporaryDirectory(prefix="verl_lite-assets-") as name:
         folder = Path(name)
         _write_config(config, model, folder)
-        _write_tokenizer(model, folder)
+        _write_tokenizer(model, chat_template, folder)
         _copy_files(model, config, folder)
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         return {str(file.relative_to(folder)): file.read_bytes() for file in files}
@@ -68,8 +72,8 @@ def _write_config(config: PretrainedConfig, model: NetworkConfig, folder: Path) 
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
-def _write_tokenizer(model: NetworkConfig, folder: Path) -> None:
-    """Writes the tokenizer. A critic or reward model may have none."""
+def _write_tokenizer(model: NetworkConfig, chat_template: str | None, folder: Path) -> None:
+    """Writes the tokenizer with the chat template of the run. A critic or reward model may have none."""
     source = (model.tokenizer_path if isinstance(model, ModelConfig) else None) or model.path
     key = "model.tokenizer_path" if source != model.path else "model.path"
     try:
@@ -78,6 +82,7 @@ def _write_tokenizer(model: NetworkConfig, folder: Path) -> None:
         return
     except Exception as error:
         raise UserError(f"{key}={source!r}: its tokenizer cannot be read ({type(error).__name__}: {error})") from error
+    set_chat_template(tokenizer, chat_template)
     remedy = "the trained model could not be saved; give a tokenizer that can be, in model.tokenizer_path"
     with user_error_on_failure(f"{key}={source!r}: its tokenizer cannot be saved", remedy):
         tokenizer.save_pretrained(folder)
@@ -95,50 +100,3 @@ def _copy_files(model: NetworkConfig, config: PretrainedConfig, folder: Path) ->
         if file is not None:
             shutil.copyfile(file, folder / name)
     generation_config(str(model.path))
-
-
-def model_file(path: str, name: str) -> str | None:
-    """Returns the path of a file in a model's folder or in the hub's cache; None if the model lacks it."""
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return str(file) if file.is_file() else None
-    return cached_file(
-        path,
-        name,
-        local_files_only=True,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-
-
-def generation_config(path: str) -> dict[str, Any]:
-    """Returns the entries of a model's generation config; empty if the model has none.
-
-    Raises:
-        UserError: transformers could not read the file, and neither its copy in an export.
-    """
-    file = model_file(path, GENERATION_CONFIG)
-    if file is None:
-        return {}
-    with user_error_on_failure(f"model.path={path!r}: {GENERATION_CONFIG} is invalid", "correct or remove this file"):
-        entries = json.loads(Path(file).read_text(encoding="utf-8"))
-        if not isinstance(entries, dict):
-            raise TypeError(f"expected an object, not a {type(entries).__name__}")
-        eos_token_ids(entries)
-        GenerationConfig.from_dict(dict(entries))
-    return entries
-
-
-def eos_token_ids(entries: Mapping[str, Any]) -> list[int]:
-    """Returns the tokens that end a response according to the entries of a generation config.
-
-    Raises:
-        TypeError: eos_token_id is neither a token nor a list of tokens.
-    """
-    value = entries.get("eos_token_id")
-    tokens = [] if value is None else value if isinstance(value, list) else [value]
-    for token in tokens:
-        if type(token) is not int or token < 0:
-            raise TypeError(f"eos_token_id={value!r}: expected a token id or a list of them")
-    return tokens

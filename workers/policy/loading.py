@@ -29,9 +29,10 @@ from workers.engine.packing import ModelInputs
 from workers.engine.sequence_parallel import sequence_group
 from workers.policy.activations import limit_activations
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
-from workers.policy.assets import generation_config, model_assets
+from workers.policy.assets import model_assets
 from workers.policy.classifier import classifier_of
 from workers.policy.compiled import compile_policy
+from workers.policy.generation_config import generation_config
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.saved_adapter import CONFIG_FILE
 from workers.policy.terminal import clean_library_logs
@@ -134,12 +135,20 @@ PolicyBuilder = Callable[[NetworkSpec], Policy]
 
 
 def token_network(
-    model: NetworkConfig, build_policy: PolicyBuilder, sequence_parallel_size: int = 1, trains_vision: bool = False
+    model: NetworkConfig,
+    build_policy: PolicyBuilder,
+    sequence_parallel_size: int = 1,
+    trains_vision: bool = False,
+    chat_template: str | None = None,
 ) -> NetworkBuilder:
     """Returns the engine's builder of the network that `model` specifies, as the policy that `build_policy` makes.
 
-    sequence_parallel_size: number of consecutive ranks that share the tokens of each micro-batch. trains_vision: False
-    freezes the vision tower of a vision-language model.
+    Args:
+        model: the network.
+        build_policy: builds the policy.
+        sequence_parallel_size: number of consecutive ranks that share the tokens of each micro-batch.
+        trains_vision: False freezes the vision tower of a vision-language model.
+        chat_template: data.chat_template of a trained network, which its checkpoints and exports contain.
     """
 
     def build(arguments: BuildArguments) -> Policy:
@@ -161,7 +170,7 @@ def token_network(
             refuse_to_train_choosers(policy.model)
             limit_activations(policy.model, model)
             if arguments.with_weights or is_empty:
-                policy.assets = model_assets(model, spec.config)
+                policy.assets = model_assets(model, spec.config, chat_template)
         if model.compile and not is_empty:
             compile_policy(policy)
         return policy
@@ -169,7 +178,9 @@ def token_network(
     return build
 
 
-def check_network(model: NetworkConfig, build_policy: PolicyBuilder, *, trains: bool) -> None:
+def check_network(
+    model: NetworkConfig, build_policy: PolicyBuilder, *, trains: bool, chat_template: str | None = None
+) -> None:
     """Raises UserError for all that would prevent the workers from building and training this network, or prevent the
     export of the trained network: its config, code, weight files, saved adapter, logits, tokenizer and other files.
 
@@ -178,7 +189,7 @@ def check_network(model: NetworkConfig, build_policy: PolicyBuilder, *, trains: 
     """
     meta = torch.device("meta")
     arguments = BuildArguments(torch.float32, torch.float32, trains=trains, with_weights=False, device=meta)
-    policy = token_network(model, build_policy)(arguments)
+    policy = token_network(model, build_policy, chat_template=chat_template)(arguments)
     assert isinstance(policy, Policy)
     if trains:
         kind = type(policy.model).__name__

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_lite.config import ModelConfig
 from verl_lite.errors import UserError
-from workers.policy.assets import eos_token_ids, generation_config
+from workers.policy.generation_config import eos_token_ids, generation_config
 from workers.policy.model_errors import user_error_on_failure
 
 NO_TEMPLATE = (

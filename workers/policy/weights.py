@@ -23,7 +23,7 @@ from transformers.utils import (
 )
 
 from verl_lite.errors import UserError
-from workers.policy.assets import model_file
+from workers.policy.generation_config import model_file
 
 # weights of heads that other trainers add to a causal language model, which does not read them
 _FOREIGN_HEADS = ("v_head.", "value_head.")

@@ -1,0 +1,75 @@
+"""The chat template of a run is part of every folder that it exports, so that later commands have the same prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tiny_model import tiny_qwen2, tiny_tokenizer
+from tests.tiny_run import write_rows
+from tests.trainer.tiny_run import options_of, write_files
+from trainer import export, main_sft
+from trainer.build import run_ppo
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+
+
+def template_in(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def sft_options(folder: Path, name: str, *more: str) -> list[str]:
+    rows = [{"prompt": str(number), "response": "1", "chosen": "1", "rejected": "2"} for number in range(4)]
+    write_rows(folder / "rows.jsonl", rows)
+    return [
+        f"model.path={tiny_qwen2(folder / 'model')}",
+        f"data.train_files={folder}/rows.jsonl",
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=1",
+        "trainer.device=cpu",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={folder}/{name}",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_a_supervised_run_exports_the_template_that_it_trained_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str, as_file: bool
+) -> None:
+    template = TEMPLATE
+    if as_file:
+        (tmp_path / "mine.jinja").write_text(TEMPLATE)
+        template = str(tmp_path / "mine.jinja")
+    arguments = ["data.apply_chat_template_kwargs={style: brief}", f"data.chat_template={template}", f"loss={loss}"]
+    assert main_sft.main(sft_options(tmp_path, "run", *arguments)) == 0
+    assert template_in(tmp_path / "run" / "hf") == TEMPLATE
+    shown = capsys.readouterr().out
+    assert f"""data.apply_chat_template_kwargs='{json.dumps({"style": "brief"})}'""" in shown
+
+
+def test_without_the_option_the_template_of_the_model_is_exported(tmp_path: Path) -> None:
+    assert main_sft.main(sft_options(tmp_path, "run")) == 0
+    assert template_in(tmp_path / "run" / "hf") == tiny_tokenizer().chat_template
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_run_of_main_ppo_exports_the_template_that_it_sampled_with(tmp_path: Path, adapter: bool) -> None:
+    write_files(tmp_path, ["one", "two", "three", "four"])
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    options = [f"data.chat_template={tmp_path}/mine.jinja", "trainer.total_training_steps=1", "trainer.save_freq=-1"]
+    if adapter:
+        options += ["model.lora_rank=2", "model.lora_alpha=4"]
+    assert run_ppo([*options_of(tmp_path), *options]) == 0
+    (tmp_path / "mine.jinja").unlink()  # the export needs only the checkpoint
+    form = ["--adapter"] if adapter else []
+    assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), *form]) == 0
+    assert template_in(tmp_path / "out") == TEMPLATE
