@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,17 @@ from verl_lite.config import AgenticConfig, ProgramConfig
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 from workers.endpoint.limited import COMMAND, base_environment
-from workers.envs.env_host import NonsenseError, read_number
+from workers.envs.env_host import NonsenseError, check_metric_names, read_number
 from workers.pool.child_main import AsyncCalls, Overdue
 from workers.pool.process import kill_tree
 from workers.pool.process_pool import PoolSpec
 
 PROGRAMS: Registry[Any] = Registry("program")
+TOOL_AGENT = "workers.endpoint.tool_agent:run"
+"""The built-in agent, which runs with agentic.mcp_servers and leaves the score to the reward function."""
 RESULT_BYTES_MAX = 1 << 20
 ERROR_CHARACTERS = 4_000
+NAMES_SHOWN, NAME_CHARACTERS = 8, 100
 _TIME_LIMIT = "agentic.program_options.timeout_s"
 
 
@@ -49,10 +52,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a program. score: None if it returned none. metrics: other numbers that it returned."""
+    """The result of a program.
+
+    score: None if it returned none. metrics: other numbers that it returned. names: some names of a dict that has no
+    entry `score`; empty for other results.
+    """
 
     score: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
 
 def is_command(program: str) -> bool:
@@ -82,7 +90,8 @@ class ProgramHost:
     """
 
     def __init__(self, program: str, kwargs: Mapping[str, Any], config: ProgramConfig, threads: int) -> None:
-        self._config, self._kwargs, self._is_alone = config, dict(kwargs), threads == 1
+        self._program, self._config, self._kwargs = program, config, dict(kwargs)
+        self._is_alone = threads == 1
         self._command = shlex.split(program) if is_command(program) else None
         if self._command and shutil.which(self._command[0]) is None:
             raise UserError(f"agentic.program={program}: there is no command {self._command[0]!r}")
@@ -95,15 +104,20 @@ class ProgramHost:
 
     def run(self, session: int, payload: Run) -> Result:
         """Runs the program. Raises every exception of the program, NonsenseError for an invalid result, and Overdue."""
+        result = read_result(self._returned(payload))
+        # the built-in agent leaves the score to the reward function, so its other numbers are no misspelt score
+        return replace(result, names=()) if self._program == TOOL_AGENT else result
+
+    def _returned(self, payload: Run) -> Any:
+        """Runs the program and returns what it returned."""
         if self._command is not None:
-            return read_result(self._run_command(payload))
+            return self._run_command(payload)
         os.environ |= client_environment(payload.url, payload.api_key if self._is_alone else _NO_KEY)
         arguments = {"base_url": f"{payload.url}/v1", "api_key": payload.api_key, "row": payload.row, **self._kwargs}
         assert self._function is not None
         if self.style != "async":
-            return read_result(self._function(**arguments))
-        work = self._function(**arguments)
-        return read_result(self._calls.run(work, self._config.timeout_s, "program", _TIME_LIMIT))
+            return self._function(**arguments)
+        return self._calls.run(self._function(**arguments), self._config.timeout_s, "program", _TIME_LIMIT)
 
     def end(self, session: int) -> None:
         """Does nothing: an episode is a single call."""
@@ -155,7 +169,7 @@ def program_of(config: AgenticConfig) -> tuple[str, dict[str, Any]]:
         return config.program, config.program_kwargs
     limits, names = limits_of(config.program_options), config.program_options.environment
     servers = {"servers": config.mcp_servers, "limits": limits, "environment": names}
-    return "workers.endpoint.tool_agent:run", {**servers, **config.program_kwargs}
+    return TOOL_AGENT, {**servers, **config.program_kwargs}
 
 
 def limits_of(program_options: ProgramConfig) -> dict[str, int]:
@@ -208,10 +222,23 @@ def load_function(program: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def read_result(returned: Any) -> Result:
-    """Checks what a program returned. Raises NonsenseError."""
+    """Checks what a program returned: None, a number, or a dict of a score and metrics, in which text is ignored.
+
+    Raises NonsenseError if the score or a metric is no finite number, or if a name cannot be that of a metric.
+    """
     entries = returned if isinstance(returned, dict) else {"score": returned}
-    numbers = {}
+    if isinstance(entries.get("score"), str):  # text beside the score is ignored, but a score is never guessed
+        raise NonsenseError(
+            f"'score' in the result of the program is {entries['score']!r:.200}, expected a finite number"
+        )
+
+    values = {}
     for name, value in entries.items():
         if value is not None and not isinstance(value, str):
-            numbers[str(name)] = read_number(f"{name!r} in the result of the program", value)
-    return Result(numbers.pop("score", None), numbers)
+            values[name] = value
+    check_metric_names("the result of the program", [name for name in values if name != "score"])
+    numbers = {name: read_number(f"{name!r} in the result of the program", value) for name, value in values.items()}
+
+    score = numbers.pop("score", None)
+    names = () if "score" in entries else tuple(str(name)[:NAME_CHARACTERS] for name in entries)
+    return Result(score, numbers, names[:NAMES_SHOWN])

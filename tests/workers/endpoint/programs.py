@@ -46,7 +46,28 @@ def run(base_url: str, api_key: str, row: dict[str, Any]) -> Any:
         time.sleep(0.3)
     if do == "environment":
         return {"score": float(os.environ["OPENAI_API_KEY"] == api_key and "SECRET_TOKEN" not in os.environ)}
-    given = {"nothing": None, "text": "five", "nan": float("nan"), "huge": 1e300, "list": [1.0], "truth": True}
+    given: dict[str, Any] = {
+        "nothing": None,
+        "text": "five",
+        "number as text": "1.0",
+        "empty text": "",
+        "bytes": b"1.0",
+        "nan": float("nan"),
+        "huge": 1e300,
+        "too large": 10**400,
+        "list": [1.0],
+        "truth": True,
+        "text as score": {"score": "1.0"},
+        "nested": {"score": {"score": 1.0}},
+        "score is None": {"score": None, "turns": 3},
+        "misspelt": {"scroe": 1.0},
+        "only metrics": {"turns": 3},
+        "many names": {"score": 1.0, **{f"name {number}": 1 for number in range(65)}},
+        "long name": {"score": 1.0, "x" * 101: 1},
+        "name with a line end": {"score": 1.0, "a\nb": 1},
+    }
+    if do == "own names":
+        return {"score": 1.0, **{f"name {row['from'] + number}": 1 for number in range(60)}}
     if do in given:
         return given[do]
     return {"score": float(row.get("score", 1.0)), "turns": 1, "answer": answer}

@@ -290,4 +290,4 @@ def test_a_run_trains_with_the_tools_of_a_server(tmp_path: Path, stdio: dict[str
     with pytest.raises(UserError, match="agentic.mcp_servers.s: the server does not start"):
         tiny_run.run(folder, "failed", *options, "agentic.mcp_servers={s: {command: nosuch}}")
     [step] = tiny_run.run(folder, "run", *options, f"agentic.mcp_servers={json.dumps(stdio)}")
-    assert (step["env/turns"], step["env/tool_calls"], step["env/error_rate"]) == (1, 0, 0)
+    assert (step["env/own/turns"], step["env/own/tool_calls"], step["env/error_rate"]) == (1, 0, 0)

@@ -175,11 +175,18 @@ def test_the_seeds_of_an_episode_do_not_depend_on_other_episodes() -> None:
         ("raises", "ValueError: the agent is broken"),
         ("exits", "SystemExit"),
         ("never calls", "it has to call base_url"),
-        ("text", "no reward function"),
+        ("text", "expected a finite number"),
         ("nan", "expected a finite number"),
         ("huge", "expected a finite number in the range of float32"),
         ("list", "expected a finite number"),
         ("nothing", "the run has no reward function"),
+        ("bytes", "expected a finite number"),
+        ("too large", "expected a finite number"),
+        ("text as score", "'score' in the result of the program is '1.0', expected a finite number"),
+        ("nested", "expected a finite number"),
+        ("many names", "the number of metrics in the result of the program is 65, expected at most 64"),
+        ("long name", "the name of a metric in the result of the program"),
+        ("name with a line end", "the name of a metric in the result of the program"),
     ],
 )
 def test_a_program_that_fails_masks_its_episode_and_no_other(do: str, text: str) -> None:
@@ -237,6 +244,36 @@ def test_the_reward_function_scores_the_last_answer_of_a_program_without_a_score
         rows = made.run({"do": "nothing"}, failing, {"question": "b"})
         assert scores(rows) == [0.25, 0.0, 1.0] and of(rows, "reward_failed") == [False, True, False]
         assert of(rows, "env_metrics")[0] == {"f": 2.0} and "broken" in of(rows, "env_error")[1]
+
+
+@pytest.mark.parametrize("returned", ["text", "number as text", "text as score", "empty text", "bytes"])
+def test_text_instead_of_a_score_is_a_failure_even_with_a_reward_function(returned: str) -> None:
+    with world(f"{HERE}:run", rewards=Rewards()) as made:
+        rows = made.run({"do": returned})
+        assert of(rows, "reward_failed") == [True] and "expected a finite number" in of(rows, "env_error")[0]
+
+
+def test_the_entries_of_a_result_without_a_score_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with world(f"{HERE}:run", rewards=Rewards()) as made:
+        assert scores(made.run({"do": "misspelt"}, {"do": "misspelt"}, {"do": "only metrics"})) == [0.25] * 3
+    printed = capsys.readouterr().out
+    assert printed.count("a dict without 'score'") == 1 and "'scroe'; did you mean score" in printed
+
+
+def test_a_program_that_leaves_the_score_to_the_reward_function_is_not_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with world(f"{HERE}:run", rewards=Rewards()) as made:
+        assert scores(made.run({"do": "nothing"}, {"do": "score is None"})) == [0.25] * 2
+    assert "without 'score'" not in capsys.readouterr().out
+
+
+def test_a_run_logs_a_limited_number_of_names_of_programs() -> None:
+    with world(f"{HERE}:run") as made:
+        rows = made.run(*[{"do": "own names", "from": 60 * number} for number in range(3)])
+        names = set().union(*of(rows, "env_metrics"))
+        # 180 different names were returned
+        assert len(names) == 64 and made.runner.take_metrics(1.0)["program/metrics_dropped"].value == 180 - 64
 
 
 def test_the_environment_of_a_program_has_its_key_and_none_of_the_trainers_secrets(monkeypatch: Any) -> None:
