@@ -14,7 +14,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.actor_rollout import ActorWorker
-from workers.endpoint.program_host import program_pool
+from workers.endpoint.program_host import episodes_per_process, program_pool
 from workers.endpoint.server import Endpoint
 from workers.endpoint.trace import Trace
 from workers.envs.env_pool import EnvPool
@@ -96,7 +96,7 @@ class AgentSampling(SamplingWorker):
             rewards=self.rewards,
             engine=self.engine_index,
             seed=self.config.trainer.seed,
-            max_live=config.env_pool.num_workers * config.env_pool.threads,
+            max_live=config.env_pool.num_workers * episodes_per_process(config),
             rows=self._rows,
         )
         return runner

@@ -5,15 +5,17 @@ and returns nothing, a score, or a dict of a score and metrics. Commands run wit
 with an environment that has no secrets of the trainer (`workers.endpoint.limited`).
 """
 
-import contextlib
 import functools
 import inspect
 import json
+import math
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,11 +23,13 @@ from typing import Any
 
 from verl_lite.config import AgenticConfig, ProgramConfig
 from verl_lite.errors import UserError
+from verl_lite.machine.folders import temporary_folder
+from verl_lite.machine.host import cpu_count
+from verl_lite.machine.process_tree import ProcessTree, become_subreaper, end_adopted, hide_memory
 from verl_lite.registry import Registry
 from workers.endpoint.limited import COMMAND, base_environment
 from workers.envs.env_host import NonsenseError, check_metric_names, read_number
 from workers.pool.child_main import AsyncCalls, Overdue
-from workers.pool.process import kill_tree
 from workers.pool.process_pool import PoolSpec
 
 PROGRAMS: Registry[Any] = Registry("program")
@@ -34,7 +38,11 @@ TOOL_AGENT = "workers.endpoint.tool_agent:run"
 RESULT_BYTES_MAX = 1 << 20
 ERROR_CHARACTERS = 4_000
 NAMES_SHOWN, NAME_CHARACTERS = 8, 100
+THREADS = 64
+"""Default number of episodes at the same time in each process. Commands use the cores of the machine instead."""
+
 _TIME_LIMIT = "agentic.program_options.timeout_s"
+_CHECK_S = 0.5
 
 
 class ProgramError(UserError):
@@ -96,7 +104,12 @@ class ProgramHost:
         if self._command and shutil.which(self._command[0]) is None:
             raise UserError(f"agentic.program={program}: there is no command {self._command[0]!r}")
         self._function = None if self._command else load_function(program, self._kwargs)
-        self.style = "async" if inspect.iscoroutinefunction(self._function) else "threads"
+        become_subreaper()
+        hide_memory()  # it holds the keys of its episodes
+        if self._command is not None:
+            self.style = "commands"
+        else:
+            self.style = "async" if inspect.iscoroutinefunction(self._function) else "threads"
         self.thread: int | None = None
         if self.style == "async":
             self._calls = AsyncCalls()
@@ -126,41 +139,69 @@ class ProgramHost:
         """Runs the command with the task as JSON in its standard input. Returns the JSON that it wrote to the file
         $VERL_LITE_RESULT; None if it wrote none."""
         assert self._command is not None
-        with tempfile.TemporaryDirectory(prefix="verl_lite-program-") as folder:
-            result = Path(folder, "result.json")
+        with temporary_folder("verl_lite-program-") as folder, tempfile.TemporaryFile() as task:
+            result = folder / "result.json"
             environment = base_environment(self._config.environment) | client_environment(payload.url, payload.api_key)
-            environment |= {"VERL_LITE_RESULT": str(result), "HOME": folder, "TMPDIR": folder}
-            task = json.dumps({"row": payload.row, **self._kwargs}).encode()
+            environment |= {"VERL_LITE_RESULT": str(result), "HOME": str(folder), "TMPDIR": str(folder)}
+            task.write(json.dumps({"row": payload.row, **self._kwargs}).encode())
+            task.seek(0)
             with tempfile.TemporaryFile() as output:
-                process = subprocess.Popen(
+                tree = ProcessTree(
                     [*COMMAND, json.dumps(limits_of(self._config)), *self._command],
-                    stdin=subprocess.PIPE,
+                    environment,
+                    stdin=task,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     cwd=folder,
-                    env=environment,
-                    start_new_session=True,
                 )
                 try:
-                    process.communicate(task, timeout=self._config.timeout_s)
-                except subprocess.TimeoutExpired as error:
-                    limit = f"{_TIME_LIMIT}={self._config.timeout_s:g} seconds"
-                    raise Overdue(f"The program took longer than {limit}; it was killed.") from error
+                    status = self._wait(tree)
                 finally:
-                    kill_tree(process)
-                if process.returncode:
+                    tree.end()
+                    end_adopted()  # a command that killed the process with its limits left children behind
+                if status:
                     output.seek(max(0, output.seek(0, os.SEEK_END) - ERROR_CHARACTERS))
                     shown = output.read().decode(errors="replace")
-                    raise UserError(
-                        f"The program {shlex.join(self._command)} ended with status {process.returncode}:\n{shown}"
-                    )
-            with contextlib.suppress(FileNotFoundError), result.open("rb") as file:
-                written = file.read(RESULT_BYTES_MAX)
-                try:
-                    return json.loads(written)
-                except (ValueError, RecursionError) as error:
-                    raise NonsenseError(f"the file $VERL_LITE_RESULT is not JSON: {error}") from error
-            return None
+                    raise UserError(f"The program {shlex.join(self._command)} ended with status {status}:\n{shown}")
+            return read_result_file(result)
+
+    def _wait(self, tree: ProcessTree) -> int:
+        """Waits for the end of a command and returns its exit status. Raises Overdue, and UserError if nobody enforces
+        the limits any more."""
+        until = time.monotonic() + self._config.timeout_s
+        while (status := tree.wait(_CHECK_S)) is None:
+            if tree.is_stopped:
+                raise UserError(
+                    "The process that enforces agentic.program_options was stopped; the program was killed."
+                )
+            if time.monotonic() > until:
+                limit = f"{_TIME_LIMIT}={self._config.timeout_s:g} seconds"
+                raise Overdue(f"The program took longer than {limit}; it was killed.")
+        return status
+
+
+def read_result_file(path: Path) -> Any:
+    """Returns the JSON in a file that a command wrote; None without a file.
+
+    Raises NonsenseError if it is no file, is too large or is not JSON. A link or a pipe is not opened: reading could
+    show another file, or wait forever.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise NonsenseError(f"the file $VERL_LITE_RESULT cannot be read: {error.strerror}") from error
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise NonsenseError("$VERL_LITE_RESULT is no regular file")
+        written = file.read(RESULT_BYTES_MAX + 1)
+    if len(written) > RESULT_BYTES_MAX:
+        raise NonsenseError(f"the file $VERL_LITE_RESULT has more than {RESULT_BYTES_MAX} bytes")
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError) as error:
+        raise NonsenseError(f"the file $VERL_LITE_RESULT is not JSON: {error}") from error
 
 
 def program_of(config: AgenticConfig) -> tuple[str, dict[str, Any]]:
@@ -170,6 +211,17 @@ def program_of(config: AgenticConfig) -> tuple[str, dict[str, Any]]:
     limits, names = limits_of(config.program_options), config.program_options.environment
     servers = {"servers": config.mcp_servers, "limits": limits, "environment": names}
     return TOOL_AGENT, {**servers, **config.program_kwargs}
+
+
+def episodes_per_process(config: AgenticConfig) -> int:
+    """Returns agentic.env_pool.threads. Its default for commands is the number of cores divided by that of processes,
+    because each of them is at least one further process that starts at once."""
+    pool = config.env_pool
+    if pool.threads is not None:
+        return pool.threads
+    if config.program is not None and is_command(config.program):
+        return math.ceil(cpu_count() / pool.num_workers)
+    return THREADS
 
 
 def limits_of(program_options: ProgramConfig) -> dict[str, int]:
@@ -187,15 +239,16 @@ def program_pool(
     """Returns the description of the pool that runs the program. For the arguments see `PoolSpec`."""
     program, kwargs = program_of(config)
     options = config.program_options
+    threads = episodes_per_process(config)
     home = {"HOME": os.environ["HOME"]} if "HOME" in os.environ else {}
     return PoolSpec(
-        functools.partial(ProgramHost, program, kwargs, options, config.env_pool.threads),
+        functools.partial(ProgramHost, program, kwargs, options, threads),
         name="program",
         what="program",
         options="agentic.program_options",
         error=ProgramError,
         num_workers=config.env_pool.num_workers,
-        threads=config.env_pool.threads,
+        threads=threads,
         timeout_s=options.timeout_s,
         log_dir=log_dir,
         environment=base_environment(options.environment) | home,

@@ -103,7 +103,7 @@ class ProgramRunner:
         self._checked_at = 0.0
         self._counts: Counter[str] = Counter()
         self._metric_names: set[str] = set()
-        self._has_named_entries = False
+        self._named_entries: set[str] = set()  # entries of results without a score
 
     def begin(self, key: str, samples: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
         """Queues the episodes of a group."""
@@ -262,9 +262,10 @@ class ProgramRunner:
             return self._finish(episode, result.score)
         if self._rewards is None:
             return self._fail(episode, "the program returned no score, and the run has no reward function")
-        if result.names and not self._has_named_entries:
-            self._has_named_entries = True
-            print(_without_score(result.names), flush=True)
+        new_names = [name for name in result.names if name not in self._named_entries]
+        if new_names and len(self._named_entries) < METRIC_NAMES_MAX:
+            self._named_entries.update(new_names)
+            print(_without_score(new_names), flush=True)
         row, node = trajectory.spec.row, answered[-1]
         assert node.answer is not None
         episode.score_key = episode.name
