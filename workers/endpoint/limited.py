@@ -1,6 +1,7 @@
 """`python limited.py LIMITS COMMAND...`: runs a command with limits on memory, processes and files.
 
-LIMITS is JSON with memory_mb, processes and file_mb. The command inherits standard input, output and error, and its
+LIMITS is JSON with memory_mb, processes and file_mb, and perhaps the digest of the command's API key, which
+`workers.endpoint.callers` reads. The command inherits standard input, output and error, and its
 exit status is returned. This program adds up the memory of the command and all its descendants, and kills all of them
 if a limit is exceeded, or if the parent of this program ends. It does not confine the command: a command can read all
 files of the user and open network connections.
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,7 +42,7 @@ def base_environment(names: Iterable[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **kept}
 
 
-def main(limits: Mapping[str, int], command: list[str]) -> int:
+def main(limits: Mapping[str, Any], command: list[str]) -> int:
     """Runs the command. Returns its exit status, or EXCEEDED after a limit was exceeded."""
     parent = os.getppid()
     process_tree.become_subreaper()  # descendants whose parent ends become children of this process

@@ -27,6 +27,7 @@ from verl_lite.machine.folders import temporary_folder
 from verl_lite.machine.host import cpu_count
 from verl_lite.machine.process_tree import ProcessTree, become_subreaper, end_adopted, hide_memory
 from verl_lite.registry import Registry
+from workers.endpoint.callers import key_digest
 from workers.endpoint.limited import COMMAND, base_environment
 from workers.envs.env_host import NonsenseError, check_metric_names, read_number
 from workers.pool.child_main import AsyncCalls, Overdue
@@ -125,7 +126,16 @@ class ProgramHost:
         """Runs the program and returns what it returned."""
         if self._command is not None:
             return self._run_command(payload)
-        os.environ |= client_environment(payload.url, payload.api_key if self._is_alone else _NO_KEY)
+        if self._is_alone:
+            os.environ |= client_environment(payload.url, payload.api_key)
+            try:
+                return self._call(payload)
+            finally:  # a process that lives longer than the episode keeps no key
+                os.environ |= client_environment(payload.url, _NO_KEY)
+        os.environ |= client_environment(payload.url, _NO_KEY)
+        return self._call(payload)
+
+    def _call(self, payload: Run) -> Any:
         arguments = {"base_url": f"{payload.url}/v1", "api_key": payload.api_key, "row": payload.row, **self._kwargs}
         assert self._function is not None
         if self.style != "async":
@@ -146,8 +156,9 @@ class ProgramHost:
             task.write(json.dumps({"row": payload.row, **self._kwargs}).encode())
             task.seek(0)
             with tempfile.TemporaryFile() as output:
+                limits = {**limits_of(self._config), "key": key_digest(payload.api_key)}
                 tree = ProcessTree(
-                    [*COMMAND, json.dumps(limits_of(self._config)), *self._command],
+                    [*COMMAND, json.dumps(limits), *self._command],
                     environment,
                     stdin=task,
                     stdout=output,
@@ -192,9 +203,10 @@ def read_result_file(path: Path) -> Any:
         return None
     except OSError as error:
         raise NonsenseError(f"the file $VERL_LITE_RESULT cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise NonsenseError("$VERL_LITE_RESULT is no regular file")
     with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise NonsenseError("$VERL_LITE_RESULT is no regular file")
         written = file.read(RESULT_BYTES_MAX + 1)
     if len(written) > RESULT_BYTES_MAX:
         raise NonsenseError(f"the file $VERL_LITE_RESULT has more than {RESULT_BYTES_MAX} bytes")

@@ -86,6 +86,10 @@ class Process:
         self.started_at = time.monotonic()
         self.channel.send(CONTROL, make)
 
+    @property
+    def pid(self) -> int:
+        return self._tree.process.pid
+
     def send(self, session: int, payload: Any) -> None:
         self.sent[session] = time.monotonic()
         self.channel.send(session, pickle.dumps(payload))

@@ -158,6 +158,11 @@ class ProcessPool:
         open_ones = [process for process in self._processes if not process.is_alone]
         return min(open_ones, key=lambda process: (not process.is_loaded, len(process.sessions)))
 
+    @property
+    def pids(self) -> list[int]:
+        """Returns the ids of the running processes."""
+        return [process.pid for process in list(self._processes)]
+
     def close(self) -> None:
         """Kills all processes."""
         for process in list(self._processes):

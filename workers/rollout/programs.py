@@ -194,8 +194,13 @@ class ProgramRunner:
         counts, self._counts = self._counts, Counter()
         kinds = ("sampled", "trained", "masked", "discarded")
         tokens = {name: number for name, number in counts.items() if name.startswith(kinds)}
+        callers: Counter[str] = Counter()
+        if self._endpoint.callers is not None:
+            callers, self._endpoint.callers.counts = self._endpoint.callers.counts, Counter()
         return {
             **self._runner.take_metrics(seconds),
+            "program/connections/foreign_key": Metric.sum(callers["foreign"]),
+            "program/connections/unknown_process": Metric.sum(callers["unknown"]),
             "env/processes_replaced": Metric.sum(self._programs.processes_replaced),
             "program/restarts": Metric.sum(counts["restarts"]),
             "program/metrics_dropped": Metric.sum(counts["metrics_dropped"]),

@@ -1,4 +1,4 @@
-"""Processes that try to survive the end of their tree. Each of them ends by itself after half a minute at the latest."""
+"""Processes that try to survive the end of their tree. Each of them ends after half a minute by itself."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,8 +37,10 @@ def alive(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def subreaper() -> None:
+def subreaper() -> Iterator[None]:
     process_tree.become_subreaper()
+    yield
+    process_tree._prctl(process_tree._PR_SET_CHILD_SUBREAPER, 0)
 
 
 def test_a_tree_that_still_forks_leaves_no_process(tmp_path: Path) -> None:

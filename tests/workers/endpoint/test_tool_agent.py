@@ -220,6 +220,15 @@ def test_a_cancelled_episode_ends_its_servers(
 
 
 @pytest.mark.slow
+def test_children_that_a_tool_forks_end_with_the_episode(
+    episodes: Episodes, stdio: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LIMITS, "processes", 100)
+    # the fixture `mark` checks that no process is left
+    assert episodes.run([call("forks"), "done"], stdio)["turns"] == 2
+
+
+@pytest.mark.slow
 def test_each_episode_has_a_server_of_its_own(episodes: Episodes, stdio: dict[str, Any]) -> None:
     assert episodes.run([call("daemon"), call("place"), "done"], stdio, count=6)["turns"] == 3
     assert len({pid for prompt in episodes.prompts for pid in re.findall(r"pid=(\d+)", prompt)}) == 6
