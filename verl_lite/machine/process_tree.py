@@ -24,6 +24,9 @@ from typing import Any
 MARK = "VERL_LITE_TREE"
 """Environment variable of the processes of a tree. Its value begins with that of the tree that contains it."""
 
+RUN_MARK = "VERL_LITE_RUN"
+"""Environment variable of all processes of a run. The guard of the run ends those that remain after the driver."""
+
 _PROC = "/proc"
 _PS = ("/bin/ps", "-axo", "pid=,ppid=,pgid=,stat=")
 _END_S = 10.0

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # the guard starts it as a file, without any folder 
 
 from verl_lite.machine import process_tree
 
-RUN_MARK = "VERL_LITE_RUN"  # marks all processes that start while the run's cluster is up, including the driver's
+RUN_MARK = process_tree.RUN_MARK  # marks all processes that start while the run's cluster is up
 CLUSTER_MARK = "VERL_LITE_CLUSTER"  # marks only the processes of the cluster
 _PROC = "/proc"
 _PS = ("/bin/ps", "-axwwE", "-o", "pid=,command=")  # lists commands with their environment on macOS, without /proc

@@ -24,10 +24,13 @@ if __name__ == "__main__":  # -P leaves out the folder of the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from verl_lite.machine import process_tree
+from verl_lite.machine.process_tree import RUN_MARK
 
 COMMAND = (sys.executable, "-P", __file__)
 KEPT = "PATH LANG LC_ALL LC_CTYPE TZ USER LOGNAME SHELL PYTHONPATH VIRTUAL_ENV SSL_CERT_FILE".split()
-"""Environment variables that programs inherit. All others may contain secrets of the trainer."""
+KEPT += [RUN_MARK]
+"""Environment variables that programs inherit. All others may contain secrets of the trainer. RUN_MARK lets the guard
+of the run end their processes if the trainer is killed."""
 
 EXCEEDED = 125
 _CHECK_S = 0.2

@@ -25,7 +25,7 @@ from verl_lite.config import AgenticConfig, ProgramConfig
 from verl_lite.errors import UserError
 from verl_lite.machine.folders import temporary_folder
 from verl_lite.machine.host import cpu_count
-from verl_lite.machine.process_tree import ProcessTree, become_subreaper, end_adopted, hide_memory
+from verl_lite.machine.process_tree import ProcessTree, end_adopted, hide_memory
 from verl_lite.registry import Registry
 from workers.endpoint.callers import key_digest
 from workers.endpoint.limited import COMMAND, base_environment
@@ -105,7 +105,6 @@ class ProgramHost:
         if self._command and shutil.which(self._command[0]) is None:
             raise UserError(f"agentic.program={program}: there is no command {self._command[0]!r}")
         self._function = None if self._command else load_function(program, self._kwargs)
-        become_subreaper()
         hide_memory()  # it holds the keys of its episodes
         if self._command is not None:
             self.style = "commands"

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
 from verl_lite.errors import UserError, user_traceback
-from verl_lite.machine.process_tree import die_with_parent
+from verl_lite.machine.process_tree import become_subreaper, die_with_parent
 from workers.pool.channel import CONTROL, Reply, packed, unpacked
 
 T = TypeVar("T")
@@ -97,6 +97,7 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     """Serves calls until the pool closes its end. The first message is a pickled function that creates the
     `Handler`."""
     die_with_parent(parent_pid)
+    become_subreaper()  # daemons of user code stay below this process, and end with it
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGTERM; programs of user code must not inherit that
     faulthandler.enable(stacks_fd)
     faulthandler.register(STACK_SIGNAL, stacks_fd)
