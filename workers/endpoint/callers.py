@@ -100,7 +100,7 @@ def _digest_of(limiter: int) -> str:
 
 
 def _open_files(pid: int) -> set[str]:
-    files = set()
+    files: set[str] = set()
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # the process has ended, or is not dumpable

@@ -22,6 +22,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.registry import did_you_mean
 from verl_lite.rewards import RewardItem, RewardResult
 from verl_lite.rewards.scoring import SCORE, is_score
+from workers.endpoint.callers import Verdict
 from workers.endpoint.program_host import Result, Run
 from workers.endpoint.server import Call, Endpoint
 from workers.endpoint.trace import Trace
@@ -194,7 +195,7 @@ class ProgramRunner:
         counts, self._counts = self._counts, Counter()
         kinds = ("sampled", "trained", "masked", "discarded")
         tokens = {name: number for name, number in counts.items() if name.startswith(kinds)}
-        callers: Counter[str] = Counter()
+        callers: Counter[Verdict] = Counter()
         if self._endpoint.callers is not None:
             callers, self._endpoint.callers.counts = self._endpoint.callers.counts, Counter()
         return {
