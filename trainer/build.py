@@ -66,6 +66,7 @@ from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorWorker
 from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
 from workers.critic import CriticWorker, critic_network
+from workers.envs.env_pool import THREADS
 from workers.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWorker, teacher_network
 from workers.policy.loading import check_sequence_parallel, empty_network, load_model_config
 from workers.policy.router import check_routers
@@ -304,10 +305,12 @@ def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
         )
     engines = num_engines(config, slots)
     episodes = math.ceil(manager.num_env_groups / engines) * (manager.group_size + manager.group_size_redundancy)
-    if not config.reads_prompts and 0 < (calls := pool.num_workers * pool.threads) < episodes:
+    threads = THREADS if pool.threads is None else pool.threads
+    calls = pool.num_workers * threads
+    if not config.reads_prompts and 0 < calls < episodes:
         yield (
             f"agentic.env_pool: {episodes} episodes run at once on an engine, and num_workers={pool.num_workers} x "
-            f"threads={pool.threads} = {calls} environments can step at once: raise one of them if steps are slow"
+            f"threads={threads} = {calls} environments can step at once: raise one of them if steps are slow"
         )
 
 

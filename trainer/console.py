@@ -34,7 +34,7 @@ _COLUMNS = (
     (("train/loss",), "loss {:6.3f}"),
     (("actor/face_score",), "score {:6.3f}"),
     (("reward/acc/mean", "critic/acc/mean"), "acc {:5.3f}"),
-    (("env/success",), "success {:5.3f}"),
+    (("env/success", "env/own/success"), "success {:5.3f}"),
     (("response_length/mean",), "length {:6.1f}"),
     (("actor/kl_loss", "actor/reward_kl_penalty"), "kl {:8.1e}"),
     (("actor/entropy", "actor/entropy_loss"), "entropy {:5.3f}"),

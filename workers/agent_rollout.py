@@ -14,7 +14,8 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.actor_rollout import ActorWorker
-from workers.endpoint.program_host import program_pool
+from workers.endpoint.callers import Callers
+from workers.endpoint.program_host import episodes_per_process, is_command, program_pool
 from workers.endpoint.server import Endpoint
 from workers.endpoint.trace import Trace
 from workers.envs.env_pool import EnvPool
@@ -86,6 +87,8 @@ class AgentSampling(SamplingWorker):
             rollout = self.config.rollout
             training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
             endpoint = Endpoint(config.endpoint, port and port + self.engine_index, name, programs.wake, training)
+            if config.program is not None and is_command(config.program):
+                endpoint.callers = Callers(lambda: programs.pids)
             self.parts += [endpoint, programs]
         runner = ProgramRunner(
             self.runner,
@@ -96,7 +99,7 @@ class AgentSampling(SamplingWorker):
             rewards=self.rewards,
             engine=self.engine_index,
             seed=self.config.trainer.seed,
-            max_live=config.env_pool.num_workers * config.env_pool.threads,
+            max_live=config.env_pool.num_workers * episodes_per_process(config),
             rows=self._rows,
         )
         return runner

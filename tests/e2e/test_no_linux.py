@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from tests.forked_runs import history
 from tests.tiny_run import ROOT, TinyTask
 from verl_lite.errors import UserError
+from verl_lite.machine import process_tree
 from verl_lite.sandbox import Sandbox
 from verl_lite.single_controller import watcher
 
@@ -44,7 +45,7 @@ def test_marked_processes_are_found_and_ended_without_proc(monkeypatch: pytest.M
     token = uuid.uuid4().hex
     child = subprocess.Popen(["sleep", "100"], env={watcher.RUN_MARK: token, "PATH": os.environ["PATH"]})
     assert watcher.marked_processes(watcher.RUN_MARK, token) == [child.pid]
-    watcher.kill(watcher.marked_processes(watcher.RUN_MARK, token))
+    process_tree.end_processes(watcher.marked_processes(watcher.RUN_MARK, token))
     assert child.wait(20) < 0
 
 

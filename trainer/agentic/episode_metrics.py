@@ -22,6 +22,9 @@ from trainer.step_metrics import summary
 from verl_lite.algos.agentic_rewards import build_state_groups
 from verl_lite.protocol import DataProto
 
+OWN = "own/"
+"""Prefix of the names that a program chooses, so that none of them is the name of a metric of the trainer."""
+
 SUCCESS = "success"
 """The environment metric that is true if the task was solved; validation metrics report it as `acc`."""
 
@@ -31,7 +34,8 @@ class EpisodeTable:
     """The episodes of a batch that did not fail; each list has one entry per episode.
 
     tags, groups: environment tag and group of the episode. scores: score of the episode. metrics: metrics that its
-    environment reported. rows: indices of its rows in the batch, in the order of its steps.
+    environment or program reported. rows: indices of its rows in the batch, in the order of its steps. prefix: text
+    before the names of `metrics` in those of the trainer, OWN for programs.
     """
 
     tags: list[str]
@@ -39,13 +43,15 @@ class EpisodeTable:
     scores: NDArray[np.float64]
     metrics: list[Mapping[str, float]]
     rows: list[NDArray[np.int64]]
+    prefix: str = ""
 
     def __len__(self) -> int:
         return len(self.tags)
 
     @classmethod
     def of(cls, batch: DataProto) -> EpisodeTable:
-        """Reads traj_id, uid, tags and episode_scores, and also env_metrics, step and reward_failed if present."""
+        """Reads traj_id, uid, tags and episode_scores, and also env_metrics, step, reward_failed and requests if
+        present; only episodes of programs have requests."""
         columns = batch.non_tensor_batch
         failed = np.asarray(columns.get("reward_failed", np.zeros(len(batch))), dtype=bool)
         rows = [np.array(found) for found in rows_by_episode(batch, np.flatnonzero(~failed))]
@@ -57,6 +63,7 @@ class EpisodeTable:
             scores=np.asarray(column_of(batch, "episode_scores"), dtype=np.float64)[first],
             metrics=[{} if metrics is None else metrics[found[-1]] or {} for found in rows],
             rows=rows,
+            prefix=OWN if "requests" in columns else "",
         )
 
 
@@ -94,14 +101,15 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
 
 def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, float]:
     """Returns {prefix}env/{tag}/{metric}, the mean over the episodes of a tag that report the metric, and
-    {prefix}env/{metric}, the mean over all tags.
+    {prefix}env/{metric}, the mean over all tags. Names of programs begin with OWN.
 
     The metrics of an episode are already aggregated over its steps according to its `metrics_agg_mode`.
     """
     found: dict[str, list[float]] = {}
     for tag, numbers in zip(table.tags, table.metrics, strict=True):
         for name, value in numbers.items():
-            for key in (f"{prefix}env/{tag}/{name}", f"{prefix}env/{name}"):
+            own_name = f"{table.prefix}{name}"
+            for key in (f"{prefix}env/{tag}/{own_name}", f"{prefix}env/{own_name}"):
                 found.setdefault(key, []).append(float(value))
     return {key: float(np.mean(entries)) for key, entries in sorted(found.items())}
 

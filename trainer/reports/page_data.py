@@ -48,7 +48,7 @@ PANELS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("Accuracy on pairs of answers", "share", _of_pairs("accuracy", "rewards/accuracies")),
     ("Margin of pairs of answers", "", _of_pairs("margin", "rewards/margins")),
     ("Log-probabilities of the answers", "nats", {f"train/logps/{x}": x for x in ("chosen", "rejected")}),
-    ("Success of episodes", "share", {"env/success": ""}),
+    ("Success of episodes", "share", {"env/success": "", "env/own/success": ""}),
     ("Response length", "tokens", {f"response_length/{x}": x for x in ("mean", "max", "min")}),
     ("Truncated answers", "share", {"response_length/clip_ratio": ""}),
     (

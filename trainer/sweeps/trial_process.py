@@ -20,8 +20,8 @@ from trainer.sweeps.study_spec import STOP, metric_by_step
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.errors import printable
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus, without_processes
+from verl_lite.machine.process_tree import die_with_parent
 from verl_lite.single_controller import watcher
-from workers.pool.child_main import die_with_parent
 
 SWEEP_MARK = "VERL_LITE_SWEEP"
 _RUN_MARK = "VERL_LITE_SWEEP_RUN"

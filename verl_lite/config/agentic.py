@@ -74,7 +74,12 @@ class EnvPoolConfig(Options):
     """The processes in which environments run."""
 
     num_workers: int = opt(1, "processes per engine; 0 = run in the engine's process, without timeout_s", at_least(0))
-    threads: int = opt(64, "maximum number of environments that step at once in one process", at_least(1))
+    threads: int | None = opt(
+        None,
+        "maximum number of environments or programs at once in one process; null = 64, and for programs that are "
+        "commands the number of cores / num_workers",
+        at_least(1),
+    )
     timeout_s: float = opt(60.0, "time limit of a reset or step; beyond it the process is replaced", POSITIVE)
     max_error_rate: float = opt(0.1, "the run stops if a larger share of a step's episodes failed", SHARE)
 

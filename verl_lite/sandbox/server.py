@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from verl_lite.machine.process_tree import kill_group
 from verl_lite.sandbox import programs
 from verl_lite.sandbox.confine import Limits, confine
 
@@ -134,9 +135,7 @@ class _Process:
         return {"met": self.met, "exit": os.waitstatus_to_exitcode(status)}
 
     def _kill(self) -> None:
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError):  # the group does not exist before the process calls setsid
-                kill(self._pid, signal.SIGKILL)
+        kill_group(self._pid)  # where `confine` filters system calls, the process cannot have left it or have forked
 
     def _has_printed_too_much(self) -> bool:
         return any(os.fstat(fd).st_size > self._limits.output_kb << 10 for fd in self._output_files)

@@ -5,7 +5,6 @@ which they all inherit, never by name. Each run starts `python watcher.py PID TO
 waits for the driver's death.
 """
 
-import contextlib
 import os
 import select
 import shutil
@@ -16,7 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-RUN_MARK = "VERL_LITE_RUN"  # marks all processes that start while the run's cluster is up, including the driver's
+if __name__ == "__main__":  # the guard starts it as a file, without any folder of packages
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from verl_lite.machine import process_tree
+
+RUN_MARK = process_tree.RUN_MARK  # marks all processes that start while the run's cluster is up
 CLUSTER_MARK = "VERL_LITE_CLUSTER"  # marks only the processes of the cluster
 _PROC = "/proc"
 _PS = ("/bin/ps", "-axwwE", "-o", "pid=,command=")  # lists commands with their environment on macOS, without /proc
@@ -102,7 +106,7 @@ def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, s
     while pids := marked_processes(mark, token, folders):
         files |= shared_memory_of(pids)
         if time.monotonic() >= deadline:
-            kill(pids)
+            process_tree.end_processes(pids)
         if time.monotonic() >= deadline + 10:  # unkillable: blocked in the kernel, or a zombie that nobody reaps
             break
         time.sleep(0.05)
@@ -112,13 +116,6 @@ def end(mark: str, token: str, folders: list[str], *, patience_s: float = 0.0, s
             Path(name).unlink(missing_ok=True)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def kill(pids: list[int]) -> None:
-    """Sends SIGKILL to the processes that still exist."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def watch(driver: int, token: str, folders: list[str]) -> None:
@@ -141,7 +138,7 @@ def watch(driver: int, token: str, folders: list[str]) -> None:
             shared |= shared_memory_of(marked_processes(RUN_MARK, token))
             looked = time.monotonic()
     # Forks of the driver inherit its environment, which has no mark; the open pipe identifies them.
-    kill([int(pid) for pid in _other_processes() if pipe in _open_files(pid)])
+    process_tree.end_processes([int(pid) for pid in _other_processes() if pipe in _open_files(pid)])
     end(RUN_MARK, token, folders, shared=shared)
 
 

@@ -8,7 +8,6 @@ only the standard library.
 """
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -19,8 +18,12 @@ import signal
 import socket
 import sys
 
+if __name__ == "__main__":  # the template's first folder of packages is its own
+    sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from verl_lite.machine import process_tree
+
 STREAMS = (0, 1, 2)
-_PR_SET_PDEATHSIG = 1
 
 
 def request_worker(path: str, argv: list[str]) -> None:
@@ -44,6 +47,7 @@ def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended workers
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # as in Ray's other processes
+    template = os.getpid()
     sys.modules["ray"] = None  # type: ignore[assignment]  # Ray keeps the settings of the environment at its import
     with socket.socket(socket.AF_UNIX) as listener:
         with contextlib.suppress(FileNotFoundError):
@@ -68,7 +72,7 @@ def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
                 gc.freeze()  # collections in the workers then leave the shared memory alone
                 if os.fork() == 0:
                     os.setsid()  # Ray kills the process group of a worker that has died
-                    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Ray's workers end with their parent
+                    process_tree.die_with_parent(template)  # Ray's workers end with their parent
                     for stream, fd in zip(STREAMS, streams, strict=True):
                         os.dup2(fd, stream)
                         os.close(fd)

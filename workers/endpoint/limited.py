@@ -1,13 +1,13 @@
 """`python limited.py LIMITS COMMAND...`: runs a command with limits on memory, processes and files.
 
-LIMITS is JSON with memory_mb, processes and file_mb. The command inherits standard input, output and error, and its
+LIMITS is JSON with memory_mb, processes and file_mb, and perhaps the digest of the command's API key, which
+`workers.endpoint.callers` reads. The command inherits standard input, output and error, and its
 exit status is returned. This program adds up the memory of the command and all its descendants, and kills all of them
 if a limit is exceeded, or if the parent of this program ends. It does not confine the command: a command can read all
 files of the user and open network connections.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -15,16 +15,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import psutil
 
+if __name__ == "__main__":  # -P leaves out the folder of the project
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from verl_lite.machine import process_tree
+from verl_lite.machine.process_tree import RUN_MARK
+
 COMMAND = (sys.executable, "-P", __file__)
 KEPT = "PATH LANG LC_ALL LC_CTYPE TZ USER LOGNAME SHELL PYTHONPATH VIRTUAL_ENV SSL_CERT_FILE".split()
-"""Environment variables that programs inherit. All others may contain secrets of the trainer."""
+KEPT += [RUN_MARK]
+"""Environment variables that programs inherit. All others may contain secrets of the trainer. RUN_MARK lets the guard
+of the run end their processes if the trainer is killed."""
 
 EXCEEDED = 125
-_CHECK_S, _KILL_S = 0.2, 1.0
-_PR_SET_CHILD_SUBREAPER = 36
+_CHECK_S = 0.2
 
 
 def base_environment(names: Iterable[str]) -> dict[str, str]:
@@ -36,22 +45,24 @@ def base_environment(names: Iterable[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **kept}
 
 
-def main(limits: Mapping[str, int], command: list[str]) -> int:
+def main(limits: Mapping[str, Any], command: list[str]) -> int:
     """Runs the command. Returns its exit status, or EXCEEDED after a limit was exceeded."""
     parent = os.getppid()
-    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # descendants whose parent ends become children of this process
+    process_tree.become_subreaper()  # descendants whose parent ends become children of this process
+    process_tree.hide_memory()
     for name, value in ((resource.RLIMIT_FSIZE, limits["file_mb"] << 20), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(kill_all()))
     try:
-        process = subprocess.Popen(command)
+        process = process_tree.ProcessTree(command, os.environ).process
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(kill_all()))
+
     while (code := _waited(process)) is None:
+        process_tree.reap_adopted(process.pid)
         problem = "" if os.getppid() == parent else "the trainer's process has ended"
         memory, count = usage()
         if memory > limits["memory_mb"] << 20:
@@ -69,19 +80,15 @@ def main(limits: Mapping[str, int], command: list[str]) -> int:
 def usage() -> tuple[int, int]:
     """Returns the resident memory in bytes and the number of all descendants of this process."""
     sizes = []
-    for each in psutil.Process().children(recursive=True):
+    for status in process_tree.descendants(os.getpid()):
         with contextlib.suppress(psutil.NoSuchProcess):
-            sizes.append(each.memory_info().rss)
-    return sum(sizes), sum(size > 0 for size in sizes)  # an ended process has no memory
+            sizes.append(psutil.Process(status.pid).memory_info().rss)
+    return sum(sizes), len(sizes)
 
 
 def kill_all() -> int:
-    """Kills all descendants of this process, and waits shortly for their end. Returns an exit status."""
-    found = psutil.Process().children(recursive=True)
-    for each in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    psutil.wait_procs(found, timeout=_KILL_S)
+    """Kills all descendants of this process. Returns an exit status."""
+    process_tree.end_below(os.getpid())
     return EXCEEDED
 
 

@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from verl_lite.config import EndpointConfig
 from verl_lite.errors import UserError
+from workers.endpoint.callers import Callers, Verdict
 from workers.endpoint.protocols import APIS, ChatCompletions, Messages, Responses, Settings, new_name, written
 from workers.endpoint.trace import Answer, Conversation, Node, Refusal, Trace
 from workers.rollout.base import Completion, SamplingParams, derive_seed
@@ -88,6 +90,8 @@ class Endpoint:
         self._new: deque[Call] = deque()
         self._aborted: deque[Call] = deque()
         self._failure: str | None = None
+        self.callers: Callers | None = None  # set if programs are commands
+        self._verdicts: WeakKeyDictionary[Any, dict[str, Verdict]] = WeakKeyDictionary()  # by connection and key
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
         try:
@@ -293,9 +297,21 @@ class Endpoint:
             code="invalid_api_key",
         )
 
+    async def _check_caller(self, request: web.Request, key: str) -> None:
+        """Raises Refusal if another episode's process sent the request. The process is searched once per connection."""
+        if self.callers is None or request.transport is None:
+            return
+        verdicts = self._verdicts.setdefault(request.transport, {})
+        if key not in verdicts:
+            client_port = request.transport.get_extra_info("peername")[1]
+            verdicts[key] = await asyncio.to_thread(self.callers.verdict, key, client_port, self.port)
+        if verdicts[key] == "foreign":
+            raise Refusal("the API key was given to another episode", status=401, code="invalid_api_key")
+
     async def _read(self, request: web.Request) -> tuple[Episode, bytes, dict[str, Any]]:
         """Returns the episode of a request, and its body."""
         episode = self._authenticated(request)
+        await self._check_caller(request, episode.key)
         try:
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:

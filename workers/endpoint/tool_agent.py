@@ -19,6 +19,8 @@ import anyio
 from openai import AsyncOpenAI, BadRequestError
 
 from verl_lite.errors import UserError, printable
+from verl_lite.machine import process_tree
+from verl_lite.machine.folders import temporary_folder
 from workers.endpoint.limited import COMMAND, base_environment
 
 CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")  # episodes share its connections
@@ -242,12 +244,17 @@ class Server:
                 async with streamable_http_client(entry["url"], http_client=http) as streams:
                     yield streams
             return
-        with tempfile.TemporaryDirectory(prefix="verl_lite-mcp-") as folder:
+        with temporary_folder("verl_lite-mcp-") as folder:
             words = [*COMMAND, json.dumps(self._limits), entry["command"], *(entry.get("args") or [])]
-            environment = self._environment | {"HOME": folder, "TMPDIR": folder}
+            mark = process_tree.new_mark()
+            environment = self._environment | {"HOME": str(folder), "TMPDIR": str(folder), process_tree.MARK: mark}
             server = StdioServerParameters(command=words[0], args=words[1:], env=environment, cwd=folder)
-            async with stdio_client(server, errlog=self._log) as streams:  # type: ignore[arg-type]
-                yield streams
+            try:
+                async with stdio_client(server, errlog=self._log) as streams:  # type: ignore[arg-type]
+                    yield streams
+            finally:
+                # `mcp` kills the process with the limits if it takes long, and its children would stay
+                process_tree.end_marked(mark, reaps=True)
 
     async def _list_tools(self) -> list[Any]:
         tools, cursor = [], None

@@ -9,8 +9,9 @@ import contextlib
 import hashlib
 import math
 import numbers
+import re
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,15 @@ from verl_lite.envs import Env, EnvTemplate, find_env
 from verl_lite.errors import UserError
 from verl_lite.registry import import_modules
 
+METRICS_MAX = 64
+"""Number of metrics that an episode may report."""
+
+RESERVED = ("error_rate", "timeout_rate", "processes_replaced", "step_seconds/mean", "step_seconds/max")
+"""Names that the trainer itself logs as env/NAME."""
+
 AGGREGATIONS = ("mean", "sum", "min", "max", "last", "first")
 _SHOWN_CHARS = 200
+_NAME = re.compile(r"[\w.:@%+-][\w .:@%+/-]{0,99}", re.ASCII)
 
 
 class NonsenseError(UserError):
@@ -153,8 +161,25 @@ def read_number(what: str, value: Any) -> float:
     """Returns a finite number, also that of a numpy scalar. Raises NonsenseError. what: name of the value."""
     item = getattr(value, "item", None)  # a numpy scalar, or an array of one number
     number = item() if callable(item) and getattr(value, "size", 1) == 1 else value
-    _expect(isinstance(number, numbers.Real) and math.isfinite(number), what, number, "a finite number")
+    try:
+        is_finite = isinstance(number, numbers.Real) and math.isfinite(number)
+    except OverflowError:  # an integer or a fraction that no float can hold
+        is_finite = False
+    _expect(is_finite, what, number, "a finite number")
     return float(number)
+
+
+def check_metric_names(what: str, names: Iterable[object]) -> None:
+    """Raises NonsenseError if there are more than METRICS_MAX names, or if one cannot be part of a metric's name.
+
+    what: where the names were found, for the message.
+    """
+    names = list(names)
+    _expect(len(names) <= METRICS_MAX, f"the number of metrics in {what}", len(names), f"at most {METRICS_MAX}")
+    for name in names:
+        is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
+        expected = "at most 100 letters, digits, spaces and . : @ % + / - _, and no space or / at its beginning"
+        _expect(is_name, f"the name of a metric in {what}", name, expected)
 
 
 def _is_flag(value: object) -> bool:
@@ -168,10 +193,12 @@ def _info(method: str, info: Any) -> dict[str, Any]:
         if checked.get(key) is not None:
             checked[key] = _text(f"{key} {where}", checked[key])
     if checked.get("metrics") is not None:
-        checked["metrics"] = {
-            str(name): bool(value) if _is_flag(value) else read_number(f"metric {name!r} of {method}", value)
-            for name, value in _mapping(f"metrics {where}", checked["metrics"]).items()
-        }
+        metrics = _mapping(f"metrics {where}", checked["metrics"])
+        check_metric_names(f"the metrics {where}", metrics)
+        for name, value in metrics.items():
+            _expect(name not in RESERVED, f"a metric's name {where}", name, "another name: the trainer logs env/{name}")
+            metrics[name] = bool(value) if _is_flag(value) else read_number(f"metric {name!r} of {method}", value)
+        checked["metrics"] = metrics
     for name, mode in _mapping(f"metrics_agg_mode {where}", checked.get("metrics_agg_mode") or {}).items():
         known = ", ".join(AGGREGATIONS)
         _expect(mode in AGGREGATIONS, f"metrics_agg_mode[{name!r}] {where}", mode, f"one of {known}")

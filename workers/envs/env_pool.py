@@ -23,6 +23,10 @@ from workers.pool.process_pool import InlinePool, PoolSpec, ProcessPool
 __all__ = ["EnvError", "EnvPool", "EnvReply"]
 
 
+THREADS = 64
+"""Default number of environments that step at once in one process."""
+
+
 class EnvError(UserError):
     """The environments cannot be used: one fails in the dry run, or their processes do not start."""
 
@@ -63,7 +67,7 @@ class EnvPool:
             options="agentic.env_pool",
             error=EnvError,
             num_workers=config.num_workers,
-            threads=config.threads,
+            threads=THREADS if config.threads is None else config.threads,
             timeout_s=config.timeout_s,
             digest=EnvReply.digest,
             log_dir=log_dir,

@@ -5,7 +5,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import os
 import pickle
@@ -21,20 +20,23 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
 from verl_lite.errors import UserError, user_traceback
+from verl_lite.machine.process_tree import become_subreaper, die_with_parent
 from workers.pool.channel import CONTROL, Reply, packed, unpacked
 
 T = TypeVar("T")
 STACK_SIGNAL = signal.SIGUSR1
 """Signal on which the process writes the stacks of its threads to a file, even inside C code."""
 
-CONCURRENT = ("async", "threads")
+CONCURRENT = ("async", "threads", "commands")
 """Styles of handlers that run several calls at the same time."""
+
+CANCEL_S = {"async": 1.0, "commands": 15.0}
+"""By style of handlers that end late calls themselves, the seconds that this may take."""
 
 _REPLY_BYTES_MAX = 64 << 20
 _TRACEBACK_CHARS = 8000
 _PONG_AFTER_S = 0.2
 _SWITCH_INTERVAL_S = 0.001
-_PR_SET_PDEATHSIG = 1
 
 
 class Overdue(Exception):
@@ -74,8 +76,9 @@ class AsyncCalls:
 class Handler(Protocol):
     """Runs the calls of a process.
 
-    style: how calls run. `threads`: each call in its own thread; `async`: all calls in one event loop, in the thread
-    `thread` (a `threading.get_ident`); any other style: one call at a time.
+    style: how calls run. `threads`: each call in its own thread; `commands`: likewise, and the handler ends
+    late calls itself; `async`: all calls in one event loop, in the thread `thread` (a `threading.get_ident`), and the
+    handler ends late calls itself, unless one of them blocks the event loop; any other style: one call at a time.
     """
 
     style: str
@@ -94,6 +97,7 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     """Serves calls until the pool closes its end. The first message is a pickled function that creates the
     `Handler`."""
     die_with_parent(parent_pid)
+    become_subreaper()  # daemons of user code stay below this process, and end with it
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGTERM; programs of user code must not inherit that
     faulthandler.enable(stacks_fd)
     faulthandler.register(STACK_SIGNAL, stacks_fd)
@@ -191,14 +195,3 @@ def _pickled(reply: Reply) -> bytes:
             return message
         reason = f"The returned value has {len(message) >> 20} MiB; at most {_REPLY_BYTES_MAX >> 20} MiB are allowed"
     return pickle.dumps(Reply(reply.session, seconds=reply.seconds, error=reason))
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Has Linux kill this process when the thread that started it ends, whatever this process is doing then.
-
-    Other systems have no such call. There `Child._read` ends the process when the pool's end of the pipe is closed.
-    """
-    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent died before the call above
-        os._exit(1)

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from verl_lite.machine.folders import remove_folder
+from verl_lite.machine.process_tree import ProcessTree
 from workers.pool.channel import CONTROL, PoolEnd, Reply
 from workers.pool.child_main import STACK_SIGNAL
 
@@ -62,14 +62,15 @@ class Process:
             arguments = ", ".join(map(str, (*fds, os.getpid(), threads)))
             start = f"from workers.pool.child_main import main; main({arguments})"
             code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
-            self._process = subprocess.Popen(
+            self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
+            variables = os.environ if environment is None else environment
+            self._tree = ProcessTree(
                 [sys.executable, "-u", "-c", code],
+                {**variables, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stdout,
                 pass_fds=fds,
-                start_new_session=True,
-                env={**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"},
             )
         self.channel = PoolEnd(ours)
         self.log_path = log_path
@@ -84,6 +85,10 @@ class Process:
         self.pinged_at: float | None = None
         self.started_at = time.monotonic()
         self.channel.send(CONTROL, make)
+
+    @property
+    def pid(self) -> int:
+        return self._tree.process.pid
 
     def send(self, session: int, payload: Any) -> None:
         self.sent[session] = time.monotonic()
@@ -128,7 +133,7 @@ class Process:
     def stacks(self) -> str:
         """Returns the stacks of all threads. Sends a signal that the process answers even inside C code."""
         before = text = self._written_stacks()
-        os.kill(self._process.pid, STACK_SIGNAL)
+        os.kill(self._tree.process.pid, STACK_SIGNAL)
         until = time.monotonic() + _STACK_TIMEOUT_S
         while time.monotonic() < until:
             time.sleep(_STACK_PAUSE_S)
@@ -151,9 +156,8 @@ class Process:
     def cause_of_death(self) -> str:
         """Returns how the process ended, after waiting shortly for its end. Call `kill` afterwards for its
         descendants."""
-        try:
-            code = self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        code = self._tree.wait(_END_TIMEOUT_S)
+        if code is None:
             return "closed its connection to the pool"
         if code >= 0:
             return f"ended its process with exit code {code}"
@@ -161,11 +165,12 @@ class Process:
 
     def kill(self) -> None:
         """Kills the process and all its descendants, including those in other operating-system sessions, and waits for
-        its end. Messages that it sent before can still be received."""
+        its end. Its temporary files are removed. Messages that it sent before can still be received."""
         if self._is_killed:
             return
         self._is_killed = True
-        kill_tree(self._process)
+        self._tree.end()
+        remove_folder(self._folder)
         self._reader.join(_END_TIMEOUT_S)
 
     def close(self) -> None:
@@ -195,15 +200,3 @@ class Process:
                             with open(path, "ab") as again:
                                 os.dup2(again.fileno(), log.fileno(), inheritable=False)
                         log.write(chunk if left > 0 else _LAST_LINE)
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills the leader of an operating-system session and all its descendants, including those in other sessions, and
-    waits for its end."""
-    strays = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        strays = psutil.Process(process.pid).children(recursive=True)
-    for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), *(stray.kill for stray in strays)):
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            kill()
-    process.wait()

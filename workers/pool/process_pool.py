@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from workers.pool.channel import CONTROL, Reply
-from workers.pool.child_main import CONCURRENT, Handler, perform
+from workers.pool.child_main import CANCEL_S, CONCURRENT, Handler, perform
 from workers.pool.process import Process
 
 START_TIMEOUT_S = 120.0
 _CHECK_S = 0.25
 _ANSWER_S = 3.0
-_CANCEL_S = 1.0
 _FAILED_STARTS_MAX = 3
 
 
@@ -159,6 +158,11 @@ class ProcessPool:
         open_ones = [process for process in self._processes if not process.is_alone]
         return min(open_ones, key=lambda process: (not process.is_loaded, len(process.sessions)))
 
+    @property
+    def pids(self) -> list[int]:
+        """Returns the ids of the running processes."""
+        return [process.pid for process in list(self._processes)]
+
     def close(self) -> None:
         """Kills all processes."""
         for process in list(self._processes):
@@ -244,8 +248,7 @@ class ProcessPool:
             else:
                 process.is_loaded, self.style, self._failed_starts = True, reply.value, 0
                 process.begin(process.threads if self.style in CONCURRENT else 1)
-                if self.style == "async":  # the handler itself cancels late calls, unless one blocks the event loop
-                    self._timeout_s = self._spec.timeout_s + _CANCEL_S
+                self._timeout_s = self._spec.timeout_s + CANCEL_S.get(reply.value, 0.0)
                 self.wake()  # new sessions can start
 
     def _take_reply(self, process: Process, reply: Reply) -> None:

@@ -12,14 +12,17 @@ equation.
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl_lite.errors import printable
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
+from verl_lite.registry import did_you_mean
 from verl_lite.rewards import RewardItem, RewardResult
 from verl_lite.rewards.scoring import SCORE, is_score
+from workers.endpoint.callers import Verdict
 from workers.endpoint.program_host import Result, Run
 from workers.endpoint.server import Call, Endpoint
 from workers.endpoint.trace import Trace
@@ -30,6 +33,8 @@ from workers.rollout.runner import Runner
 
 REWARD_CHECK_S = 0.05
 """Seconds between two checks for results of the reward function."""
+METRIC_NAMES_MAX = 64
+"""Number of different names of programs' own metrics in a run. Further names are counted and not logged."""
 
 
 class Programs(Protocol):
@@ -98,6 +103,8 @@ class ProgramRunner:
         self._calls: set[Call] = set()  # requests in the engine
         self._checked_at = 0.0
         self._counts: Counter[str] = Counter()
+        self._metric_names: set[str] = set()
+        self._named_entries: set[str] = set()  # entries of results without a score
 
     def begin(self, key: str, samples: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
         """Queues the episodes of a group."""
@@ -188,10 +195,16 @@ class ProgramRunner:
         counts, self._counts = self._counts, Counter()
         kinds = ("sampled", "trained", "masked", "discarded")
         tokens = {name: number for name, number in counts.items() if name.startswith(kinds)}
+        callers: Counter[Verdict] = Counter()
+        if self._endpoint.callers is not None:
+            callers, self._endpoint.callers.counts = self._endpoint.callers.counts, Counter()
         return {
             **self._runner.take_metrics(seconds),
+            "program/connections/foreign_key": Metric.sum(callers["foreign"]),
+            "program/connections/unknown_process": Metric.sum(callers["unknown"]),
             "env/processes_replaced": Metric.sum(self._programs.processes_replaced),
             "program/restarts": Metric.sum(counts["restarts"]),
+            "program/metrics_dropped": Metric.sum(counts["metrics_dropped"]),
             "program/requests_per_episode": Metric.mean(counts["requests"], counts["episodes"]),
             "program/rows_per_episode": Metric.mean(counts["rows"], counts["episodes"]),
             **{f"program/tokens/{name}": Metric.sum(number) for name, number in tokens.items()},
@@ -250,11 +263,15 @@ class ProgramRunner:
                 "the program returned without an answer of the endpoint: it has to call base_url with its api_key",
             )
         result: Result = reply.value
-        trajectory.metrics = dict(result.metrics)
+        trajectory.metrics = self._known_metrics(result.metrics)
         if result.score is not None:
             return self._finish(episode, result.score)
         if self._rewards is None:
             return self._fail(episode, "the program returned no score, and the run has no reward function")
+        new_names = [name for name in result.names if name not in self._named_entries]
+        if new_names and len(self._named_entries) < METRIC_NAMES_MAX:
+            self._named_entries.update(new_names)
+            print(_without_score(new_names), flush=True)
         row, node = trajectory.spec.row, answered[-1]
         assert node.answer is not None
         episode.score_key = episode.name
@@ -284,9 +301,23 @@ class ProgramRunner:
                 episode.trajectory.is_timeout = result.timed_out
                 self._fail(episode, f"the reward function failed: {result.error}")
             else:
+                own = episode.trajectory.metrics
                 numbers = {name: value for name, value in result.extra.items() if not isinstance(value, str)}
-                episode.trajectory.metrics |= numbers
+                # neither the program nor the reward function replaces a number of the other
+                renamed = {f"reward.{name}" if name in own else name: value for name, value in numbers.items()}
+                episode.trajectory.metrics = own | self._known_metrics(renamed)
                 self._finish(episode, result.score)
+
+    def _known_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metrics whose names the run already has, and others while METRIC_NAMES_MAX is not reached."""
+        known = {}
+        for name, value in metrics.items():
+            if name in self._metric_names or len(self._metric_names) < METRIC_NAMES_MAX:
+                self._metric_names.add(name)
+                known[name] = value
+            else:
+                self._counts["metrics_dropped"] += 1
+        return known
 
     def _finish(self, episode: _Episode, score: float) -> None:
         if not is_score(score):
@@ -308,3 +339,13 @@ class ProgramRunner:
         if trace.nodes:
             first = trace.nodes[0]
             trajectory.prompt_messages, trajectory.prompt_ids = first.added, first.prompt_ids
+
+
+def _without_score(names: Sequence[str]) -> str:
+    """Returns the note on a program's dict without an entry `score`. names: its entries."""
+    shown = ", ".join(printable(repr(name)) for name in names)
+    hint = next((did_you_mean(name, ["score"]) for name in names if did_you_mean(name, ["score"])), "")
+    return (
+        f"agentic.program returned a dict without 'score', with the entries {shown}{hint}: reward.* scores such "
+        "episodes. Return {'score': None, ...} to say that this is intended."
+    )

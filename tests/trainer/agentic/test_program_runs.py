@@ -219,7 +219,7 @@ def test_a_run_trains_on_every_row_of_its_episodes_validates_and_shows_their_req
     for metrics in steps:
         assert metrics["program/rows_per_episode"] == 2 and metrics["program/requests_per_episode"] == 3
         assert metrics["program/tokens/sampled"] == metrics["program/tokens/trained"] > 0
-        assert metrics["env/error_rate"] == 0 and metrics["env/length"] >= 0
+        assert metrics["env/error_rate"] == 0 and metrics["env/own/length"] >= 0
     assert "val/score/mean" in steps[-1]
     assert (
         run_ppo([*tiny_run.options_of(folder, "eval"), *RUN, *val, "trainer.val_only=true", "data.train_files=[]"]) == 0
@@ -239,7 +239,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
     folder = tiny_run.write_files(tmp_path, ["a", "b", "c", "d"], reward)
     steps = trained(tiny_run.run(folder, "run", *RUN, "agentic.program_kwargs={score: false}"))
-    assert steps[0]["rollout/score/mean"] == 0.25 and steps[0]["env/seen"] == 4 and steps[0]["env/error_rate"] == 0
+    assert steps[0]["rollout/score/mean"] == 0.25 and steps[0]["env/own/seen"] == 4 and steps[0]["env/error_rate"] == 0
 
 
 @pytest.mark.slow
@@ -256,5 +256,5 @@ def test_a_resumed_run_continues_as_the_undisturbed_one(tmp_path: Path) -> None:
     whole = trained(tiny_run.run(folder, "whole", *options))
     start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/whole/global_step_2"]
     [resumed] = trained(tiny_run.run(folder, "resumed", *options, *start))
-    for name in ("rollout/score/mean", "actor/grad_norm", "program/tokens/sampled", "env/length"):
+    for name in ("rollout/score/mean", "actor/grad_norm", "program/tokens/sampled", "env/own/length"):
         assert resumed[name] == pytest.approx(whole[2][name], rel=1e-5)

@@ -55,6 +55,13 @@ def daemon() -> str:
     return "started"
 
 
+def forks() -> str:
+    """Starts a process that forks 60 children, each in a session of its own."""
+    body = "[os.fork() == 0 and (os.setsid(), time.sleep(60), os._exit(0)) for _ in range(60)]; time.sleep(60)"
+    subprocess.Popen([sys.executable, "-c", f"import os, time; {body}", sys.argv[1]], stdout=subprocess.DEVNULL)
+    return "started"
+
+
 if __name__ == "__main__":
     mode = sys.argv[2] if len(sys.argv) > 2 else "stdio"
     if mode == "exits":
@@ -64,7 +71,7 @@ if __name__ == "__main__":
     from mcp.server.mcpserver import Image, MCPServer
 
     server = MCPServer("test", log_level="CRITICAL")
-    for function in (add, mixed, place, long, fails, hangs, dies, greedy, daemon) if mode != "toolless" else ():
+    for function in (add, mixed, place, long, fails, hangs, dies, greedy, daemon, forks) if mode != "toolless" else ():
         server.tool(structured_output=False)(function)
     if mode.isdigit():
         server.run("streamable-http", port=int(mode))

@@ -220,6 +220,15 @@ def test_a_cancelled_episode_ends_its_servers(
 
 
 @pytest.mark.slow
+def test_children_that_a_tool_forks_end_with_the_episode(
+    episodes: Episodes, stdio: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LIMITS, "processes", 100)
+    # the fixture `mark` checks that no process is left
+    assert episodes.run([call("forks"), "done"], stdio)["turns"] == 2
+
+
+@pytest.mark.slow
 def test_each_episode_has_a_server_of_its_own(episodes: Episodes, stdio: dict[str, Any]) -> None:
     assert episodes.run([call("daemon"), call("place"), "done"], stdio, count=6)["turns"] == 3
     assert len({pid for prompt in episodes.prompts for pid in re.findall(r"pid=(\d+)", prompt)}) == 6
@@ -290,4 +299,4 @@ def test_a_run_trains_with_the_tools_of_a_server(tmp_path: Path, stdio: dict[str
     with pytest.raises(UserError, match="agentic.mcp_servers.s: the server does not start"):
         tiny_run.run(folder, "failed", *options, "agentic.mcp_servers={s: {command: nosuch}}")
     [step] = tiny_run.run(folder, "run", *options, f"agentic.mcp_servers={json.dumps(stdio)}")
-    assert (step["env/turns"], step["env/tool_calls"], step["env/error_rate"]) == (1, 0, 0)
+    assert (step["env/own/turns"], step["env/own/tool_calls"], step["env/error_rate"]) == (1, 0, 0)

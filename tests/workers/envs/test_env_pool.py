@@ -66,6 +66,14 @@ def test_what_the_checks_say() -> None:
         (read_step, ("text", 0.0, False, {}), "what step gave is .* expected 5 values"),
         (read_step, ("text", math.nan, False, False, {}), "reward of step is nan, expected a finite number"),
         (read_step, (None, 0.0, False, False, {}), "observation of step is None, expected text"),
+        (read_step, ("text", 10**400, False, False, {}), "reward of step is 1000.*, expected a finite number"),
+        (
+            read_reset,
+            ("text", {"metrics": {"error_rate": 8}}),
+            "metric's name .* is 'error_rate', expected another name",
+        ),
+        (read_reset, ("text", {"metrics": {"a\nb": 8}}), "name of a metric"),
+        (read_reset, ("text", {"metrics": dict.fromkeys(map(str, range(65)), 1)}), "number of metrics .* is 65"),
     ):
         with pytest.raises(NonsenseError, match=match):
             read(result)

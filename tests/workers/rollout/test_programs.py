@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,12 @@ import pytest
 
 from tests.workers.endpoint import programs
 from tests.workers.endpoint.live import END, LIMITS, SAMPLING, TOKENIZER, completion_of, new_trace
+from tests.workers.processes import gone
 from verl_lite.config import AgenticConfig, EndpointConfig
 from verl_lite.rewards import RewardItem, RewardResult
-from workers.endpoint.program_host import ProgramError, is_command, program_pool
+from workers.endpoint import program_host
+from workers.endpoint.callers import Callers
+from workers.endpoint.program_host import ProgramError, episodes_per_process, is_command, program_pool
 from workers.endpoint.server import Endpoint
 from workers.pool.process_pool import ProcessPool
 from workers.rollout.base import Completion, Request
@@ -175,11 +179,18 @@ def test_the_seeds_of_an_episode_do_not_depend_on_other_episodes() -> None:
         ("raises", "ValueError: the agent is broken"),
         ("exits", "SystemExit"),
         ("never calls", "it has to call base_url"),
-        ("text", "no reward function"),
+        ("text", "expected a finite number"),
         ("nan", "expected a finite number"),
         ("huge", "expected a finite number in the range of float32"),
         ("list", "expected a finite number"),
         ("nothing", "the run has no reward function"),
+        ("bytes", "expected a finite number"),
+        ("too large", "expected a finite number"),
+        ("text as score", "'score' in the result of the program is '1.0', expected a finite number"),
+        ("nested", "expected a finite number"),
+        ("many names", "the number of metrics in the result of the program is 65, expected at most 64"),
+        ("long name", "the name of a metric in the result of the program"),
+        ("name with a line end", "the name of a metric in the result of the program"),
     ],
 )
 def test_a_program_that_fails_masks_its_episode_and_no_other(do: str, text: str) -> None:
@@ -239,6 +250,36 @@ def test_the_reward_function_scores_the_last_answer_of_a_program_without_a_score
         assert of(rows, "env_metrics")[0] == {"f": 2.0} and "broken" in of(rows, "env_error")[1]
 
 
+@pytest.mark.parametrize("returned", ["text", "number as text", "text as score", "empty text", "bytes"])
+def test_text_instead_of_a_score_is_a_failure_even_with_a_reward_function(returned: str) -> None:
+    with world(f"{HERE}:run", rewards=Rewards()) as made:
+        rows = made.run({"do": returned})
+        assert of(rows, "reward_failed") == [True] and "expected a finite number" in of(rows, "env_error")[0]
+
+
+def test_the_entries_of_a_result_without_a_score_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with world(f"{HERE}:run", rewards=Rewards()) as made:
+        assert scores(made.run({"do": "misspelt"}, {"do": "misspelt"}, {"do": "only metrics"})) == [0.25] * 3
+    printed = capsys.readouterr().out
+    assert printed.count("'scroe'; did you mean score") == 1 and printed.count("'turns'") == 1
+
+
+def test_a_program_that_leaves_the_score_to_the_reward_function_is_not_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with world(f"{HERE}:run", rewards=Rewards()) as made:
+        assert scores(made.run({"do": "nothing"}, {"do": "score is None"})) == [0.25] * 2
+    assert "without 'score'" not in capsys.readouterr().out
+
+
+def test_a_run_logs_a_limited_number_of_names_of_programs() -> None:
+    with world(f"{HERE}:run") as made:
+        rows = made.run(*[{"do": "own names", "from": 60 * number} for number in range(3)])
+        names = set().union(*of(rows, "env_metrics"))
+        # 180 different names were returned
+        assert len(names) == 64 and made.runner.take_metrics(1.0)["program/metrics_dropped"].value == 180 - 64
+
+
 def test_the_environment_of_a_program_has_its_key_and_none_of_the_trainers_secrets(monkeypatch: Any) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "s")
     monkeypatch.setenv("ALLOWED", "a")
@@ -273,6 +314,94 @@ def test_a_command_leaves_neither_processes_nor_its_folder(tmp_path: Path) -> No
         rows = made.run({"do": "orphan", "mark": str(mark)})
         assert scores(rows) == [1.0] and of(rows, "env_metrics")[0] == {"cwd_is_home": 1.0}
     assert not psutil.pid_exists(int(mark.read_text())) or psutil.Process(int(mark.read_text())).status() == "zombie"
+
+
+@pytest.mark.parametrize(
+    ("do", "text"),
+    [
+        ("fork loop", "exceed processes=4"),
+        ("kills its limiter", "ended with status -9"),
+        ("stops its limiter", "was stopped; the program was killed"),
+    ],
+)
+def test_a_command_that_escapes_its_limits_fails_and_leaves_no_process(tmp_path: Path, do: str, text: str) -> None:
+    with world(COMMAND, processes=4) as made:
+        rows = made.run({"do": do, "folder": str(tmp_path)}, {"question": "b"})
+        assert of(rows, "reward_failed") == [True, False] and text in of(rows, "env_error")[0]
+        pids = [int(path.name) for path in tmp_path.iterdir()]
+        # the pool still runs: the end of the episode alone ends its processes
+        assert pids and all(gone(pid, 0.0) for pid in pids)
+
+
+def test_a_key_that_another_episode_uses_is_refused_and_counted(tmp_path: Path) -> None:
+    with world(COMMAND) as made:
+        made.endpoint.callers = Callers(lambda: made.pool.pids)
+        rows = made.run({"do": "steals", "folder": str(tmp_path)}, {"do": "is stolen from", "folder": str(tmp_path)})
+        answer = (tmp_path / "done").read_text()
+        assert answer.startswith("401") and "was given to another episode" in answer
+        metrics = made.runner.take_metrics(1.0)
+        assert scores(rows) == [1.0, 1.0] and metrics["program/requests_per_episode"].value == 1.0
+        assert metrics["program/connections/foreign_key"].value == 1
+        assert metrics["program/connections/unknown_process"].value == 0
+
+
+def test_a_request_of_a_process_that_is_not_found_is_accepted_and_counted() -> None:
+    with world(COMMAND) as made:
+        made.endpoint.callers = Callers(lambda: [])  # as if the program ran in a container
+        assert scores(made.run({"question": "a"})) == [1.0]
+        assert made.runner.take_metrics(1.0)["program/connections/unknown_process"].value == 1
+
+
+@pytest.mark.parametrize("do", ["nested folders", "many files", "folder without rights", "temporary"])
+def test_what_a_command_leaves_in_its_folder_does_not_change_its_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with world(COMMAND) as made:
+        rows = made.run({"do": do, "folder": str(tmp_path)})
+        assert scores(rows) == [1.0] and of(rows, "env_metrics")[0].get("is_below", 1.0) == 1.0
+        assert list(tmp_path.glob("**/verl_lite-program-*")) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folders_of_a_process_that_is_replaced_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with world(COMMAND, timeout_s=20.0) as made:
+        specs = (EpisodeSpec("e", "g", "t", 0, 0, 0, 0, 1, 1, row={"do": "hangs"}),)
+        made.groups.begin([GroupPlan("g", specs)], SAMPLING)
+        waited(lambda: made.groups.run(["g"], 0.05) and list(tmp_path.glob("*/verl_lite-program-*")))
+        [process] = made.pool._processes
+        process._tree.process.kill()
+        waited(lambda: made.groups.run(["g"], 0.05) and made.pool.processes_replaced == 1)
+        assert len(list(tmp_path.glob("*/verl_lite-program-*"))) <= 1, "only that of the repeated episode"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("do", "text"),
+    [
+        ("pipe", "is no regular file"),
+        ("link", "cannot be read: Too many levels of symbolic links"),
+        ("folder", "is no regular file"),
+        ("large result", "has more than 1048576 bytes"),
+    ],
+)
+def test_a_result_that_is_no_file_of_json_fails_at_once(tmp_path: Path, do: str, text: str) -> None:
+    target = tmp_path / "score.json"
+    target.write_text("1.0")
+    with world(COMMAND) as made:
+        rows = made.run({"do": do, "target": str(target)}, seconds=20.0)
+        assert of(rows, "reward_failed") == [True] and text in of(rows, "env_error")[0]
+
+
+def test_commands_use_as_many_processes_as_the_machine_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_host, "cpu_count", lambda: 6)
+    command, function = AgenticConfig(program="python agent.py"), AgenticConfig(program="package.agent:run")
+    assert episodes_per_process(command) == 6 and episodes_per_process(function) == 64
+    command.env_pool.num_workers = 4
+    assert episodes_per_process(command) == 2  # rounded up
+    command.env_pool.threads = 64
+    assert episodes_per_process(command) == 64
 
 
 def test_text_that_a_command_prints_is_no_result() -> None:

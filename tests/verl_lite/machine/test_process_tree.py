@@ -1,0 +1,121 @@
+"""Process trees that try to survive, and the end of all their processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.verl_lite.machine import process_children
+from verl_lite.machine import process_tree
+from verl_lite.machine.process_tree import ProcessTree, Status
+
+FILE = str(Path(str(process_children.__file__)).absolute())
+
+
+def start(name: str, folder: Path) -> ProcessTree:
+    return ProcessTree([sys.executable, FILE, name, str(folder)], os.environ)
+
+
+def waited(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def alive(folder: Path) -> list[int]:
+    """Returns the processes of the test that have not ended: each of them created a file with its id as name."""
+    pids = [int(path.name) for path in folder.iterdir()]
+    statuses = [process_tree.status_of(pid) for pid in pids]
+    return [status.pid for status in statuses if status is not None and not status.has_ended]
+
+
+@pytest.fixture
+def subreaper() -> Iterator[None]:
+    process_tree.become_subreaper()
+    yield
+    process_tree._prctl(process_tree._PR_SET_CHILD_SUBREAPER, 0)
+
+
+def test_a_tree_that_still_forks_leaves_no_process(tmp_path: Path) -> None:
+    tree = start("forks", tmp_path)
+    waited(lambda: len(list(tmp_path.iterdir())) > 20)
+    tree.end()
+    assert alive(tmp_path) == [] and tree.process.returncode == -9
+    number = len(list(tmp_path.iterdir()))
+    time.sleep(0.2)
+    assert len(list(tmp_path.iterdir())) == number
+
+
+def test_a_daemon_without_environment_is_adopted_and_ended(tmp_path: Path, subreaper: None) -> None:
+    tree = start("daemon", tmp_path)
+    assert tree.wait(10.0) == 0
+    waited(lambda: len(alive(tmp_path)) == 1)
+    before = process_tree.marked(tree.mark)
+    tree.end()
+    assert before == [] and len(alive(tmp_path)) == 1, "nothing but its parent shows whose process it was"
+    process_tree.end_adopted()
+    [pid] = [int(path.name) for path in tmp_path.iterdir()]
+    assert alive(tmp_path) == [] and process_tree.status_of(pid) is None, "it was reaped"
+
+
+def test_the_processes_of_a_root_that_was_killed_are_ended_by_their_mark(tmp_path: Path) -> None:
+    tree = start("forks", tmp_path)
+    waited(lambda: len(list(tmp_path.iterdir())) > 20)
+    tree.process.kill()
+    assert tree.wait(10.0) == -9
+    tree.end()
+    assert alive(tmp_path) == []
+
+
+def test_a_process_that_continues_in_children_in_other_sessions_is_ended(subreaper: None, tmp_path: Path) -> None:
+    tree = start("chain", tmp_path)
+    time.sleep(0.3)
+    tree.end()
+    assert process_tree.marked(tree.mark) == []
+
+
+def test_processes_outside_the_tree_are_not_touched(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    tree = start("forks", tmp_path)
+    waited(lambda: len(list(tmp_path.iterdir())) > 5)
+    tree.end()
+    status = process_tree.status_of(other.pid)
+    assert other.poll() is None and status is not None and not status.is_stopped
+    other.kill()
+    other.wait()
+
+
+def test_a_signal_does_not_reach_another_process_with_the_same_id() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    earlier = Status(other.pid, os.getpid(), other.pid, "S", started="1")
+    process_tree._send(earlier, 9)
+    time.sleep(0.1)
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_the_mark_of_a_tree_begins_with_that_of_the_tree_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(process_tree.MARK, "/outer")
+    tree = ProcessTree([sys.executable, "-c", "import time; time.sleep(20)"], os.environ)
+    waited(lambda: tree.process.pid in process_tree.marked("/outer"))
+    tree.end()
+    assert process_tree.marked("/outer") == []
+
+
+def test_processes_are_listed_and_ended_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process_tree, "_PROC", str(tmp_path / "proc"))
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    tree = start("forks", folder)
+    waited(lambda: len(list(folder.iterdir())) > 20)
+    tree.end()
+    monkeypatch.undo()
+    assert alive(folder) == []
