@@ -304,8 +304,8 @@ def require_callbacks(callbacks: Sequence[object], key: str) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(
-                f"{key}: {callback!r:.200} is not a callback; expected an object of a subclass of "
-                "trainer.callbacks.Callback"
+                f"{key}: {callback!r:.200} is not a callback; expected an object of a subclass of Callback "
+                "(trainer/callbacks.py)"
             )
     return list(callbacks)  # type: ignore[arg-type]  # checked above
 
@@ -322,7 +322,7 @@ def _callback_at(entry: str) -> Callback:
     module = path if path.endswith(".py") or path.startswith(MODULE_PREFIX) else f"{MODULE_PREFIX}{path}"
     kind = load_object(module, name, KEY, KEY)
     if not (inspect.isclass(kind) and issubclass(kind, Callback)):
-        raise UserError(f"{KEY}: {entry} is {kind!r:.200}; expected a subclass of trainer.callbacks.Callback")
+        raise UserError(f"{KEY}: {entry} is {kind!r:.200}; expected a subclass of Callback (trainer/callbacks.py)")
     try:
         inspect.signature(kind).bind()
     except TypeError as error:

@@ -369,7 +369,7 @@ def test_a_file_adds_callbacks_and_early_stopping_to_a_run(tmp_path: Path) -> No
         ("notes.py:", "has no class"),
         ("missing.py:Notes", "no such file"),
         ("notes.py:Notse", "defines nothing of that name"),
-        ("notes.py:no_class", "expected a subclass of trainer.callbacks.Callback"),
+        ("notes.py:no_class", "expected a subclass of Callback"),
         ("notes.py:NeedsArgument", "cannot be created without arguments .*'name'"),
     ],
 )
