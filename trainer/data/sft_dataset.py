@@ -245,47 +245,80 @@ def encode_chat(
             in the loss.
     """
     is_kept, chat = _split_loss_mask(chat, where)
-    text_of = _Texts(chat, tokenizer, where, arguments)
-    answers = [place for place in range(first, len(chat)) if chat[place]["role"] == "assistant"]
-    spans = [(text_of.question(place), text_of.end(place)) for place in answers]
+    texts = _Texts(chat, tokenizer, where, arguments)
+    answers = []
+    left_out = []
+    for place, message in enumerate(chat):
+        if message["role"] == "assistant" and place >= first:
+            answers.append(_Span(texts.question(place), texts.end(place), is_kept[place]))
+        if not is_kept[place]:
+            left_out.append(_Span(texts.end(place - 1), texts.end(place), is_learnt=False))
+    learnt_from = len(texts.whole) if assistant_only else texts.beginning(first)
 
-    learnt_from = len(text_of.whole)
-    if not assistant_only:
-        learnt_from = 0
-        if first:
-            is_answer = chat[first]["role"] == "assistant"
-            learnt_from = text_of.question(first) if is_answer else text_of.end(first - 1)
-    left_out = [(text_of.end(place - 1), text_of.end(place)) for place in range(len(chat)) if not is_kept[place]]
+    tokens, mask = _encode_spans(texts.whole, learnt_from, answers, left_out, tokenizer, arguments)
+    first_learnt = max(1, mask.index(1)) if 1 in mask else len(mask)  # nothing predicts the first token
+    if first_learnt == len(mask):
+        raise UserError(f"{where}: no token is in the loss; remove such rows, or {ALL_TOKENS}")
+    return Example(tokens[:first_learnt], tokens[first_learnt:], mask[first_learnt:])
 
-    cuts = sorted({learnt_from, *(position for span in spans + left_out for position in span)})
-    tokens, counts = encode_and_cut(text_of.whole, cuts, tokenizer)
+
+@dataclass(frozen=True)
+class _Span:
+    """A part of a chat's text, from character `start` to `stop`, and whether it is in the loss."""
+
+    start: int
+    stop: int
+    is_learnt: bool
+
+
+def _encode_spans(
+    text: str,
+    learnt_from: int,
+    answers: Sequence[_Span],
+    left_out: Sequence[_Span],
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Arguments,
+) -> tuple[list[int], list[int]]:
+    """Tokenizes a chat, completes the ends of its answers, and marks the tokens in the loss.
+
+    Args:
+        text: the text of the chat.
+        learnt_from: everything from this character is in the loss; the text's length = only the answers are.
+        answers: the answers, each of which must end with an end-of-turn token.
+        left_out: parts that are never in the loss.
+        tokenizer: the tokenizer.
+        arguments: arguments of the chat template.
+
+    Returns:
+        The tokens, and for each of them 1 if it is in the loss, else 0.
+    """
+    borders = {border for span in (*answers, *left_out) for border in (span.start, span.stop)}
+    cuts = sorted(borders | {learnt_from})
+    tokens, counts = encode_and_cut(text, cuts, tokenizer)
     index_of = dict(zip(cuts, counts, strict=True))
-
     mask = [0] * index_of[learnt_from] + [1] * (len(tokens) - index_of[learnt_from])
-    missing_ends: list[tuple[int, int]] = []  # index, and 1 if the added token is in the loss
+
     possible_ends = ends_of_answers(tokenizer, arguments)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    for place, (start_position, stop_position) in zip(answers, spans, strict=True):
-        start, stop = index_of[start_position], index_of[stop_position]
+    missing_ends: list[tuple[int, int]] = []  # the index of an end to be added, and its mask
+    for answer in answers:
+        start, stop = index_of[answer.start], index_of[answer.stop]
         end = end_of_answer(tokens, start, stop, possible_ends)
         if end is None and stop < len(tokens) and tokens[stop] in special:
             end = stop + 1  # the token that begins the next message ends the answer, as in the templates of GLM
         if end is None:
             end = stop
-            missing_ends.append((stop, int(is_kept[place])))
-        if is_kept[place]:
+            missing_ends.append((stop, int(answer.is_learnt)))
+        if answer.is_learnt:
             mask[start:end] = [1] * (end - start)
-    for start_position, stop_position in left_out:
-        start, stop = index_of[start_position], index_of[stop_position]
+    for span in left_out:
+        start, stop = index_of[span.start], index_of[span.stop]
         mask[start:stop] = [0] * (stop - start)
-    for index, is_learnt in reversed(missing_ends):
+
+    for index, is_learnt in reversed(missing_ends):  # from the end, so that earlier indices stay valid
         tokens.insert(index, possible_ends[0])
         mask.insert(index, is_learnt)
-
-    first_learnt = max(1, mask.index(1)) if 1 in mask else len(mask)  # nothing predicts the first token
-    if first_learnt == len(mask):
-        raise UserError(f"{where}: no token is in the loss; remove such rows, or {ALL_TOKENS}")
-    return Example(tokens[:first_learnt], tokens[first_learnt:], mask[first_learnt:])
+    return tokens, mask
 
 
 class _Texts:
@@ -313,6 +346,12 @@ class _Texts:
         if place == len(self._chat) - 1:
             return len(self.whole)
         return self._length(place + 1, is_question=False)
+
+    def beginning(self, place: int) -> int:
+        """Returns the position at which a message begins; for an answer, behind the generation prompt."""
+        if place == 0:
+            return 0
+        return self.question(place) if self._chat[place]["role"] == "assistant" else self.end(place - 1)
 
     def _length(self, count: int, *, is_question: bool) -> int:
         """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""
