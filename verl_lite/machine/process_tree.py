@@ -65,7 +65,9 @@ class Status:
 
 def become_subreaper() -> None:
     """Makes this process the parent of all descendants whose parent ends, as the process with id 1 is otherwise."""
+    global _is_subreaper
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _is_subreaper = True
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -146,6 +148,7 @@ class ProcessTree:
             _end(lambda table: [each for each in table.values() if each.group == own and each.pid != own])
 
 
+_is_subreaper = False
 _starting = threading.Lock()
 _started: set[int] = set()
 
@@ -158,8 +161,12 @@ def new_mark() -> str:
 def end_adopted() -> None:
     """Ends children of this process that no `ProcessTree` has started, and everything below them.
 
-    They are what remains of trees whose root ended first, if this process is a subreaper and starts no others.
+    They are what remains of trees whose root ended first, if this process is a subreaper. Such a process starts no
+    children in another way. Any other process, such as the driver of a run whose programs run inline, has adopted
+    nobody, and its children are left alone.
     """
+    if not _is_subreaper:
+        return
 
     def adopted(table: Table) -> list[Status]:
         with _starting:

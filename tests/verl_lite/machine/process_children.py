@@ -47,27 +47,6 @@ def chain(folder: Path) -> None:
         time.sleep(0.001)
 
 
-def kills_parent(folder: Path) -> None:
-    """Kills the process that watches it."""
-    _child_of_watched(folder)
-    os.kill(os.getppid(), signal.SIGKILL)
-    _stay(folder)
-
-
-def stops_parent(folder: Path) -> None:
-    """Stops the process that watches it."""
-    _child_of_watched(folder)
-    os.kill(os.getppid(), signal.SIGSTOP)
-    _stay(folder)
-
-
-def _child_of_watched(folder: Path) -> None:
-    if os.fork() == 0:
-        os.setsid()
-        _stay(folder)
-    time.sleep(0.3)
-
-
 def _stay(folder: Path) -> None:
     (folder / str(os.getpid())).touch()
     time.sleep(LIFE_S)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,17 @@ def alive(folder: Path) -> list[int]:
     return [status.pid for status in statuses if status is not None and not status.has_ended]
 
 
-@pytest.fixture
-def subreaper() -> Iterator[None]:
+def in_own_process(test: Callable[[Path], None], folder: Path) -> None:
+    """Runs a test in a process of its own, which becomes a subreaper: `end_adopted` ends all its other children."""
+    process = multiprocessing.get_context("spawn").Process(target=as_subreaper, args=(test, folder))
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == 0
+
+
+def as_subreaper(test: Callable[[Path], None], folder: Path) -> None:
     process_tree.become_subreaper()
-    yield
-    process_tree._prctl(process_tree._PR_SET_CHILD_SUBREAPER, 0)
+    test(folder)
 
 
 def test_a_tree_that_still_forks_leaves_no_process(tmp_path: Path) -> None:
@@ -53,16 +60,20 @@ def test_a_tree_that_still_forks_leaves_no_process(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == number
 
 
-def test_a_daemon_without_environment_is_adopted_and_ended(tmp_path: Path, subreaper: None) -> None:
-    tree = start("daemon", tmp_path)
+def test_a_daemon_without_environment_is_adopted_and_ended(tmp_path: Path) -> None:
+    in_own_process(adopts_a_daemon, tmp_path)
+
+
+def adopts_a_daemon(folder: Path) -> None:
+    tree = start("daemon", folder)
     assert tree.wait(10.0) == 0
-    waited(lambda: len(alive(tmp_path)) == 1)
+    waited(lambda: len(alive(folder)) == 1)
     before = process_tree.marked(tree.mark)
     tree.end()
-    assert before == [] and len(alive(tmp_path)) == 1, "nothing but its parent shows whose process it was"
+    assert before == [] and len(alive(folder)) == 1, "nothing but its parent shows whose process it was"
     process_tree.end_adopted()
-    [pid] = [int(path.name) for path in tmp_path.iterdir()]
-    assert alive(tmp_path) == [] and process_tree.status_of(pid) is None, "it was reaped"
+    [pid] = [int(path.name) for path in folder.iterdir()]
+    assert alive(folder) == [] and process_tree.status_of(pid) is None, "it was reaped"
 
 
 def test_the_processes_of_a_root_that_was_killed_are_ended_by_their_mark(tmp_path: Path) -> None:
@@ -74,8 +85,12 @@ def test_the_processes_of_a_root_that_was_killed_are_ended_by_their_mark(tmp_pat
     assert alive(tmp_path) == []
 
 
-def test_a_process_that_continues_in_children_in_other_sessions_is_ended(subreaper: None, tmp_path: Path) -> None:
-    tree = start("chain", tmp_path)
+def test_a_process_that_continues_in_children_in_other_sessions_is_ended(tmp_path: Path) -> None:
+    in_own_process(ends_a_chain, tmp_path)
+
+
+def ends_a_chain(folder: Path) -> None:
+    tree = start("chain", folder)
     time.sleep(0.3)
     tree.end()
     assert process_tree.marked(tree.mark) == []
@@ -119,3 +134,13 @@ def test_processes_are_listed_and_ended_without_proc(monkeypatch: pytest.MonkeyP
     tree.end()
     monkeypatch.undo()
     assert alive(folder) == []
+
+
+def test_a_process_that_adopts_nobody_keeps_its_other_children() -> None:
+    """Programs can run in the driver's process, whose children are Ray, the guard and the workers."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    process_tree.end_adopted()
+    time.sleep(0.1)
+    assert other.poll() is None
+    other.kill()
+    other.wait()
