@@ -282,11 +282,6 @@ def _freezes_vision_anyway(situation: Situation, key: str) -> bool:
     return bool(situation.config.model.lora_rank) or situation.reads_images is False
 
 
-def _has_more_layers_than_model(situation: Situation, key: str) -> bool:
-    number = situation.value(key)
-    return situation.layers is not None and number is not None and number > situation.layers
-
-
 def _batch_exceeds_rows(situation: Situation, key: str) -> bool:
     return situation.rows is not None and situation.value(key) > situation.rows
 
@@ -367,13 +362,6 @@ SHARED_ROWS: tuple[IdleOption, ...] = (
         _beside("enable_gradient_checkpointing", True),
         "enable_gradient_checkpointing=false recomputes nothing",
         "set enable_gradient_checkpointing=true in the same section, or leave it out",
-    ),
-    IdleOption(
-        ("model.gradient_checkpointing_layers",),
-        _has_more_layers_than_model,
-        "the model of model.path has fewer layers",
-        "set at most its number of layers, or null for all",
-        is_error=True,
     ),
     IdleOption(
         ("model.lora_alpha", "model.target_modules", "model.exclude_modules"),

@@ -161,7 +161,6 @@ ERRORS = [
     (f"{LOSS}.use_task_rewards=false", [], {}, "no teachers"),
     (f"{LOSS}.loss_mode=k1", [], {}, "no teachers"),
     ("distillation.teacher_key=extra_info.level", [], {}, "no teachers"),
-    ("model.gradient_checkpointing_layers=99", [], {"layers": 4}, "fewer layers"),
 ]
 
 
