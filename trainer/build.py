@@ -228,12 +228,10 @@ class PPOJob(Job[PPOConfig]):
             "reference_model": needs_reference_model(config) or bool(config.distillation.named_teachers()),
             "old_log_probs": needs_old_log_prob(config),
         }
-        model = load_model_config(config.model)
         return Situation(
             config,
             devices=self.slots,
-            layers=model.get_text_config().num_hidden_layers,
-            reads_images=has_vision(model),
+            reads_images=has_vision(load_model_config(config.model)),
             unused_passes=frozenset(name for name, is_used in passes.items() if not is_used),
         )
 

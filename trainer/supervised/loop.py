@@ -329,8 +329,7 @@ class SupervisedJob(Job[Options]):
                 self.console.note(note)
 
     def situation(self) -> Situation:
-        layers = load_model_config(self.config.model).get_text_config().num_hidden_layers
-        return Situation(self.config, devices=self.slots, layers=layers, rows=self.num_rows)
+        return Situation(self.config, devices=self.slots, rows=self.num_rows)
 
     def read_data(self) -> int:
         self.task = self.read_task()

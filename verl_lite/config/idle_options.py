@@ -22,14 +22,13 @@ from verl_lite.registry import is_own, takes
 class Situation:
     """The resolved options of a run, and what its files say. None and an empty set stand for unknown.
 
-    devices: number of devices. layers: decoder layers of the policy. reads_images: whether the policy is a
+    devices: number of devices. reads_images: whether the policy is a
     vision-language model. rows: training rows of a supervised run. unused_passes: passes that no step of the run needs,
     among `critic`, `reference`, `reference_model` and `old_log_probs`.
     """
 
     config: Any
     devices: int | None = None
-    layers: int | None = None
     reads_images: bool | None = None
     rows: int | None = None
     unused_passes: frozenset[str] = frozenset()

@@ -257,7 +257,7 @@ def test_options_with_one_reason_share_a_note_and_dictionaries_keep_their_values
     ],
 )
 def test_an_option_with_an_effect_is_not_noted(words: list[str]) -> None:
-    assert report_of([*BASE, *words], layers=4, devices=2) == IdleReport()
+    assert report_of([*BASE, *words], devices=2) == IdleReport()
 
 
 class _Recorder:
