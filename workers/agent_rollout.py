@@ -78,7 +78,7 @@ class AgentSampling(SamplingWorker):
         config, data, limits = self.config.agentic, self.config.data, self._limits
         tokenizer = copy.deepcopy(self.tokenizer)  # the server's thread uses it
         joins = ChatJoins(tokenizer, data.apply_chat_template_kwargs, most_tokens=limits.max_model_len)
-        stops = sorted({*stop_token_ids(self.config.model, self.tokenizer), joins.end_of_turn})
+        stops = sorted({*stop_token_ids(self.config.model, self.tokenizer), *joins.ends_of_turn})
         endpoint = programs = None
         if self.runner.leads:
             log_dir = None if self.log_dir is None else str(Path(self.log_dir) / f"programs-{self.engine_index}")

@@ -10,7 +10,7 @@ import pytest
 from trainer.final_report import FitResult, Sample, final_report
 from verl_lite.envs.actions import ActionParser
 from verl_lite.envs.adapters import _HIGHLIGHTED
-from verl_lite.envs.tool_calls import parse_tool_calls
+from verl_lite.envs.tool_calls import llama_calls, mistral_calls, parse_tool_calls
 from verl_lite.rewards import default_compute_score
 from verl_lite.rewards.code import extract_code
 from verl_lite.rewards.judge import read_verdict
@@ -20,7 +20,7 @@ HANG_S = 60
 REPEATED = (
     "`", "a", " ", "7", "\\", "{", "}", "<", "\n", "a,", "a ", "- ", "####", "\\boxed{", "Answer:", "score ", "score: ",
     "```", "```\n", "<answer>", "</answer>", "<think>", "<tool_call>", "<function=", "<function=f>", "<parameter=",
-    "<parameter=p>", "\x1b[1m", "$",
+    "<parameter=p>", "<arg_key>a</arg_key><arg_value>", "[TOOL_CALLS]", "\x1b[1m", "$",
 )  # fmt: skip
 
 
@@ -48,6 +48,8 @@ READERS: dict[str, Callable[[str], Any]] = {
     "judge": verdict,
     "actions": ActionParser(),
     "tool calls": parse_tool_calls,
+    "tool calls of Mistral": lambda text: mistral_calls("[TOOL_CALLS]a" + text),
+    "tool calls of Llama": lambda text: llama_calls("{" + text),
     "observations": lambda text: _HIGHLIGHTED.sub("", text),
     "final report": report,
 }

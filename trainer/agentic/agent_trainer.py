@@ -52,10 +52,18 @@ class EpisodeRewards:
     """Counts failed episodes in the reward stage, because the rows of episodes already contain their rewards. Writes
     the failures to env_failures.jsonl in `run_dir`.
 
-    show: receives the text of the first failure of the run.
+    max_prompt_length: data.max_prompt_length, with which the first prompts of programs are compared.
+    show: receives the text of the first failure of the run, and of the first prompt that is too long.
     """
 
-    def __init__(self, max_error_rate: float, run_dir: Path, show: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        max_error_rate: float,
+        run_dir: Path,
+        show: Callable[[str], None] = print,
+        max_prompt_length: float = math.inf,
+    ) -> None:
+        self._max_prompt_length, self._show, self._has_shown_length = max_prompt_length, show, False
         path, option = run_dir / "env_failures.jsonl", "agentic.env_pool.max_error_rate"
         self._failures = Failures("episode", option, max_error_rate, EnvironmentFailure, path, show)
 
@@ -71,7 +79,23 @@ class EpisodeRewards:
             "env/error_rate": Metric.mean(counts.failed, counts.episodes),
             "env/timeout_rate": Metric.mean(counts.timeouts, counts.episodes),
         }
+        if counts.first_prompts:
+            metrics["program/prompt_length/max"] = Metric.max(float(max(counts.first_prompts)))
+            metrics["program/prompt_length/clip_ratio"] = self._share_of_long_prompts(counts.first_prompts)
         return DataProto(meta_info={"metrics": metrics})
+
+    def _share_of_long_prompts(self, lengths: Sequence[int]) -> Metric:
+        """Returns the share of first prompts above the limit, and reports the first batch that has some."""
+        too_long = [length for length in lengths if length > self._max_prompt_length]
+        if too_long and not self._has_shown_length:
+            self._has_shown_length = True
+            self._show(
+                f"{len(too_long)} of {len(lengths)} first prompts of programs, tools included, are longer than "
+                f"data.max_prompt_length={self._max_prompt_length} tokens, the longest by "
+                f"{max(too_long) - self._max_prompt_length}. These tokens are taken from data.max_response_length, so "
+                f"the answers have less room, down to none. Set data.max_prompt_length={max(too_long)} or more"
+            )
+        return Metric.mean(len(too_long), len(lengths))
 
 
 class EpisodeFilter(GroupFilter):
@@ -250,7 +274,7 @@ def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> N
         pool.close()
 
 
-def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None] = print) -> None:
     """Loads the program in a process of its pool, starts each MCP server once, and tests the chat template on two
     turns. File names in a command line become absolute, because commands run in folders of their own. Raises
     UserError."""
@@ -280,7 +304,7 @@ def program_parts(
 ) -> dict[str, Any]:
     """Returns the arguments of `AgentTrainer` that define the episodes of a program and count their failures."""
     return {
-        "rewards": EpisodeRewards(config.agentic.env_pool.max_error_rate, run_dir, tell),
+        "rewards": EpisodeRewards(config.agentic.env_pool.max_error_rate, run_dir, tell, config.data.max_prompt_length),
         "source": ProgramSource(config, train),
         "val_source": None if val is None else ProgramValidation(val),
     }

@@ -364,6 +364,13 @@ RULES = (
         "answers are cut off before they end, so incomplete answers are scored",
         "allow longer answers, or penalize long answers",
     ),
+    Rule(
+        ("program/prompt_length/clip_ratio",), Range(high=0.0, alarm_high=0.5),
+        ("data.max_prompt_length", "data.max_response_length"),
+        "first prompts of programs, tools included, are longer than data.max_prompt_length; the surplus is taken from "
+        "the room of the answers, which may be one token or none",
+        "raise data.max_prompt_length to program/prompt_length/max",
+    ),
     Rule(  # DAPO (arXiv:2503.14476): exploration ends when the entropy falls by an order of magnitude
         ("actor/entropy",), Range(low=0.1, alarm_low=0.02, of_start=True),
         ("actor.clip_ratio_high", "actor.entropy_coeff", "rollout.temperature", "actor.optim.lr"),

@@ -5,7 +5,6 @@ openenv     servers that receive actions, and return observations and rewards
 """
 
 import asyncio
-import contextlib
 import importlib
 import json
 import logging
@@ -16,7 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from verl_lite.envs.base import Info, register_env
-from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls
+from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls, with_types
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry
 
@@ -276,17 +275,11 @@ def _describe(tools: Tools) -> str:
 def _tool_calls(text: str, tools: Tools) -> list[ToolCall]:
     """Returns the tool calls in a text; none if there are no tools. Raises ValueError or RecursionError, worded for the
     agent, for a call that cannot be parsed."""
-    calls = parse_tool_calls(text) if tools else []
-    for call in calls:
+    calls = []
+    for call in parse_tool_calls(text) if tools else []:
         if call.problem:
             raise ValueError(call.problem)
-        schemas = tools.get(call.name, {}).get("parameters", {}).get("properties", {})
-        for name, value in call.arguments.items():
-            schema = schemas.get(name, {})
-            allowed = {kind.get("type") for kind in (schema, *schema.get("anyOf", ()))} - {None}
-            if isinstance(value, str) and allowed and "string" not in allowed:  # Qwen3-Coder writes texts only
-                with contextlib.suppress(ValueError):
-                    call.arguments[name] = json.loads(value)
+        calls.append(with_types(call, tools.get(call.name, {}).get("parameters")))
     values = json.dumps([[call.name, call.arguments] for call in calls], ensure_ascii=False)
     return [ToolCall(name, arguments) for name, arguments in json.loads(_encodable(values))]
 

@@ -1,18 +1,37 @@
-"""Parses tool calls in an agent's text, in the two notations that open models use.
+"""Parses tool calls in an agent's text, in the notations that open models use.
 
-Hermes and Qwen:   <tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>
-Qwen3-Coder:       <tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>
+Between tags, which `parse_tool_calls` and `tagged_calls` read:
+    Hermes and Qwen:   <tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>
+    Qwen3-Coder:       <tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>
+    GLM:               <tool_call>calculator<arg_key>expression</arg_key><arg_value>2+3</arg_value></tool_call>
+
+Without tags, because the chat template of the model says so:
+    Mistral:           [TOOL_CALLS][{"name": "calculator", "arguments": {"expression": "2+3"}}]
+                       [TOOL_CALLS]calculator[ARGS]{"expression": "2+3"}
+    Llama:             {"name": "calculator", "parameters": {"expression": "2+3"}}, and nothing else
+
+A call counts only if it is complete: an answer that a limit cuts off ends with a call that has a `problem`.
 """
 
 import json
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
+_PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=", "</parameter>"
+_TAG_NAME = re.compile(r"([^<>\n]+)>")
+_GLM_NAME = re.compile(r"([\w.:/-]++)\s*+(?=<arg_key>|</tool_call>)")
+_GLM_ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_MISTRAL_MARK = "[TOOL_CALLS]"
+_MISTRAL_NAME = re.compile(r"([^\s\[\]{}]++)\s*+(?:\[CALL_ID\][^\s\[\]{}]*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
+_LLAMA_MARK = "<|python_tag|>"
+_SPACE = re.compile(r"\s*")
+
+_CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 
 
 @dataclass(frozen=True)
@@ -24,47 +43,276 @@ class ToolCall:
     problem: str | None = None
 
 
-def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Returns all calls in the order of the text.
+@dataclass(frozen=True)
+class ParsedCalls:
+    """The calls of a text in their order. start, end: place of the first call, and place behind the last one."""
 
-    A block with a syntax error becomes a call with a `problem`. A last block without a closing tag extends to the end
-    of the text.
+    calls: Sequence[ToolCall]
+    start: int
+    end: int
+
+
+Notation = Callable[[str], ParsedCalls]
+"""Reads the calls of a text. A call with a syntax error or without its end has a `problem`."""
+
+
+class _SyntaxError(Exception):
+    """A call that cannot be read. place: where in the text the error is."""
+
+    def __init__(self, problem: str, place: int) -> None:
+        super().__init__(problem)
+        self.problem, self.place = problem, place
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """Returns all calls between tags, in the order of the text.
+
+    A block with a syntax error, and a block without a closing tag, become a call with a `problem`.
+    """
+    return list(tagged_calls(text).calls)
+
+
+def tagged_calls(text: str) -> ParsedCalls:
+    """Reads calls between <tool_call> and </tool_call>: those of Hermes, Qwen3-Coder and GLM."""
+    calls: list[ToolCall] = []
+    first = place = text.find(_OPEN)
+    end = 0
+    while place >= 0:
+        start = place + len(_OPEN)
+        try:
+            block, end = _tagged_block(text, start)
+            calls.extend(block)
+        except _SyntaxError as error:
+            # the search continues behind the error, so that no part of a long text is read twice
+            close = text.find(_CLOSE, max(start, error.place))
+            if close < 0:
+                calls.append(ToolCall(problem=f"the call is not closed by {_CLOSE}"))
+                return ParsedCalls(calls, first, len(text))
+            calls.append(ToolCall(problem=error.problem))
+            end = close + len(_CLOSE)
+        place = text.find(_OPEN, end)
+    return ParsedCalls(calls, len(text) if first < 0 else first, end)
+
+
+def mistral_calls(text: str) -> ParsedCalls:
+    """Reads calls behind [TOOL_CALLS]: a list of objects, or names, each followed by its arguments."""
+    first = text.find(_MISTRAL_MARK)
+    if first < 0:
+        return ParsedCalls([], len(text), len(text))
+    calls: list[ToolCall] = []
+    place = first
+    try:
+        while text.startswith(_MISTRAL_MARK, place):
+            place = _skip_space(text, place + len(_MISTRAL_MARK))
+            if name := _MISTRAL_NAME.match(text, place):
+                arguments, place = _json_value(text, name.end())
+                calls.append(_checked(name.group(1), arguments))
+            else:
+                values, place = _json_value(text, place)
+                entries = values if isinstance(values, list) else [values]
+                calls.extend(_call_of_object(entry) for entry in entries)
+            place = _skip_space(text, place)
+    except _SyntaxError as error:
+        return ParsedCalls([*calls, ToolCall(problem=error.problem)], first, len(text))
+    return ParsedCalls(calls, first, place)
+
+
+def llama_calls(text: str) -> ParsedCalls:
+    """Reads the calls of an answer that consists of them: JSON objects, separated by semicolons.
+
+    An answer that is another text, or JSON without "name" and "parameters", contains no call.
+    """
+    none = ParsedCalls([], len(text), len(text))
+    first = _skip_space(text, 0)
+    is_marked = text.startswith(_LLAMA_MARK, first)
+    place = _skip_space(text, first + len(_LLAMA_MARK)) if is_marked else first
+    if not text.startswith("{", place):
+        return none
+    calls: list[ToolCall] = []
+    while place < len(text):
+        try:
+            value, place = _json_value(text, place)
+        except _SyntaxError as error:
+            return ParsedCalls([ToolCall(problem=error.problem)], first, len(text)) if is_marked else none
+        is_call = isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
+        if not is_call:
+            return none
+        calls.append(_call_of_object(value))
+        place = _skip_space(text, place)
+        if text.startswith(";", place):
+            place = _skip_space(text, place + 1)
+    return ParsedCalls(calls, first, place)
+
+
+NOTATIONS: dict[str, Notation] = {
+    "hermes, qwen3_coder, glm": tagged_calls,
+    "mistral": mistral_calls,
+    "llama": llama_calls,
+}
+"""All notations by name. `workers.rollout.conversation` chooses the one in which the chat template writes calls."""
+
+
+def with_types(call: ToolCall, schema: Any) -> ToolCall:
+    """Returns the call with arguments of the types that the tool declares.
+
+    Qwen3-Coder and GLM write every argument as a text. A text becomes the JSON value that it spells unless the tool
+    accepts a text for this argument, or declares nothing about it.
+
+    Args:
+        schema: the parameters of the tool, a JSON schema; anything else declares nothing.
+    """
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return call
+    arguments = dict(call.arguments)
+    for name, value in arguments.items():
+        types = _declared_types(properties.get(name))
+        if not isinstance(value, str) or not types or "string" in types:
+            continue
+        spelling = value.strip()
+        if "boolean" in types and spelling in ("True", "False"):
+            spelling = spelling.lower()
+        try:
+            arguments[name] = strict_json(spelling)
+        except (ValueError, RecursionError):
+            continue  # the tool reports the wrong type
+    return replace(call, arguments=arguments)
+
+
+def strict_json(text: str) -> Any:
+    """Reads JSON as RFC 8259 defines it. Raises ValueError for NaN, Infinity, and numbers that no double can hold."""
+    return _DECODER.decode(text)
+
+
+# --------------------------------------------------------------------------------------------------- parts of a text
+
+
+def _tagged_block(text: str, start: int) -> tuple[list[ToolCall], int]:
+    """Reads the block whose content begins at `start`. Returns its calls and the place behind its closing tag.
+
+    The content is read by its own grammar, because a text inside it may contain the closing tag.
+    """
+    place = _skip_space(text, start)
+    if text.startswith(_FUNCTION_OPEN, place):
+        calls, place = _coder_calls(text, place)
+    elif name := _GLM_NAME.match(text, place):
+        call, place = _glm_call(text, name)
+        calls = [call]
+    else:
+        value, place = _json_value(text, place)
+        calls = [_call_of_object(value)]
+    place = _skip_space(text, place)
+    if not text.startswith(_CLOSE, place):
+        raise _SyntaxError(f"the call is not followed by {_CLOSE}", place)
+    return calls, place + len(_CLOSE)
+
+
+def _coder_calls(text: str, place: int) -> tuple[list[ToolCall], int]:
+    """Reads the functions of a block in the notation of Qwen3-Coder, whose arguments are all texts.
+
+    One line end after the opening tag and one before the closing tag belong to the notation, not to the argument.
     """
     calls: list[ToolCall] = []
-    for block in _CALL.finditer(text):
-        content = block.group(1).strip()
-        calls.extend(_coder_calls(content) if content.startswith("<function=") else [_hermes_call(content)])
-    return calls
+    while text.startswith(_FUNCTION_OPEN, place):
+        name, place = _tag_name(text, place, _FUNCTION_OPEN)
+        arguments: dict[str, str] = {}
+        place = _skip_space(text, place)
+        while text.startswith(_PARAMETER_OPEN, place):
+            parameter, start = _tag_name(text, place, _PARAMETER_OPEN)
+            end = text.find(_PARAMETER_CLOSE, start)
+            if end < 0:
+                # the rest of the text belongs to the parameter, whatever it looks like
+                raise _SyntaxError(f"the parameter {parameter} is not closed by {_PARAMETER_CLOSE}", len(text))
+            arguments[parameter] = text[start:end].removeprefix("\n").removesuffix("\n")
+            place = _skip_space(text, end + len(_PARAMETER_CLOSE))
+        if not text.startswith(_FUNCTION_CLOSE, place):
+            raise _SyntaxError(f"the function {name} is not closed by {_FUNCTION_CLOSE} after its parameters", place)
+        calls.append(ToolCall(name, arguments))
+        place = _skip_space(text, place + len(_FUNCTION_CLOSE))
+    return calls, place
 
 
-def _hermes_call(content: str) -> ToolCall:
+def _tag_name(text: str, place: int, tag: str) -> tuple[str, int]:
+    """Returns the name in a tag such as <function=NAME>, and the place behind the tag."""
+    name = _TAG_NAME.match(text, place + len(tag))
+    if name is None:
+        raise _SyntaxError(f"{tag}NAME> is not closed by a >", place)
+    return name.group(1).strip(), name.end()
+
+
+def _glm_call(text: str, name: re.Match[str]) -> tuple[ToolCall, int]:
+    arguments: dict[str, str] = {}
+    place = name.end()
+    while argument := _GLM_ARGUMENT.match(text, place):
+        arguments[argument.group(1).strip()] = argument.group(2)
+        place = argument.end()
+    place = _skip_space(text, place)
+    if text.startswith("<arg_key>", place):
+        raise _SyntaxError("an argument is not closed by </arg_value>", len(text))
+    return ToolCall(name.group(1), arguments), place
+
+
+def _json_value(text: str, place: int) -> tuple[Any, int]:
+    """Returns the JSON value that begins at `place`, and the place behind it."""
     try:
-        call = json.loads(content)
+        return _DECODER.raw_decode(text, place)
+    except json.JSONDecodeError as error:
+        raise _SyntaxError(f"the call is not valid JSON: {error}", error.pos) from error
     except (ValueError, RecursionError) as error:
-        return ToolCall(problem=f"the call is not valid JSON: {error}")
+        raise _SyntaxError(f"the call is not valid JSON: {error}", place) from error
+
+
+def _call_of_object(call: Any) -> ToolCall:
+    """Returns the call that a JSON object describes. Llama's "parameters" are accepted as "arguments"."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(problem='the call needs a "name", and "arguments"')
-    arguments = call.get("arguments", {})
+    unknown = sorted(set(call) - _CALL_KEYS)
+    if unknown:
+        return ToolCall(problem=f'the call has the unknown key {unknown[0][:50]!r}; it needs a "name", and "arguments"')
+    if "arguments" in call and "parameters" in call:
+        return ToolCall(problem='the call has "arguments" and "parameters"; write "arguments" only')
+    return _checked(call["name"], call.get("arguments", call.get("parameters", {})))
+
+
+def _checked(name: str, arguments: Any) -> ToolCall:
+    """Returns a call with these arguments, an object or its spelling as JSON, or a call with a `problem`."""
     if isinstance(arguments, str):  # some models write the arguments as a JSON text
         try:
-            arguments = json.loads(arguments)
+            arguments = strict_json(arguments)
         except (ValueError, RecursionError) as error:
             return ToolCall(problem=f'"arguments" is not valid JSON: {error}')
     if not isinstance(arguments, dict):
         return ToolCall(problem='"arguments" has to be an object')
-    return ToolCall(call["name"], arguments)
+    return ToolCall(name, arguments)
 
 
-def _coder_calls(content: str) -> Iterator[ToolCall]:
-    """Yields the calls of a block in the notation of Qwen3-Coder, whose arguments are all texts.
+def _declared_types(schema: Any) -> set[str]:
+    """Returns the JSON types that a schema names for one argument."""
+    if not isinstance(schema, Mapping):
+        return set()
+    alternatives = schema.get("anyOf")
+    types: set[str] = set()
+    for part in (schema, *(alternatives if isinstance(alternatives, list) else ())):
+        declared = part.get("type") if isinstance(part, Mapping) else None
+        names = declared if isinstance(declared, list) else [declared]
+        types.update(name for name in names if isinstance(name, str))
+    return types
 
-    One line end after the opening tag and one before the closing tag belong to the notation, not to the argument.
-    """
-    if _FUNCTION.search(content) is None:
-        yield ToolCall(problem="<function=NAME> is not closed by a >")
-    for function in _FUNCTION.finditer(content):
-        arguments = {
-            parameter.group(1).strip(): parameter.group(2).removeprefix("\n").removesuffix("\n")
-            for parameter in _PARAMETER.finditer(function.group(2))
-        }
-        yield ToolCall(function.group(1).strip(), arguments)
+
+def _skip_space(text: str, place: int) -> int:
+    space = _SPACE.match(text, place)
+    return place if space is None else space.end()
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite_float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:20]} is too large for a number")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite_float)

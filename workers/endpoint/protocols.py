@@ -16,9 +16,18 @@ from typing import Any
 
 from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
-from workers.endpoint.trace import Answer, Conversation, Refusal
+from workers.endpoint.trace import Answer, ContextOverflow, Conversation, Refusal
 from workers.rollout.base import SamplingParams
 from workers.rollout.conversation import Message
+
+MAX_MESSAGES = 4096
+"""Number of messages, blocks, or input items of a request. Each takes about 50 microseconds of the server's thread."""
+MAX_TOOLS = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_IDENTIFIER = 256
+MAX_DEPTH = 64
+"""Nesting of objects and lists in a tool."""
 
 Body = Mapping[str, Any]
 Event = tuple[str | None, dict[str, Any] | str]
@@ -293,9 +302,19 @@ class Messages(ChatCompletions):
         yield "message_stop", {"type": "message_stop"}
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 413: "request_too_large", 503: "overloaded_error"}
-        kind = kinds.get(refusal.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+        kinds = {
+            401: "authentication_error",
+            404: "not_found_error",
+            413: "request_too_large",
+            429: "rate_limit_error",
+            503: "overloaded_error",
+        }
+        kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
+        message = refusal.anthropic_message if isinstance(refusal, ContextOverflow) else refusal.message
+        error = {"type": kind, "message": message}
+        if refusal.code is not None:
+            error["code"] = refusal.code
+        return {"type": "error", "error": error}
 
     def error_event(self, refusal: Refusal) -> Event:
         return "error", self.error(refusal)
@@ -322,7 +341,9 @@ def _chat_message(given: Any, place: int, settings: Settings) -> Message:
         raise Refusal(f"{where}.role={_short(role)}: expected system, developer, user, assistant or tool", field=where)
     message: Message = {"role": role, "content": _text(given.get("content"), f"{where}.content", settings, role)}
     if role == "tool":
-        message["tool_call_id"] = str(given.get("tool_call_id", ""))
+        message["tool_call_id"] = _identifier(given.get("tool_call_id"), f"{where}.tool_call_id")
+        if isinstance(given.get("name"), str):
+            message["name"] = given["name"]
     if role == "assistant" and given.get("tool_calls"):
         message["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in _list(given, "tool_calls")]
     return message
@@ -338,7 +359,21 @@ def _tool_call(identifier: Any, name: Any, arguments: Any, where: str) -> dict[s
     if not isinstance(name, str):
         raise Refusal(f"{where}: a tool call needs a name, found {_short(name)}", field=where)
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-    return {"id": str(identifier), "type": "function", "function": {"name": name, "arguments": text}}
+    return {"id": _identifier(identifier, where), "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _identifier(value: Any, where: str) -> str:
+    """Returns the identifier of a tool call; empty if the request has none."""
+    if value is None:
+        return ""
+    text = str(value)
+    if len(text) > MAX_IDENTIFIER:
+        raise Refusal(
+            f"{where}: the identifier of a tool call has {len(text)} characters; at most {MAX_IDENTIFIER} are accepted",
+            field=where,
+            kind="size",
+        )
+    return text
 
 
 def _anthropic_messages(given: Any, where: str, settings: Settings) -> Iterator[Message]:
@@ -352,7 +387,7 @@ def _anthropic_messages(given: Any, where: str, settings: Settings) -> Iterator[
         kind = _dict(block, where).get("type")
         if kind == "tool_result":
             text = _text(block.get("content") or "", where, settings, "tool")
-            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text}
+            yield {"role": "tool", "tool_call_id": _identifier(block.get("tool_use_id"), where), "content": text}
         elif kind == "tool_use":
             calls.append(_tool_call(block.get("id"), block.get("name"), block.get("input"), where))
         elif kind not in ("thinking", "redacted_thinking"):
@@ -373,7 +408,7 @@ def _add_item(messages: list[Message], item: Any, settings: Settings) -> None:
         last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         text = _text(item.get("output"), "input", settings, "tool")
-        messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text})
+        messages.append({"role": "tool", "tool_call_id": _identifier(item.get("call_id"), "input"), "content": text})
     elif kind == "message":
         messages.append(_chat_message(item, len(messages), settings))
     elif kind != "reasoning":
@@ -388,6 +423,7 @@ def _text(given: Any, where: str, settings: Settings, role: str = "system") -> s
     blocks = [{"type": "text", "text": given}] if isinstance(given, str) else given
     if not isinstance(blocks, list):
         raise Refusal(f"{where}={_short(given)}: expected text or a list of parts", field=where)
+    check_length(blocks, where, MAX_MESSAGES)
     texts = []
     for block in blocks:
         kind, text = _dict(block, where).get("type"), block.get("text")
@@ -405,6 +441,8 @@ def _text(given: Any, where: str, settings: Settings, role: str = "system") -> s
 def _function(tool: Any, where: str) -> dict[str, Any]:
     """Returns a tool in OpenAI's format. Raises Refusal for one that is not a function."""
     function = _dict(_dict(tool, where).get("function"), f"{where}: functions are supported, and {where}.function")
+    if _is_deeper(function, MAX_DEPTH):
+        raise Refusal(f"{where}: a tool is nested deeper than {MAX_DEPTH} levels", field=where, kind="size")
     if tool.get("type", "function") != "function" or not isinstance(function.get("name"), str):
         raise Refusal(f"{where}={_short(tool)}: expected functions with a name", field=where)
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
@@ -438,17 +476,43 @@ def _dict(value: Any, where: str) -> dict[str, Any]:
 
 
 def _list(body: Body, name: str, needed: bool = True) -> list[Any]:
+    """Returns a list of a request, whose length is limited."""
     value = body.get(name)
     if value is None and not needed:
         return []
     if not isinstance(value, list):
         raise Refusal(f"{name} is {_short(value)}: expected a list", field=name)
+    check_length(value, name, MAX_TOOLS if name in ("tools", "tool_calls") else MAX_MESSAGES)
     return value
+
+
+def check_length(values: Sequence[Any], name: str, most: int) -> None:
+    """Raises Refusal if a list of a request has too many entries."""
+    if len(values) > most:
+        raise Refusal(f"{name} has {len(values)} entries; at most {most} are accepted", field=name, kind="size")
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Returns True if objects and lists are nested deeper than `most`. Does not recurse."""
+    level = [value]
+    for _ in range(most + 1):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner.extend(each.values())
+            elif isinstance(each, list):
+                inner.extend(each)
+        if not inner:
+            return False
+        level = inner
+    return True
 
 
 def _whole(body: Body, name: str, least: int = 1) -> int | None:
     value = body.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         raise Refusal(f"{name}={_short(value)}: expected a whole number of at least {least}", field=name)
     return value
 
@@ -457,7 +521,15 @@ def _stops(value: Any, name: str) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
         raise Refusal(f"{name}={_short(value)}: expected a text or a list of texts", field=name)
-    return tuple(each for each in stops if each)
+    check_length(stops, name, MAX_STOPS)
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise Refusal(
+            f"{name}: a text has {longest} characters; at most {MAX_STOP_CHARACTERS} are accepted",
+            field=name,
+            kind="size",
+        )
+    return tuple(dict.fromkeys(each for each in stops if each))
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ import hmac
 import json
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,8 +21,10 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from verl_lite.config import EndpointConfig
+from verl_lite.envs.tool_calls import strict_json
 from verl_lite.errors import UserError
 from workers.endpoint.callers import Callers, Verdict
+from workers.endpoint.connections import Connections, LimitedProtocol
 from workers.endpoint.protocols import APIS, ChatCompletions, Messages, Responses, Settings, new_name, written
 from workers.endpoint.trace import Answer, Conversation, Node, Refusal, Trace
 from workers.rollout.base import Completion, SamplingParams, derive_seed
@@ -31,6 +33,13 @@ PING_S = 5.0
 """Seconds after which a stream without an answer begins, and between its pings."""
 RETRY_S = 15.0
 """Seconds for which a request without a client continues, because the client may repeat it."""
+BODY_S = 60.0
+"""Seconds within which the body of a request has to arrive."""
+READERS = 8
+"""Number of bodies of one episode that are in memory while they arrive."""
+KEEPALIVE_S = 75.0
+MAX_OBJECTS, MAX_VALUES = 200_000, 1_000_000
+"""Numbers of opening brackets and of commas in a body. Reading so many takes 0.2 s, in which other clients wait."""
 ENDED_KEYS = 10_000
 """Number of closed episodes whose keys the server recognizes."""
 
@@ -66,6 +75,7 @@ class Episode:
     running: set[Call] = field(default_factory=set)
     histories: dict[str, list[Any]] = field(default_factory=dict)  # conversations of the Responses API, by reply
     is_open: bool = True
+    readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
 
 
 class Endpoint:
@@ -92,6 +102,8 @@ class Endpoint:
         self._failure: str | None = None
         self.callers: Callers | None = None  # set if programs are commands
         self._verdicts: WeakKeyDictionary[Any, dict[str, Verdict]] = WeakKeyDictionary()  # by connection and key
+        self._refused: Counter[str] = Counter()
+        self._connections = Connections(self._count_refusal)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
         try:
@@ -132,6 +144,11 @@ class Endpoint:
         """Answers a request that the engine has rejected."""
         self._loop.call_soon_threadsafe(_fail, call, Refusal(reason))
 
+    def take_refused(self) -> dict[str, int]:
+        """Returns the numbers of refused requests and connections by reason, since the last call."""
+        refused, self._refused = self._refused, Counter()
+        return dict(refused)
+
     def close_episode(self, key: str) -> list[Call]:
         """Closes an episode: its key is no longer valid, and answers that come later are dropped. Returns the calls
         that are still running."""
@@ -145,7 +162,7 @@ class Endpoint:
     def close(self) -> None:
         """Ends the server and cancels the requests that are running."""
         self.fail("the trainer has ended")
-        self._run(self._runner.cleanup())
+        self._run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self, work: Any) -> Any:
@@ -161,15 +178,28 @@ class Endpoint:
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown_route)
         # a handler whose client has left is cancelled
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=KEEPALIVE_S
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._config.host, port, backlog=1024)
-        await site.start()
-        return int(self._runner.addresses[0][1])
+        web_server = self._runner.server
+        assert web_server is not None
+        self._listener = await self._loop.create_server(
+            lambda: LimitedProtocol(self._connections, web_server), self._config.host, port, backlog=1024
+        )
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def _stop(self) -> None:
+        self._listener.close()
+        await self._runner.cleanup()
+
+    def _count_refusal(self, kind: str) -> None:
+        self._refused[kind] += 1
 
     async def _close_episode(self, digest: bytes) -> list[Call]:
         episode = self._episodes.pop(digest)
         episode.is_open = False
+        self._connections.release(episode)
         self._ended.append(digest)
         for call in (running := list(episode.running)):
             _fail(call, Refusal(_ENDED))
@@ -198,8 +228,13 @@ class Endpoint:
                 return response
             except (Refusal, RecursionError) as error:
                 refusal = error if isinstance(error, Refusal) else Refusal(f"the request is nested too deeply: {error}")
+                if refusal.kind is not None:
+                    self._count_refusal(refusal.kind)
                 headers = {"x-should-retry": "true" if refusal.status >= 500 else "false"}
-                return web.json_response(api.error(refusal), status=refusal.status, headers=headers)
+                reply = web.json_response(api.error(refusal), status=refusal.status, headers=headers)
+                if refusal.status in (408, 413, 429):
+                    reply.force_close()  # the connection may still send the rest of the body
+                return reply
 
         return handle
 
@@ -263,7 +298,9 @@ class Endpoint:
         if self._failure is not None:
             raise Refusal(self._failure, status=503)
         if len(trace.nodes) >= most:
-            raise Refusal(f"the episode has made {most} requests, the limit of agentic.endpoint.max_requests")
+            raise Refusal(
+                f"the episode has made {most} requests, the limit of agentic.endpoint.max_requests", kind="requests"
+            )
         node = trace.add(conversation, sampling.max_tokens)
         number = node.number if conversation.seed is None else f"seed {conversation.seed}"
         sampling = replace(sampling, max_tokens=node.room, seed=derive_seed(episode.seed, 0, number, 0))
@@ -295,6 +332,7 @@ class Endpoint:
             "environment has it if the program is a command, or with agentic.env_pool.threads=1",
             status=401,
             code="invalid_api_key",
+            kind="key",
         )
 
     async def _check_caller(self, request: web.Request, key: str) -> None:
@@ -306,29 +344,47 @@ class Endpoint:
             client_port = request.transport.get_extra_info("peername")[1]
             verdicts[key] = await asyncio.to_thread(self.callers.verdict, key, client_port, self.port)
         if verdicts[key] == "foreign":
-            raise Refusal("the API key was given to another episode", status=401, code="invalid_api_key")
+            raise Refusal("the API key was given to another episode", status=401, code="invalid_api_key", kind="key")
 
     async def _read(self, request: web.Request) -> tuple[Episode, bytes, dict[str, Any]]:
         """Returns the episode of a request, and its body."""
         episode = self._authenticated(request)
         await self._check_caller(request, episode.key)
-        try:
-            raw = await request.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            most = self._config.max_request_mb
-            raise Refusal(f"the request is larger than agentic.endpoint.max_request_mb={most}", status=413) from error
-        except web.RequestPayloadError as error:
-            raise Refusal(f"the body cannot be read: {error}") from error
+        if not self._connections.give(request.transport, episode):
+            raise Refusal("the episode has too many connections", status=429, kind="connections")
+        async with episode.readers:
+            raw = await self._body(request)
         if not episode.is_open:  # it has ended while the body was arriving
             raise Refusal(_ENDED)
+        if raw.count(b"{") + raw.count(b"[") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
+            raise Refusal(
+                f"the body has more than {MAX_OBJECTS} objects and lists, or more than {MAX_VALUES} values",
+                status=413,
+                kind="size",
+            )
         try:
-            body = json.loads(raw)
+            body = strict_json(raw.decode())
             json.dumps(body, ensure_ascii=False).encode()  # fails for characters that no tokenizer can encode
         except (ValueError, RecursionError) as error:
             raise Refusal(f"the body is not valid JSON of encodable text: {error}") from error
         if not isinstance(body, dict):
             raise Refusal("the body is not a JSON object")
         return episode, raw, body
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Returns the body of a request. Raises Refusal if it is too large or arrives too slowly."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
+        except TimeoutError as error:
+            raise Refusal(f"the body did not arrive within {BODY_S:g} s", status=408, kind="slow") from error
+        except web.HTTPRequestEntityTooLarge as error:
+            most = self._config.max_request_mb
+            raise Refusal(
+                f"the request is larger than agentic.endpoint.max_request_mb={most}", status=413, kind="size"
+            ) from error
+        except web.RequestPayloadError as error:
+            raise Refusal(f"the body cannot be read: {error}") from error
 
     async def _count_tokens(self, request: web.Request, api: ChatCompletions) -> web.Response:
         episode, _, body = await self._read(request)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_lite.envs.tool_calls import parse_tool_calls
+from verl_lite.envs.tool_calls import Notation, tagged_calls, with_types
 from verl_lite.errors import UserError
 from workers.rollout.base import Completion
 from workers.rollout.conversation import ChatJoins, Message, Turn
@@ -29,13 +29,51 @@ _UNRENDERABLE = (UserError, TypeError)
 """Errors of the chat template, and of the tokenizer for surrogates in the arguments of tool calls."""
 
 
-class Refusal(Exception):
-    """A request that the endpoint does not answer. status: HTTP status, chosen by how clients react: they repeat a
-    request after 5xx, and report 4xx. field: name of the field that caused the refusal. code: OpenAI's error code."""
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
-    def __init__(self, message: str, *, status: int = 400, field: str | None = None, code: str | None = None) -> None:
+
+class Refusal(Exception):
+    """A request that the endpoint does not answer.
+
+    Args:
+        status: HTTP status, chosen by how clients react: they repeat a request after 5xx, and report 4xx.
+        field: name of the field that caused the refusal.
+        code: OpenAI's error code.
+        kind: name under which the refusal is counted (`program/refused/KIND`); None = not counted.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        field: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.message, self.status, self.field, self.code = message, status, field, code
+        self.message, self.status, self.field, self.code, self.kind = message, status, field, code, kind
+
+
+class ContextOverflow(Refusal):
+    """A prompt that leaves no room for an answer.
+
+    Clients recognize this refusal by words of OpenAI's or Anthropic's message, so each API has its own.
+
+    Args:
+        tokens: length of the prompt.
+        maximum: length of the longest prompt that leaves room for one token.
+        explanation: the limits of the run.
+    """
+
+    def __init__(self, tokens: int, maximum: int, explanation: str) -> None:
+        limit = f"This model's maximum context length is {maximum} tokens"
+        too_long = f"prompt is too long: {tokens} tokens > {maximum} maximum"
+        # LangChain reads the code in the message, because openai's exception leaves it out of its text
+        rest = f"({CONTEXT_LENGTH_EXCEEDED}). Please reduce the length of the messages; {explanation}"
+        self.anthropic_message = f"{too_long}. {limit} {rest}"
+        message = f"{limit}. However, your messages resulted in {tokens} tokens: {too_long} {rest}"
+        super().__init__(message, field="messages", code=CONTEXT_LENGTH_EXCEEDED)
 
 
 @dataclass(frozen=True)
@@ -128,6 +166,8 @@ class Trace:
         self._answered: dict[bytes, Node] = {}
         self.nodes: list[Node] = []
         self.counts: Counter[str] = Counter()
+        self.first_prompts: list[int] = []
+        """Number of tokens of each first prompt, refused ones included."""
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -145,7 +185,8 @@ class Trace:
             parent = self._answered[keys[place]]
             assert parent.answer is not None
             try:
-                ids = self._joins.join(parent.answer.token_ids, *messages[place:])
+                calls = messages[place - 1].get("tool_calls") or ()
+                ids = self._joins.join(parent.answer.token_ids, *messages[place:], calls=calls)
             except _UNRENDERABLE:  # for example a second message of the assistant; the whole conversation is rendered
                 parent, place = None, 0
         if parent is None:
@@ -153,6 +194,7 @@ class Trace:
                 ids = self._joins.prompt(messages, tools)
             except _UNRENDERABLE as error:
                 raise Refusal(f"the chat template of the model rejects these messages: {error}") from error
+            self.first_prompts.append(len(ids))
         node = Node(len(self.nodes), parent, conversation, messages[place:], ids, keys[-1])
         node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
         self.nodes.append(node)
@@ -160,7 +202,11 @@ class Trace:
 
     def count_tokens(self, conversation: Conversation) -> int:
         """Returns the number of tokens of the prompt, without adding the request. Raises Refusal as `add`."""
-        node = self.add(conversation, 1)
+        number_of_prompts = len(self.first_prompts)
+        try:
+            node = self.add(conversation, 1)
+        finally:
+            del self.first_prompts[number_of_prompts:]
         self.nodes.pop()
         return len(node.context())
 
@@ -170,12 +216,11 @@ class Trace:
         first = min(len(node.path()[0].prompt_ids), limits.max_prompt_length)
         room = min(first + limits.max_response_length, limits.max_model_len) - length
         if room < 1:
-            raise Refusal(
-                f"the prompt has {length} tokens, and at most {length + room - 1} fit before an answer: "
+            raise ContextOverflow(
+                length,
+                length + room - 1,
                 f"data.max_prompt_length={limits.max_prompt_length} tokens of the first prompt and "
-                f"data.max_response_length={limits.max_response_length} of everything after it",
-                field="messages",
-                code="context_length_exceeded",
+                f"data.max_response_length={limits.max_response_length} of everything after it fit",
             )
         return room
 
@@ -183,31 +228,52 @@ class Trace:
 
     def commit(self, node: Node, completion: Completion) -> Answer:
         """Adds the sampled answer of a request."""
-        ids, wanted = completion.token_ids, node.conversation
+        ids, request = completion.token_ids, node.conversation
         self.counts["sampled"] += len(ids)
-        ends = bool(ids) and ids[-1] in self._stop_token_ids
-        text, stop, kept = self._decoded(ids[:-1] if ends else ids), None, len(ids)
-        found = [(text.index(each), each) for each in wanted.stop if each in text]
-        if found:
-            start, stop = min(found)
+        is_ended = bool(ids) and ids[-1] in self._stop_token_ids
+        text = self._decoded(ids[:-1] if is_ended else ids)
+
+        stop, kept = None, len(ids)
+        stops = [(text.index(each), each) for each in request.stop if each in text]
+        if stops:
+            start, stop = min(stops)
             kept = self._tokens_until(ids, start + len(stop))
             text = text[:start]
         self.counts["discarded/after_stop"] += len(ids) - kept
+
         thinking, text = split_thinking(text)
         calls: list[dict[str, Any]] = []
-        if wanted.tools and wanted.calls_tools:
-            text, calls = split_tool_calls(text, f"{node.number}")
-        reason = "tool_calls" if calls else "stop" if stop is not None else completion.finish_reason
+        rest = ""
+        if request.tools and request.calls_tools and self._joins.notation is not None:
+            text, calls, rest = split_tool_calls(text, node.number, self._joins.notation, request.tools)
+
         node.completion = completion
-        tokens = [self._decoded([token]) for token in ids[:kept]] if wanted.names_tokens else []
+        tokens = [self._decoded([token]) for token in ids[:kept]] if request.names_tokens else []
         node.answer = Answer(
-            text, thinking, calls, reason, node.context(), ids[:kept], completion.log_probs[:kept], stop, tokens
+            text,
+            thinking,
+            calls,
+            _finish_reason(completion.finish_reason, stop, bool(calls), rest),
+            node.context(),
+            ids[:kept],
+            completion.log_probs[:kept],
+            stop,
+            tokens,
         )
-        # if two answers are the same, requests continue the first one that a client received
-        key = _key(node.key, node.answer.message)
+        self._remember(node, node.answer.message)
+        if stop is not None:
+            # an agent may append the text that ended the answer
+            self._remember(node, node.answer.message | {"content": node.answer.text + stop})
+        return node.answer
+
+    def _remember(self, node: Node, message: Message) -> None:
+        """Lets later requests with this message continue the node.
+
+        If two answers are the same, requests continue the first one that a client received.
+        """
+        key = _key(node.key, message)
         if key not in self._answered or not self._answered[key].is_delivered:
             self._answered[key] = node
-        return node.answer
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -322,20 +388,48 @@ def split_thinking(text: str) -> tuple[str, str]:
     return "", text
 
 
-def split_tool_calls(text: str, name: str) -> tuple[str, list[dict[str, Any]]]:
-    """Splits the text of an answer into the text before its tool calls and these calls in OpenAI's format. If a call
-    has a syntax error, the whole text is returned without calls. name: part of the identifiers of the calls."""
-    calls = parse_tool_calls(text)
-    if not calls or any(call.problem or not _is_text(call.name) for call in calls):
-        return text, []
-    return text[: text.index("<tool_call>")].rstrip(), [
-        {
-            "id": f"call_{name}_{number}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
-        for number, call in enumerate(calls)
-    ]
+def split_tool_calls(
+    text: str, number: int, notation: Notation = tagged_calls, tools: Sequence[dict[str, Any]] = ()
+) -> tuple[str, list[dict[str, Any]], str]:
+    """Splits the text of an answer at its tool calls.
+
+    Args:
+        number: number of the request, for the identifiers of the calls.
+        notation: reads the calls.
+        tools: tools of the request, whose schemas give the types of arguments.
+
+    Returns:
+        The text before the calls, the calls in OpenAI's format, and the text behind them. If a call has a syntax error
+        or is cut off, the whole text is returned without calls.
+    """
+    parsed = notation(text)
+    if not parsed.calls or any(call.problem or not _is_text(call.name) for call in parsed.calls):
+        return text, [], ""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    calls = []
+    for index, call in enumerate(parsed.calls):
+        typed = with_types(call, schemas.get(call.name))
+        function = {"name": call.name, "arguments": json.dumps(typed.arguments)}
+        calls.append({"id": _call_id(number, index), "type": "function", "function": function})
+    return text[: parsed.start].rstrip(), calls, text[parsed.end :]
+
+
+def _call_id(number: int, index: int) -> str:
+    """Returns the identifier of a call, unique in its episode: nine letters or digits, as Mistral's templates need."""
+    return f"c{number:05d}{index:03d}"
+
+
+def _finish_reason(sampled: str, stop: str | None, has_calls: bool, rest: str) -> str:
+    """Returns the finish reason of an answer in OpenAI's words.
+
+    Args:
+        sampled: finish reason of the engine.
+        stop: stop text that ended the answer.
+        rest: text behind the tool calls. If a limit cut off this text, the answer is incomplete.
+    """
+    if has_calls and (sampled != "length" or stop is not None or not rest.strip()):
+        return "tool_calls"
+    return "stop" if stop is not None else sampled
 
 
 def _is_text(name: str) -> bool:

@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
+from verl_lite.envs.tool_calls import NOTATIONS, Notation, ToolCall, tagged_calls
 from verl_lite.errors import UserError
 from workers.policy.chat_template import ChatTemplateError, render_chats, tool_arguments
 from workers.policy.tokenizer import NO_TEMPLATE
@@ -32,6 +33,8 @@ Message = dict[str, Any]
 
 _ANSWER, _OTHER_ANSWER = "verlliteanswer", "verlliteother"
 _PROBE = "verlliteprobe"
+_PROBE_ID = "vlprobe00"
+"""Identifier of a call in the form that Mistral's templates demand: nine letters or digits."""
 _ODD_CONTENT = f" \t\n\"<a>&'{{}}\\/ <tool_response> {_PROBE} \n "
 _ENCODINGS_KEPT = 1024
 TOOLS = (
@@ -54,7 +57,11 @@ class ChatJoins:
     Attributes:
         end_of_turn: the token that ends an assistant's turn in the template. It must be one of the stop tokens of a
             request, otherwise the policy continues past the end of its turn.
+        ends_of_turn: the tokens that end a turn before a user's message, before a tool's result, and after a tool call.
+            Most templates have one; GLM's have two, and Llama-3.1's may have two.
         tool_role: "tool", or "user" if the template accepts no message of the role tool after an assistant's.
+        notation: reads tool calls in the notation of the template, or in the one that describes tools for templates
+            without tools. None if the template writes calls in a notation that is not supported.
 
     Raises:
         UserError: the turns of the template cannot be joined: there is no template, no token ends a turn, a message
@@ -82,15 +89,25 @@ class ChatJoins:
         except UserError:  # the template rejects the role or omits the answer before the message
             takes_results = False
         self.tool_role = "tool" if takes_results else "user"
-        probe = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
         try:
-            self._takes_tools = _PROBE in self._render(_SHORT_CHAT[:1], tools=[probe])
+            self._takes_tools = _PROBE in self._render(_SHORT_CHAT[:1], tools=[_PROBE_TOOL])
         except UserError:
             self._takes_tools = False
+
+        self.notation: Notation | None = tagged_calls
+        self._after_arguments = ""
+        self._takes_called_results = False
+        if self._takes_tools:
+            self.notation, self._after_arguments = self._notation_of_template()
+            self._takes_called_results = self._prints_called_result()
+
         self._continuations: dict[str, Callable[[str], str]] = {
             role: self._continuation_renderer(role) for role in {"user", self.tool_role}
         }
-        self._closing_length, self.end_of_turn = self._closing_of_turn()
+        self._results_name_calls = self._takes_called_results and self._prints_identity()
+        self._special_ids = special_token_ids(tokenizer)
+        self.end_of_turn = self._closing_of_turn()
+        self.ends_of_turn = self._all_ends_of_turn()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
         """Returns the token ids of the first prompt, generation prompt included.
@@ -109,45 +126,88 @@ class ChatJoins:
             text = self._render(self._accepted([{"role": "system", "content": system}, *messages[is_first:]]))
         return self._encoded(text[: self._most_characters])
 
-    def join(self, response_ids: Sequence[int], *messages: Message) -> tuple[int, ...]:
+    def join(
+        self, response_ids: Sequence[int], *messages: Message, calls: Sequence[dict[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Returns the token ids between a sampled turn and the next: end of turn, messages and generation prompt.
 
         The end of the turn is left out if `response_ids` already ends with it.
 
         Args:
-            response_ids: the sampled turn. Its last token may be the end-of-turn token, another stop token, or any
+            response_ids: the sampled turn. Its last token may be an end-of-turn token, another stop token, or any
                 token if a limit cut the turn off.
             messages: the next messages, usually one of the role user or tool.
+            calls: the tool calls of the sampled turn, in OpenAI's format. Some templates print the id or the name of a
+                call next to its result.
         """
-        messages = tuple(self._accepted(messages))
-        if len(messages) == 1 and (role := messages[0]["role"]) in self._continuations:
-            text = self._continuations[role](messages[0]["content"])
+        results = [message for message in messages if message["role"] == "tool" and message.get("tool_call_id")]
+        if not calls:
+            # a result whose call is not known names the call itself
+            calls = [_call_of_result(message) for message in results]
+        accepted = self._accepted(messages, calls)
+        role = accepted[0]["role"] if len(accepted) == 1 else ""
+        if results and self._results_name_calls:
+            text = self._after_calls(calls, accepted)
+        elif role in self._continuations and not (results and self.notation is None):
+            text = self._continuations[role](accepted[0]["content"])
         else:
-            text = self._after_answer([*_SHORT_CHAT, *messages])
-        ids = self._encoded(text[: self._most_characters])
-        ended = bool(response_ids) and response_ids[-1] == self.end_of_turn
-        return ids[self._closing_length :] if ended else ids
+            text = self._after_answer([*_SHORT_CHAT, *accepted])
+        return self._without_end(response_ids, text)
 
-    def _accepted(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages without parts that the template would reject or omit: messages of tools and tool calls
-        become text if it has no role for them, and the arguments of tool calls become values."""
+    def _without_end(self, response_ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """Returns the token ids of the text after a turn, without the end of the turn if the policy sampled it.
+
+        Templates with several end tokens choose one by the next message (GLM: `<|user|>` or `<|observation|>`), so the
+        sampled token is compared with the end in this text.
+        """
+        ids = self._encoded(text[: self._most_characters])
+        length = self._length_of_closing(ids)
+        is_ended = bool(response_ids) and length > 0 and response_ids[-1] == ids[length - 1]
+        return ids[length:] if is_ended else ids
+
+    def _length_of_closing(self, ids: Sequence[int]) -> int:
+        """Returns the number of token ids up to the first special token; 0 if a text other than spaces is before it."""
+        index = closing_index(ids, self._tokenizer, self._special_ids)
+        return 0 if index is None else index + 1
+
+    def _accepted(self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()) -> list[Message]:
+        """Returns the messages without parts that the template would reject or omit.
+
+        Messages of tools and tool calls become text if the template has no role for them. The arguments of tool calls
+        become values, and the result of a call gets the name of its function.
+
+        Args:
+            calls: the tool calls before the first message.
+        """
+        names = {str(call.get("id")): call["function"]["name"] for call in calls}
         result = []
         for message in messages:
-            calls = [call["function"] for call in message.get("tool_calls") or ()]
-            if message["role"] == "tool" and self.tool_role != "tool":
-                message = {"role": self.tool_role, "content": message["content"]}
-            elif calls and not self._takes_tools:
+            own_calls = message.get("tool_calls") or ()
+            names |= {str(call.get("id")): call["function"]["name"] for call in own_calls}
+            if message["role"] == "tool":
+                result.append(self._accepted_result(message, names))
+            elif own_calls and not self._takes_tools:
                 texts = []
-                for call in calls:
-                    written_call = {"name": call["name"], "arguments": tool_arguments(call["arguments"])}
+                for call in own_calls:
+                    function = call["function"]
+                    written_call = {"name": function["name"], "arguments": tool_arguments(function["arguments"])}
                     texts.append(f"<tool_call>{json.dumps(written_call)}</tool_call>")
                 written = "\n".join(texts)
-                message = {"role": message["role"], "content": f"{message['content'] or ''}{written}"}
-            elif calls:
-                values = [{**call, "arguments": tool_arguments(call["arguments"])} for call in calls]
-                message = message | {"tool_calls": [{"type": "function", "function": call} for call in values]}
-            result.append(message)
+                result.append({"role": message["role"], "content": f"{message['content'] or ''}{written}"})
+            elif own_calls:
+                result.append(message | {"tool_calls": [_with_values(call) for call in own_calls]})
+            else:
+                result.append(message)
         return result
+
+    def _accepted_result(self, message: Message, names: Mapping[str, str]) -> Message:
+        """Returns the result of a tool as the template takes it. names: of the functions, by the id of their call."""
+        identifier = str(message.get("tool_call_id") or "")
+        takes_identity = self._takes_called_results or self.tool_role == "tool"
+        if not identifier or not takes_identity:
+            return {"role": self.tool_role, "content": message["content"]}
+        named = {"name": names[identifier]} if identifier in names and not message.get("name") else {}
+        return {**message, **named}
 
     def _render(self, messages: Sequence[Message], **more: Any) -> str:
         return render_chats(self._tokenizer, [messages], add_generation_prompt=True, **self._template_kwargs, **more)[0]
@@ -180,16 +240,90 @@ class ChatJoins:
             raise self._template_error("leaves out the content of the assistant's message")
         return rest
 
-    def _closing_of_turn(self) -> tuple[int, int]:
-        """Returns the number of tokens that end a turn in the template, and the last of them: the end-of-turn token."""
-        ids = self._encode(self._continuations["user"](_PROBE))
-        index = closing_index(ids, self._tokenizer)
-        if index is None:
+    def _closing_of_turn(self) -> int:
+        """Returns the token that ends an assistant's turn before a user's message."""
+        text = self._continuations["user"](_PROBE)
+        ids = self._encode(text)
+        length = self._length_of_closing(ids)
+        if not length:
             raise self._template_error(
                 "has no token that ends an assistant's turn: after the answer it writes "
-                f"{self._continuations['user'](_PROBE)[:80]!r}, but a special token of the tokenizer has to come first"
+                f"{text[:80]!r}, but a special token of the tokenizer has to come first"
             )
-        return index + 1, ids[index]
+        return ids[length - 1]
+
+    def _all_ends_of_turn(self) -> tuple[int, ...]:
+        """Returns the tokens that end a turn before any kind of message."""
+        texts = [self._continuations[role](_PROBE) for role in self._continuations]
+        if self._takes_called_results:
+            result = {"role": "tool", "content": _PROBE, "tool_call_id": _PROBE_ID, "name": _PROBE}
+            texts.append(self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [result]))
+        ends = {self.end_of_turn}
+        for text in texts:
+            ids = self._encode(text)
+            length = self._length_of_closing(ids)
+            if length:
+                ends.add(ids[length - 1])
+        return tuple(sorted(ends))
+
+    def _notation_of_template(self) -> tuple[Notation | None, str]:
+        """Returns the notation in which the template writes tool calls, and the text between the arguments and the end
+        of a call. The notation is None if no notation reads a call as the template writes it."""
+        chat: list[Message] = [_SHORT_CHAT[0], _probe_turn([_probe_call(_PROBE, _PROBE_ID)])]
+        try:
+            rendered = self._render([*chat, {"role": "tool", "content": "", "tool_call_id": _PROBE_ID, "name": _PROBE}])
+            start = self._render(_SHORT_CHAT[:1])
+        except UserError:
+            return None, ""
+        # templates may write a space or an empty thought between the generation prompt and the call
+        answer = rendered[len(start) :] if rendered.startswith(start) else rendered
+        argument_end = answer.rfind(_PROBE_ARGUMENT) + len(_PROBE_ARGUMENT)
+        if _PROBE_ARGUMENT not in answer:
+            return None, ""
+        expected = [ToolCall(_PROBE, {_PROBE_KEY: _PROBE_ARGUMENT})]
+        # the call ends where the text up to there is complete
+        for end in range(argument_end, len(answer) + 1):
+            for notation in NOTATIONS.values():
+                if notation(answer[:end].lstrip()).calls == expected:
+                    return notation, answer[argument_end:end]
+        return None, ""
+
+    def _prints_called_result(self) -> bool:
+        """Returns True if the template accepts the result of a call, with id and name, and shows its content."""
+        if self.notation is None:
+            return False
+        result = {"role": "tool", "content": _PROBE + _PROBE, "tool_call_id": _PROBE_ID, "name": _PROBE}
+        try:
+            return _PROBE + _PROBE in self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [result])
+        except UserError:
+            return False
+
+    def _prints_identity(self) -> bool:
+        """Returns True if the text of a single result depends on the id or the name of its call, or on there being a
+        call at all. The constant text of `_continuations` then does not fit."""
+        if "tool" not in self._continuations:
+            return True
+        bare = self._continuations["tool"](_PROBE)
+        for name, identifier in ((_PROBE, _PROBE_ID), ("other", "vlother00")):
+            result = {"role": "tool", "content": _PROBE, "tool_call_id": identifier, "name": name}
+            if self._after_calls([_probe_call(name, identifier)], [result]) != bare:
+                return True
+        return False
+
+    def _after_calls(self, calls: Sequence[dict[str, Any]], messages: Sequence[Message]) -> str:
+        """Returns the template's text after a turn with these calls.
+
+        The arguments of the calls are replaced: what the policy sampled must not decide where the turn ends.
+        """
+        probes = [_probe_call(call["function"]["name"], str(call.get("id")), {}) for call in calls[:-1]]
+        identifier = str(calls[-1].get("id"))
+        last = _probe_call(calls[-1]["function"]["name"], identifier)
+        after_arguments = self._after_arguments.replace(_PROBE_ID, identifier)
+        text = self._render([_SHORT_CHAT[0], _probe_turn([*probes, last]), *messages])
+        _, found, rest = text.partition(_PROBE_ARGUMENT)
+        if not found or not rest.startswith(after_arguments):
+            raise self._template_error("leaves out the tool calls of an assistant's message, or their arguments")
+        return rest[len(after_arguments) :]
 
     def _check_joins(self, system: bool) -> None:
         """Raises UserError if the text of a message depends on later messages or on the number of earlier ones.
@@ -238,6 +372,28 @@ class ChatJoins:
         )
 
 
+def _probe_call(name: str, identifier: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns a tool call whose arguments mark its place in a rendered text."""
+    values = {_PROBE_KEY: _PROBE_ARGUMENT} if arguments is None else arguments
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": values}}
+
+
+def _probe_turn(calls: list[dict[str, Any]]) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _call_of_result(message: Message) -> dict[str, Any]:
+    """Returns the tool call that a result belongs to, as far as the result names it."""
+    return _probe_call(str(message.get("name") or _PROBE), str(message["tool_call_id"]))
+
+
+def _with_values(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool call with its arguments as a value, and with its id if it has one."""
+    function = {**call["function"], "arguments": tool_arguments(call["function"]["arguments"])}
+    identified = {"id": call["id"]} if call.get("id") not in (None, "", "None") else {}
+    return {**identified, "type": "function", "function": function}
+
+
 def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Returns the maximum number of characters that one token can encode, or None if the tokenizer has no known bound.
 
@@ -255,18 +411,26 @@ def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return factor * max(map(len, names))
 
 
-def closing_index(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Returns the ids of all tokens that are no ordinary text."""
+    return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
+
+
+def closing_index(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, special_ids: frozenset[int] | None = None
+) -> int | None:
     """Returns the index of the token that ends an assistant's turn.
 
     It is the first special token, and only blanks may come before it.
 
     Args:
         ids: the tokens that the chat template writes after the answer.
+        special_ids: the result of `special_token_ids`, if the caller has it.
 
     Returns:
         The index, or None if the turn has no such token.
     """
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    special = special_token_ids(tokenizer) if special_ids is None else special_ids
     index = next((place for place, token in enumerate(ids) if token in special), None)
     if index is None or str(tokenizer.decode(list(ids[:index]))).strip():
         return None
@@ -374,4 +538,6 @@ def turn_messages(
     return [{"role": "system", "content": system}, message] if system else [message]
 
 
+_PROBE_KEY, _PROBE_ARGUMENT = "verllitekey", "verlliteargument"
+_PROBE_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
 _SHORT_CHAT: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]

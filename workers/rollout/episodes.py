@@ -83,6 +83,8 @@ class Trajectory:
     rows: list[list[Turn]] | None = None
     outcome: float | None = None
     requests: list[dict[str, Any]] | None = None
+    first_prompts: list[int] = field(default_factory=list)
+    """Numbers of tokens of the first prompts of a program's conversations."""
 
     @property
     def score(self) -> float:
@@ -148,12 +150,16 @@ class _Group:
 @dataclass(frozen=True)
 class EpisodeCounts:
     """Numbers of episodes that ended in a group or batch; of failed ones; of those that exceeded a deadline; and the
-    text of the first failure."""
+    text of the first failure.
+
+    first_prompts: number of tokens of each first prompt of a program's conversations.
+    """
 
     episodes: int = 0
     failed: int = 0
     timeouts: int = 0
     first_failure: str | None = None
+    first_prompts: tuple[int, ...] = ()
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(
@@ -161,6 +167,7 @@ class EpisodeCounts:
             self.failed + other.failed,
             self.timeouts + other.timeouts,
             self.first_failure or other.first_failure,
+            (*self.first_prompts, *other.first_prompts),
         )
 
     @classmethod
@@ -171,7 +178,9 @@ class EpisodeCounts:
         kind = {True: "program", False: "environment"}
         names = (f"episode {one.spec.traj_id} of the {kind[bool(one.spec.row)]} {one.spec.tag!r}" for one in failed)
         told = (f"{name}:\n{one.error}" for name, one in zip(names, failed, strict=True))
-        return cls(len(ended), len(failed), sum(bool(one.is_timeout) for one in failed), next(told, None))
+        timeouts = sum(bool(one.is_timeout) for one in failed)
+        first_prompts = tuple(length for one in ended for length in one.first_prompts)
+        return cls(len(ended), len(failed), timeouts, next(told, None), first_prompts)
 
 
 class EpisodeRunner:
@@ -211,7 +220,7 @@ class EpisodeRunner:
         self._templates, self._limits, self._seed = templates, limits, seed
         has_system = any(template.agent_system_template for template in templates.values())
         self._joins = ChatJoins(tokenizer, chat_template_kwargs, system=has_system, most_tokens=limits.max_model_len)
-        self._stop_token_ids = tuple(sorted({*stop_token_ids, self._joins.end_of_turn}))
+        self._stop_token_ids = tuple(sorted({*stop_token_ids, *self._joins.ends_of_turn}))
         self._format_penalty = dict(format_penalty or {})
         self._max_live = max_live
         self._number = 0

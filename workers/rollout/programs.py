@@ -208,6 +208,7 @@ class ProgramRunner:
             "program/requests_per_episode": Metric.mean(counts["requests"], counts["episodes"]),
             "program/rows_per_episode": Metric.mean(counts["rows"], counts["episodes"]),
             **{f"program/tokens/{name}": Metric.sum(number) for name, number in tokens.items()},
+            **{f"program/refused/{kind}": Metric.sum(number) for kind, number in self._endpoint.take_refused().items()},
         }
 
     def _admit(self) -> None:
@@ -253,6 +254,7 @@ class ProgramRunner:
         """Ends the episode, or sends its last answer to the reward function."""
         self._close(episode)
         trajectory, trace = episode.trajectory, episode.trace
+        trajectory.first_prompts = list(trace.first_prompts)
         trajectory.is_timeout = reply.is_timeout
         answered = [node for node in trace.nodes if node.answer is not None and node.is_delivered]
         if reply.error is not None:

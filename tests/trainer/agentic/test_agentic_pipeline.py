@@ -295,3 +295,20 @@ class Broken:
         raise RuntimeError("this world is broken")
 
     def step(self, action: str) -> Any: ...
+
+
+def test_first_prompts_above_their_limit_are_counted_and_shown_once(tmp_path: Path) -> None:
+    shown: list[str] = []
+    rewards = EpisodeRewards(0.5, tmp_path, shown.append, 512)
+    for lengths, share in (((100, 512), 0.0), ((513, 100, 700, 2), 0.5), ((900,), 1.0)):
+        counts = EpisodeCounts(2) + EpisodeCounts(2, first_prompts=lengths)
+        metrics = rewards.score(DataProto(meta_info={"episodes": counts})).meta_info["metrics"]
+        assert metrics["program/prompt_length/clip_ratio"].value == share
+        assert metrics["program/prompt_length/max"].value == max(lengths)
+    [text] = shown
+    assert "2 of 4 first prompts" in text and "data.max_prompt_length=512" in text
+    assert "data.max_prompt_length=700 or more" in text
+    assert not any(
+        name.startswith("program/")
+        for name in rewards.score(DataProto(meta_info={"episodes": EpisodeCounts(1)})).meta_info["metrics"]
+    )

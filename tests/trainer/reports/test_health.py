@@ -30,7 +30,7 @@ def found_in(series: Series, options: dict[str, str] | None = None) -> list[Find
 
 
 def test_the_table_is_short_and_names_options_and_metrics_that_there_are() -> None:
-    assert len(RULES) <= 16
+    assert len(RULES) <= 17
     keys = {one for rule in RULES for key in rule.keys for one in key.split("|") if "*" not in one}
     assert keys <= set(schema_of(PPOConfig).keys)
     healthy = {name: metric.healthy for metric in metrics() for name in metric.names}
@@ -46,6 +46,8 @@ def test_the_table_is_short_and_names_options_and_metrics_that_there_are() -> No
         ("actor/pg_clipfrac", 0.02, 0.7, BAD, "actor.ppo_epochs"),
         ("frac_reward_zero_std", 0.3, 0.95, BAD, "rollout.n"),
         ("response_length/clip_ratio", 0.0, 0.3, LOOK, "data.max_response_length"),
+        ("program/prompt_length/clip_ratio", 0.0, 0.3, LOOK, "data.max_prompt_length"),
+        ("program/prompt_length/clip_ratio", 0.0, 1.0, BAD, "data.max_prompt_length"),
         ("actor/kl_loss", 0.01, 6.0, BAD, "actor.kl_loss_coef"),
         ("training/rollout_probs_diff_mean", 1e-4, 0.02, BAD, "rollout.dtype"),
         ("reward/timeout_rate", 0.0, 0.2, BAD, "reward.timeout_s"),

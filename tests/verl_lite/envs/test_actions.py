@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
 from verl_lite.envs.actions import ActionParser, ParsedAction
 from verl_lite.envs.calculator import evaluate, number_in, written
-from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls
+from verl_lite.envs.tool_calls import (
+    ToolCall,
+    llama_calls,
+    mistral_calls,
+    parse_tool_calls,
+    tagged_calls,
+    with_types,
+)
 from verl_lite.errors import UserError
 
 MOVES = {0: "Left", 1: "Down"}
@@ -58,13 +66,27 @@ def test_a_pattern_has_one_group_or_two(pattern: str) -> None:
         ('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', [ToolCall("f", {"x": 1})]),
         ('a <tool_call>\n{"name": "f"}\n</tool_call> b', [ToolCall("f")]),
         ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', [ToolCall("f", {"x": 1})]),
-        ('<tool_call>{"name": "f"}', [ToolCall("f")]),  # cut off by the token limit, and complete all the same
+        ('<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>', [ToolCall("f", {"x": 1})]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
+            [ToolCall("f", {"x": "</tool_call>"})],
+        ),
         ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>', [ToolCall("f"), ToolCall("g")]),
         (
             "<tool_call>\n<function=f>\n<parameter=x>\n1 + 2\n</parameter>\n<parameter=y>\na\nb\n</parameter>\n"
             "</function>\n</tool_call>",
             [ToolCall("f", {"x": "1 + 2", "y": "a\nb"})],
         ),
+        (
+            "<tool_call><function=f><parameter=x></function></tool_call></parameter></function></tool_call>",
+            [ToolCall("f", {"x": "</function></tool_call>"})],
+        ),
+        (
+            "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1 + 2</arg_value>\n<arg_key>y</arg_key>\n"
+            "<arg_value>a\nb</arg_value>\n</tool_call>",
+            [ToolCall("f", {"x": "1 + 2", "y": "a\nb"})],
+        ),
+        ("<tool_call>f</tool_call>", [ToolCall("f")]),
         ("<answer>3</answer>", []),
     ],
 )
@@ -76,6 +98,14 @@ def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
     ("text", "problem"),
     [
         ("<tool_call>f(1)</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON number"),
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": -Infinity}"}</tool_call>', "-Infinity is no JSON number"),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "1e999 is too large"),
+        ('<tool_call>{"name": "f", "args": {"x": 1}}</tool_call>', "unknown key 'args'"),
+        ('<tool_call>{"name": "f", "arguments": {}, "parameters": {}}</tool_call>', '"arguments" only'),
+        ('<tool_call>{"name": "f"} and more</tool_call>', "not followed by"),
+        ("<tool_call><function=f><parameter=x>1</parameter</function></tool_call>", "not closed by </tool_call>"),
+        ("<tool_call><function=f>x</function></tool_call>", "the function f is not closed"),
         ("<tool_call>[1]</tool_call>", 'needs a "name"'),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "has to be an object"),
         ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "not valid JSON"),
@@ -86,6 +116,68 @@ def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
 def test_a_call_that_cannot_be_read_says_why(text: str, problem: str) -> None:
     (call,) = parse_tool_calls(text)
     assert call.problem is not None and problem in call.problem
+
+
+COMPLETE = {
+    "hermes": (tagged_calls, '<tool_call>{"name": "f", "arguments": {"path": "a.py"}}</tool_call>'),
+    "qwen3_coder": (
+        tagged_calls,
+        "<tool_call>\n<function=f>\n<parameter=path>\na.py\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "glm": (tagged_calls, "<tool_call>f\n<arg_key>path</arg_key>\n<arg_value>a.py</arg_value>\n</tool_call>"),
+    "mistral, list": (mistral_calls, '[TOOL_CALLS] [{"name": "f", "arguments": {"path": "a.py"}}]'),
+    "mistral, name": (mistral_calls, '[TOOL_CALLS]f[ARGS]{"path": "a.py"}'),
+    "mistral, id": (mistral_calls, '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"path": "a.py"}'),
+    "llama": (llama_calls, '{"name": "f", "parameters": {"path": "a.py"}}'),
+    "llama, marked": (llama_calls, '<|python_tag|>{"name": "f", "parameters": {"path": "a.py"}}'),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_a_call_that_is_cut_off_anywhere_is_no_call(name: str) -> None:
+    notation, text = COMPLETE[name]
+    assert notation(text).calls == [ToolCall("f", {"path": "a.py"})]
+    for length in range(len(text)):
+        calls = notation(text[:length]).calls
+        assert all(call.problem for call in calls), text[:length]
+
+
+def test_several_calls_of_one_answer_are_read_with_their_place() -> None:
+    both = [ToolCall("f", {"x": 1}), ToolCall("g")]
+    texts = {
+        '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]': mistral_calls,
+        '[TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g{}': mistral_calls,
+        '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}': llama_calls,
+        '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>\n'
+        '<tool_call>{"name": "g"}</tool_call>': tagged_calls,
+    }
+    for text, notation in texts.items():
+        parsed = notation(text)
+        assert (parsed.calls, parsed.start, parsed.end) == (both, 0, len(text)), text
+    parsed = mistral_calls('I look. [TOOL_CALLS]f{"x": 1} so')
+    assert (parsed.start, parsed.end) == (len("I look. "), len('I look. [TOOL_CALLS]f{"x": 1} '))
+
+
+@pytest.mark.parametrize("text", ['{"name": "Ada", "age": 3}', "{x}", '[{"name": "f"}]', "a", "", '{"name": "f"} text'])
+def test_a_json_answer_that_is_no_call_of_llama_is_text(text: str) -> None:
+    assert llama_calls(text).calls == []
+
+
+def test_arguments_written_as_text_get_the_types_that_the_tool_declares() -> None:
+    written = {"n": "3", "flag": "True", "path": "3", "any": "3", "list": "[1]", "wrong": "x", "either": "null"}
+    properties: Any = {
+        "n": {"type": "integer"},
+        "flag": {"type": "boolean"},
+        "path": {"type": "string"},
+        "list": {"type": "array"},
+        "wrong": {"type": "number"},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    }
+    typed = with_types(ToolCall("f", written), {"properties": properties})
+    expected = {"n": 3, "flag": True, "path": "3", "any": "3", "list": [1], "wrong": "x", "either": None}
+    assert typed.arguments == expected
+    for schema in (None, 5, {}, {"properties": 5}, {"properties": {"n": 5}}, {"properties": {"n": {"type": {}}}}):
+        assert with_types(ToolCall("f", written), schema).arguments == written
 
 
 # ------------------------------------------------------------------------------------------------------ arithmetic

@@ -311,6 +311,92 @@ def test_errors_as_the_clients_raise_them(
         assert error.code == {"unknown key": "invalid_api_key", "overlong": "context_length_exceeded"}.get(case)
 
 
+OVERFLOW_RULES: dict[str, Callable[[str, str | None], bool]] = {
+    # langchain-openai 1.7.4, chat_models/base.py, _handle_openai_bad_request
+    "langchain-openai": lambda text, code: "context_length_exceeded" in text or "prompt is too long" in text,
+    # langchain-anthropic 1.7.10, chat_models.py, line 1277
+    "langchain-anthropic": lambda text, code: "prompt is too long" in text,
+    # litellm 1.110.2, litellm_core_utils/exception_mapping_utils.py, lines 101 and 625
+    "litellm, openai": lambda text, code: "this model's maximum context length is" in text.lower(),
+    "litellm, anthropic": lambda text, code: "prompt is too long" in text,
+    # pydantic-ai 2.68.0, _model_errors.py, lines 96 to 119, and models/anthropic/_errors.py, line 157
+    "pydantic-ai, openai": lambda text, code: code == "context_length_exceeded" or "maximum context length" in text,
+    "pydantic-ai, anthropic": lambda text, code: "prompt is too long" in text.lower(),
+    # the numbers that coding agents read to decide how much to compact
+    "numbers": lambda text, code: re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", text) is not None,
+}
+
+
+@each_path
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_recognize_a_context_overflow(session: Session, path: str, stream: bool) -> None:
+    reply = session.post(path, body_of(path, "x" * LIMITS.max_model_len) | {"stream": stream})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["code"]) == (
+        400,
+        "invalid_request_error",
+        "context_length_exceeded",
+    )
+    assert all(recognizes(error["message"], error["code"]) for recognizes in OVERFLOW_RULES.values())
+    begin = "prompt is too long" if path == MESSAGES else "This model's maximum context length is"
+    assert error["message"].startswith(begin)
+
+
+@each_path
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_cut_off_by_a_limit_ends_with_length_in_every_api(session: Session, path: str, stream: bool) -> None:
+    call = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+    tools: Any = {
+        CHAT: [{"type": "function", "function": FUNCTION}],
+        RESPONSES: [{"type": "function", **FUNCTION}],
+        MESSAGES: ANTHROPIC_TOOLS,
+    }[path]
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    reply = session.post(path, body_of(path, call) | {"tools": tools, limit: len(call) - 5, "stream": stream}).text
+    reason = {CHAT: '"finish_reason": "length"', RESPONSES: '"incomplete"', MESSAGES: '"stop_reason": "max_tokens"'}
+    assert reason[path] in reply
+    assert not any(kind in reply for kind in ("tool_use", "function_call", '"tool_calls"'))
+
+
+TOO_MUCH: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [user("")] * 4097},
+    "parts": {"messages": [user([{"type": "text", "text": ""}] * 4097)]},
+    "tools": {"tools": [{"type": "function", "function": FUNCTION}] * 1025},
+    "number of stop texts": {"stop": [str(number) for number in range(65)]},
+    "length of a stop text": {"stop": ["x" * 1025]},
+    "identifier of a result": {"messages": [user("a"), {"role": "tool", "tool_call_id": "x" * 257, "content": "a"}]},
+    "lists": {"metadata": [[]] * 200_001},
+    "values": {"metadata": [1] * 1_000_002},
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_a_request_with_too_much_of_anything_is_refused_and_counted(name: str) -> None:
+    live = Live(parrot)
+    session = Session(live)
+    reply = session.post(CHAT, body_of(CHAT) | TOO_MUCH[name])
+    assert reply.status_code in (400, 413) and "at most" in reply.text or "more than" in reply.text
+    assert live.endpoint.take_refused() == {"size": 1} and live.endpoint.take_refused() == {}
+    assert session.create(CHAT).choices[0].message.content == "hi"
+    live.stop()
+
+
+def test_a_tool_nested_too_deeply_is_refused(session: Session) -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(protocols.MAX_DEPTH):
+        nested = {"items": nested}
+    tools = [{"type": "function", "function": FUNCTION | {"parameters": nested}}]
+    assert session.post(CHAT, body_of(CHAT) | {"tools": tools}).status_code == 400
+    assert session.live.endpoint.take_refused() == {"size": 1}
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have_are_refused(session: Session, value: str) -> None:
+    body = json.dumps(body_of(RESPONSES) | {"metadata": {"x": 17}}).replace("17", value).encode()
+    reply = session.post(RESPONSES, body)
+    assert reply.status_code == 400 and "not valid JSON" in reply.text
+
+
 @pytest.mark.parametrize("name", protocols._UNSUPPORTED)
 def test_a_field_that_changes_the_sampling_is_refused_by_name(session: Session, name: str) -> None:
     with pytest.raises(openai.BadRequestError, match=f"{name}=17") as raised:

@@ -12,7 +12,7 @@ import torch
 
 from tests.workers.endpoint.live import END, JOINS, LIMITS, TOKENIZER, completion_of, ids_of, new_trace
 from verl_lite.schema import SAMPLING_CANDIDATES
-from workers.endpoint.trace import Answer, Conversation, Node, Refusal, Trace, split_thinking
+from workers.endpoint.trace import Answer, ContextOverflow, Conversation, Node, Refusal, Trace, split_thinking
 from workers.policy.chat_template import render_chats
 from workers.rollout.base import Completion
 from workers.rollout.conversation import Message
@@ -193,6 +193,105 @@ def test_an_answer_that_no_client_received_is_discarded_and_does_not_continue_th
     assert [each["discarded"] for each in trace.described()] == [None, "undelivered", None]
 
 
+CUT_CALLS = {
+    "hermes": '<tool_call>{"name": "look", "arguments": {"path": "a.py"}}</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=path>\na.py\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>look\n<arg_key>path</arg_key>\n<arg_value>a.py</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", CUT_CALLS)
+def test_a_call_cut_off_by_its_length_is_text_with_the_finish_reason_length(name: str) -> None:
+    call = CUT_CALLS[name]
+    trace = new_trace()
+    whole = ask(trace, user("a"), answer=call, tools=TOOLS)
+    assert [json.loads(each["function"]["arguments"]) for each in said(whole).tool_calls] == [{"path": "a.py"}]
+    for length in (len(call) - 1, len(call) - len("r>\n</tool_call>"), len("<tool_call>")):
+        node = ask(trace, user("a"), answer=call, tools=TOOLS, max_tokens=length)
+        answer = said(node)
+        assert (answer.text, answer.tool_calls, answer.finish_reason) == (call[:length], [], "length")
+    limits = TokenLimits(max_prompt_length=60, max_response_length=len(call) - 1, max_model_len=400)
+    node = ask(new_trace(limits), user("a"), answer=call, tools=TOOLS)  # cut off by the room of the row
+    assert (said(node).tool_calls, said(node).finish_reason) == ([], "length")
+
+
+def test_a_complete_call_counts_although_a_limit_ends_the_answer_behind_it() -> None:
+    call = CUT_CALLS["hermes"]
+    trace = new_trace()
+    node = ask(trace, user("a"), answer=call, tools=TOOLS, max_tokens=len(call))
+    assert (len(said(node).tool_calls), said(node).finish_reason) == (1, "tool_calls")
+    node = ask(trace, user("a"), answer=f"{call} and then", tools=TOOLS, max_tokens=len(call) + 5)
+    assert (len(said(node).tool_calls), said(node).finish_reason) == (1, "length")
+    node = ask(trace, user("a"), answer=call + call, tools=TOOLS, max_tokens=2 * len(call) - 1)
+    assert (said(node).tool_calls, said(node).finish_reason) == ([], "length")
+
+
+def test_arguments_get_the_types_of_the_tool_and_identifiers_have_nine_characters() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": schema}}]
+    text = "<tool_call><function=look><parameter=n>3</parameter><parameter=m>3</parameter></function></tool_call>"
+    trace = new_trace()
+    calls = [call for _ in range(2) for call in said(ask(trace, user("a"), answer=text + text, tools=tools)).tool_calls]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"n": 3, "m": "3"}
+    identifiers = [call["id"] for call in calls]
+    assert len(set(identifiers)) == 4
+    assert all(len(each) == 9 and each.isalnum() for each in identifiers)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_json_does_not_have_make_no_call(value: str) -> None:
+    text = f'<tool_call>{{"name": "look", "arguments": {{"x": {value}}}}}</tool_call>'
+    node = ask(new_trace(), user("a"), answer=text, tools=TOOLS)
+    assert (said(node).text, said(node).tool_calls) == (text, [])
+
+
+def test_an_agent_that_appends_the_stop_text_continues_its_row() -> None:
+    trace = new_trace()
+    messages = [user("a")]
+    for turn in range(3):
+        node = ask(trace, *messages, answer=f"act {turn} STOP surplus", stop=("STOP",))
+        messages += [assistant(f"{said(node).text}{said(node).stop}"), user("on")]
+    assert [node.parent for node in trace.nodes] == [None, *trace.nodes[:2]]
+    assert len(written(trace)) == 1
+
+
+def test_a_continuation_of_an_undelivered_answer_begins_a_row() -> None:
+    trace = new_trace()
+    lost = ask(trace, user("a"), answer="one", delivered=False)
+    second = ask(trace, user("a"), said(lost).message, user("b"), answer="two")
+    assert second.parent is lost
+    rows = written(trace)
+    assert [own for _, own in rows] == ["two<|im_end|>"]
+    assert rows[0][0].endswith("one<|im_end|><|user|>user: b<|assistant|>two<|im_end|>")
+
+
+def test_the_first_of_two_equal_answers_that_a_client_received_is_continued() -> None:
+    trace = new_trace()
+    lost = ask(trace, user("a"), answer="same", delivered=False)
+    received = ask(trace, user("a"), answer="same")
+    again = ask(trace, user("a"), answer="same")
+    following = ask(trace, user("a"), assistant("same"), user("b"), answer="c")
+    assert following.parent is received
+    assert [node.row for node in (lost, received, again, following)] == [None] * 4
+    assert [own for _, own in written(trace)] == ["same<|im_end|>c<|im_end|>", "same<|im_end|>"]
+
+
+def test_a_first_prompt_below_its_limit_leaves_the_rest_unused() -> None:
+    """The room is the response length: what the first prompt leaves of its own limit is no room for answers."""
+    limits = TokenLimits(max_prompt_length=40, max_response_length=30, max_model_len=1000)
+    short, long = user("x"), user("x" * 50)
+    for message in (short, long):
+        trace = new_trace(limits)
+        node = trace.add(Conversation([message]), 256)
+        length = len(node.context())
+        assert node.room == min(30, 40 + 30 - length)
+    assert trace.first_prompts == [length]
+    assert trace.count_tokens(Conversation([long])) == length and trace.first_prompts == [length]
+    with pytest.raises(Refusal):
+        trace.add(Conversation([user("x" * 70)]), 256)
+    assert trace.first_prompts == [length, length + 20]
+
+
 def test_deeply_nested_tools_leave_the_process_that_renders_in_use() -> None:
     JOINS.prompt([user("a")], TOOLS)
     before = {child.pid for child in psutil.Process().children()}
@@ -211,8 +310,11 @@ def test_a_prompt_without_room_is_refused_with_the_limits_that_it_exceeds() -> N
     trace = new_trace(limits)
     first = ask(trace, user("x" * 30), answer="y")  # the first prompt may be longer than max_prompt_length
     assert len(first.context()) == 38 and first.room == 12
-    with pytest.raises(Refusal, match="data.max_response_length=30") as refused:
+    with pytest.raises(ContextOverflow, match="data.max_response_length=30") as refused:
         trace.add(Conversation([user("x" * 30), said(first).message, user("z" * 20)]), 256)
+    tokens = len(first.context()) + len("y<|user|>user: " + "z" * 20) - len("<|user|>") + 1 + 2
+    assert f"prompt is too long: {tokens} tokens > 49 maximum" in refused.value.message
+    assert "This model's maximum context length is 49 tokens" in refused.value.anthropic_message
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
     with pytest.raises(Refusal, match="the last message"):
         trace.add(Conversation([user("a"), assistant("b")]), 256)

@@ -77,6 +77,64 @@ MISTRAL_MOVING_SYSTEM = (
     "{% endfor %}"
 )
 
+# a call needs an id of nine characters, which stands next to its result
+MISTRAL_TOOLS = (
+    "<s>{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' and m.tool_calls %}[TOOL_CALLS][{% for call in m.tool_calls %}"
+    "{% if call.id is not defined or call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}, '
+    '"id": "{{ call.id }}"}{{ ", " if not loop.last }}{% endfor %}]</s>'
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>"
+    "{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('no id') }}{% endif %}"
+    '[TOOL_RESULTS]{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% else %}{{ raise_exception('unknown role') }}{% endif %}"
+    "{% endfor %}"
+)
+
+# no token ends a turn: the role of the next message does
+GLM = (
+    "[gMASK]<sop>{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|assistant|>\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "\n<tool_call>{{ call.function.name }}{% for key, value in call.function.arguments.items() %}"
+    "\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value if value is string else value | tojson }}</arg_value>"
+    "{% endfor %}\n</tool_call>{% endfor %}"
+    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|observation|>{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+# the name of the function stands next to its result
+NAMED_RESULTS = (
+    "{% if tools %}TOOLS {{ tools | tojson }}<e>{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}<b>result of {{ m.name }} ({{ m.tool_call_id }}): {{ m.content }}<e>"
+    "{% else %}<b>{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<e>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<b>assistant: {% endif %}"
+)
+
+LLAMA31_TOOLS = (
+    "<|begin_of_text|>{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
+    "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('single calls only') }}{% endif %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", '
+    '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}<|eom_id|>'
+    "{% else %}{{ m.content | tojson if m.role == 'tool' else m.content | trim }}<|eot_id|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+# gpt-oss writes calls in channels, which are not parsed
+HARMONY = (
+    "{% if tools %}namespace functions {{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.tool_calls %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}"
+    "<|channel|>commentary json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -138,3 +196,25 @@ def gemma() -> PreTrainedTokenizerFast:
 
 def mistral() -> PreTrainedTokenizerFast:
     return metaspace(MISTRAL)
+
+
+def mistral_tools() -> PreTrainedTokenizerFast:
+    return byte_level(MISTRAL_TOOLS, "</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]")
+
+
+def glm() -> PreTrainedTokenizerFast:
+    special = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<tool_call>")
+    return byte_level(GLM, "<|endoftext|>", *special, "</tool_call>")
+
+
+def named_results() -> PreTrainedTokenizerFast:
+    return byte_level(NAMED_RESULTS, "<e>", "<b>")
+
+
+def llama31_tools() -> PreTrainedTokenizerFast:
+    special = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>")
+    return byte_level(LLAMA31_TOOLS, "<|eot_id|>", *special)
+
+
+def harmony() -> PreTrainedTokenizerFast:
+    return byte_level(HARMONY, "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")

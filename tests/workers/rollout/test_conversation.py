@@ -126,6 +126,103 @@ def test_sampled_ids_stay_where_the_tokenizer_would_have_chosen_others() -> None
     assert joins.join([*by_letter, joins.end_of_turn], user("b")) == joins.join([joins.end_of_turn], user("b"))
 
 
+# ------------------------------------------------------------------------------------------------ calls of tools
+
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
+WITH_TOOLS = [
+    (families.mistral_tools, 1),
+    (families.mistral_tools, 2),
+    (families.glm, 1),
+    (families.glm, 2),
+    (families.named_results, 1),
+    (families.named_results, 2),
+    (families.llama31_tools, 1),  # the template accepts one call per turn
+]
+
+
+def called(*identifiers: str) -> list[dict[str, Any]]:
+    return [
+        {"id": each, "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
+        for each in identifiers
+    ]
+
+
+def result(identifier: str, content: str = "seen") -> Message:
+    return {"role": "tool", "tool_call_id": identifier, "content": content}
+
+
+@pytest.mark.parametrize(("family", "number"), WITH_TOOLS)
+@pytest.mark.parametrize("content", ["seen", "verlliteargument", " \n\"<e>' "])
+def test_results_are_joined_as_the_template_writes_them(family: Any, number: int, content: str) -> None:
+    """The joined ids are the template's text of the conversation behind the call, for one result and for two."""
+    tokenizer = family()
+    joins = ChatJoins(tokenizer)
+    calls = called("call00001", "call00002")[:number]
+    results = [result(call["id"], content) for call in calls]
+    values = [{**call, "function": call["function"] | {"arguments": {"at": "x"}}} for call in calls]
+    turn = {"role": "assistant", "content": "", "tool_calls": values}
+    named = [{**each, "name": "look"} for each in results]
+    whole = str(tokenizer.apply_chat_template([user("q"), turn, *named], tokenize=False, add_generation_prompt=True))
+
+    ids = joins.join([], *results, calls=calls)
+    text = str(tokenizer.decode(list(ids)))
+    assert whole.endswith(text)
+    # what is left is the turn up to its last call
+    assert whole.removesuffix(text).endswith(("</tool_call>", "]", "}"))
+    assert joins.join([ids[0]], *results, calls=calls) == ids[1:]
+    assert ids[0] in joins.ends_of_turn
+    fork = str(tokenizer.decode(list(joins.prompt([user("q"), {**turn, "tool_calls": calls}, *results]))))
+    assert fork == whole
+
+
+def test_glm_turns_are_joined_with_the_end_that_the_policy_sampled() -> None:
+    tokenizer = families.glm()
+    joins = ChatJoins(tokenizer)
+    to_user, to_tool, end_of_text = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>", "<|endoftext|>"])
+    assert set(joins.ends_of_turn) == {to_user, to_tool}
+    [call] = called("call00001")
+    answer = "\n<tool_response>\nseen\n</tool_response><|assistant|>\n"
+
+    def joined(last: int, *messages: Message) -> str:
+        return str(tokenizer.decode(list(joins.join([last], *messages, calls=[call]))))
+
+    assert joined(to_tool, result("call00001")) == answer
+    assert joined(end_of_text, result("call00001")) == "<|observation|>" + answer
+    assert joined(to_user, user("b")) == "\nb<|assistant|>\n"
+    assert joined(to_tool, user("b")) == "<|user|>\nb<|assistant|>\n"
+    # a result without a call, as environments write it
+    assert str(tokenizer.decode(list(joins.join([to_tool], tool("seen"))))) == answer
+
+
+def test_the_name_of_a_function_is_found_by_the_id_of_its_call() -> None:
+    joins = ChatJoins(families.named_results())
+    text = families.named_results().decode(list(joins.join([], result("a"), result("b"), calls=called("a", "b"))))
+    assert text == "<e><b>result of look (a): seen<e><b>result of look (b): seen<e><b>assistant: "
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (families.mistral_tools, '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]'),
+        (families.glm, "<tool_call>f</tool_call>"),
+        (families.named_results, '<tool_call>{"name": "f"}</tool_call>'),
+        (families.llama31_tools, '{"name": "f", "parameters": {}}'),
+        (
+            families.chatml,
+            '<tool_call>{"name": "f"}</tool_call>',
+        ),  # its system message describes tools in this notation
+    ],
+)
+def test_calls_are_read_in_the_notation_of_the_template(family: Any, text: str) -> None:
+    notation = ChatJoins(family()).notation
+    assert notation is not None
+    assert [call.name for call in notation(text).calls] == ["f"]
+
+
+def test_a_notation_that_is_not_parsed_is_known_at_the_start() -> None:
+    assert ChatJoins(families.harmony()).notation is None
+
+
 # ------------------------------------------------------------------------------------------ what templates rewrite
 
 

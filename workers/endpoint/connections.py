@@ -1,0 +1,132 @@
+"""Limits the connections of the endpoint, so that clients without a key cannot use up the files of the trainer.
+
+A connection belongs to nobody until a request on it has a valid key. When all places are taken, a new connection
+replaces the oldest one that belongs to nobody, so that programs can always connect.
+"""
+
+import asyncio
+import resource
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+MAX_CONNECTIONS = 4096
+FILES_SHARE = 2
+"""The endpoint uses at most one of this many files that the process may open."""
+MAX_CONNECTIONS_PER_EPISODE = 256
+ANONYMOUS_S = 30.0
+"""Seconds within which a connection has to send a request with a valid key."""
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 70\r\n\r\n{"error": {"message": "too many connections", "type": "server_error"}}'
+)
+
+
+def most_connections() -> int:
+    """Returns the limit of connections of one endpoint, from the limit of open files of this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(8, min(MAX_CONNECTIONS, soft // FILES_SHARE))
+
+
+class Connections:
+    """The open connections of one endpoint. All methods are called in the thread of its event loop.
+
+    Args:
+        refused: counts refused and closed connections by reason.
+    """
+
+    def __init__(self, refused: Callable[[str], None]) -> None:
+        self._refused = refused
+        self._limit = most_connections()
+        self._owners: dict[asyncio.Transport, Any] = {}  # in the order of their beginning
+        self._counts: Counter[Any] = Counter()
+
+    def admit(self, transport: asyncio.Transport) -> bool:
+        """Adds a new connection. Returns False if there is no place for it; it is then closed."""
+        if len(self._owners) >= self._limit:
+            self._refused("connections")
+            oldest = next((each for each, owner in self._owners.items() if owner is None), None)
+            if oldest is None:
+                transport.write(_REFUSAL)
+                transport.close()
+                return False
+            self.remove(oldest)
+            oldest.abort()
+        self._owners[transport] = None
+        asyncio.get_running_loop().call_later(ANONYMOUS_S, self._expire, transport)
+        return True
+
+    def give(self, transport: asyncio.BaseTransport | None, owner: Any) -> bool:
+        """Gives a connection to the episode whose key it has sent. Returns False if the episode has too many."""
+        known = cast(asyncio.Transport, transport)
+        if known not in self._owners or self._owners[known] is owner:
+            return True
+        if self._counts[owner] >= MAX_CONNECTIONS_PER_EPISODE:
+            return False
+        self._take_from_owner(known)
+        self._owners[known] = owner
+        self._counts[owner] += 1
+        return True
+
+    def release(self, owner: Any) -> None:
+        """Makes the connections of an episode that has ended replaceable."""
+        for transport, current in self._owners.items():
+            if current is owner:
+                self._owners[transport] = None
+        self._counts.pop(owner, None)
+
+    def remove(self, transport: asyncio.Transport) -> None:
+        """Removes a connection that has ended."""
+        if transport in self._owners:
+            self._take_from_owner(transport)
+            del self._owners[transport]
+
+    def _take_from_owner(self, transport: asyncio.Transport) -> None:
+        owner = self._owners[transport]
+        if owner is not None:
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]
+
+    def _expire(self, transport: asyncio.Transport) -> None:
+        """Closes a connection that has not sent a valid key in time."""
+        if transport in self._owners and self._owners[transport] is None:
+            self._refused("slow")
+            self.remove(transport)
+            transport.abort()
+
+
+class LimitedProtocol(asyncio.Protocol):
+    """Passes a connection to the protocol of the web server if `Connections` admits it."""
+
+    def __init__(self, connections: Connections, web_server: Callable[[], asyncio.Protocol]) -> None:
+        self._connections, self._web_server = connections, web_server
+        self._inner: asyncio.Protocol | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._connections.admit(self._transport):
+            self._inner = self._web_server()
+            self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is not None:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._inner is None else self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self._transport)
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
