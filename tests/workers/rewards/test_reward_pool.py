@@ -209,6 +209,7 @@ def test_a_server_scores_from_several_processes_within_limit_and_rate(make_pool:
         remote = RemoteRewardConfig(url=server.url)
         pool = make_pool(None, 2, remote=remote, max_concurrent=4, max_rpm=1200, timeout_s=1.0)
         results = score(pool, *["a", "bb", "ccc"] * 10)
+    assert not failed(results), [result.error for result in results if result.failed][0]
     assert [result.score for result in results] == [1, 2, 3] * 10, "waiting for the rate is not counted as time"
     assert 2 <= server.most_at_once <= 4
     assert server.times[-1] - server.times[0] > 24 * 0.05, "thirty requests at twenty a second"
