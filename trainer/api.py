@@ -109,6 +109,8 @@ class TrainResult:
         from trainer.data.sources import read_rows
         from trainer.main_generate import generate
 
+        if type(n) is not int:
+            raise UserError(f"n: found {n!r:.100}; expected the number of answers to each prompt, such as n=4")
         rows = prompt_rows(prompts)
         sampling: dict[str, Any] = {"rollout.val_kwargs.n": n, "rollout.val_kwargs.do_sample": n > 1}
         if n > 1:
@@ -180,24 +182,24 @@ def train(
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError(f"callbacks: found {callbacks!r:.200}; expected a list of callbacks")
     given = _flat(options or {}) | _flat(keywords)
-    with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
-        from trainer.build import run_ppo
-        from trainer.callbacks import require_callbacks
+    try:
+        with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
+            from trainer.build import run_ppo
+            from trainer.callbacks import require_callbacks
 
-        named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
-        own_callbacks = require_callbacks([each for each in callbacks if not isinstance(each, str)], "callbacks")
-        with _folder_problems(folder):
-            settings = _settings(model, data, val_data, reward, folder, given)
-        if named_callbacks:
-            settings["trainer.callbacks"] = named_callbacks
-        with _live_curve(folder):
-            try:
+            named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
+            own_callbacks = require_callbacks([each for each in callbacks if not isinstance(each, str)], "callbacks")
+            with _folder_problems(folder):
+                settings = _settings(model, data, val_data, reward, folder, given)
+            if named_callbacks:
+                settings["trainer.callbacks"] = named_callbacks
+            with _live_curve(folder):
                 status = run_ppo(_words(settings | given), callbacks=own_callbacks, is_command=False)
-            except FinishedRunError as finished:
-                print(f"{finished}\ntrain() returns the result of that run. For a new run, choose another run_dir")
-                return TrainResult(folder, is_stopped=False)
-        if status != INTERRUPTED:
-            _require_success(status, "train")
+            if status != INTERRUPTED:
+                _require_success(status, "train")
+    except FinishedRunError as finished:  # the files of that run, such as its reward, are the old ones again
+        print(f"{finished}\ntrain() returns the result of that run. For a new run, choose another run_dir")
+        return TrainResult(folder, is_stopped=False)
     return TrainResult(folder, status == INTERRUPTED)
 
 

@@ -228,3 +228,13 @@ def test_an_error_of_the_callers_rows_leaves_no_files(model: str, tmp_path: Path
 def test_a_partial_function_is_a_reward(tmp_path: Path) -> None:
     settings = reward_settings(partial(trl_reward), tmp_path)
     assert settings["reward.custom_reward_function.style"] == "trl"
+
+
+def test_a_finished_run_keeps_its_reward(model: str, tmp_path: Path) -> None:
+    first = train(model, ROWS, trl_reward, run_dir=tmp_path, **SMALL)
+    stored = (tmp_path / "inputs" / "reward.pkl").read_bytes()
+    again = train(model, ROWS, lambda completions, **columns: [0.5] * len(completions), run_dir=tmp_path, **SMALL)
+    assert again == first
+    assert (tmp_path / "inputs" / "reward.pkl").read_bytes() == stored, "evaluate() calls it"
+    with pytest.raises(UserError, match="n: found '2'; expected the number of answers"):
+        first.generate("1+1=", n="2")  # type: ignore[arg-type]
