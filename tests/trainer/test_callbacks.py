@@ -17,7 +17,15 @@ from tests.trainer.test_fit import QUIET, Parts, make
 from tests.trainer.tiny_run import options_of, write_files
 from trainer import callbacks, main_sft
 from trainer.build import run_ppo
-from trainer.callbacks import Callback, Callbacks, EarlyStopping, RunControl, RunState, load_callbacks, require_callbacks
+from trainer.callbacks import (
+    Callback,
+    Callbacks,
+    EarlyStopping,
+    RunControl,
+    RunState,
+    load_callbacks,
+    require_callbacks,
+)
 from trainer.checkpoint import saved_steps
 from trainer.final_report import read_early_end
 from trainer.ray_trainer import RayPPOTrainer
