@@ -32,9 +32,10 @@ _SETS = {
     "trainer.default_local_dir": "run_dir",
     "trainer.resume_mode": "run_dir",
     "model.path": "model",
-    "data.train_files": "data",
+    "data.train_files": "data (texts are files; prompts are rows such as {'prompt': 'What is 2 + 3?'})",
     "data.train_batch_size": "data (its number of rows, at most 64)",
     "data.data_source": "data",
+    "data_source='data'": "data without the column data_source; it needs the argument reward",
     "data.val_files": "val_data",
     "reward.custom_reward_function": "reward",
     "reward.functions": "reward",
@@ -108,6 +109,8 @@ class TrainResult:
         from trainer.data.sources import read_rows
         from trainer.main_generate import generate
 
+        if type(n) is not int:
+            raise UserError(f"n: found {n!r:.100}; expected the number of answers to each prompt, such as n=4")
         rows = prompt_rows(prompts)
         sampling: dict[str, Any] = {"rollout.val_kwargs.n": n, "rollout.val_kwargs.do_sample": n > 1}
         if n > 1:
@@ -173,26 +176,53 @@ def train(
         UserError: for invalid arguments, options, data or rewards. Such a call leaves no files.
     """
     _refuse_other_names(keywords)
-    folder = Path(run_dir or f"runs/train-{time.strftime('%Y%m%d-%H%M%S')}").expanduser().absolute()
+    folder = _folder_of(run_dir)
+    if options is not None and not isinstance(options, Mapping):
+        raise UserError(f"options: found {options!r:.200}; expected a dictionary such as {{'rollout.n': 8}}")
+    if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
+        raise UserError(f"callbacks: found {callbacks!r:.200}; expected a list of callbacks")
     given = _flat(options or {}) | _flat(keywords)
-    with _as_caller_expects(_SETS), _removed_if_refused(folder):
-        from trainer.build import run_ppo
-        from trainer.callbacks import require_callbacks
+    try:
+        with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
+            from trainer.build import run_ppo
+            from trainer.callbacks import require_callbacks
 
-        named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
-        own_callbacks = require_callbacks([each for each in callbacks if not isinstance(each, str)], "callbacks")
-        settings = _settings(model, data, val_data, reward, folder, given)
-        if named_callbacks:
-            settings["trainer.callbacks"] = named_callbacks
-        with _live_curve(folder):
-            try:
+            named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
+            own_callbacks = require_callbacks([each for each in callbacks if not isinstance(each, str)], "callbacks")
+            with _folder_problems(folder):
+                settings = _settings(model, data, val_data, reward, folder, given)
+            if named_callbacks:
+                settings["trainer.callbacks"] = named_callbacks
+            with _live_curve(folder):
                 status = run_ppo(_words(settings | given), callbacks=own_callbacks, is_command=False)
-            except FinishedRunError as finished:
-                print(f"{finished}\ntrain() returns the result of that run. For a new run, choose another run_dir")
-                return TrainResult(folder, is_stopped=False)
-        if status != INTERRUPTED:
-            _require_success(status, "train")
+            if status != INTERRUPTED:
+                _require_success(status, "train")
+    except FinishedRunError as finished:  # the files of that run, such as its reward, are the old ones again
+        print(f"{finished}\ntrain() returns the result of that run. For a new run, choose another run_dir")
+        return TrainResult(folder, is_stopped=False)
     return TrainResult(folder, status == INTERRUPTED)
+
+
+def _folder_of(run_dir: object) -> Path:
+    """Returns the run folder of the argument `run_dir`."""
+    if run_dir is not None and not isinstance(run_dir, str | Path):
+        raise UserError(f"run_dir: found {run_dir!r:.200}; expected the path of a folder")
+    folder = Path(run_dir or f"runs/train-{time.strftime('%Y%m%d-%H%M%S')}")
+    return folder.expanduser().absolute()
+
+
+@contextmanager
+def _folder_problems(folder: Path) -> Iterator[None]:
+    """Turns an error of the file system below `folder` into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        file = Path(str(error.filename))
+        if not (file.is_relative_to(folder) or folder.is_relative_to(file)):
+            raise
+        raise UserError(
+            f"run_dir={folder} cannot be written to ({error.strerror}: {file}): give a folder of yours"
+        ) from error
 
 
 def _settings(
@@ -250,6 +280,7 @@ def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
             yield
         except UserError as error:
             text = str(error).replace(" (command line)", "")
+            text = text.replace("--help-config lists", "python -m trainer.main_ppo --help-config lists")
             origins = [f"{key} comes from {argument}" for key, argument in sets.items() if key in text]
             if origins:
                 text += f"\n(In this call, {'; '.join(origins)}.)"
@@ -261,8 +292,8 @@ def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _removed_if_refused(folder: Path) -> Iterator[None]:
-    """Restores a folder if the block raises UserError, unless a run has started in it.
+def _removed_if_refused(folder: Path, errors: type[BaseException] = UserError) -> Iterator[None]:
+    """Restores a folder if the block raises one of `errors` before a run has started in it.
 
     The folder of a new call is removed. Of an existing one, new files of `inputs` are removed and changed ones get
     their old content.
@@ -271,21 +302,30 @@ def _removed_if_refused(folder: Path) -> Iterator[None]:
     existed = folder.exists()
     inputs = folder if folder.name == "inputs" else folder / "inputs"
     contents = {file: file.read_bytes() for file in inputs.glob("*") if file.is_file()}
+    started_before = _start_time(folder)
     try:
         yield
-    except UserError:
-        if not existed and not (folder / "config.yaml").exists():
+    except errors:
+        if _start_time(folder) != started_before:
+            raise  # the run reads the files
+        if not existed:
             shutil.rmtree(folder, ignore_errors=True)
             if not parent_existed:
                 with suppress(OSError):  # another call may use it
                     folder.parent.rmdir()
-        elif existed:
+        else:
             for file in inputs.glob("*"):
                 if file.is_file() and file not in contents:
                     file.unlink()
             for file, content in contents.items():
                 file.write_bytes(content)
         raise
+
+
+def _start_time(folder: Path) -> int | None:
+    """Returns when a run has started in the folder last, which writes config.yaml; None if none has."""
+    file = folder / "config.yaml"
+    return file.stat().st_mtime_ns if file.is_file() else None
 
 
 def _require_success(status: int, what: str) -> None:
@@ -297,6 +337,8 @@ def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested options, and those of keywords, by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in options.items():
+        if not isinstance(name, str):
+            raise UserError(f"options: found the key {name!r:.200}; expected an option, such as 'rollout.n'")
         key = prefix + name.replace("__", ".")
         flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
     return flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -61,7 +62,10 @@ def data_files(data: Rows, folder: Path, name: str) -> list[str]:
     rows = []
     for index, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
-            raise UserError(f"{name}: row {index} is {entry!r:.100}, expected a dict of columns such as prompt")
+            raise UserError(
+                f"{name}: row {index} is {entry!r:.100}, expected a dict of columns such as "
+                "{'prompt': 'What is 2 + 3?'}"
+            )
         rows.append(_as_json_row(entry, folder, f"{name}: row {index}"))
     return [write_rows(rows, folder, name)]
 
@@ -126,9 +130,9 @@ def reward_settings(reward: Callable[..., Any] | str | None, folder: Path) -> di
         )
     import cloudpickle
 
-    module = sys.modules.get(getattr(reward, "__module__", "") or "")
-    is_local = module is not None and module.__name__ != "__main__" and "site-packages" not in str(module.__file__)
-    with _by_value(cloudpickle, module if is_local else None):
+    if inspect.isclass(reward):
+        raise UserError(f"reward: {reward.__name__} is a class; expected a function, or an object that can be called")
+    with _by_value(cloudpickle, _module_to_copy(reward)):
         try:
             code = cloudpickle.dumps(reward)
         except Exception as error:  # pickle calls methods of the user's objects, which may raise anything
@@ -140,9 +144,29 @@ def reward_settings(reward: Callable[..., Any] | str | None, folder: Path) -> di
     (folder / "reward.pkl").write_bytes(code)
     (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
     settings = {f"{own}.path": str(folder / "reward.py")}
-    if "completions" in inspect.signature(reward).parameters:
+    if _has_parameter(reward, "completions"):
         settings[f"{own}.style"] = "trl"
     return settings
+
+
+def _module_to_copy(reward: Callable[..., Any]) -> Any:
+    """Returns the module of a function if reward processes may be unable to import it, else None."""
+    function: Any = reward
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = sys.modules.get(getattr(function, "__module__", "") or "")
+    if module is None or module.__name__ == "__main__":
+        return None
+    is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
+    is_installed = "site-packages" in str(getattr(module, "__file__", None))
+    return None if is_of_python or is_installed else module
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:  # some functions written in C do not tell their parameters
+        return False
 
 
 def _is_chat(prompt: object) -> bool:
@@ -177,8 +201,11 @@ def _as_json_row(row: Mapping[str, Any], folder: Path, place: str) -> dict[str, 
         (folder / name).write_bytes(content)
         names.append(name)
     values = plain_value({key: value for key, value in row.items() if key not in ("image", "images")})
-    if "ground_truth" not in values and "reward_model" not in values:
-        values["ground_truth"] = ""
+    if "reward_model" not in values:
+        if values.setdefault("ground_truth", "") is None:
+            raise UserError(
+                f"{place} has a column ground_truth without a value; give each row one, or no row such a column"
+            )
     if names:
         values["images"] = names
     return values

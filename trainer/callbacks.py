@@ -13,10 +13,11 @@ code that only sends metrics somewhere belongs in a tracker, which has a thread 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,10 +28,24 @@ from trainer.cli import NOTHING_LEFT
 from trainer.evaluate.sample import Sample
 from verl_lite.config import EarlyStoppingConfig, RunConfig
 from verl_lite.errors import FinishedRunError, UserError
-from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object
+from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object, require_call
 from verl_lite.safe_state import require_safe
 
 KEY = "trainer.callbacks"
+HOOKS = ("on_run_begin", "on_step_end", "on_validation_end", "on_checkpoint", "on_run_end")
+_OTHER_NAMES = {
+    "on_init_end": "on_run_begin",
+    "on_train_begin": "on_run_begin",
+    "on_train_start": "on_run_begin",
+    "on_train_end": "on_run_end",
+    "on_evaluate": "on_validation_end",
+    "on_save": "on_checkpoint",
+    "on_save_checkpoint": "on_checkpoint",
+    "on_log": "on_step_end, whose state has the logged metrics",
+    "on_train_batch_end": "on_step_end",
+    "on_epoch_end": "on_step_end",
+}
+"""Hooks of transformers and Lightning, and the hooks here."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class RunState:
             those of `trainer.log_freq`.
         checkpoint: the newest complete checkpoint that this process wrote; None before the first.
         validates: whether the run has validation data.
+        val_only: whether the run only validates (trainer.val_only) and has no step.
         note: shows a sentence to the user.
         read_samples: returns the value of `samples`.
     """
@@ -58,6 +74,7 @@ class RunState:
     validates: bool
     note: Callable[[str], None]
     read_samples: Callable[[], Sequence[Sample]] = field(repr=False)
+    val_only: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
@@ -69,7 +86,7 @@ class RunState:
         return tuple(self.read_samples())
 
 
-@dataclass
+@dataclass(slots=True)  # so that a misspelt request is an error
 class RunControl:
     """What a callback can request. Each attribute is False when a hook is called; the callback sets it to True.
 
@@ -145,6 +162,10 @@ class EarlyStopping(Callback):
         return self.num_without_improvement >= self.patience
 
     def on_run_begin(self, state: RunState, control: RunControl) -> None:
+        if state.val_only:
+            return
+        if state.global_step == 0 or self.last_step > state.global_step:
+            self._begin_anew()  # the object has followed another run, or later steps than those that are restored
         if self.is_exhausted:
             raise FinishedRunError(
                 f"{state.run_dir} ended early at step {state.global_step} of {state.max_steps}: {NOTHING_LEFT}. "
@@ -178,6 +199,12 @@ class EarlyStopping(Callback):
         self.num_without_improvement = state["num_without_improvement"]
         self.last_step = state["last_step"]
 
+    def _begin_anew(self) -> None:
+        self.best_value = None
+        self.best_step = 0
+        self.num_without_improvement = 0
+        self.last_step = -1
+
     @property
     def _is_of_validation(self) -> bool:
         return self.metric.startswith(("val/", "val-"))
@@ -202,8 +229,8 @@ class EarlyStopping(Callback):
         if self.is_exhausted:
             best = "never finite" if self.best_value is None else f"best at step {self.best_step} ({self.best_value:g})"
             state.note(
-                f"The run ends after step {state.global_step} of {state.max_steps}: {self.metric} was {best}, and "
-                f"{self.num_without_improvement} later values are not better (trainer.early_stopping)"
+                f"{self.metric} was {best}, and {self.num_without_improvement} later values are not better "
+                "(trainer.early_stopping)"
             )
             control.should_training_stop = True
 
@@ -236,6 +263,7 @@ class Callbacks:
 
     Attributes:
         control: the requests since the last `take_requests`.
+        stopped_by: the hook that requested the end of the run, such as "Watch.on_step_end"; empty before.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
@@ -245,6 +273,7 @@ class Callbacks:
             same_class = sum(type(other).__qualname__ == name for other in self.by_name.values())
             self.by_name[f"{name}#{same_class + 1}" if same_class else name] = callback
         self.control = RunControl()
+        self.stopped_by = ""
 
     def __bool__(self) -> bool:
         return bool(self.by_name)
@@ -260,9 +289,11 @@ class Callbacks:
                     f"callback {name}.{event} requests a validation, and the run has no validation data: set "
                     "data.val_files, or read state.validates first"
                 )
-            self.control.should_training_stop |= requests.should_training_stop
-            self.control.should_save |= requests.should_save
-            self.control.should_evaluate |= requests.should_evaluate
+            if requests.should_training_stop and not self.stopped_by:
+                self.stopped_by = f"{name}.{event}"
+            self.control.should_training_stop |= bool(requests.should_training_stop)
+            self.control.should_save |= bool(requests.should_save)
+            self.control.should_evaluate |= bool(requests.should_evaluate)
 
     def take_requests(self) -> RunControl:
         """Returns the requests since the last call."""
@@ -272,12 +303,24 @@ class Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of the callbacks by name. Raises TypeError if a checkpoint cannot hold one of them."""
+        return {name: self._state_of(name) for name in self.by_name}
+
+    def readable_states(self) -> dict[str, Any]:
+        """Returns the states of those callbacks whose `state_dict` works. For the checkpoint of a run that ends with
+        an error of a callback: the others lose nothing."""
         states = {}
-        for name, callback in self.by_name.items():
-            with _named(f"{name}.state_dict"):
-                states[name] = callback.state_dict()
-                require_safe(states[name])
+        for name in self.by_name:
+            with suppress(Exception):  # the first error ends the run and is shown
+                states[name] = self._state_of(name)
         return states
+
+    def _state_of(self, name: str) -> dict[str, Any]:
+        with _named(f"{name}.state_dict"):
+            state = self.by_name[name].state_dict()
+            if not isinstance(state, Mapping):
+                raise TypeError(f"{name}.state_dict() returned {state!r:.200}; expected a dictionary")
+            require_safe(state)
+            return copy.deepcopy(dict(state))  # the callback may go on changing its own lists
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restores the states of those callbacks that the checkpoint has; others begin anew."""
@@ -301,13 +344,37 @@ def load_callbacks(config: RunConfig) -> list[Callback]:
 
 def require_callbacks(callbacks: Sequence[object], key: str) -> list[Callback]:
     """Returns the objects of a user. Raises UserError, which names `key`, if one of them is not a callback."""
+    seen: list[Callback] = []
     for callback in callbacks:
+        if inspect.isclass(callback) and issubclass(callback, Callback):
+            name = callback.__name__
+            raise UserError(f"{key}: {name} is a class; expected an object of it: {name}(...)")
         if not isinstance(callback, Callback):
             raise UserError(
                 f"{key}: {callback!r:.200} is not a callback; expected an object of a subclass of Callback "
                 "(trainer/callbacks.py)"
             )
-    return list(callbacks)  # type: ignore[arg-type]  # checked above
+        if any(callback is other for other in seen):
+            raise UserError(f"{key}: the same {type(callback).__name__} object is in the list twice; remove one")
+        _require_hooks(type(callback), key)
+        seen.append(callback)
+    return seen
+
+
+def _require_hooks(kind: type[Callback], key: str) -> None:
+    """Raises UserError if a class defines a hook that no run calls, or one with other arguments."""
+    for name in dir(kind):
+        if not name.startswith("on_") or not callable(getattr(kind, name)):
+            continue
+        if name not in HOOKS:
+            here = f"; here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else did_you_mean(name, HOOKS)
+            raise UserError(
+                f"{key}: {kind.__qualname__}.{name} is no hook, so no run would call it{here}. "
+                f"The hooks are {', '.join(HOOKS)}; name other methods without on_"
+            )
+        function = inspect.getattr_static(kind, name)
+        num_arguments = 2 if isinstance(function, classmethod | staticmethod) else 3
+        require_call(getattr(kind, name), f"{name}(self, state, control)", *range(num_arguments))
 
 
 def _early_stopping(metric: str, options: EarlyStoppingConfig) -> EarlyStopping:
@@ -323,6 +390,7 @@ def _callback_at(entry: str) -> Callback:
     kind = load_object(module, name, KEY, KEY)
     if not (inspect.isclass(kind) and issubclass(kind, Callback)):
         raise UserError(f"{KEY}: {entry} is {kind!r:.200}; expected a subclass of Callback (trainer/callbacks.py)")
+    _require_hooks(kind, KEY)
     try:
         inspect.signature(kind).bind()
     except TypeError as error:

@@ -15,6 +15,7 @@ from trainer.evaluate.sample import Sample
 from trainer.evaluate.validation_metrics import INTERVAL
 
 _TEXT_SHOWN = 300
+_EARLY_END = "ended_early"  # a file of the run folder with the step after which a callback ended the run
 _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")
 
 
@@ -32,6 +33,18 @@ class FitResult:
     checkpoint: Path | None = None
     stopped: bool = False
     before_step: int = 0
+
+
+def write_early_end(run_dir: Path, step: int) -> None:
+    """Notes in the run folder that a callback, such as early stopping, has ended the run after this step."""
+    (run_dir / _EARLY_END).write_text(f"{step}\n", encoding="utf-8")
+
+
+def read_early_end(run_dir: Path) -> int | None:
+    """Returns the step after which a callback ended the run; None if none did. The run may have continued since."""
+    file = run_dir / _EARLY_END
+    text = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def final_report(

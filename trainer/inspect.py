@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
 
 def overview(run: Run, width: int) -> RenderableType:
     """Returns the overview of a run, laid out for a terminal that is `width` characters wide."""
-    style = {"running": "bold cyan", "finished": "bold green"}.get(run.state, "bold yellow")
+    styles = {"running": "bold cyan", "finished": "bold green", "ended early": "bold green"}
+    style = styles.get(run.state, "bold yellow")
     of = f" of {run.total_steps}" if run.total_steps is not None else ""
     status = f"step {run.last_step}{of}, {format_seconds(run.seconds())} in steps, last written "
     status += f"{format_seconds(max(0.0, time.time() - run.modified))} ago\n{run.folder}"

@@ -13,7 +13,7 @@ from trainer import step_metrics
 from trainer.callbacks import Callbacks, RunState
 from trainer.checkpoint import saved_steps
 from trainer.evaluate.sample import Sample
-from trainer.final_report import FitResult
+from trainer.final_report import FitResult, write_early_end
 from trainer.resume import profile_folder
 from trainer.saving import Saver
 from trainer.steps import StepCounter
@@ -48,6 +48,7 @@ class TrainingLoop(Generic[Steps, Result]):
         self.step_data: Any = None
         self.scored_batch: DataProto | None = None
         self.callbacks = Callbacks()
+        self.ended_early = False  # a callback has ended the run before its last step
 
     def fit(self) -> Result:
         """Runs all remaining training steps. Returns the results for the final report."""
@@ -72,6 +73,8 @@ class TrainingLoop(Generic[Steps, Result]):
         if self.callbacks:
             self.saver.finish()  # a callback may have requested a checkpoint shortly before the end
         self.result.checkpoint, self.result.stopped = self.saver.newest, self.steps.stopping
+        if self.ended_early and not self.result.stopped:
+            write_early_end(self.saver.run_dir, self.steps.global_step)
         self.report_checkpoints()
         self.call_callbacks("on_run_end")
 
@@ -136,6 +139,7 @@ class TrainingLoop(Generic[Steps, Result]):
             self.end_early()
             if self.validates and self.steps.due(self.options.test_freq) and not is_validated:
                 self.validate_again()
+                requests.should_save |= self.callbacks.take_requests().should_save  # of this validation
         return requests.should_save
 
     def validate_again(self) -> None:
@@ -148,7 +152,10 @@ class TrainingLoop(Generic[Steps, Result]):
 
     def end_early(self) -> None:
         """Makes the current step the last one."""
-        self.steps.total = self.steps.global_step
+        step, total = self.steps.global_step, self.steps.total
+        self.tracking.note(f"The run ends after step {step} of {total}, as {self.callbacks.stopped_by} requests")
+        self.ended_early = True
+        self.steps.total = step
 
     def report_validation(self, metrics: Mapping[str, float]) -> None:
         """Calls `on_validation_end`. metrics: those of the validation."""
@@ -188,6 +195,7 @@ class TrainingLoop(Generic[Steps, Result]):
             validates=self.validates,
             note=self.tracking.note,
             read_samples=read_samples,
+            val_only=self.val_only,
         )
         try:
             self.callbacks.call(event, state)
@@ -201,7 +209,7 @@ class TrainingLoop(Generic[Steps, Result]):
         self.step_data = None  # the crash dump then offers no replay: the step itself did not fail
         self.saver.finish()
         if self.options.save_freq != 0 and self.steps.global_step not in saved_steps(self.saver.run_dir):
-            self.saver.save(self.steps, self.state_dict())
+            self.saver.save(self.steps, self.state_dict() | {CALLBACKS: self.callbacks.readable_states()})
             self.saver.finish()
 
     def training_samples(self, batch: DataProto) -> list[Sample]:
@@ -270,8 +278,13 @@ class TrainingLoop(Generic[Steps, Result]):
 
     def save(self) -> None:
         """Writes a checkpoint of this step and logs the seconds that training waited for it."""
+        try:
+            states = self.callbacks.state_dict()
+        except Exception:
+            self.save_completed_step()
+            raise
         with self.timed("save_checkpoint"):
-            self.saver.save(self.steps, self.state_dict() | {CALLBACKS: self.callbacks.state_dict()})
+            self.saver.save(self.steps, self.state_dict() | {CALLBACKS: states})
         self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
     def resume(self) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
 from trainer import TrainResult, train
+from trainer.api_inputs import reward_settings
 from trainer.callbacks import Callback, RunControl, RunState
 from verl_lite.errors import UserError
 
@@ -95,7 +96,7 @@ def test_an_interrupted_run_has_a_checkpoint_and_continues(model: str, tmp_path:
     ("arguments", "message"),
     [
         ({"data": []}, "train: there are no rows"),
-        ({"data": ["x.jsonl", 3]}, "train: row 0 is 'x.jsonl', expected a dict of columns such as prompt"),
+        ({"data": ["x.jsonl", 3]}, "train: row 0 is 'x.jsonl', expected a dict of columns such as"),
         ({"data": [{"question": "a"}]}, "there is no prompt"),
         ({"reward": "exact_mtach"}, "no reward has this name; did you mean exact_match"),
         ({"data": {"prompt": ["a"]}}, "train: found a dictionary with the keys prompt; expected rows"),
@@ -180,3 +181,60 @@ def test_the_examples_of_the_guide_run_one_after_the_other(model: str) -> None:
         exec(block, names)
     assert len(blocks) == 3 and names["loss"].isfinite() and names["log_probs"].shape == (2, 2)
     assert names["metrics"]["grad_norm"].value > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"callbacks": None}, "callbacks: found None; expected a list"),
+        ({"callbacks": "file.py:Watch"}, "callbacks: found 'file.py:Watch'; expected a list"),
+        ({"callbacks": [Callback]}, "Callback is a class; expected an object of it"),
+        ({"options": ["rollout.n=2"]}, r"options: found \['rollout.n=2'\]; expected a dictionary"),
+        ({"options": {1: 2}}, "options: found the key 1"),
+        ({"run_dir": 5}, "run_dir: found 5; expected the path of a folder"),
+        ({"reward": Callback}, "reward: Callback is a class"),
+        ({"reward": len}, r"len\(obj, /\) cannot be called as needed"),
+        ({"data": [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": None}]}, "row 1 has a column"),
+        ({"data": [[{"role": "user", "content": "a"}]]}, r"row 0 is .* such as \{'prompt': "),
+        ({"data": (text for text in ["1+1="])}, r"prompts are rows such as \{'prompt': "),
+        ({"rolout__n": 2}, "there is no such key"),
+    ],
+)
+def test_wrong_arguments_are_named_and_leave_no_files(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call: dict[str, Any] = {"data": ROWS, "reward": trl_reward} | SMALL | arguments
+    with pytest.raises(UserError, match=message):
+        train(model, **call)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_dir_that_is_a_file_is_an_error_of_the_user(model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match="run_dir=.*/file.* cannot be written to"):
+            train(model, ROWS, trl_reward, run_dir=run_dir, **SMALL)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_error_of_the_callers_rows_leaves_no_files(model: str, tmp_path: Path) -> None:
+    rows = ({"prompt": str(1 / number)} for number in (1, 0))
+    with pytest.raises(ZeroDivisionError):
+        train(model, ROWS, trl_reward, val_data=rows, run_dir=tmp_path / "run", **SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_partial_function_is_a_reward(tmp_path: Path) -> None:
+    settings = reward_settings(partial(trl_reward), tmp_path)
+    assert settings["reward.custom_reward_function.style"] == "trl"
+
+
+def test_a_finished_run_keeps_its_reward(model: str, tmp_path: Path) -> None:
+    first = train(model, ROWS, trl_reward, run_dir=tmp_path, **SMALL)
+    stored = (tmp_path / "inputs" / "reward.pkl").read_bytes()
+    again = train(model, ROWS, lambda completions, **columns: [0.5] * len(completions), run_dir=tmp_path, **SMALL)
+    assert again == first
+    assert (tmp_path / "inputs" / "reward.pkl").read_bytes() == stored, "evaluate() calls it"
+    with pytest.raises(UserError, match="n: found '2'; expected the number of answers"):
+        first.generate("1+1=", n="2")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -16,8 +17,17 @@ from tests.trainer.test_fit import QUIET, Parts, make
 from tests.trainer.tiny_run import options_of, write_files
 from trainer import callbacks, main_sft
 from trainer.build import run_ppo
-from trainer.callbacks import Callback, Callbacks, EarlyStopping, RunControl, RunState, load_callbacks
+from trainer.callbacks import (
+    Callback,
+    Callbacks,
+    EarlyStopping,
+    RunControl,
+    RunState,
+    load_callbacks,
+    require_callbacks,
+)
 from trainer.checkpoint import saved_steps
+from trainer.final_report import read_early_end
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.tracking import read_metrics
 from verl_lite.config import RunConfig
@@ -467,3 +477,133 @@ def test_the_example_of_the_guide_runs(tmp_path: Path, capsys: pytest.CaptureFix
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert metrics[1]["response_length/clip_ratio"] > 0.5
     assert any(name.startswith("val-core/") for name in metrics[1])
+
+
+def test_the_state_of_all_callbacks_is_in_the_checkpoint_of_a_run_that_a_callback_ends(tmp_path: Path) -> None:
+    class Breaks(Callback):
+        has_raised = False
+
+        def on_step_end(self, state: RunState, control: RunControl) -> None:
+            self.has_raised = True
+            raise RuntimeError("boom")
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.has_raised:
+                raise ValueError("no state")
+            return {}
+
+    parts = LoggingParts()
+    trainer = make(tmp_path, parts, trainer__save_freq=-1, **QUIET)
+    trainer.callbacks = Callbacks([Counter(), Breaks()])
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.fit()
+    resumed = Counter()
+    fit(tmp_path, resumed, trainer__save_freq=-1, trainer__resume_mode="auto", **QUIET)
+    assert resumed.num_steps == 3, "one step before the error, two after it"
+
+
+def test_a_state_that_breaks_later_loses_no_step(tmp_path: Path) -> None:
+    class BreaksLater(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": object() if self.num_steps == 2 else 0}
+
+    with pytest.raises(TypeError, match="the state"):
+        fit(tmp_path, BreaksLater(), trainer__save_freq=1, **QUIET)
+    assert sorted(saved_steps(tmp_path)) == [1, 2]
+
+
+def test_a_saved_state_does_not_change_with_the_callback() -> None:
+    class Growing(Callback):
+        def __init__(self) -> None:
+            self.values: list[int] = []
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"values": self.values}
+
+    callback = Growing()
+    saved = Callbacks([callback]).state_dict()
+    callback.values.append(1)
+    assert list(saved.values()) == [{"values": []}]
+
+
+def test_a_state_must_be_a_dictionary() -> None:
+    class Forgets(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(TypeError, match=r"Forgets.state_dict\(\) returned None; expected a dictionary"):
+        Callbacks([Forgets()]).state_dict()
+
+
+def test_an_unknown_request_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="should_stop"):
+        RunControl().should_stop = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("on_evaluate", "on_evaluate is no hook, so no run would call it; here it is on_validation_end"),
+        ("on_save", "here it is on_checkpoint"),
+        ("on_step_ends", "did you mean on_step_end"),
+    ],
+)
+def test_a_hook_that_no_run_calls_is_refused(hook: str, message: str) -> None:
+    kind = type("Own", (Callback,), {hook: lambda self, state, control: None})
+    with pytest.raises(UserError, match=message):
+        require_callbacks([kind()], "callbacks")
+
+
+def test_a_hook_with_the_arguments_of_transformers_is_refused() -> None:
+    class Foreign(Callback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            pass
+
+    with pytest.raises(UserError, match=r"Foreign.on_step_end.*cannot be called.*on_step_end\(self, state, control\)"):
+        require_callbacks([Foreign()], "callbacks")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([Recorder], "Recorder is a class; expected an object of it"),
+        ([print], "is not a callback"),
+        ([(counter := Counter()), counter], "the same Counter object is in the list twice"),
+    ],
+)
+def test_wrong_objects(callbacks: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        require_callbacks(callbacks, "callbacks")
+
+
+def test_early_stopping_begins_anew_in_another_run() -> None:
+    stopping = EarlyStopping("reward", patience=1)
+    exhausted = {"best_value": 0.5, "best_step": 3, "num_without_improvement": 1, "last_step": 4}
+    for step in (0, 2):  # a new run, and one that is resumed before the newest value
+        stopping.load_state_dict(exhausted)
+        stopping.on_run_begin(state_of(step, {}), RunControl())
+        assert not stopping.is_exhausted and stopping.best_value is None
+
+
+def test_a_run_that_ended_early_can_be_validated() -> None:
+    stopping = EarlyStopping("reward", patience=1)
+    stopping.load_state_dict({"best_value": 0.5, "best_step": 3, "num_without_improvement": 1, "last_step": 4})
+    stopping.on_run_begin(dataclasses.replace(state_of(4, {}), val_only=True), RunControl())
+
+
+def test_the_run_folder_and_the_console_tell_of_an_early_end(tmp_path: Path) -> None:
+    _, parts = fit(tmp_path, Requests("should_training_stop", step=2), **QUIET)
+    assert "The run ends after step 2 of 3, as Requests.on_step_end requests" in parts.notes
+    assert read_early_end(tmp_path) == 2
+    fit(tmp_path / "whole", Recorder(), **QUIET)
+    assert read_early_end(tmp_path / "whole") is None
+
+
+def test_a_checkpoint_that_the_last_validation_requests_is_saved(tmp_path: Path) -> None:
+    class SavesAfterValidation(Requests):
+        def on_validation_end(self, state: RunState, control: RunControl) -> None:
+            control.should_save = state.global_step > 0
+
+    callback = SavesAfterValidation("should_training_stop", step=2)
+    fit(tmp_path, callback, trainer__save_freq=0, trainer__val_before_train=False, trainer__test_freq=-1)
+    assert sorted(saved_steps(tmp_path)) == [2]

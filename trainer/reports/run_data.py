@@ -20,7 +20,7 @@ import pyarrow.parquet
 
 from trainer.evaluate.sample import valid_image_names
 from trainer.evaluate.sample_files import FOLDER, IMAGES, JSON, REWARD, TRAIN, VAL, as_text, step_of
-from trainer.final_report import shortened
+from trainer.final_report import read_early_end, shortened
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.errors import UserError
 
@@ -51,7 +51,8 @@ class ConfigValue:
 @dataclass(frozen=True)
 class Run:
     """The contents of a run folder. modified: time of the last metrics, in seconds since the epoch. total_steps: number
-    of training steps, or None if it is not configured. notes: notes in the saved configuration."""
+    of training steps, or None if it is not configured. notes: notes in the saved configuration. early_end: step after
+    which a callback ended the run, or None."""
 
     folder: Path
     steps: Steps
@@ -60,6 +61,7 @@ class Run:
     total_steps: int | None = None
     is_running: bool = False
     modified: float = 0.0
+    early_end: int | None = None
 
     @property
     def last_step(self) -> int:
@@ -67,10 +69,12 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `stopped` (ended early, by the user or a failure), or `not running` if total_steps is
-        unknown."""
+        """`running`, `finished`, `ended early` (by a callback, such as early stopping), `stopped` (by the user or a
+        failure), or `not running` if total_steps is unknown."""
         if self.is_running:
             return "running"
+        if self.early_end is not None and self.last_step == self.early_end:
+            return "ended early"
         if self.total_steps is None:
             return "not running"
         return "finished" if self.last_step >= self.total_steps else "stopped"
@@ -107,6 +111,7 @@ def read_run(folder: Path) -> Run:
         int(total) if total.isdigit() else None,
         _is_held(folder / "in_use"),
         source.stat().st_mtime,
+        read_early_end(folder),
     )
 
 
