@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 from workers.rollout.conversation import end_of_turn
 
+UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
+MOST_BYTES = 4  # of a character in UTF-8, and so the largest number of its tokens
 Arguments = Mapping[str, Any]
 """Arguments of the chat template: data.apply_chat_template_kwargs, and the row's `tools` if it has some."""
 
@@ -207,7 +210,21 @@ def _tokens_before(
     count = bisect_right(ends, cut)
     # a blank that no token shows belongs to the next token, so the tokens before the cut must end exactly there
     is_exact = cut == (ends[count - 1] if count else 0)
-    return count if is_exact else None
+    if not is_exact or _splits_character(cut, text, tokens[:count][-MOST_BYTES:], tokenizer):
+        return None
+    return count
+
+
+def _splits_character(cut: int, text: str, last_tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the tokens before a cut end inside of a character.
+
+    A token may have all bytes of a character and the first bytes of the next one; its reported end is then that of the
+    former. A tokenizer with a Unicode normal form may join a combining mark to the character before it.
+    """
+    if cut < len(text) and unicodedata.combining(text[cut]):
+        return True
+    ends_unfinished = str(tokenizer.decode(last_tokens)).endswith(UNFINISHED)
+    return ends_unfinished and text[cut - 1 : cut] != UNFINISHED
 
 
 def _token_ends(

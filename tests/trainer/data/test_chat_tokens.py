@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.tiny_model import tiny_tokenizer
@@ -217,20 +217,23 @@ def test_arguments_as_json_text_keep_a_null(tmp_path: Path, name: str) -> None:
     assert learnt_text(example, tiny_tokenizer(96))[0] == 'add {"a": null}<|im_end|>'
 
 
+SHOWN_CALLS = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+
+
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
 @pytest.mark.parametrize(
     "template",
     [
         TOOL_TEMPLATE,
         # writes the content without a test, so that a null would become the text "None"
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + SHOWN_CALLS + "<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         # adds the content to a text, which fails for a null
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}" + SHOWN_CALLS + "<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         # tests for a null, as DeepSeek's
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is not none %}{{ m.content }}{% endif %}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        + SHOWN_CALLS + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     ],
 )
 def test_a_message_that_only_calls_tools_needs_no_content(
@@ -385,3 +388,28 @@ def test_answers_without_any_end_token_are_refused() -> None:
         encode_chat([user("one"), assistant("two")], tokenizer, "row 0")
     with pytest.raises(UserError, match="row 0.*end-of-text token.*set eos_token"):
         encode_plain_text("one", tokenizer, "row 0")
+
+
+def test_no_token_covers_a_part_of_a_character_behind_a_border() -> None:
+    """The token of all bytes of an e with acute and the first byte of an e with grave ends behind the former, according
+    to its offsets."""
+    letters = ["<end>", "q", "Ã", "©", "¨", "Ã©", "Ã©Ã"]
+    merges = [("Ã", "©"), ("Ã©", "Ã")]
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    assert tokenizer.encode("qéè") == [1, 6, 4], "the premise: a token has bytes of both letters"
+    assert encode_and_cut("qéè", [1, 2], tokenizer) == ([1, 5, 2, 4], [1, 2])
+
+
+def test_a_combining_mark_at_the_beginning_of_an_answer_belongs_to_the_answer() -> None:
+    letters = ["<end>", "q", "e", "Ã", "©", "Ì", "ģ"]  # U+0301 has the bytes cc 81
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.encode("qe\u0301") == [1, 3, 4], "the premise: the mark is joined to the letter"
+    assert encode_and_cut("qe\u0301", [1, 2], tokenizer) == ([1, 2, 5, 6], [1, 2])
