@@ -87,9 +87,7 @@ def check_calls_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
             )
 
 
-def _text_if_accepted(
-    chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments
-) -> str | None:
+def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> str | None:
     """Returns the text of a chat from which a part was removed, or None if the template requires that part."""
     if not chat:
         return ""
