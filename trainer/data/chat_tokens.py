@@ -129,18 +129,22 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
         new_tokens = encode_text(rest, tokenizer) if start == 0 else _encode_continuation(rest, tokenizer)
         ends = _token_ends(rest, new_tokens, tokenizer, is_continuation=start > 0)
         crossed = None
+        kept = 0  # new tokens before the last cut that no token crosses
+        kept_until = start
         for cut in cuts[len(counts) :]:
             count = _tokens_before(cut - start, rest, new_tokens, ends, tokenizer, check_prompt=not counts)
             if count is None:
                 crossed = cut
                 break
             counts.append(len(tokens) + count)
+            kept, kept_until = count, cut
         if crossed is None:
             return tokens + new_tokens, counts
 
-        # the part before the cut is tokenized alone, as generation does with a prompt
-        part = text[start:crossed]
-        tokens += encode_text(part, tokenizer) if start == 0 else _encode_continuation(part, tokenizer)
+        # the part before the cut is tokenized alone, as generation does with a prompt; tokens before earlier cuts stay
+        tokens += new_tokens[:kept]
+        part = text[kept_until:crossed]
+        tokens += encode_text(part, tokenizer) if kept_until == 0 else _encode_continuation(part, tokenizer)
         counts.append(len(tokens))
         start = crossed
 
