@@ -133,7 +133,8 @@ def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
     # checkpoints of version 0.2.0 and earlier of supervised training have only the number of rows
     if before not in (dataset, dataset.partition(",")[0]):
         raise UserError(
-            f"The data is not that of {folder}: its fingerprint is {dataset}, that of the checkpoint {before}. "
-            "Resume with the same data.train_files or, if the change is intended, with "
+            f"The data is not that of {folder}: its fingerprint is {dataset}, that of the checkpoint {before}. It "
+            "changes with the rows, the tokenizer, and the chat template, also with one that writes the date of today. "
+            "Resume with the same data.train_files and the same template or, if the change is intended, with "
             "trainer.resume_allow=[data.train_files]"
         )

@@ -224,3 +224,32 @@ def test_quantized_weights_and_folders_of_adapters_are_refused(tmp_path: Path) -
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(UserError, match="it contains an adapter.*Set model.path to its base model"):
         load_model_config(ModelConfig(path=path))
+
+
+def test_a_pickle_of_an_old_torch_is_read(tmp_path: Path) -> None:
+    """Such files are no zip files, and torch cannot map them."""
+    for change, is_tied in ((add_other_head, False), (add_equal_head, True)):
+        folder = Path(changed(tmp_path / f"tied {is_tied}", change))
+        weights = load_file(folder / "model.safetensors")
+        torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+        (folder / "model.safetensors").unlink()
+        assert load_model_config(ModelConfig(path=str(folder))).tie_word_embeddings == is_tied
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1"),
+        ("model.safetensors.index.json", b"{nope"),
+        ("model.safetensors.index.json", b"{}"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 5}}'),
+        ("pytorch_model.bin", b"nothing"),
+    ],
+)
+def test_damaged_weights_of_a_tied_model_are_named(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = Path(changed(tmp_path / "model", add_equal_head))
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match="model.path=.*the weights cannot be loaded.*weight files must be complete"):
+        load_model_config(ModelConfig(path=str(folder)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 from workers.rollout.conversation import end_of_turn
 
+UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
+MOST_BYTES = 4  # of a character in UTF-8, and so the largest number of its tokens
 Arguments = Mapping[str, Any]
 """Arguments of the chat template: data.apply_chat_template_kwargs, and the row's `tools` if it has some."""
 
@@ -58,12 +61,45 @@ def render(
 def check_tools_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
     """Raises UserError if the template's text of a chat is the same without its tools."""
     without = {name: value for name, value in arguments.items() if name != "tools"}
-    texts = [render(chat, tokenizer, where, is_question=False, arguments=each) for each in (arguments, without)]
-    if texts[0] == texts[1]:
+    whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
+    if whole == _text_if_accepted(chat, tokenizer, where, without):
         raise UserError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} does not show tools: set another template with "
             "data.chat_template, or leave the tools out (data.tools_key=null, data.tools_path=null)"
         )
+
+
+def check_calls_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
+    """Raises UserError if the template's text of a chat is the same without its tool calls, or without the messages of
+    tools. An answer that only calls a tool would be learnt as an empty answer."""
+    parts = {}
+    if any("tool_calls" in message for message in chat):
+        parts["tool_calls of a message"] = [_without_calls(message) for message in chat]
+    if any(message["role"] == "tool" for message in chat):
+        parts["messages of the role tool"] = [message for message in chat if message["role"] != "tool"]
+
+    for part, chat_without in parts.items():
+        whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
+        if whole == _text_if_accepted(chat_without, tokenizer, where, arguments):
+            raise UserError(
+                f"{where}: the chat template of {tokenizer.name_or_path!r} does not show the {part}: set another "
+                "template with data.chat_template, or write them as text into the content of the messages"
+            )
+
+
+def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> str | None:
+    """Returns the text of a chat from which a part was removed, or None if the template requires that part."""
+    if not chat:
+        return ""
+    try:
+        return render(chat, tokenizer, where, is_question=False, arguments=arguments)
+    except UserError:
+        return None
+
+
+def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    result = {name: value for name, value in message.items() if name != "tool_calls"}
+    return result | {"content": message["content"] or ""}
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -93,18 +129,22 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
         new_tokens = encode_text(rest, tokenizer) if start == 0 else _encode_continuation(rest, tokenizer)
         ends = _token_ends(rest, new_tokens, tokenizer, is_continuation=start > 0)
         crossed = None
+        kept = 0  # new tokens before the last cut that no token crosses
+        kept_until = start
         for cut in cuts[len(counts) :]:
             count = _tokens_before(cut - start, rest, new_tokens, ends, tokenizer, check_prompt=not counts)
             if count is None:
                 crossed = cut
                 break
             counts.append(len(tokens) + count)
+            kept, kept_until = count, cut
         if crossed is None:
             return tokens + new_tokens, counts
 
-        # the part before the cut is tokenized alone, as generation does with a prompt
-        part = text[start:crossed]
-        tokens += encode_text(part, tokenizer) if start == 0 else _encode_continuation(part, tokenizer)
+        # the part before the cut is tokenized alone, as generation does with a prompt; tokens before earlier cuts stay
+        tokens += new_tokens[:kept]
+        part = text[kept_until:crossed]
+        tokens += encode_text(part, tokenizer) if kept_until == 0 else _encode_continuation(part, tokenizer)
         counts.append(len(tokens))
         start = crossed
 
@@ -128,10 +168,19 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
     """Returns the tokens that can end an answer: that of the chat template, and the tokenizer's end-of-text token.
 
     The first one is added to answers that the template leaves without an end.
+
+    Raises:
+        UserError: if there is no such token.
     """
     key = json.dumps({name: value for name, value in arguments.items() if name != "tools"}, sort_keys=True, default=str)
     of_template = _end_of_turn(tokenizer, str(tokenizer.chat_template), key)
-    return list(dict.fromkeys(end for end in (of_template, tokenizer.eos_token_id) if end is not None))
+    ends = list(dict.fromkeys(end for end in (of_template, tokenizer.eos_token_id) if end is not None))
+    if not ends:
+        raise UserError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no end-of-text token, and its chat template writes no "
+            "special token after an answer, so no answer would end: set eos_token in its tokenizer_config.json"
+        )
+    return ends
 
 
 @functools.lru_cache(maxsize=16)
@@ -163,7 +212,21 @@ def _tokens_before(
     count = bisect_right(ends, cut)
     # a blank that no token shows belongs to the next token, so the tokens before the cut must end exactly there
     is_exact = cut == (ends[count - 1] if count else 0)
-    return count if is_exact else None
+    if not is_exact or _splits_character(cut, text, tokens[:count][-MOST_BYTES:], tokenizer):
+        return None
+    return count
+
+
+def _splits_character(cut: int, text: str, last_tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the tokens before a cut end inside of a character.
+
+    A token may have all bytes of a character and the first bytes of the next one; its reported end is then that of the
+    former. A tokenizer with a Unicode normal form may join a combining mark to the character before it.
+    """
+    if cut < len(text) and unicodedata.combining(text[cut]):
+        return True
+    ends_unfinished = str(tokenizer.decode(last_tokens)).endswith(UNFINISHED)
+    return ends_unfinished and text[cut - 1 : cut] != UNFINISHED
 
 
 def _token_ends(
@@ -190,6 +253,7 @@ def _encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[
     anchor = tokenizer.eos_token
     if anchor is not None and encode_text(anchor, tokenizer) == [tokenizer.eos_token_id]:
         tokens = encode_text(anchor + text, tokenizer)
-        if tokens[0] == tokenizer.eos_token_id and tokenizer.decode(tokens[1:]).strip() == text.strip():
+        decoded = str(tokenizer.decode(tokens[1:], clean_up_tokenization_spaces=False))
+        if tokens[0] == tokenizer.eos_token_id and decoded.strip() == text.strip():
             return tokens[1:]
     return encode_text(text, tokenizer)

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat_tokens import Arguments, encode_and_cut, end_of_answer, ends_of_answers, render
+from trainer.data.chat_tokens import (
+    Arguments,
+    check_calls_shown,
+    encode_and_cut,
+    end_of_answer,
+    ends_of_answers,
+    render,
+)
 from trainer.data.row_formats import read_messages
 from trainer.data.sft_dataset import (
     NO_ARGUMENTS,
@@ -160,10 +167,12 @@ def encode_answer(
         arguments: arguments of the chat template.
 
     Raises:
-        UserError: if the chat template refuses the chat, or renders the question differently when the answer follows.
+        UserError: if the chat template refuses the chat, leaves out its tool calls, or renders the question differently
+            when the answer follows.
     """
     question = render(chat[:-1], tokenizer, where, is_question=True, arguments=arguments)
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
+    check_calls_shown(chat, tokenizer, where, arguments)
     if not whole.startswith(question):
         raise UserError(
             f"{where}: the chat template renders the question differently when an answer follows, so training "

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.chat_tokens import (
     Arguments,
+    check_calls_shown,
     check_tools_shown,
     encode_and_cut,
     end_of_answer,
@@ -168,6 +169,11 @@ def encode_plain_text(text: Any, tokenizer: PreTrainedTokenizerBase, where: str)
     token. All tokens are in the loss except the first, which nothing predicts."""
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: found {text!r:.200}, expected text; remove such rows")
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{where}: plain text ends with the end-of-text token, which the tokenizer of {tokenizer.name_or_path!r} "
+            "lacks: set eos_token in its tokenizer_config.json"
+        )
     tokens = list(tokenizer(text)["input_ids"])
     tokens += [tokenizer.eos_token_id] * (tokens[-1] != tokenizer.eos_token_id)
     return Example(tokens[:1], tokens[1:], [1] * (len(tokens) - 1))
@@ -241,17 +247,19 @@ def encode_chat(
         arguments: arguments of the chat template.
 
     Raises:
-        UserError: if the template refuses the chat or changes earlier turns when later turns follow, or if no token is
-            in the loss.
+        UserError: if the template refuses the chat, leaves out its tool calls, or changes earlier turns when later
+            turns follow, or if no token is in the loss.
     """
     is_kept, chat = _split_loss_mask(chat, where)
     texts = _Texts(chat, tokenizer, where, arguments)
+    check_calls_shown(chat, tokenizer, where, arguments)
     answers = []
     left_out = []
     for place, message in enumerate(chat):
         if message["role"] == "assistant" and place >= first:
             answers.append(_Span(texts.question(place), texts.end(place), is_kept[place]))
-        if not is_kept[place]:
+        # other messages need no border if only answers are learnt; many templates refuse a chat that ends there
+        if not is_kept[place] and not assistant_only:
             left_out.append(_Span(texts.end(place - 1), texts.end(place), is_learnt=False))
     learnt_from = len(texts.whole) if assistant_only else texts.beginning(first)
 
@@ -336,8 +344,22 @@ class _Texts:
         self.whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
 
     def question(self, place: int) -> int:
-        """Returns the position at which the answer number `place` begins: behind the generation prompt."""
-        return self._length(place, is_question=True)
+        """Returns the position at which the answer number `place` begins: behind the generation prompt.
+
+        A greeting, which no prompt precedes, begins with its own content.
+        """
+        if place > 0:
+            return self._length(place, is_question=True)
+        end = self.end(0)
+        content = (self._chat[0]["content"] or "").strip()
+        start = self.whole.rfind(content, 0, end) if content else end
+        if start < 0:
+            raise UserError(
+                f"{self._where}: the chat begins with an answer, and the chat template does not write its content as "
+                "it is; begin the row with a question, or set data.completion_only_loss=true to train on the last "
+                "answer alone"
+            )
+        return start
 
     def end(self, place: int) -> int:
         """Returns the position at which a message ends; 0 for -1."""

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.chat_tokens import check_calls_shown
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from workers.policy.chat_template import ChatTemplateError, render_chats
@@ -48,7 +49,7 @@ def encode_prompts(
 
     Raises:
         UserError: If the tokenizer has no template and a prompt has several messages or tools, if the template raises
-            an error for a prompt, or if its output does not contain the tools or the system prompt.
+            an error for a prompt, or if its output does not contain the tools, tool calls or the system prompt.
     """
     kwargs = dict(config.apply_chat_template_kwargs)
     if tokenizer.chat_template is None:
@@ -145,16 +146,29 @@ def _render(
 def _check_shown(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: dict[str, Any]
 ) -> None:
-    """Raises UserError if the template's output ignores a prompt's tools or data.system_prompt."""
+    """Raises UserError if the template's output ignores a prompt's tools, tool calls, results of tools, or
+    data.system_prompt. Looks at the first prompt that has such a part."""
     system = config.system_prompt
     with_tools = [each for each in prompts if each.tools is not None][:1]
-    with_system = [each for each in prompts if each.messages[0]["content"] == system and len(each.messages) > 1][:1]
+    with_system: list[Prompt] = []
+    if system is not None:
+        with_system = [each for each in prompts if each.messages[0]["content"] == system and len(each.messages) > 1][:1]
+    with_calls = [each for each in prompts if any("tool_calls" in message for message in each.messages)][:1]
+    with_results = [each for each in prompts if any(message["role"] == "tool" for message in each.messages)][:1]
+    for each in (*with_calls, *with_results):
+        arguments = kwargs if each.tools is None else {**kwargs, "tools": json.loads(each.tools)}
+        check_calls_shown(each.messages, tokenizer, f"The prompt {each.messages!r:.200}", arguments)
+
     cases = [("tools (data.columns.tools=null leaves them out)", each, Prompt(each.messages)) for each in with_tools]
     for each in with_system:
         what = f"data.system_prompt={system!r:.100} (use data.prompt_template)"
         cases.append((what, each, Prompt(each.messages[1:], each.tools)))
-    for what, *pair in cases:
-        whole, without = (_render(tokenizer, [each.messages], each.tools, kwargs) for each in pair)
+    for what, prompt, prompt_without in cases:
+        whole = _render(tokenizer, [prompt.messages], prompt.tools, kwargs)
+        try:
+            without = _render(tokenizer, [prompt_without.messages], prompt_without.tools, kwargs)
+        except UserError:  # a template that requires the part shows it
+            continue
         if whole == without:
             raise UserError(
                 f"The chat template of {tokenizer.name_or_path!r} does not show {what}: set another template with "

@@ -7,6 +7,7 @@ missing weights at random.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers.utils import (
 
 from verl_lite.errors import UserError
 from workers.policy.generation_config import model_file
+from workers.policy.model_errors import user_error_on_failure
 
 # weights of heads that other trainers add to a causal language model, which does not read them
 _FOREIGN_HEADS = ("v_head.", "value_head.")
@@ -82,13 +84,18 @@ def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
     """True if the weights of a causal language model contain an output layer that differs from the embedding.
 
     Equal weights that are stored twice are no output layer of its own. Returns False if `path` has no weights.
+
+    Raises:
+        UserError: the weight files or their index cannot be read.
     """
     network_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     tied_names = getattr(network_class, "_tied_weights_keys", None)
     if not isinstance(tied_names, dict):
         return False
-    files = tuple((file, Path(file).stat().st_mtime_ns) for file in weight_files(path))
-    return any(_differ(files, _tail(output), _tail(embedding)) for output, embedding in tied_names.items())
+    remedy = "its weight files must be complete; copy or download the folder again"
+    with user_error_on_failure(f"model.path={path!r}: the weights cannot be loaded", remedy):
+        files = tuple((file, Path(file).stat().st_mtime_ns) for file in weight_files(path))
+        return any(_differ(files, _tail(output), _tail(embedding)) for output, embedding in tied_names.items())
 
 
 def weight_files(path: str) -> list[str]:
@@ -127,6 +134,7 @@ def _tensors_named(files: tuple[tuple[str, int], ...], tail: str) -> Iterator[to
                     if f".{name}".endswith(f".{tail}"):
                         yield tensors.get_tensor(name)
         else:
-            for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+            is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are not, and cannot be mapped
+            for name, tensor in torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True).items():
                 if f".{name}".endswith(f".{tail}"):
                     yield tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.tiny_model import tiny_tokenizer
@@ -19,8 +19,9 @@ from tests.trainer.supervised.test_sft import assistant, learnt_text, user
 from tests.workers.rollout.chat_templates import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3, byte_level, metaspace
 from trainer.data.chat_tokens import encode_and_cut
 from trainer.data.preferences import load_pairs
-from trainer.data.sft_dataset import Example, encode_chat, load_examples
-from verl_lite.config import PreferenceDataConfig, SFTDataConfig
+from trainer.data.sft_dataset import Example, encode_chat, encode_plain_text, load_examples
+from trainer.data.tokens import Prompt, encode_prompts
+from verl_lite.config import DataConfig, PreferenceDataConfig, SFTDataConfig
 from verl_lite.errors import UserError
 
 # an answer has no end of its own: the token that begins the next message ends it
@@ -216,20 +217,23 @@ def test_arguments_as_json_text_keep_a_null(tmp_path: Path, name: str) -> None:
     assert learnt_text(example, tiny_tokenizer(96))[0] == 'add {"a": null}<|im_end|>'
 
 
+SHOWN_CALLS = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+
+
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
 @pytest.mark.parametrize(
     "template",
     [
         TOOL_TEMPLATE,
         # writes the content without a test, so that a null would become the text "None"
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + SHOWN_CALLS + "<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         # adds the content to a text, which fails for a null
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}" + SHOWN_CALLS + "<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         # tests for a null, as DeepSeek's
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is not none %}{{ m.content }}{% endif %}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        + SHOWN_CALLS + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     ],
 )
 def test_a_message_that_only_calls_tools_needs_no_content(
@@ -304,3 +308,103 @@ def test_an_error_of_the_template_names_the_row(tmp_path: Path) -> None:
     rows = [{"messages": [user("one"), assistant("two")]}, {"messages": [user("x"), assistant("two")]}]
     with pytest.raises(UserError, match=r"row 1 of .*refuses this chat .*no x.*data\.chat_template"):
         load(rows, tmp_path, template=template)
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_a_greeting_that_begins_a_chat_is_learnt(family: str) -> None:
+    """transformers renders no empty chat, so no prompt precedes the greeting; it begins with its content."""
+    tokenizer, _ = FAMILIES[family]
+    end = "<|im_end|>" if family == "chatml" else "<|eot_id|>"
+    greeted = [assistant("hello"), *CHAT[:2]]
+    example = encode_chat(greeted, tokenizer, "row 0")
+    assert tokens_of(example) == whole_tokens(tokenizer, greeted)
+    assert learnt_text(example, tokenizer) == [f"hello{end}", f"two{end}"]
+
+
+def test_a_greeting_that_the_template_rewrites_is_refused() -> None:
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}"
+    with pytest.raises(UserError, match="row 0: the chat begins with an answer.*begin the row with a question"):
+        encode_chat([assistant("hello"), user("one"), assistant("TWO")], tokenizer, "row 0")
+
+
+def test_left_out_questions_and_results_need_no_border() -> None:
+    """CHATML writes consecutive results of tools into one turn, so its text of the chat until the first result is no
+    beginning of the whole text."""
+    tokenizer, _ = FAMILIES["chatml"]
+    left_out = {"loss_mask": 0}
+    results = [{"role": "tool", "content": text} | left_out for text in ("up", "down")]
+    chat = [user("one") | left_out, assistant("two"), *results, assistant("four")]
+    example = encode_chat(chat, tokenizer, "row 0")
+    assert learnt_text(example, tokenizer) == ["two<|im_end|>", "four<|im_end|>"]
+
+
+CHATML_PLAIN = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+NO_CALLS = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content or '' }}<|im_end|>{% endif %}{% endfor %}"
+WITHOUT_CALL = [user("one"), assistant("two"), {"role": "tool", "content": "3"}, assistant("three")]
+
+
+@pytest.mark.parametrize(
+    ("chat", "part"),
+    [
+        ([user("one"), call("add", {"a": 1}, content=None)], "tool_calls of a message"),
+        ([user("one"), call("add", {"a": 1}, content="I add.")], "tool_calls of a message"),
+        (WITHOUT_CALL, "messages of the role tool"),
+    ],
+)
+def test_a_template_that_leaves_out_calls_or_results_is_refused(
+    tmp_path: Path, chat: list[dict[str, Any]], part: str
+) -> None:
+    with pytest.raises(UserError, match=f"row 0 .*does not show the {part}.*data.chat_template"):
+        load([{"messages": chat}], tmp_path, template=NO_CALLS)
+
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.chat_template = NO_CALLS
+    with pytest.raises(UserError, match=f"does not show the {part}"):
+        encode_prompts([Prompt([user("zero")]), Prompt(chat)], tokenizer, DataConfig())
+
+    answers = {"chosen": [*chat, assistant("x")], "rejected": [user("one"), assistant("y")]}
+    file = write(tmp_path / "pairs.jsonl", [answers])
+    with pytest.raises(UserError, match=f"row 0 .*does not show the {part}"):
+        load_pairs([file], tokenizer, PreferenceDataConfig(), option="data.train_files")
+
+
+def test_a_template_that_requires_tools_shows_them(tmp_path: Path) -> None:
+    template = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}" + CHATML_PLAIN
+    row = {"messages": [user("one"), assistant("two")], "tools": [schema("add", "a")]}
+    [example] = load([row], tmp_path, template=template)
+    assert tiny_tokenizer(96).decode(tokens_of(example)) == "add one<|im_end|>two<|im_end|>"
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.chat_template = template
+    [tokens] = encode_prompts([Prompt(row["messages"][:1], json.dumps(row["tools"]))], tokenizer, DataConfig())
+    assert tokenizer.decode(tokens) == "add one<|im_end|>"
+
+
+def test_answers_without_any_end_token_are_refused() -> None:
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.eos_token = None
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    with pytest.raises(UserError, match="no end-of-text token.*set eos_token in its tokenizer_config.json"):
+        encode_chat([user("one"), assistant("two")], tokenizer, "row 0")
+    with pytest.raises(UserError, match="row 0.*end-of-text token.*set eos_token"):
+        encode_plain_text("one", tokenizer, "row 0")
+
+
+def test_a_later_border_that_a_token_crosses_does_not_move_an_earlier_one() -> None:
+    """The text until the second border, tokenized alone, has a token that crosses the first border."""
+    vocabulary = {"<end>": 0, "!": 1, "x": 2, "y": 3, "!x": 4, "xy": 5}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("x", "y"), ("!", "x")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert (tokenizer.encode("!xy"), tokenizer.encode("!x")) == ([1, 5], [4]), "the premise"
+    assert encode_and_cut("!xy", [1, 2], tokenizer) == ([1, 2, 3], [1, 2])
+
+
+def test_a_combining_mark_at_the_beginning_of_an_answer_belongs_to_the_answer() -> None:
+    letters = ["<end>", "q", "e", "Ã", "©", "Ì", "ģ"]  # U+0301 has the bytes cc 81
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.encode("qe\u0301") == [1, 3, 4], "the premise: the mark is joined to the letter"
+    assert encode_and_cut("qe\u0301", [1, 2], tokenizer) == ([1, 2, 5, 6], [1, 2])
