@@ -341,22 +341,42 @@ def _measure(node: Any) -> tuple[float, float]:
         return max(node.p.bit_length(), node.q.bit_length()), 1
     if isinstance(node, sympy.Float):
         return 53 + abs(node._mpf_[2]), 1
-    bits, terms = zip(*map(_measure, _parts(node)), strict=True) if _parts(node) else ((1.0,), (1.0,))
-    value = 2.0 ** bits[-1] if bits[-1] < 64 else math.inf  # bound of an exponent, an argument or a sum's limit
+
+    bits: list[float] = [1.0]
+    terms: list[float] = [1.0]
+    parts = _parts(node)
+    if parts:
+        measures = [_measure(part) for part in parts]
+        bits = [part_bits for part_bits, _ in measures]
+        terms = [part_terms for _, part_terms in measures]
+
+    most_bits, most_terms = max(bits), max(terms)
+    value = _largest_value(parts[-1], bits[-1]) if parts else 2.0
     match node:
         case sympy.Add():
-            return max(bits) + len(bits), sum(terms)
+            return most_bits + len(bits), sum(terms)
         case sympy.Mul():
             return sum(bits), math.prod(terms)
         case sympy.Pow():
             is_expanded = node.exp.is_Integer and value < MOST_BITS and terms[0] < MOST_TERMS
-            further = int(terms[0] - 1)
-            return bits[0] * value, math.comb(int(value) + further, further) if is_expanded else max(terms)
+            if not is_expanded:
+                return bits[0] * value, most_terms
+            further_terms = int(terms[0] - 1)
+            return bits[0] * value, math.comb(int(value) + further_terms, further_terms)
         case sympy.Sum() | sympy.Product():
-            return bits[0] * value if value < MOST_TERMS else math.inf, max(terms)
+            return bits[0] * value if value < MOST_TERMS else math.inf, most_terms
         case sympy.factorial() | sympy.exp():
-            return (bits[-1] + 2) * value, max(terms)
-    return max(bits), _INTERVAL_TERMS if isinstance(node, sympy.Interval) else sum(terms)
+            return (bits[-1] + 2) * value, most_terms
+        case sympy.Interval():
+            return most_bits, _INTERVAL_TERMS
+    return most_bits, sum(terms)
+
+
+def _largest_value(part: Any, bits: float) -> float:
+    """Returns a bound of an exponent, an argument or the limit of a sum. bits: its binary digits."""
+    if isinstance(part, sympy.Float):  # 1.5 has 53 digits and is small; at most 2, so that the bound of 0.5 is one
+        return max(2.0, abs(float(part)))
+    return 2.0**bits if bits < 64 else math.inf
 
 
 def _parts(node: Any) -> tuple[Any, ...]:
@@ -423,6 +443,8 @@ def open_operations(node: Node) -> set[str]:
             names |= _open_sum(node)
         case "product" | "quotient":
             names |= _open_product(node)
+        case "negative" if node.parts[0].kind == "negative":  # -(-42)
+            names.add("sum")
         case "power":
             names |= _open_power(node)
         case "root":

@@ -59,6 +59,9 @@ A,C | A,C;\text{A and C};\text{A, C};C and A | A;\text{A, B, C};\text{A and B}
 30^\circ | 30\degree;30°;\angle ABC=30^\circ;m\angle A = 30 | 31\degree;\angle ABC=60^\circ-30^\circ
 \emptyset | \varnothing;∅;\{\} | 0;\{0\}
 \mathbb{R} | \mathbb R;(-\infty,\infty) | \mathbb{Q}
+x^{3/2} | x^{1.5};x^{\frac32};x\sqrt{x} | x^{2.5};x^{0.5}
+-7 | -7;−7 | -(-(-7));---7;7
+7 | 7 | -(-7);--7
 e^x | \exp(x);e^{x} | \exp(2x);\exp(x)+0
 5 | \underline{5};\color{red}{5};\textcolor{red}{5};\large 5;5^{\text{th}} | \underline{2+3};\color{red}{6};\exp(\ln 5)
 """
