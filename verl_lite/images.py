@@ -19,6 +19,8 @@ MOST_PIXELS = 64 << 20
 
 _DAMAGE = (OSError, SyntaxError, LookupError, TypeError, ArithmeticError, AttributeError, MemoryError, struct.error)
 """Errors that PIL raises for damaged files."""
+_EXIF_DAMAGE = (SyntaxError, LookupError, TypeError, ValueError, ArithmeticError, struct.error)
+"""Errors that PIL raises for damaged EXIF data."""
 _WHITE = (255, 255, 255, 255)
 _MOST_8_BIT, _MOST_16_BIT = 0xFF, 0xFFFF
 
@@ -44,8 +46,8 @@ def open_image(data: bytes) -> Image:
 def rgb_image(image: Image) -> Image:
     """Returns an image, or the current frame of an animation, in RGB.
 
-    The image is rotated as its EXIF data say. Transparent parts become white, as in Qwen's own preprocessing. Values of
-    16 bits are scaled to 8 bits; see `_eight_bit` for 32 bits.
+    The image is rotated as its EXIF data say, unless they are damaged. Transparent parts become white, as in Qwen's own
+    preprocessing. Values of 16 bits are scaled to 8 bits; see `_eight_bit` for 32 bits.
 
     Raises ValueError for more than `MOST_PIXELS` pixels, and for values whose range is unknown.
     """
@@ -55,7 +57,11 @@ def rgb_image(image: Image) -> Image:
     if width * height > MOST_PIXELS:
         raise ValueError(f"has {width} x {height} pixels, more than the {MOST_PIXELS:,} allowed")
 
-    upright = ImageOps.exif_transpose(image)
+    try:
+        upright = ImageOps.exif_transpose(image)
+    except _EXIF_DAMAGE:
+        # the pixels are readable without the metadata, and viewers show such images as they are stored
+        upright = image
     if upright.mode in ("I", "F") or upright.mode.startswith("I;16"):
         upright = _eight_bit(upright)
     if not upright.has_transparency_data:

@@ -7,6 +7,7 @@ math-verify compares the values of what is rendered from it.
 
 # ruff: noqa: E501 (rows of the tables, in which ruff counts wide characters twice)
 
+import math
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -68,8 +69,16 @@ _GROUPED = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\[,!;: ]|,\\!|~)+(?=\d{3}(?!\d))")
 _SPACED = re.compile(r"(?<![\d.\w])\d{1,3}(?: \d{3})+(?![\d\w])")
 _LAYOUT = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|mathstrut|nonumber|hfill)(?![a-zA-Z])"
+    r"|\\(?:underline|large|Large|LARGE|huge|Huge|small|bf|it|(?:text)?color\s*\{[^{}]*\})(?![a-zA-Z])"
     r"|\\[hv]space\*?\{[^{}]*\}|(?<!\\)\\[,;:! ]|(?<!\\)\\[()]|\\?\$|~"
 )
+_DEGREE = re.compile(r"\^?\s*\{?\\degree(?![a-zA-Z])\}?")
+_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?")
+_NAMED_ANGLE = re.compile(r"\A(?:m\s*)?\\angle\s*[A-Z]{1,3}\s*=\s*")
+_CURRENCY = re.compile(r"\A(?:USD|EUR|GBP|US|Rs\.?)\s*(?=\d)")
+_REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\\overline\s*\{(\d{1,50})\}")
+"""A decimal whose digits under the line repeat without end."""
+
 _DISPLAY = re.compile(r"\A\s*\\\[(.*)\\\]\s*\Z", re.DOTALL)
 _EMPHASIS = re.compile(r"\A(\*{1,3}|_{1,2}|`+)(.+)\1\Z", re.DOTALL)
 _PREFIX = re.compile(r"(?i)\A(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s+")
@@ -92,13 +101,29 @@ def clean(text: str) -> str:
 
     while match := _EMPHASIS.match(text) or _DISPLAY.match(text):
         text = match[match.lastindex or 0].strip()
+    text = _REPEATING.sub(_fraction_of_repeating, text)
+    text = _DEGREE.sub(r"^\\circ", text)
+    text = _ORDINAL.sub("", text)
     text = _GROUPED.sub("", text)
     text = _LAYOUT.sub(" ", text).strip()
     while match := _EMPHASIS.match(text):
         text = match[2].strip()
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _PREFIX.sub("", text)
+    text = _NAMED_ANGLE.sub("", text)
+    text = _CURRENCY.sub("", text)
     return text.rstrip(" .,;:")
+
+
+def _fraction_of_repeating(match: re.Match[str]) -> str:
+    r"""Returns the fraction that equals a repeating decimal: \frac{1}{6} for 0.1\overline{6}."""
+    whole, first_digits, repeated = match.groups()
+    above = int(whole + first_digits + repeated) - int(whole + first_digits)
+    below = 10 ** len(first_digits) * (10 ** len(repeated) - 1)
+    divisor = math.gcd(above, below)
+    if divisor == below:
+        return str(above // below)
+    return rf"\frac{{{above // divisor}}}{{{below // divisor}}}"
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
@@ -107,7 +132,7 @@ _TOKEN = re.compile(
     r"(?P<text>\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|operatorname)"
     r"\*?\s*\{(?P<content>[^{}]*)\})"
     r"|(?P<environment>\\begin\s*\{(?P<name>[a-zA-Z]+\*?)\}(?:\{[^{}]*\})?)|(?P<end>\\end\s*\{[a-zA-Z]+\*?\})"
-    r"|(?P<literal>\\mathbb\s*\{?[A-Z]\}?|\\emptyset|\\varnothing)"
+    r"|(?P<literal>\\mathbb\s*(?:\{\s*[A-Z]\s*\}|[A-Z])|\\emptyset|\\varnothing)"
     r"|(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![\w]))?)"
     r"|(?P<command>\\(?:[a-zA-Z]+|.))|(?P<word>[A-Za-z]+)|(?P<space>\s+)|(?P<mark>.)",
     re.DOTALL,
@@ -123,7 +148,7 @@ _SYNONYMS = {
     "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\ast": "*", "\\degree": "\\circ",
     "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\mid": "|", "\\vert": "|", "\\lvert": "|",
     "\\rvert": "|", "\\backslash": "\\setminus", "\\iff": "\\iff", "\\%": "%", "\\colon": ":", "\\land": ",",
-    "\\wedge": "\\wedge", "\\lor": ",", "\\thickapprox": "\\approx", "\\simeq": "\\approx",
+    "\\wedge": "\\wedge", "\\lor": ",", "\\langle": "(", "\\rangle": ")", "\\thickapprox": "\\approx", "\\simeq": "\\approx",
 }  # fmt: skip
 _SEPARATORS = re.compile(r"(?i),?\s*(?:and|or|且|或|和)\s*,?")
 _PERCENT = re.compile(r"(?i)percent(?:age)?|per\s+cent|pct|%|\\%")
@@ -132,6 +157,7 @@ _GREEK = (
     "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
 ).split()
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in"}
+_REVERSED = {">": "<", "\\ge": "\\le"}
 _OPERATIONS = {"\\cup", "\\cap", "\\setminus"}
 _UNIT_TEXT = re.compile(r"(?i)[a-zµμΩåéèü.\s/²³^·\-]*[a-zµμΩ][a-zµμΩåéèü.\s/²³^·\-]*")
 _NO_UNITS = re.compile(r"(?i)\b(?:or|and|if|for|when|not|but|to|than|if)\b")
@@ -140,6 +166,12 @@ _SHORT_UNITS = (
     "ms mph kmh kph rad deg sq cu ha pts pt yr yrs am pm USD EUR units"
 ).split()
 _LONGEST_UNIT = 40
+_LETTERS = re.compile(r"[A-Z](?:\s*(?:,|\band\b|\bor\b)+\s*(?:(?:and|or)\s+)?[A-Z])+")
+r"""The content of \text{A, C}."""
+_VALUE_WITH_UNIT = re.compile(r"(?P<value>-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?)\s+(?P<unit>[A-Za-z]+(?:\s[A-Za-z]+){0,2})")
+r"""The content of \text{3 hours}."""
+_UNIT_BEFORE_NEXT = re.compile(r"(?P<unit>[A-Za-z]+),?\s+(?:and|or)")
+r"""The content of \text{ cm and } between two values."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +214,12 @@ def _converted(match: re.Match[str], follows_space: bool) -> list[_Token]:
     if match["end"]:
         return [_Token("end", "")]
     if match["literal"]:
-        return [_Token("literal", match[0])]
+        name = re.sub(r"[\s{}]", "", match[0])
+        if name == "\\varnothing":
+            name = "\\emptyset"
+        elif name.startswith("\\mathbb"):
+            name = f"\\mathbb{{{name[-1]}}}"
+        return [_Token("literal", name)]
     if match["number"]:
         return [_Token("number", match[0], follows_space)]
     if match["command"]:
@@ -204,6 +241,12 @@ def _text_tokens(content: str, follows_space: bool) -> list[_Token]:
     inner = content.strip("()")
     if re.fullmatch(r"[-+\d.,/ ]+|\\?[A-Za-z]|\([-+\d., ]+\)", content) or len(inner) == 1:
         return _tokens(inner if len(inner) == 1 else content)
+    if _LETTERS.fullmatch(content):
+        return _tokens(content)
+    if match := _VALUE_WITH_UNIT.fullmatch(content):
+        return [*_tokens(match["value"]), _Token("text", match["unit"], True)]
+    if match := _UNIT_BEFORE_NEXT.fullmatch(content):
+        return [_Token("text", match["unit"], follows_space), _Token("mark", ",")]
     return [_Token("text", content, follows_space)]
 
 
@@ -281,7 +324,12 @@ class _Parser:
         while self.token is not None and self.token.text in _RELATIONS:
             operators.append(self._next().text)
             sides.append(self._set_operation())
-        return Node("relation", tuple(sides), " ".join(operators)) if operators else sides[0]
+        if not operators:
+            return sides[0]
+        if len(operators) > 1 and set(operators) <= set(_REVERSED):  # 3 > x > -3
+            sides.reverse()
+            operators = [_REVERSED[operator] for operator in reversed(operators)]
+        return Node("relation", tuple(sides), " ".join(operators))
 
     def _set_operation(self) -> Node:
         node = self._sum()
@@ -569,6 +617,8 @@ class _Parser:
             else:
                 exponent = self._argument()
         argument = self._brackets(self._next().text) if self._is("(") else self._adjacent(in_function=True)
+        if name == "\\exp" and base is None and exponent is None:
+            return Node("power", (Node("constant", (), "e"), argument))
         node = Node("function", (argument,) if base is None else (argument, base), name)
         if exponent == Node("negative", (Node("number", (), "1"),)) and name in ("\\sin", "\\cos", "\\tan"):
             return Node("function", (argument,), f"\\arc{name[1:]}")

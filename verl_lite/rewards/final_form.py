@@ -29,6 +29,7 @@ _INTERVAL_TERMS = 50  # a union of n intervals takes time of the order n**2
 
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _WRAPPERS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|textrm|mbox)\b|[{}$~.\s*]")
+_TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
 _COMMAND = re.compile(r"\\(?!text|left|right|dfrac|tfrac|frac)[a-zA-Z]+")
 _UNITS = {
     name: names[0]
@@ -45,6 +46,11 @@ _UNITS = {
 }  # fmt: skip
 """The usual name of each unit that is known."""
 
+_UNIT_FACTOR = re.compile(r"(?P<unit>[a-z]+)(?:\^\(?(?P<power>-?\d)\)?)?")
+_POWER_WORD = re.compile(r"\A(?P<power>square|sq|cubic|cu)\.?(?P<unit>[a-z]+)\Z")
+_POWERS_OF_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h"}
+_MIRRORED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _WORDS = re.compile(r"(?=.*[a-z]{3})[a-z][a-z,'-]*")
 _AS_RENDERED = LatexExtractionConfig(
     boxed_match_priority=0,
@@ -102,9 +108,14 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     except UnknownSyntax:
         return _compare_unknown(ground_truth, reference, text), text
 
+    if reference is not None and reference.node.kind in ("brackets", "operation"):
+        answer = Answer(_as_intervals(answer.node), answer.unit)
+
     pred = answer.latex()
-    if reference is not None and _are_different_units(reference.unit, answer.unit):
-        return False, pred
+    if reference is not None:
+        expected_unit = reference.unit or ("dollar" if r"\$" in ground_truth else "")
+        if _are_different_units(expected_unit, answer.unit) or _differ_in_form(reference.node, answer.node):
+            return False, pred
     if not _is_final(answer.node, None if reference is None else reference.node):
         return False, pred
     parsed = _parse_rendered(answer)
@@ -160,13 +171,86 @@ def _words(text: str) -> str:
 
 
 def _without_spaces(text: str) -> str:
-    return re.sub(r"\s", "", clean(text))
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _TEXT.sub(r"\1", clean(text)))
 
 
 def _are_different_units(unit: str, other: str) -> bool:
     """Returns True if two units are known and differ. A missing unit differs from none."""
-    known, other_known = (_UNITS.get(text.replace("^", "").rstrip("."), "") for text in (unit, other))
+    known, other_known = _unit_factors(unit), _unit_factors(other)
     return bool(known and other_known) and known != other_known
+
+
+def _unit_factors(unit: str) -> Counter[str]:
+    """Returns the exponent of each unit in a product or quotient of units; nothing if a unit is not known."""
+    exponents: Counter[str] = Counter()
+    text = _POWER_WORD.sub(lambda match: f"{match['unit']}^{_POWERS_OF_WORDS[match['power']]}", unit.rstrip("."))
+    text = _SPEEDS.get(text, text).replace("per", "/")
+    sign = 1
+    for part in re.split(r"(/|\\cdot)", text):
+        if part in ("/", "\\cdot"):
+            sign = -1 if part == "/" else sign
+            continue
+        match = _UNIT_FACTOR.fullmatch(part)
+        if match is None or match["unit"] not in _UNITS:
+            return Counter()
+        exponents[_UNITS[match["unit"]]] += sign * int(match["power"] or 1)
+    return exponents
+
+
+def _differ_in_form(reference: Node, answer: Node) -> bool:
+    """Returns True for forms that math-verify takes for equal: a set and a pair, and numerals of different bases."""
+    if reference.kind == "brackets" and reference.text == "()" and answer.kind == "set":
+        return True
+    bases = _bases_of_numerals(answer)
+    return bool(bases) and bases != _bases_of_numerals(reference)
+
+
+def _bases_of_numerals(node: Node) -> set[str]:
+    return {render(part.parts[1]) for part in node.walk() if part.kind == "command" and part.text == "_"}
+
+
+def _as_intervals(answer: Node) -> Node:
+    """Returns inequalities of a symbol as an interval or a union: [0, 1) for 0 <= x < 1. Returns others unchanged."""
+    relations = answer.parts if answer.kind == "list" else (answer,)
+    intervals = [_interval(relation) for relation in relations]
+    union = intervals[0]
+    for interval in intervals[1:]:
+        if union is None or interval is None:
+            return answer
+        union = Node("operation", (union, interval), "\\cup")
+    return answer if union is None else union
+
+
+def _interval(relation: Node) -> Node | None:
+    """Returns the interval that an inequality of a symbol describes, None for others."""
+    sides, operators = relation.parts, relation.text.split()
+    if relation.kind != "relation" or not set(operators) <= set(_MIRRORED):
+        return None
+    infinity = Node("constant", (), "\\infty")
+    lower, upper = Node("negative", (infinity,)), infinity
+    opening, closing = "(", ")"
+    if len(sides) == 2:
+        operator = operators[0]
+        symbol, bound = sides
+        if symbol.kind != "symbol":
+            bound, symbol = sides
+            operator = _MIRRORED[operator]
+        is_closed = operator in ("\\le", "\\ge")
+        if operator in ("<", "\\le"):
+            upper = bound
+            closing = "]" if is_closed else ")"
+        else:
+            lower = bound
+            opening = "[" if is_closed else "("
+    elif len(sides) == 3 and set(operators) <= {"<", "\\le"}:
+        lower, symbol, upper = sides
+        opening = "[" if operators[0] == "\\le" else "("
+        closing = "]" if operators[1] == "\\le" else ")"
+    else:
+        return None
+    if symbol.kind != "symbol" or _names_of(lower) or _names_of(upper):
+        return None
+    return Node("brackets", (lower, upper), opening + closing)
 
 
 # ------------------------------------------------------------------------------------------------------- answer in text
@@ -257,22 +341,42 @@ def _measure(node: Any) -> tuple[float, float]:
         return max(node.p.bit_length(), node.q.bit_length()), 1
     if isinstance(node, sympy.Float):
         return 53 + abs(node._mpf_[2]), 1
-    bits, terms = zip(*map(_measure, _parts(node)), strict=True) if _parts(node) else ((1.0,), (1.0,))
-    value = 2.0 ** bits[-1] if bits[-1] < 64 else math.inf  # bound of an exponent, an argument or a sum's limit
+
+    bits: list[float] = [1.0]
+    terms: list[float] = [1.0]
+    parts = _parts(node)
+    if parts:
+        measures = [_measure(part) for part in parts]
+        bits = [part_bits for part_bits, _ in measures]
+        terms = [part_terms for _, part_terms in measures]
+
+    most_bits, most_terms = max(bits), max(terms)
+    value = _largest_value(parts[-1], bits[-1]) if parts else 2.0
     match node:
         case sympy.Add():
-            return max(bits) + len(bits), sum(terms)
+            return most_bits + len(bits), sum(terms)
         case sympy.Mul():
             return sum(bits), math.prod(terms)
         case sympy.Pow():
             is_expanded = node.exp.is_Integer and value < MOST_BITS and terms[0] < MOST_TERMS
-            further = int(terms[0] - 1)
-            return bits[0] * value, math.comb(int(value) + further, further) if is_expanded else max(terms)
+            if not is_expanded:
+                return bits[0] * value, most_terms
+            further_terms = int(terms[0] - 1)
+            return bits[0] * value, math.comb(int(value) + further_terms, further_terms)
         case sympy.Sum() | sympy.Product():
-            return bits[0] * value if value < MOST_TERMS else math.inf, max(terms)
+            return bits[0] * value if value < MOST_TERMS else math.inf, most_terms
         case sympy.factorial() | sympy.exp():
-            return (bits[-1] + 2) * value, max(terms)
-    return max(bits), _INTERVAL_TERMS if isinstance(node, sympy.Interval) else sum(terms)
+            return (bits[-1] + 2) * value, most_terms
+        case sympy.Interval():
+            return most_bits, _INTERVAL_TERMS
+    return most_bits, sum(terms)
+
+
+def _largest_value(part: Any, bits: float) -> float:
+    """Returns a bound of an exponent, an argument or the limit of a sum. bits: its binary digits."""
+    if isinstance(part, sympy.Float):  # 1.5 has 53 digits and is small; at most 2, so that the bound of 0.5 is one
+        return max(2.0, abs(float(part)))
+    return 2.0**bits if bits < 64 else math.inf
 
 
 def _parts(node: Any) -> tuple[Any, ...]:
@@ -282,6 +386,7 @@ def _parts(node: Any) -> tuple[Any, ...]:
 # ----------------------------------------------------------------------------------------------------------- final form
 
 _POLYNOMIAL = {"number", "symbol", "sum", "negative", "product", "power", "quotient", "mixed", "constant", "root"}
+_COLLECTIONS = ("matrix", "brackets", "set")
 _SETS = {"\\cup", "\\setminus", "interval"}
 _LARGEST_RADICAND = 10**6
 
@@ -338,6 +443,8 @@ def open_operations(node: Node) -> set[str]:
             names |= _open_sum(node)
         case "product" | "quotient":
             names |= _open_product(node)
+        case "negative" if node.parts[0].kind == "negative":  # -(-42)
+            names.add("sum")
         case "power":
             names |= _open_power(node)
         case "root":
@@ -356,21 +463,42 @@ def open_operations(node: Node) -> set[str]:
 
 def _open_sum(node: Node) -> set[str]:
     """Returns what a sum leaves to compute: several numbers, equal terms, and products that are not expanded."""
-    terms = list(_terms(node))
     names = set()
-    if sum(map(_is_numeral, terms)) > 1:
+    terms = list(_terms(node))
+    numerals = [term for term in terms if _is_numeral(term)]
+    others = [term for term in terms if not _is_numeral(term)]
+
+    # with one of these terms a sum can restate the exercise: 2^101 - 2^100, ln 6 - ln 2
+    operation_terms = [term for term in others if _contains_operation(term)]
+    has_zero = any(term.text == "0" for term in numerals)
+    if len(numerals) > 1 or len(operation_terms) > 1 or has_zero:
         names.add("sum")
-    keys = Counter(_term_key(term) for term in terms if not _is_numeral(term))
-    if any(count > 1 for count in keys.values()):
+
+    keys = Counter(_term_key(term) for term in others)
+    is_repeated = any(count > 1 for count in keys.values())
+    is_entrywise = any(term.kind in _COLLECTIONS for term in others)
+    if is_repeated or is_entrywise:
         names.add("sum")
+
     has_symbols = any(map(_names_of, terms))
-    if (
-        has_symbols
-        and any(_contains_sum(term) for term in terms)
-        and all(part.kind in _POLYNOMIAL for part in node.walk())
-    ):
+    has_factored_term = any(map(_contains_sum, terms))
+    is_polynomial = all(part.kind in _POLYNOMIAL for part in node.walk())
+    if has_symbols and has_factored_term and is_polynomial:
         names.add("mixed form")
     return names
+
+
+def _contains_operation(node: Node) -> bool:
+    """Returns True if a constant contains a function, a factorial or a power of an integer."""
+    return not _names_of(node) and any(map(_is_operation, node.walk()))
+
+
+def _is_operation(node: Node) -> bool:
+    """Returns True for ln 2, 10! and 2^100, which are final only if the reference has the same operation."""
+    if node.kind == "power":
+        base, exponent = node.parts
+        return _is_numeral(base) and is_integer(exponent) and not _is_numeral(node)
+    return node.kind == "function" or (node.kind == "command" and node.text == "!")
 
 
 def _terms(node: Node) -> Any:
@@ -419,35 +547,66 @@ def _open_product(node: Node) -> set[str]:
     if any(part.kind in ("quotient", "mixed", "percent") for part in below) or any(map(_is_fraction, below)):
         names.add("quotient")
 
+    names |= _open_numbers(above, below)
+    for group in (above, below):
+        if _has_open_constants(group):
+            names.add("product")
+    has_collection = any(factor.kind in _COLLECTIONS for factor in above + below)
+    if has_collection and len(above) + len(below) > 1:
+        names.add("product")
+    if _has_cancelling_factors(above, below):
+        names.add("cancelling")
+    return names
+
+
+def _open_numbers(above: list[Node], below: list[Node]) -> set[str]:
+    """Returns what the numbers among the factors above and below the line leave to compute."""
+    names = set()
     numbers_above = [factor for factor in above if _is_numeral(factor)]
     numbers_below = [factor for factor in below if _is_numeral(factor)]
     if len(numbers_above) > 1 or len(numbers_below) > 1:
         names.add("product")
-    if len(numbers_above) == len(numbers_below) == 1:
+
+    if len(numbers_above) == 1 and len(numbers_below) == 1:
         number, divisor = numbers_above[0], numbers_below[0]
         if not is_integer(number) or not is_integer(divisor) or _divides(divisor, number):
             names.add("quotient")
     elif len(numbers_below) == 1 and numbers_below[0].text in ("0", "1"):
         names.add("quotient")
 
-    for group in (above, below):
-        constants = [factor for factor in group if not _is_numeral(factor) and not _names_of(factor)]
-        radicals = [factor for factor in constants if factor.kind == "root"]
-        sums = [factor for factor in constants if factor.kind == "sum"]
-        keys = Counter(_base_key(factor) for factor in constants)
-        if len(radicals) > 1 or len(sums) > 1 or any(count > 1 for count in keys.values()):
-            names.add("product")
-        if any(factor.kind in ("matrix", "brackets", "set") for factor in group) and len(above) + len(below) > 1:
-            names.add("product")
-    shared = {_base_key(factor) for factor in above if not _is_numeral(factor)} & {
-        _base_key(factor) for factor in below
-    }
-    if shared:
-        names.add("cancelling")
-    for factor in above:
-        if factor.kind == "root" and any(_divide_radicands(factor, divisor) for divisor in below):
-            names.add("cancelling")
+    # factorials and powers beside a number they may share a factor with: 10 * 9!, 2^101 / 2
+    has_operation_above = any(map(_is_factor_of_integers, above))
+    if has_operation_above and numbers_above:
+        names.add("product")
+    if has_operation_above and numbers_below:
+        names.add("quotient")
     return names
+
+
+def _is_factor_of_integers(factor: Node) -> bool:
+    return factor.kind != "function" and not _names_of(factor) and _is_operation(factor)
+
+
+def _has_open_constants(factors: list[Node]) -> bool:
+    """Returns True if constants among the factors on one side of the line can be multiplied."""
+    constants = [factor for factor in factors if not _is_numeral(factor) and not _names_of(factor)]
+    radicals = [factor for factor in constants if factor.kind == "root"]
+    sums = [factor for factor in constants if factor.kind == "sum"]
+    operations = [factor for factor in constants if _is_operation(factor)]
+    if len(radicals) > 1 or len(sums) > 1 or len(operations) > 1:
+        return True
+    keys = Counter(_base_key(factor) for factor in constants)
+    return any(count > 1 for count in keys.values())
+
+
+def _has_cancelling_factors(above: list[Node], below: list[Node]) -> bool:
+    """Returns True if a factor above the line and one below have the same base, or radicands that divide."""
+    keys_above = {_base_key(factor) for factor in above if not _is_numeral(factor)}
+    keys_below = {_base_key(factor) for factor in below}
+    if keys_above & keys_below:
+        return True
+    radicals = [factor for factor in above if factor.kind == "root"]
+    return any(_divide_radicands(radical, divisor) for radical in radicals for divisor in below)
 
 
 def _factors(node: Node) -> tuple[list[Node], list[Node]]:
@@ -486,25 +645,29 @@ def _divide_radicands(above: Node, below: Node) -> bool:
 def _open_power(node: Node) -> set[str]:
     """Returns what a power leaves to compute: a power of a number, and of constants that have a simpler form."""
     base, exponent = node.parts
-    names = set()
     if _names_of(base):
-        if exponent.kind == "negative":
-            names.add("denominator")
-        return names
-    value = _rational(exponent)
-    if _is_numeral(base) and base.kind != "power":
-        if value is None:
-            pass
-        elif value.denominator == 1 and not (base.text == "10" and _is_numeral(node)):
-            names.add("power")
-        elif value.denominator > 1 and _is_rational_power(base, value):
-            names.add("root")
-    elif base.kind == "constant" and base.text in ("\\pi", "e"):
-        if value in (0, 1) or any(part.kind == "constant" and part.text == "i" for part in exponent.walk()):
-            names.add("power")
-    else:
-        names.add("power")
-    return names
+        return {"denominator"} if exponent.kind == "negative" else set()
+    if base.kind == "power":  # (2^50)^2
+        return {"power", "power of a power"}
+
+    exponent_value = _rational(exponent)
+    if _is_numeral(base):
+        return _open_power_of_number(node, exponent_value)
+    if base.kind == "constant" and base.text in ("\\pi", "e"):
+        has_imaginary_exponent = any(part.kind == "constant" and part.text == "i" for part in exponent.walk())
+        return {"power"} if exponent_value in (0, 1) or has_imaginary_exponent else set()
+    return {"power"}
+
+
+def _open_power_of_number(node: Node, exponent: Fraction | None) -> set[str]:
+    """Returns what a power of a number leaves to compute. A power of ten is a number as it is written."""
+    base = node.parts[0]
+    if exponent is None:
+        return set()
+    if exponent.denominator > 1:
+        return {"root"} if _is_rational_power(base, exponent) else set()
+    is_power_of_ten = base.text == "10" and _is_numeral(node)
+    return set() if is_power_of_ten else {"power"}
 
 
 def _is_numeral(node: Node) -> bool:
@@ -527,7 +690,8 @@ def _is_scientific(node: Node) -> bool:
     if node.kind != "product" or len(node.parts) != 2:
         return False
     number, power = node.parts
-    return number.kind == "number" and power.kind == "power" and _is_numeral(power)
+    is_power_of_ten = is_integer(number) and number.text.rstrip("0") == "1" and number.text != "1"
+    return number.kind == "number" and not is_power_of_ten and power.kind == "power" and _is_numeral(power)
 
 
 def _is_fraction(node: Node) -> bool:

@@ -35,7 +35,7 @@ _LONGEST_EXPONENT = 4
 
 _CONTINUES = re.compile(
     r"\w|\.*\d|[^\S\n]+[\d.]|\s*[-–—:|~,;&]\s*[\d.]|\s*[+*/×÷^±<>=%‰]\s*[\w.(\\]"
-    r"|\s+(?:or|to|and|plus|minus|times|hundred|thousand|million|billion|half)\b"
+    r"|[^\S\n]*\+|\s+(?:or|to|vs|versus|and|plus|minus|times|hundred|thousand|million|billion|half)\b"
 )
 """What follows a number that is only a part of a rating: 7x, 7-8, 7 or 8, 7 thousand."""
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")

@@ -418,3 +418,16 @@ def test_supervised_training_refuses_rows_with_images(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat, "images": ["a.png"]}))
     with pytest.raises(UserError, match="row 0 of .*, column 'images' is not empty"):
         list(sft_rows([str(tmp_path / "rows.jsonl")], "data.train_files"))
+
+
+def test_damaged_exif_data_leave_an_image_as_it_is_stored() -> None:
+    image = Image.new("RGB", (2, 1), (1, 2, 3))
+    image.putpixel((1, 0), (4, 5, 6))
+    for exif in (b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0MM\0*\xff\xff\xff\xff"):
+        image.info["exif"] = exif
+        data = io.BytesIO()
+        image.save(data, "PNG", exif=exif)
+        for converted in (rgb_image(image.copy()), open_image(data.getvalue())):
+            assert converted.size == (2, 1)
+            assert converted.getpixel((0, 0)) == (1, 2, 3)
+            assert converted.getpixel((1, 0)) == (4, 5, 6)

@@ -33,6 +33,37 @@ x^2+1 | x^2+1;1+x^2;y=x^2+1 | (x+1)^2-2x;\frac{x^3+x}{x};x^2+2-1
 a^2+2ab | a^2+2ab | a^2+2
 2\pi r | 2\pi r;2 r \pi | \pi r+\pi r
 0.\overline{3} | 0.\overline{3} | 0.4
+2^{100} | 2^{100};1267650600228229401496703205376 | 2^{99}\cdot2;2^{98}\cdot4;2^{101}-2^{100};\frac{2^{101}}{2};(2^{50})^2;2^{50}\cdot2^{50}
+3\cdot2^{10} | 3\cdot2^{10};2^{10}\cdot3;3072 | 3\cdot2^9
+10! | 10!;3628800 | 10\cdot9!;\frac{11!}{11};11!-10\cdot10!;6!\cdot7!
+\ln 2 | \ln 2;\ln{2};0.693147 | \ln 4-\ln 2;\ln 3
+\sin 20^\circ | \sin20^\circ;\sin(20^\circ) | 2\sin10^\circ\cos10^\circ;\sin20^\circ\cos0
+\begin{pmatrix}3\\4\end{pmatrix} | \begin{pmatrix}3\\4\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}+\begin{pmatrix}2\\2\end{pmatrix};\begin{pmatrix}5\\5\end{pmatrix}-\begin{pmatrix}2\\1\end{pmatrix};\frac12\begin{pmatrix}6\\8\end{pmatrix}
+(3,4) | (3,4);\langle3,4\rangle | \{3,4\};\{4,3\};(1,2)+(2,2);2(1.5,2)
+11\sqrt{2} | 11\sqrt2;\sqrt{242} | 11\sqrt2+0;\sqrt2\cdot11+0
+1000 | 10^3;1.0\times10^3;1000 | 10\cdot10^2;10\times10^{2}
+12_8 | 12_8;12_{8};12 | 12_9;13_8
+2 1/2 | 2 1/2;2\frac12;\frac52 | 21/2;\frac{21}{2}
+12\text{ cm}^2 | 12;12\text{ cm}^2;12 cm^2;12\text{ square centimeters} | 12\text{ m}^2;12\text{ cm}^3;12\text{ cubic centimeters}
+5\text{ m/s} | 5;5\text{ m/s};5 m/s;5\text{ meters per second} | 5\text{ km/h};5\text{ m};5\text{ mph}
+\$5 | 5;\$5;5\text{ dollars};USD 5 | 5\text{ cents}
+\text{3 hours} | 3;3\text{ hours};3 hours;\text{3 hours} | 4;\text{4 hours};3\text{ minutes}
+7\text{ cm}, 8\text{ cm} | 7,8;7\text{ cm and }8\text{ cm};8 cm and 7 cm | 7\text{ cm};7\text{ cm and }9\text{ cm}
+A,C | A,C;\text{A and C};\text{A, C};C and A | A;\text{A, B, C};\text{A and B}
+\text{June 20} | June 20;\text{June 20} | June 21;20
+[-1,2) | [-1,2);-1\le x<2;2>x\ge-1 | -1<x<2;-1\le x\le2;-1\le x<1+1;-1\le x;0\le x+1<3
+(-\infty,3] | x\le3;3\ge x;(-\infty,3] | x<3;x\ge3;2x\le6;y\le x
+(-\infty,-1)\cup(3,\infty) | x<-1\text{ or }x>3;(3,\infty)\cup(-\infty,-1) | x<-1;x\le-1\text{ or }x\ge3;-1<x<3
+-3<x<3 | 3>x>-3;(-3,3) | 3\ge x\ge-3;-3>x>3
+0.1\overline{6} | \frac16;1/6;0.1\overline{6};0.1666667 | 0.17;\frac{1}{7};0.\overline{16}
+30^\circ | 30\degree;30°;\angle ABC=30^\circ;m\angle A = 30 | 31\degree;\angle ABC=60^\circ-30^\circ
+\emptyset | \varnothing;∅;\{\} | 0;\{0\}
+\mathbb{R} | \mathbb R;(-\infty,\infty) | \mathbb{Q}
+x^{3/2} | x^{1.5};x^{\frac32};x\sqrt{x} | x^{2.5};x^{0.5}
+-7 | -7;−7 | -(-(-7));---7;7
+7 | 7 | -(-7);--7
+e^x | \exp(x);e^{x} | \exp(2x);\exp(x)+0
+5 | \underline{5};\color{red}{5};\textcolor{red}{5};\large 5;5^{\text{th}} | \underline{2+3};\color{red}{6};\exp(\ln 5)
 """
 CASES = []
 for line in TABLE.strip().splitlines():
