@@ -168,7 +168,9 @@ _SHORT_UNITS = (
 _LONGEST_UNIT = 40
 _LETTERS = re.compile(r"[A-Z](?:\s*(?:,|\band\b|\bor\b)+\s*(?:(?:and|or)\s+)?[A-Z])+")
 r"""The content of \text{A, C}."""
-_VALUE_WITH_UNIT = re.compile(r"(?P<value>-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?)\s+(?P<unit>[A-Za-z]+(?:\s[A-Za-z]+){0,2})")
+_VALUE_WITH_UNIT = re.compile(
+    r"(?P<value>-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?)\s+(?P<unit>[A-Za-z]+(?:\s[A-Za-z]+){0,2})"
+)
 r"""The content of \text{3 hours}."""
 _UNIT_BEFORE_NEXT = re.compile(r"(?P<unit>[A-Za-z]+),?\s+(?:and|or)")
 r"""The content of \text{ cm and } between two values."""
