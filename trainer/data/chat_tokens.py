@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,9 @@ from trainer.data.row_formats import Chat
 from verl_lite.errors import UserError
 from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
-from workers.rollout.conversation import end_of_turn
+from workers.rollout.conversation import end_of_turn, writes_end_of_turn
+
+_TAG = re.compile(r"<[^<>]*>")
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 MOST_BYTES = 4  # of a character in UTF-8, and so the largest number of its tokens
@@ -164,6 +167,42 @@ def end_of_answer(tokens: Sequence[int], start: int, stop: int, ends: Sequence[i
     return None
 
 
+def last_special(
+    tokens: Sequence[int], start: int, stop: int, special: Collection[int], tokenizer: PreTrainedTokenizerBase
+) -> int | None:
+    """Returns the index of the last special token in a range of tokens, or None if other text follows it."""
+    for place in range(stop - 1, start - 1, -1):
+        if tokens[place] in special:
+            return place
+        if str(tokenizer.decode([tokens[place]])).strip():
+            return None
+    return None
+
+
+def rewritten_length(last: str, earlier: str) -> int | None:
+    """Returns the length of an answer that the template writes differently once other messages follow.
+
+    Args:
+        last: the template's text of the answer at the end of a chat.
+        earlier: the text of a longer chat, from the same answer on.
+
+    Returns:
+        The length in `earlier`, or None if more than tags, such as an empty think block, are left out there.
+    """
+    for left_out in range(len(last)):
+        kept = last[left_out:]
+        if earlier.startswith(kept):
+            text_left_out = _TAG.sub("", last[:left_out])
+            return None if text_left_out.strip() else len(kept)
+    return None
+
+
+def ends_with_next_message(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> bool:
+    """Returns whether the template writes no end after an answer, so that the next message ends it (GLM)."""
+    key = _key_of(arguments)
+    return not _writes_end(tokenizer, str(tokenizer.chat_template), key)
+
+
 def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> list[int]:
     """Returns the tokens that can end an answer: that of the chat template, and the tokenizer's end-of-text token.
 
@@ -172,8 +211,7 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
     Raises:
         UserError: if there is no such token.
     """
-    key = json.dumps({name: value for name, value in arguments.items() if name != "tools"}, sort_keys=True, default=str)
-    of_template = _end_of_turn(tokenizer, str(tokenizer.chat_template), key)
+    of_template = _end_of_turn(tokenizer, str(tokenizer.chat_template), _key_of(arguments))
     ends = list(dict.fromkeys(end for end in (of_template, tokenizer.eos_token_id) if end is not None))
     if not ends:
         raise UserError(
@@ -181,6 +219,17 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
             "special token after an answer, so no answer would end: set eos_token in its tokenizer_config.json"
         )
     return ends
+
+
+def _key_of(arguments: Arguments) -> str:
+    without_tools = {name: value for name, value in arguments.items() if name != "tools"}
+    return json.dumps(without_tools, sort_keys=True, default=str)
+
+
+@functools.lru_cache(maxsize=16)
+def _writes_end(tokenizer: PreTrainedTokenizerBase, template: str, arguments: str) -> bool:
+    """Returns whether the template writes an end after an answer at the end of a chat."""
+    return writes_end_of_turn(tokenizer, json.loads(arguments))
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,10 +15,9 @@ from trainer.data.sources import RowTable, parse_json
 from verl_lite.config import DataConfig
 from verl_lite.config.loader import is_unicode
 from verl_lite.errors import UserError
-from workers.policy.chat_template import tool_arguments
 
 Chat = list[dict[str, Any]]
-"""Messages with role and content; of an assistant also tool_calls, and then the content may be None."""
+"""Messages with role and content (text, possibly empty); of an assistant also tool_calls."""
 
 EXAMPLE_ROW: dict[str, Any] = {
     "data_source": "openai/gsm8k",
@@ -34,6 +33,9 @@ _MULTIMODAL = "only images of prompts are supported, for main_ppo with a vision-
 _TEXT_MODEL = (
     "the model of model.path reads only text: set model.path to a vision-language model (Qwen2.5-VL, Qwen3-VL)"
 )
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of message parts with text, each with the key of its text."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _ROWS_AT_ONCE = 1000  # rows of a table that are converted to Python objects at a time
 
 
@@ -236,14 +238,15 @@ def _text_of_parts(parts: list[Any], images: list[Any] | None, where: str) -> st
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
         if kind == "image" and images is None:
             raise UserError(f"{where}: a message has an image, but {_TEXT_MODEL}")
         if kind == "image" and images is not None:
             texts.append(PLACEHOLDER)
             if part.get("image") is not None:
                 images.append(part["image"])
-        elif kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+        elif isinstance(text, str):
+            texts.append(text)
         else:
             raise UserError(f"{where}: found the message part {part!r:.200} ({_MULTIMODAL}); expected text or image")
     return "".join(texts)
@@ -260,8 +263,10 @@ def read_messages(chat: Any, where: str, images: list[Any] | None = None) -> Cha
     """Returns checked messages in the form that chat templates expect.
 
     - Entries that are null are left out, because the rows of a parquet file have the keys of all rows.
-    - Typed text parts become text; the arguments of tool calls become dictionaries.
-    - An assistant's message with tool calls may have no content, as in OpenAI's format; it becomes None.
+    - Typed text parts become text. A refusal is the content of a message that has no other.
+    - The content may be missing or null in an assistant's message with tool calls or reasoning, as in OpenAI's format,
+      and in the result of a tool. It becomes an empty text; `chat_template.CallForm` gives each template what it reads.
+    - The role developer becomes system, as in the agents' endpoint.
 
     Args:
         chat: the value of a column.
@@ -279,39 +284,56 @@ def read_messages(chat: Any, where: str, images: list[Any] | None = None) -> Cha
 def _read_message(message: Any, where: str, images: list[Any] | None) -> dict[str, Any]:
     if not isinstance(message, dict) or "role" not in message:
         raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
+    result = without_nulls({key: value for key, value in message.items() if key not in ("role", "content", "refusal")})
+    calls = result.pop("tool_calls", None)
+    if calls:
+        result["tool_calls"] = _read_tool_calls(calls, where)
+    role = _checked_text(message["role"], f"{where}, role of a message")
+    if role == "developer":
+        role = "system"
+
     content = message.get("content")
     if isinstance(content, list):
         content = _text_of_parts(content, images, where)
-    result = without_nulls({key: value for key, value in message.items() if key != "content"})
-    calls = result.get("tool_calls")
-    if calls is not None and not calls:
-        del result["tool_calls"]
-    elif calls is not None:
-        result["tool_calls"] = [_read_tool_call(call, where) for call in _as_list(calls, f"{where}, tool_calls")]
-
-    only_calls_tools = content is None and "tool_calls" in result and result.get("role") == "assistant"
-    if not only_calls_tools and "content" not in message:
+    if not content and message.get("refusal") is not None:
+        content = message["refusal"]
+    has_other_output = any(result.get(name) for name in ("tool_calls", *_REASONING))
+    if content is None and (role == "tool" or (role == "assistant" and has_other_output)):
+        content = ""
+    elif content is None and "content" not in message:
         raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
-    texts = {"role": result.get("role")} | ({} if only_calls_tools else {"content": content})
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise _wrong(f"{where}, {name} of a message", text, "text")
-        if not is_unicode(text):
-            raise _wrong(f"{where}, {name} of a message", text, "text without half a surrogate pair")
+    content = _checked_text(content, f"{where}, content of a message")
     # the keys of the message in their order, because a template may write them
-    return {"role": result.pop("role"), "content": content, **result}
+    return {"role": role, "content": content, **result}
 
 
-def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as a dictionary."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        expected = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
-        raise _wrong(f"{where}, tool_calls", call, f"a call like {expected}")
-    if "arguments" not in function:
-        return call
-    function = function | {"arguments": tool_arguments(function["arguments"])}
-    return call | {"function": function} if "function" in call else function
+def _checked_text(text: Any, where: str) -> str:
+    if not isinstance(text, str):
+        raise _wrong(where, text, "text")
+    if not is_unicode(text):
+        raise _wrong(where, text, "text without half a surrogate pair")
+    return text
+
+
+def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Returns checked tool calls, given as a list or as JSON text. Each has arguments, a dict or its JSON text."""
+    place = f"{where}, tool_calls"
+    if isinstance(calls, str) and calls.lstrip().startswith("["):
+        calls = parse_json(calls, place, "a list of tool calls")
+    expected = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
+    checked = []
+    for call in _as_list(calls, place):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(place, call, f"a call like {expected}")
+        # a table has null for an empty dictionary, and some clients write an empty text
+        arguments = function.get("arguments") or {}
+        if not isinstance(arguments, dict | str):
+            raise _wrong(f"{place}, arguments of {function['name']!r}", arguments, "a dict, or its JSON text")
+        _checked_text(json.dumps([call, arguments], ensure_ascii=False, default=str), place)
+        function = function | {"arguments": arguments}
+        checked.append(call | {"function": function} if "function" in call else function)
+    return checked
 
 
 def _as_list(value: Any, where: str) -> list[Any]:
@@ -337,8 +359,12 @@ def read_tools(tools: Any, where: str) -> list[dict[str, Any]]:
     """Returns checked tool schemas, given as a list or as JSON text. Raises UserError for anything else."""
     if isinstance(tools, str):
         tools = parse_json(tools, where, "a list of tool schemas")
-    else:
-        tools = without_nulls(tools)
+    elif isinstance(tools, list):
+        schemas = []
+        for tool in tools:  # schemas rarely fit the columns of a table, so each may be JSON text, which is exact
+            is_text = isinstance(tool, str)
+            schemas.append(parse_json(tool, where, "a tool schema") if is_text else without_nulls(tool))
+        tools = schemas
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         example = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
         raise _wrong(where, tools, f"a list of tool schemas like [{json.dumps(example)}]")

@@ -21,7 +21,10 @@ from trainer.data.chat_tokens import (
     encode_and_cut,
     end_of_answer,
     ends_of_answers,
+    ends_with_next_message,
+    last_special,
     render,
+    rewritten_length,
 )
 from trainer.data.row_formats import Chat, check_text_only, read_messages, read_tools, read_tools_file, value_at
 from trainer.data.sources import read_rows
@@ -308,10 +311,15 @@ def _encode_spans(
 
     possible_ends = ends_of_answers(tokenizer, arguments)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    next_message_ends_turn = ends_with_next_message(tokenizer, arguments)
     missing_ends: list[tuple[int, int]] = []  # the index of an end to be added, and its mask
     for answer in answers:
         start, stop = index_of[answer.start], index_of[answer.stop]
         end = end_of_answer(tokens, start, stop, possible_ends)
+        if end is None and not next_message_ends_turn:
+            # another end than that of a plain answer, such as Llama's <|eom_id|> after a call of a built-in tool
+            last = last_special(tokens, start, stop, special, tokenizer)
+            end = None if last is None else last + 1
         if end is None and stop < len(tokens) and tokens[stop] in special:
             end = stop + 1  # the token that begins the next message ends the answer, as in the templates of GLM
         if end is None:
@@ -367,7 +375,16 @@ class _Texts:
             return 0
         if place == len(self._chat) - 1:
             return len(self.whole)
-        return self._length(place + 1, is_question=False)
+        if place == 0 or self._chat[place]["role"] != "assistant":
+            return self._length(place + 1, is_question=False)
+
+        # a template may write an answer differently at the end of a chat, such as Qwen3 with an empty think block
+        start = self.question(place)
+        text = self._text(place + 1, is_question=False)
+        length = rewritten_length(text[start:], self.whole[start:])
+        if length is None:
+            return self._length(place + 1, is_question=False)
+        return start + length
 
     def beginning(self, place: int) -> int:
         """Returns the position at which a message begins; for an answer, behind the generation prompt."""
@@ -377,13 +394,7 @@ class _Texts:
 
     def _length(self, count: int, *, is_question: bool) -> int:
         """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""
-        chat = self._chat[:count]
-        text = render(chat, self._tokenizer, self._where, is_question=is_question, arguments=self._arguments)
-        if tokenizer_end := self._tokenizer.eos_token:
-            # some templates end every chat with this token, as those of Phi-3; it is not part of the message
-            shorter = text.removesuffix(tokenizer_end)
-            if not self.whole.startswith(text) and self.whole.startswith(shorter):
-                text = shorter
+        text = self._text(count, is_question=is_question)
         if not self.whole.startswith(text):
             raise UserError(
                 f"{self._where}: the chat template renders earlier turns differently when later turns follow, so one "
@@ -391,6 +402,17 @@ class _Texts:
                 "data.completion_only_loss=true to train on the last one"
             )
         return len(text)
+
+    def _text(self, count: int, *, is_question: bool) -> str:
+        """Returns the text of the first messages."""
+        chat = self._chat[:count]
+        text = render(chat, self._tokenizer, self._where, is_question=is_question, arguments=self._arguments)
+        if tokenizer_end := self._tokenizer.eos_token:
+            # some templates end every chat with this token, as those of Phi-3; it is not part of the message
+            shorter = text.removesuffix(tokenizer_end)
+            if not self.whole.startswith(text) and self.whole.startswith(shorter):
+                return shorter
+        return text
 
 
 def _split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:

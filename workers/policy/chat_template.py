@@ -11,7 +11,8 @@ import pickle
 import resource
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -65,6 +66,9 @@ def render_chats(
 ) -> list[str]:
     """Renders chats to texts, with the result of `tokenizer.apply_chat_template(chats, tokenize=False, **arguments)`.
 
+    Tool calls are written as the template reads them (`CallForm`): their arguments as values or as JSON text, and the
+    content of a message without text as null or as an empty text.
+
     Raises:
         ChatTemplateError: the template rejects a chat or fails on it.
         UserError: the template takes too much time or memory, or writes too much.
@@ -108,6 +112,7 @@ def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> None:
     most = psutil.Process().memory_info().vms + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     left = SECONDS
+    forms: dict[str, CallForm] = {}
     while True:
         try:
             message = connection.recv_bytes()
@@ -115,20 +120,33 @@ def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> None:
             return
         chats, arguments = pickle.loads(message)
         signal.setitimer(signal.ITIMER_PROF, min(SECONDS, left) + SECONDS_PER_CHAT * len(chats))
-        reply = _rendered(tokenizer, chats, arguments, max(MOST_CHARACTERS, MOST_GROWTH * len(message)))
+        most_characters = max(MOST_CHARACTERS, MOST_GROWTH * len(message))
+        reply = _rendered(tokenizer, chats, arguments, forms, most_characters)
         left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
         connection.send(reply)
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, chats: list[Any], arguments: dict[str, Any], most: int
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[Any],
+    arguments: dict[str, Any],
+    forms: dict[str, "CallForm"],
+    most: int,
 ) -> tuple[list[str], str, str]:
-    """Renders chats. Returns the texts, the template's error, and the exceeded limit (each of them may be empty)."""
+    """Renders chats. Returns the texts, the template's error, and the exceeded limit (each of them may be empty).
+
+    forms: the forms of tool calls found so far, by the arguments of the template.
+    """
     texts: list[str] = []
     written = 0
     try:
         for chat in chats:
-            texts.append(_rendered_chat(tokenizer, chat, arguments))
+            if any(message.get("tool_calls") for message in chat):
+                key = repr(arguments)
+                if key not in forms:
+                    forms[key] = find_call_form(tokenizer, arguments)
+                chat = [forms[key].apply(message) for message in chat]
+            texts.append(str(tokenizer.apply_chat_template(chat, tokenize=False, **arguments)))
             written += len(texts[-1])
             if written > most:
                 return [], "", f"wrote {written:,} characters, more than the {most:,} allowed,"
@@ -139,27 +157,6 @@ def _rendered(
     return texts, "", ""
 
 
-def _rendered_chat(tokenizer: PreTrainedTokenizerBase, chat: Any, arguments: dict[str, Any]) -> str:
-    """Renders one chat.
-
-    A message that only calls tools has the content None, as in OpenAI's format. Some templates test for None, others
-    write the text "None" or fail; for the latter the content becomes an empty text.
-    """
-
-    def rendered(messages: Any) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-
-    if all(message.get("content", "") is not None for message in chat):
-        return rendered(chat)
-    with_empty = [message | {"content": message.get("content") or ""} for message in chat]
-    try:
-        text = rendered(chat)
-    except Exception:  # the template's code may raise anything; if it also fails on texts, that error is the reason
-        return rendered(with_empty)
-    text_of_empty = rendered(with_empty)
-    return text_of_empty if text.count("None") > text_of_empty.count("None") else text
-
-
 def tool_arguments(arguments: Any) -> Any:
     """Returns the arguments of a tool call as a dict if they are one as JSON text, which chat templates expect, else
     unchanged."""
@@ -168,3 +165,90 @@ def tool_arguments(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
+
+
+# --------------------------------------------------------------------------------------------- tool calls of a message
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a template reads an assistant's message with tool calls.
+
+    content: the content of a message without text: None, or "" for templates that would print None or fail on it.
+    arguments_are_text: True if the arguments of a call are JSON text, False if they are a dict. Templates with
+        `arguments | tojson` need the dict, templates that concatenate the arguments need the text.
+    writes_calls: True if the template does not show tool calls, so that they are written into the content, in the
+        notation that agents use with such templates.
+    """
+
+    content: str | None
+    arguments_are_text: bool
+    writes_calls: bool = False
+
+    def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a message in this form. Messages without tool calls stay unchanged."""
+        written = dict(message)
+        if not message.get("tool_calls"):
+            return written
+        if self.writes_calls:
+            calls = [_written_call(call) for call in written.pop("tool_calls")]
+            written["content"] = (message.get("content") or "") + "\n".join(calls)
+            return written
+        if not message.get("content"):
+            written["content"] = self.content
+        written["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return written
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._call(call["function"])}
+        if "arguments" not in call:
+            return dict(call)
+        return {**call, "arguments": self._arguments(call["arguments"])}
+
+    def _arguments(self, arguments: Any) -> Any:
+        if self.arguments_are_text:
+            return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return tool_arguments(arguments)
+
+
+def _written_call(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    written = {"name": function["name"], "arguments": tool_arguments(function.get("arguments", {}))}
+    return f"<tool_call>{json.dumps(written)}</tool_call>"
+
+
+_CALL_FORMS = (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True))
+_PROBE_NAME, _PROBE_KEY = "verlliteprobe", "verllitekey"
+
+
+def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> CallForm:
+    """Returns the first form of `_CALL_FORMS` that the template renders with the call's name and
+    without the word None or a Python dict in their place. If there is none, the calls become content.
+
+    arguments: arguments of the template.
+    """
+    function = {"name": _PROBE_NAME, "arguments": {_PROBE_KEY: "value"}}
+    # Mistral's templates accept only ids of nine letters and digits
+    call = {"id": "verllite0", "type": "function", "function": function}
+    system = {"role": "system", "content": "s"}
+    question = {"role": "user", "content": "q"}
+    for beginning in ([question], [system, question]):  # few templates need a system message, some refuse it
+        plain = _probe(tokenizer, [*beginning, {"role": "assistant", "content": "a"}], arguments)
+        for form in _CALL_FORMS:
+            message = form.apply({"role": "assistant", "content": "", "tool_calls": [call]})
+            text = _probe(tokenizer, [*beginning, message], arguments)
+            is_python = f"'{_PROBE_KEY}'" in text
+            if _PROBE_NAME in text and not is_python and text.count("None") <= plain.count("None"):
+                return form
+    return CallForm("", False, writes_calls=True)
+
+
+def _probe(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    """Returns the text of a chat, or "" if the template fails on it."""
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, **arguments))
+    except MemoryError:
+        raise
+    except Exception:  # the template is code of the model's folder and may raise any exception
+        return ""

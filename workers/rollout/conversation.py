@@ -439,21 +439,33 @@ def closing_index(
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any]) -> int | None:
     """Returns the token that ends an assistant's turn in the chat template, or None if the template writes none."""
+    following = {"role": "user", "content": _PROBE}
+    for messages in (_SHORT_CHAT, [*_SHORT_CHAT, following]):
+        token = _end_after_answer(tokenizer, messages, template_arguments)
+        if token is not None:
+            return token
+    return None
+
+
+def writes_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the chat template writes an end after an answer that ends the chat."""
+    return _end_after_answer(tokenizer, _SHORT_CHAT, template_arguments) is not None
+
+
+def _end_after_answer(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_arguments: Mapping[str, Any]
+) -> int | None:
+    """Returns the token that the chat template writes as the end of the first answer, or None without one."""
     if tokenizer.chat_template is None:
         return None
-    question, answer = _SHORT_CHAT
-    following = {"role": "user", "content": _PROBE}
-    for messages in ([question, answer], [question, answer, following]):
-        try:
-            [text] = render_chats(tokenizer, [messages], **template_arguments)
-        except ChatTemplateError:  # the template needs a system message, or accepts other chats only
-            continue
-        after = text.partition(_ANSWER)[2]
-        ids = tokenizer.encode(after, add_special_tokens=False) if after else []
-        index = closing_index(ids, tokenizer)
-        if index is not None:
-            return int(ids[index])
-    return None
+    try:
+        [text] = render_chats(tokenizer, [messages], **template_arguments)
+    except ChatTemplateError:  # the template needs a system message, or accepts other chats only
+        return None
+    after = text.partition(_ANSWER)[2]
+    ids = tokenizer.encode(after, add_special_tokens=False) if after else []
+    index = closing_index(ids, tokenizer)
+    return None if index is None else int(ids[index])
 
 
 @dataclass

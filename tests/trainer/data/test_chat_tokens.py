@@ -19,6 +19,7 @@ from tests.trainer.supervised.test_sft import assistant, learnt_text, user
 from tests.workers.rollout.chat_templates import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3, byte_level, metaspace
 from trainer.data.chat_tokens import encode_and_cut
 from trainer.data.preferences import load_pairs
+from trainer.data.row_formats import read_messages, read_tools
 from trainer.data.sft_dataset import Example, encode_chat, encode_plain_text, load_examples
 from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig, PreferenceDataConfig, SFTDataConfig
@@ -247,6 +248,124 @@ def test_a_message_that_only_calls_tools_needs_no_content(
     assert text.endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n")
 
 
+CALL_SPECIAL = ("<|call|>", "<|end_of_call|>", "<|im_start|>")
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role + '\\n' }}"
+TAIL = "<|im_end|>{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{{ 'assistant\\n' }}{% endif %}"
+FUNCTION = {"name": "add", "arguments": {"a": 1}}
+ONE_CALL = [
+    user("one"),
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": FUNCTION}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [
+        # shows calls of messages whose content is null only, and concatenates the arguments (DeepSeek)
+        (
+            "{% if m.content is none %}{% for c in m.tool_calls %}<|call|>"
+            "{{ c['function']['name'] + ' ' + c['function']['arguments'] }}{% endfor %}"
+            "{% else %}{{ m.content }}{% endif %}",
+            '<|call|>add {"a": 1}<|im_end|>',
+        ),
+        # writes the arguments as they are, which for a dict would be Python
+        (
+            "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<|call|>"
+            "{{ c.function.name }} {{ c.function.arguments }}{% endfor %}",
+            '<|call|>add {"a": 1}<|im_end|>',
+        ),
+        # encodes the arguments, which for a text would be encoded twice (Qwen2.5, Llama 3.1)
+        (
+            "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<|call|>"
+            "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}",
+            '<|call|>add {"a": 1}<|im_end|>',
+        ),
+        # does not show calls: they are written as in the turns of agents
+        ("{{ m.content }}", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'),
+    ],
+)
+@pytest.mark.parametrize("is_text", [True, False])
+def test_each_template_gets_tool_calls_as_it_reads_them(body: str, written: str, is_text: bool) -> None:
+    tokenizer = byte_level(HEAD + body + TAIL, "<|im_end|>", *CALL_SPECIAL)
+    arguments = json.dumps(FUNCTION["arguments"]) if is_text else FUNCTION["arguments"]
+    message = ONE_CALL[1] | {"tool_calls": [{"type": "function", "function": FUNCTION | {"arguments": arguments}}]}
+    chat = read_messages([ONE_CALL[0], message], "row 0")
+    assert learnt_text(encode_chat(chat, tokenizer, "row 0"), tokenizer) == [written]
+
+
+def test_another_end_than_that_of_a_plain_answer_is_learnt_and_no_header_after_it() -> None:
+    """Llama 3.1 ends the call of a built-in tool with <|eom_id|>, and other answers with <|eot_id|>."""
+    body = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}:"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}<|end_of_call|>{% else %}{{ m.content }}<|im_end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    tokenizer = byte_level(body, "<|im_end|>", *CALL_SPECIAL)
+    chat = [*ONE_CALL, {"role": "tool", "content": "3"}, assistant("four")]
+    example = encode_chat(chat, tokenizer, "row 0")
+    assert learnt_text(example, tokenizer) == ["add<|end_of_call|>", "four<|im_end|>"]
+    assert tokens_of(example) == whole_tokens(tokenizer, chat)
+    last = encode_chat(ONE_CALL, tokenizer, "row 0")
+    assert learnt_text(last, tokenizer) == ["add<|end_of_call|>"]
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\na\n</think>\n\n"])
+def test_an_empty_think_block_that_only_the_last_turn_has_does_not_prevent_several_turns(thought: str) -> None:
+    tokenizer = byte_level(QWEN3, "<|im_end|>", "<|im_start|>")
+    chat = [user("one"), assistant("two"), user("three"), assistant(f"{thought}four")]
+    example = encode_chat(chat, tokenizer, "row 0")
+    assert tokens_of(example) == whole_tokens(tokenizer, chat)
+    shown = thought or "<think>\n\n</think>\n\n"
+    assert learnt_text(example, tokenizer) == ["two<|im_end|>", f"{shown}four<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "developer", "content": "a"}, {"role": "system", "content": "a"}),
+        ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant", "content": "no"}),
+        ({"role": "assistant", "content": "a", "refusal": None}, {"role": "assistant", "content": "a"}),
+        (
+            {
+                "role": "assistant",
+                "content": [{"type": "refusal", "refusal": "n"}, {"type": "output_text", "text": "o"}],
+            },
+            {"role": "assistant", "content": "no"},
+        ),
+        (
+            {"role": "assistant", "content": None, "reasoning_content": "a"},
+            {"role": "assistant", "content": "", "reasoning_content": "a"},
+        ),
+        (
+            {"role": "tool", "content": None, "tool_call_id": "1", "name": None},
+            {"role": "tool", "content": "", "tool_call_id": "1"},
+        ),
+        (
+            {"role": "assistant", "tool_calls": '[{"function": {"name": "add", "arguments": {"a": null}}}]'},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "add", "arguments": {"a": None}}}],
+            },
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": None}}]},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+        ),
+    ],
+)
+def test_messages_of_clients_have_one_form(message: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert read_messages([message], "row 0") == [expected]
+
+
+def test_schemas_as_json_text_keep_a_null() -> None:
+    schema_with_null = {"type": "function", "function": {"name": "add", "parameters": {"default": None}}}
+    for tools in (json.dumps([schema_with_null]), [json.dumps(schema_with_null)]):
+        assert read_tools(tools, "row 0") == [schema_with_null]
+    without = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert read_tools([schema_with_null], "row 0") == [without]
+
+
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
@@ -344,17 +463,18 @@ NO_CALLS = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content or '' }
 WITHOUT_CALL = [user("one"), assistant("two"), {"role": "tool", "content": "3"}, assistant("three")]
 
 
-@pytest.mark.parametrize(
-    ("chat", "part"),
-    [
-        ([user("one"), call("add", {"a": 1}, content=None)], "tool_calls of a message"),
-        ([user("one"), call("add", {"a": 1}, content="I add.")], "tool_calls of a message"),
-        (WITHOUT_CALL, "messages of the role tool"),
-    ],
-)
-def test_a_template_that_leaves_out_calls_or_results_is_refused(
-    tmp_path: Path, chat: list[dict[str, Any]], part: str
-) -> None:
+@pytest.mark.parametrize("content", [None, "I add."])
+def test_calls_become_text_for_templates_that_leave_them_out(tmp_path: Path, content: str | None) -> None:
+    """As in the turns of agents (`workers.rollout.conversation`)."""
+    chat = [user("one"), call("add", {"a": 1}, content=content)]
+    [example] = load([{"messages": chat}], tmp_path, template=NO_CALLS)
+    written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    [learnt_answer] = learnt_text(example, tiny_tokenizer(96))
+    assert "".join(learnt_answer.split()) == "".join(f"{content or ''}{written}".split())
+
+
+def test_a_template_that_leaves_out_results_is_refused(tmp_path: Path) -> None:
+    chat, part = WITHOUT_CALL, "messages of the role tool"
     with pytest.raises(UserError, match=f"row 0 .*does not show the {part}.*data.chat_template"):
         load([{"messages": chat}], tmp_path, template=NO_CALLS)
 
