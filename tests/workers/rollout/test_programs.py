@@ -412,8 +412,8 @@ def test_text_that_a_command_prints_is_no_result() -> None:
 @pytest.mark.parametrize(
     ("program", "text"),
     [
-        ("no.such.module:run", "No module named 'no'"),
-        (f"{HERE}:missing", "has no attribute 'missing'"),
+        ("no.such.module:run", "there is no module no;"),
+        (f"{HERE}:missing", "has no missing; it defines: "),
         (f"{HERE}:command", "unexpected keyword"),
         ("no-such-command --x", "there is no command"),
     ],
