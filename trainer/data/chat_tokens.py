@@ -152,22 +152,34 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
         start = crossed
 
 
-def end_of_answer(tokens: Sequence[int], start: int, stop: int, ends: Sequence[int]) -> int | None:
-    """Returns the index after the token that ends an answer, or None if the answer has no such token.
+def end_of_answer(
+    tokens: Sequence[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase, arguments: Arguments
+) -> int | None:
+    """Returns the index after the token that ends an answer, or None if there is no such token.
 
     Args:
         tokens: the tokens of the whole chat.
         start, stop: the range of the answer's message in them.
-        ends: tokens that can end an answer, the most likely first.
+        tokenizer: the tokenizer, with its chat template.
+        arguments: arguments of the chat template.
     """
-    for end in ends:
+    for end in ends_of_answers(tokenizer, arguments):
         for place in range(stop - 1, start - 1, -1):
             if tokens[place] == end:
                 return place + 1
+
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    if not _ends_with_next_message(tokenizer, arguments):
+        # another end than that of a plain answer, such as Llama's <|eom_id|> after a call of a built-in tool
+        last = _last_special(tokens, start, stop, special, tokenizer)
+        if last is not None:
+            return last + 1
+    if stop < len(tokens) and tokens[stop] in special:
+        return stop + 1  # the token that begins the next message ends the answer, as in the templates of GLM
     return None
 
 
-def last_special(
+def _last_special(
     tokens: Sequence[int], start: int, stop: int, special: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
     """Returns the index of the last special token in a range of tokens, or None if other text follows it."""
@@ -197,7 +209,7 @@ def rewritten_length(last: str, earlier: str) -> int | None:
     return None
 
 
-def ends_with_next_message(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> bool:
+def _ends_with_next_message(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> bool:
     """Returns whether the template writes no end after an answer, so that the next message ends it (GLM)."""
     key = _key_of(arguments)
     return not _writes_end(tokenizer, str(tokenizer.chat_template), key)

@@ -22,6 +22,7 @@ from trainer.data.chat_tokens import (
 )
 from trainer.data.row_formats import read_messages
 from trainer.data.sft_dataset import (
+    LOSS_MASKS,
     NO_ARGUMENTS,
     Chat,
     Example,
@@ -30,6 +31,7 @@ from trainer.data.sft_dataset import (
     question_of,
     row_report,
     rows_of,
+    split_loss_mask,
     template_arguments,
 )
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig
@@ -135,10 +137,16 @@ def _chat(row: dict[str, Any], key: str, option: str, config: PairDataConfig, wh
     if answer[-1]["role"] != "assistant":
         found = f"its last message is of role {answer[-1]['role']!r}"
         raise UserError(f"{place}: {found}; expected 'assistant', because an answer is the assistant's")
-    if answer[0]["role"] != "assistant":
-        return answer
-    prompt = _column(row, config.prompt_key, "prompt_key", where)
-    return [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *answer]
+    if answer[0]["role"] == "assistant":
+        prompt = _column(row, config.prompt_key, "prompt_key", where)
+        answer = [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *answer]
+    is_kept, chat = split_loss_mask(answer, place)
+    if not is_kept[-1]:
+        raise UserError(
+            f"{place}: the answer has {' or '.join(LOSS_MASKS)} 0, and the loss compares whole answers; leave the row "
+            "out"
+        )
+    return chat
 
 
 def _column(row: dict[str, Any], key: str, option: str, where: str) -> Any:
@@ -181,9 +189,8 @@ def encode_answer(
     tokens, [start] = encode_and_cut(whole, [len(question)], tokenizer)
     prompt, response = tokens[:start], tokens[start:]
     if score_at == "end_of_turn":
-        possible_ends = ends_of_answers(tokenizer, arguments)
-        end = end_of_answer(response, 0, len(response), possible_ends)
-        response = [*response, possible_ends[0]] if end is None else response[:end]
+        end = end_of_answer(response, 0, len(response), tokenizer, arguments)
+        response = [*response, ends_of_answers(tokenizer, arguments)[0]] if end is None else response[:end]
     return Example(prompt, response, [1] * len(response))
 
 

@@ -21,8 +21,6 @@ from trainer.data.chat_tokens import (
     encode_and_cut,
     end_of_answer,
     ends_of_answers,
-    ends_with_next_message,
-    last_special,
     render,
     rewritten_length,
 )
@@ -253,7 +251,7 @@ def encode_chat(
         UserError: if the template refuses the chat, leaves out its tool calls, or changes earlier turns when later
             turns follow, or if no token is in the loss.
     """
-    is_kept, chat = _split_loss_mask(chat, where)
+    is_kept, chat = split_loss_mask(chat, where)
     texts = _Texts(chat, tokenizer, where, arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
     answers = []
@@ -309,19 +307,10 @@ def _encode_spans(
     index_of = dict(zip(cuts, counts, strict=True))
     mask = [0] * index_of[learnt_from] + [1] * (len(tokens) - index_of[learnt_from])
 
-    possible_ends = ends_of_answers(tokenizer, arguments)
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    next_message_ends_turn = ends_with_next_message(tokenizer, arguments)
     missing_ends: list[tuple[int, int]] = []  # the index of an end to be added, and its mask
     for answer in answers:
         start, stop = index_of[answer.start], index_of[answer.stop]
-        end = end_of_answer(tokens, start, stop, possible_ends)
-        if end is None and not next_message_ends_turn:
-            # another end than that of a plain answer, such as Llama's <|eom_id|> after a call of a built-in tool
-            last = last_special(tokens, start, stop, special, tokenizer)
-            end = None if last is None else last + 1
-        if end is None and stop < len(tokens) and tokens[stop] in special:
-            end = stop + 1  # the token that begins the next message ends the answer, as in the templates of GLM
+        end = end_of_answer(tokens, start, stop, tokenizer, arguments)
         if end is None:
             end = stop
             missing_ends.append((stop, int(answer.is_learnt)))
@@ -332,7 +321,7 @@ def _encode_spans(
         mask[start:stop] = [0] * (stop - start)
 
     for index, is_learnt in reversed(missing_ends):  # from the end, so that earlier indices stay valid
-        tokens.insert(index, possible_ends[0])
+        tokens.insert(index, ends_of_answers(tokenizer, arguments)[0])
         mask.insert(index, is_learnt)
     return tokens, mask
 
@@ -415,7 +404,7 @@ class _Texts:
         return text
 
 
-def _split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
+def split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
     """Returns for each message whether it may be in the loss, and the messages without the entry that says so.
 
     The entry is `loss_mask` (verl) or `weight` (OpenAI), 0 or 1. Raises UserError for any other value.
@@ -424,8 +413,9 @@ def _split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
     messages = []
     for message in chat:
         values = [message[name] for name in LOSS_MASKS if name in message]
-        if any(value not in (0, 1) for value in values):
-            raise UserError(f"{where}: a message has {'/'.join(LOSS_MASKS)} {values[0]!r}; expected 0 or 1")
+        other_values = [value for value in values if value not in (0, 1)]
+        if other_values:
+            raise UserError(f"{where}: a message has {'/'.join(LOSS_MASKS)} {other_values[0]!r}; expected 0 or 1")
         is_kept.append(all(value == 1 for value in values))
         messages.append({name: value for name, value in message.items() if name not in LOSS_MASKS})
     return is_kept, messages

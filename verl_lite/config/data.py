@@ -15,7 +15,7 @@ SUFFIXES = (".parquet", ".json", ".jsonl")
 _TRUNCATIONS = ("error", "left", "right", "middle")
 OUR_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
 """The keys that `data.columns` accepts."""
-CHAT_TEMPLATE = "file or Jinja text; none = concatenate the texts of the messages; null = the tokenizer's own"
+CHAT_TEMPLATE = "file, Jinja text, or a named one of the tokenizer; none = the messages' texts; null = its own"
 
 
 @dataclass

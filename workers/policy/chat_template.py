@@ -223,8 +223,8 @@ _PROBE_NAME, _PROBE_KEY = "verlliteprobe", "verllitekey"
 
 
 def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> CallForm:
-    """Returns the first form of `_CALL_FORMS` that the template renders with the call's name and
-    without the word None or a Python dict in their place. If there is none, the calls become content.
+    """Returns the first form of `_CALL_FORMS` that the template renders with the call's name, and without the word None
+    or a Python dict. If there is none, the template does not show calls, and they become content.
 
     arguments: arguments of the template.
     """

@@ -42,12 +42,17 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Gives a tokenizer the template that data.chat_template names. None leaves it unchanged.
+    """Gives a tokenizer the template that data.chat_template names: a file, a Jinja template, none, or the name of one
+    of the tokenizer's own templates. None leaves it unchanged; of several templates, transformers then takes tool_use
+    for chats with tools, and default for others.
 
     Raises:
         UserError: the template's file cannot be read.
     """
-    if chat_template == "none":
+    own_templates = tokenizer.chat_template
+    if isinstance(own_templates, dict) and chat_template in own_templates:
+        tokenizer.chat_template = own_templates[chat_template]
+    elif chat_template == "none":
         tokenizer.chat_template = plain_template(tokenizer)
     elif chat_template is not None and ("{{" in chat_template or "{%" in chat_template):
         tokenizer.chat_template = chat_template

@@ -18,12 +18,13 @@ from tests.trainer.prompt_rows import write
 from tests.trainer.supervised.test_sft import assistant, learnt_text, user
 from tests.workers.rollout.chat_templates import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3, byte_level, metaspace
 from trainer.data.chat_tokens import encode_and_cut
-from trainer.data.preferences import load_pairs
+from trainer.data.preferences import encode_answer, load_pairs
 from trainer.data.row_formats import read_messages, read_tools
 from trainer.data.sft_dataset import Example, encode_chat, encode_plain_text, load_examples
 from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig, PreferenceDataConfig, SFTDataConfig
 from verl_lite.errors import UserError
+from workers.policy.tokenizer import set_chat_template
 
 # an answer has no end of its own: the token that begins the next message ends it
 GLM = (
@@ -307,6 +308,8 @@ def test_another_end_than_that_of_a_plain_answer_is_learnt_and_no_header_after_i
     assert tokens_of(example) == whole_tokens(tokenizer, chat)
     last = encode_chat(ONE_CALL, tokenizer, "row 0")
     assert learnt_text(last, tokenizer) == ["add<|end_of_call|>"]
+    answer = encode_answer(ONE_CALL, tokenizer, "end_of_turn", "row 0")
+    assert tokenizer.decode(answer.response) == "add<|end_of_call|>"
 
 
 @pytest.mark.parametrize("thought", ["", "<think>\na\n</think>\n\n"])
@@ -356,6 +359,16 @@ def test_an_empty_think_block_that_only_the_last_turn_has_does_not_prevent_sever
 )
 def test_messages_of_clients_have_one_form(message: dict[str, Any], expected: dict[str, Any]) -> None:
     assert read_messages([message], "row 0") == [expected]
+
+
+def test_an_answer_of_a_pair_that_is_left_out_of_the_loss_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": [user("1") | {"loss_mask": 0}], "chosen": [assistant("2")], "rejected": [assistant("3")]}
+    file = write(tmp_path / "pairs.jsonl", [row])
+    [pair] = load_pairs([file], tiny_tokenizer(96), PreferenceDataConfig(), option="data.train_files")
+    assert learnt_text(pair.chosen, tiny_tokenizer(96)) == ["2<|im_end|>"]
+    write(tmp_path / "pairs.jsonl", [row | {"rejected": [assistant("3") | {"weight": 0}]}])
+    with pytest.raises(UserError, match="column 'rejected': the answer has loss_mask or weight 0"):
+        load_pairs([file], tiny_tokenizer(96), PreferenceDataConfig(), option="data.train_files")
 
 
 def test_schemas_as_json_text_keep_a_null() -> None:
@@ -420,6 +433,13 @@ def test_a_tokenizer_with_several_templates_uses_the_default_one(tmp_path: Path)
     example = encode_chat(CHAT, tokenizer, "row 0")
     tokenizer.chat_template = default
     assert example == encode_chat(CHAT, tokenizer, "row 0")
+
+
+def test_one_of_several_templates_is_chosen_by_its_name() -> None:
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "short": "{{ messages[-1].content }}"}
+    set_chat_template(tokenizer, "short")
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "four"
 
 
 def test_an_error_of_the_template_names_the_row(tmp_path: Path) -> None:
