@@ -241,7 +241,7 @@ def _stopped(find: Callable[[Table], Iterable[Status]], deadline: float, reaps: 
                 _reap(status.pid)
         alive = [status for status in found if not status.has_ended]
         running = [status for status in alive if not status.is_stopped]
-        for group in {status.group for status in running}:
+        for group in _own_groups(found, table):
             _stop_group(group)
         for status in running:
             _send(status, signal.SIGSTOP)
@@ -265,11 +265,22 @@ def _with_descendants(roots: Iterable[Status], table: Table) -> list[Status]:
     return sorted(found.values(), key=lambda status: -status.pid)
 
 
+def _own_groups(tree: Sequence[Status], table: Table) -> set[int]:
+    """Returns the process groups of which all processes belong to the tree.
+
+    A process that leads no session shares its group with others: the fork of a driver with the shell script, `make` or
+    the batch job that started the driver. Such a group must not receive a signal.
+    """
+    inside = {status.pid for status in tree}
+    groups = {status.group for status in tree if not status.has_ended}
+    shared = {status.group for status in table.values() if status.pid not in inside}
+    return groups - shared
+
+
 def _stop_group(group: int) -> None:
     """Stops a process group at once, so that none of its processes escapes by forking while the others are listed."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        # the groups of this process's own session contain others than the tree
-        if group > 1 and group != os.getpgrp() and os.getsid(group) != os.getsid(0):
+        if group > 1 and group != os.getpgrp():
             os.killpg(group, signal.SIGSTOP)
 
 

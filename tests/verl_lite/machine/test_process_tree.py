@@ -107,6 +107,22 @@ def test_processes_outside_the_tree_are_not_touched(tmp_path: Path) -> None:
     other.wait()
 
 
+def test_a_job_goes_on_that_shares_its_process_group_with_an_ended_process() -> None:
+    """A script that started a driver: the guard, in its own session, ends the forks of a driver that was killed."""
+    script = subprocess.Popen(
+        ["sh", "-c", "sleep 20 & sleep 20 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert script.stdout is not None
+    fork = int(script.stdout.readline())
+    process_tree.end_processes([fork])
+    group = [status for status in process_tree.list_processes().values() if status.group == script.pid]
+    assert [status.pid for status in group if status.has_ended] in ([], [fork])
+    remaining = [status for status in group if not status.has_ended]
+    assert len(remaining) == 2 and not any(status.is_stopped for status in remaining)
+    os.killpg(script.pid, 9)
+    script.wait()
+
+
 def test_a_signal_does_not_reach_another_process_with_the_same_id() -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
     earlier = Status(other.pid, os.getpid(), other.pid, "S", started="1")
