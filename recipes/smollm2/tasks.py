@@ -1,0 +1,176 @@
+"""The tasks of the SmolLM2 recipes: questions as parquet files in verl's row schema, and their rewards.
+
+    addition          What is 25 + 60? Reply with the number only.      1 if the answer is the number
+    arithmetic        tinker-cookbook's environment: What is 4 + 5?     1 if the first word is the number
+    spell_backward    reasoning-gym, its own text and scorer            1 for full marks
+    length            an instruction and a sentence                     -|50 - characters of the answer|
+    reversed_text     a line of text to be reversed                     longest common subsequence ratio
+
+No test question appears among the training questions. The same seed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import partial
+from importlib import resources
+from itertools import islice, product
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipes.made_data import Question, reasoning_gym_entries, unique
+from verl_lite.rewards import register_reward
+
+SEED = 1
+TEST_ROWS = 512
+
+LENGTH_GOAL = 50
+"""Wanted number of characters of an answer, as in the chapter on GRPO of the Hugging Face course."""
+
+ONE_SHOT = (
+    {"role": "user", "content": "What is 4 + 5?"},
+    {"role": "assistant", "content": "9"},
+)
+"""The example that precedes every question of tinker-cookbook's arithmetic environment."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of this folder.
+
+    Attributes:
+        questions: Returns an iterator over different questions in random order.
+        train_rows: Maximum number of training questions.
+        prefix: Messages before the question.
+    """
+
+    questions: Callable[[random.Random], Iterator[Question]]
+    train_rows: int = 8192
+    prefix: Sequence[Mapping[str, str]] = ()
+
+    def write(self, folder: Path, name: str) -> None:
+        """Writes test.parquet with TEST_ROWS questions, and train.parquet, into `folder`."""
+        # each task has random numbers of its own, so that a new task leaves the others' questions unchanged
+        rng = random.Random(f"{SEED} {name}")
+        different = unique(self.questions(rng), lambda question: question.prompt)
+        folder.mkdir(parents=True)
+        self._write_rows(folder / "test.parquet", "test", islice(different, TEST_ROWS))
+        self._write_rows(folder / "train.parquet", "train", islice(different, self.train_rows))
+
+    def _write_rows(self, file: Path, split: str, questions: Iterable[Question]) -> None:
+        rows = []
+        for index, question in enumerate(questions):
+            row = question.row(split, index)
+            row["prompt"] = [*self.prefix, {"role": "user", "content": question.prompt}]
+            rows.append(row)
+        pq.write_table(pa.Table.from_pylist(rows), file)
+
+
+# ------------------------------------------------------------------------------------------------------------ addition
+
+
+def addition_questions(rng: random.Random) -> Iterator[Question]:
+    """Yields all sums of two numbers of two digits."""
+    pairs = list(product(range(10, 100), repeat=2))
+    rng.shuffle(pairs)
+    for left, right in pairs:
+        text = f"What is {left} + {right}? Reply with the number only."
+        yield Question("smollm2/addition", "arithmetic", text, str(left + right))
+
+
+def arithmetic_questions(rng: random.Random) -> Iterator[Question]:
+    """Yields all sums of two numbers from 0 to 100, asked as in tinker-cookbook's arithmetic environment."""
+    pairs = list(product(range(101), repeat=2))
+    rng.shuffle(pairs)
+    for left, right in pairs:
+        yield Question("smollm2/arithmetic", "arithmetic", f"What is {left} + {right}?", str(left + right))
+
+
+@register_reward("smollm2/addition")
+def score_number(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """Returns 1.0 if the answer is the number, with or without a full stop, and nothing else."""
+    return float(solution_str.strip().removesuffix(".") == ground_truth)
+
+
+@register_reward("smollm2/arithmetic")
+def score_first_word(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """Returns 1.0 if the first word of the answer is the number, as tinker-cookbook's environment does."""
+    words = solution_str.split()
+    is_number = bool(words) and re.fullmatch(r"[+-]?[0-9]{1,20}", words[0]) is not None
+    return float(is_number and int(words[0]) == int(ground_truth))
+
+
+# ------------------------------------------------------------------------------------------------------- reasoning-gym
+
+
+def gym_questions(rng: random.Random, *, task: str, **arguments: object) -> Iterator[Question]:
+    """Yields questions of a reasoning-gym task with the text that the task itself gives them."""
+    instruction = "Reply with the answer only."
+    while True:
+        for entry in reasoning_gym_entries(task, seed=rng.randrange(2**31), size=4096, **arguments):
+            extra = {"entry": json.dumps(entry), "full_marks_only": True}
+            prompt = f"{entry['question'].strip()}\n{instruction}"
+            yield Question(f"reasoning_gym/{task}", task, prompt, str(entry["answer"]), extra)
+
+
+# ------------------------------------------------------------------------------------------------- texts without a hub
+
+
+def sentences() -> list[str]:
+    """Returns the sentences of a story of 1889 that reasoning-gym contains, without very short and very long ones."""
+    story = resources.files("reasoning_gym.data").joinpath("in_the_year_2889.txt").read_text(encoding="utf-8")
+    text = " ".join(story.split())
+    parts = re.split(r"(?<=[.!?])\s+", text)
+    return [part for part in parts if 20 <= len(part) <= 400 and part.isascii()]
+
+
+def length_questions(rng: random.Random) -> Iterator[Question]:
+    """Yields instructions about one or two sentences, whose content does not matter for the reward."""
+    instructions = ("Summarize:", "Rewrite in your own words:", "What is this text about?", "Give this text a title:")
+    texts = sentences()
+    pairs = list(product(instructions, range(len(texts) - 1), (1, 2)))
+    rng.shuffle(pairs)
+    for instruction, place, number in pairs:
+        text = " ".join(texts[place : place + number])
+        yield Question("smollm2/length", "writing", f"{instruction} {text}", str(LENGTH_GOAL))
+
+
+@register_reward("smollm2/length")
+def score_length(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """Returns the negative difference between the number of characters of the answer and the wanted number."""
+    return -float(abs(int(ground_truth) - len(solution_str)))
+
+
+def reversed_questions(rng: random.Random) -> Iterator[Question]:
+    """Yields three to six successive words of a story, to be reversed character by character."""
+    words = " ".join(sentences()).split()
+    places = list(product(range(len(words) - 6), range(3, 7)))
+    rng.shuffle(places)
+    for start, number in places:
+        text = " ".join(words[start : start + number])
+        prompt = f"Reverse the text character by character: {text}"
+        yield Question("smollm2/reversed_text", "reversal", prompt, text[::-1])
+
+
+@register_reward("smollm2/reversed_text")
+def score_reversed(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """Returns the ratio of matching characters, 2 M / T, of `difflib.SequenceMatcher`, as in prime-rl's example."""
+    answer = solution_str.strip()[: 4 * len(ground_truth)]
+    return SequenceMatcher(None, answer, ground_truth).ratio()
+
+
+TASKS = {
+    "addition": Task(addition_questions),
+    "arithmetic": Task(arithmetic_questions, prefix=ONE_SHOT),
+    "spell_backward": Task(partial(gym_questions, task="spell_backward")),
+    "length": Task(length_questions),
+    "reversed_text": Task(reversed_questions),
+}
+"""All tasks by name."""
