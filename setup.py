@@ -89,6 +89,7 @@ setup(
             "onnx2torch>=1.5.15",
             "mcp>=2,<3",
             "openai-agents>=0.24,<0.25",
+            "gguf>=0.19",
             "anthropic>=0.70",
             "nbclient>=0.10",
             "ipykernel>=6.29",
