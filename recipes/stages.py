@@ -19,6 +19,38 @@ def is_finished(run: Path, steps: int) -> bool:
     return run.is_dir() and steps in saved_steps(run)
 
 
+def supervised_stage(folder: Path, recipe: str) -> Path:
+    """Runs supervised fine-tuning with the settings of a recipe, unless it is finished. Returns the trained model."""
+    if not (folder / "hf").is_dir():
+        call("trainer.main_sft", f"recipe={recipe}", *_continued(folder, save_freq=100))
+    return folder / "hf"
+
+
+def rl_stage(folder: Path, start: Path, recipe: str, steps: int) -> Path:
+    """Trains a model on its own samples, unless that is finished, and exports it.
+
+    Args:
+        folder: The run folder of the stage.
+        start: The model from which the stage starts.
+        recipe: Recipe with the settings of `trainer.main_ppo`.
+        steps: Number of training steps.
+
+    Returns:
+        The folder of the trained model.
+    """
+    if not is_finished(folder, steps):
+        options = [f"recipe={recipe}", f"model.path={start}", f"trainer.total_training_steps={steps}"]
+        call("trainer.main_ppo", *options, *_continued(folder, save_freq=20))
+    if not (folder / "hf").is_dir():
+        call("trainer.export", str(folder), "--out", str(folder / "hf"))
+    return folder / "hf"
+
+
+def _continued(folder: Path, save_freq: int) -> list[str]:
+    """Returns the options of a run in `folder` that continues from its last checkpoint."""
+    return [f"trainer.default_local_dir={folder}", "trainer.resume_mode=auto", f"trainer.save_freq={save_freq}"]
+
+
 def folder_argument(module: str) -> Path:
     """Returns the only command line argument, a folder. Ends the program with the usage for other arguments."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):

@@ -9,38 +9,16 @@ interrupted or killed, the same command continues the stage from its last checkp
 
 from pathlib import Path
 
-from recipes.stages import call, folder_argument, is_finished
+from recipes.stages import folder_argument, rl_stage, supervised_stage
 
 DISTILLATION_STEPS, RL_STEPS = 40, 60
 
 
-def supervised(folder: Path) -> Path:
-    """Trains a random model on demonstrations. Returns the folder of the trained model."""
-    if not (folder / "hf").is_dir():
-        call("trainer.main_sft", "recipe=sft", *continued(folder, save_freq=100))
-    return folder / "hf"
-
-
-def on_policy(folder: Path, start: Path, recipe: str, steps: int) -> Path:
-    """Trains the model at `start` with the settings of a recipe. Returns the folder of the trained model."""
-    if not is_finished(folder, steps):
-        options = [f"recipe={recipe}", f"model.path={start}", f"trainer.total_training_steps={steps}"]
-        call("trainer.main_ppo", *options, *continued(folder, save_freq=20))
-    if not (folder / "hf").is_dir():
-        call("trainer.export", str(folder), "--out", str(folder / "hf"))
-    return folder / "hf"
-
-
-def continued(folder: Path, save_freq: int) -> list[str]:
-    """Returns the options of a run in `folder` that continues from its last checkpoint."""
-    return [f"trainer.default_local_dir={folder}", "trainer.resume_mode=auto", f"trainer.save_freq={save_freq}"]
-
-
 def main(folder: Path) -> None:
     """Runs the stages that are not finished."""
-    model = supervised(folder / "1_supervised")
-    model = on_policy(folder / "2_distillation", model, "distill", DISTILLATION_STEPS)
-    model = on_policy(folder / "3_rl", model, "quickstart", RL_STEPS)
+    model = supervised_stage(folder / "1_supervised", "sft")
+    model = rl_stage(folder / "2_distillation", model, "distill", DISTILLATION_STEPS)
+    model = rl_stage(folder / "3_rl", model, "quickstart", RL_STEPS)
     print(f"\nThe model after all stages: {model}")
 
 

@@ -49,20 +49,26 @@ class Task:
         questions: Returns an iterator over different questions in random order.
         train_rows: Maximum number of training questions.
         prefix: Messages before the question.
+        demonstrations: Number of further questions with their answers, for supervised fine-tuning.
     """
 
     questions: Callable[[random.Random], Iterator[Question]]
     train_rows: int = 8192
     prefix: Sequence[Mapping[str, str]] = ()
+    demonstrations: int = 0
 
     def write(self, folder: Path, name: str) -> None:
-        """Writes test.parquet with TEST_ROWS questions, and train.parquet, into `folder`."""
+        """Writes test.parquet with TEST_ROWS questions, train.parquet, and demonstrations.parquet if there are any."""
         # each task has random numbers of its own, so that a new task leaves the others' questions unchanged
         rng = random.Random(f"{SEED} {name}")
         different = unique(self.questions(rng), lambda question: question.prompt)
         folder.mkdir(parents=True)
         self._write_rows(folder / "test.parquet", "test", islice(different, TEST_ROWS))
         self._write_rows(folder / "train.parquet", "train", islice(different, self.train_rows))
+        if self.demonstrations:
+            shown = islice(different, self.demonstrations)
+            chats = [question.answered(question.answer) for question in shown]
+            pq.write_table(pa.Table.from_pylist(chats), folder / "demonstrations.parquet")
 
     def _write_rows(self, file: Path, split: str, questions: Iterable[Question]) -> None:
         rows = []
@@ -171,6 +177,6 @@ TASKS = {
     "arithmetic": Task(arithmetic_questions, prefix=ONE_SHOT),
     "spell_backward": Task(partial(gym_questions, task="spell_backward")),
     "length": Task(length_questions),
-    "reversed_text": Task(reversed_questions),
+    "reversed_text": Task(reversed_questions, demonstrations=4096),
 }
 """All tasks by name."""

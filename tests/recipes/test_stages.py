@@ -25,7 +25,7 @@ Calls = list[tuple[str, ...]]
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     monkeypatch.setenv("VERL_LITE_CACHE", str(tmp_path / "cache"))
     found: Calls = []
-    for module in (pipeline, compare):
+    for module in (stages, compare):
         monkeypatch.setattr(module, "call", lambda *words: found.append(words))
     return found
 
@@ -34,7 +34,7 @@ def test_each_stage_starts_from_the_last_and_finished_stages_are_left_out(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished: dict[str, int] = {}
-    monkeypatch.setattr(pipeline, "is_finished", lambda run, steps: finished.get(run.name) == steps)
+    monkeypatch.setattr(stages, "is_finished", lambda run, steps: finished.get(run.name) == steps)
     pipeline.main(tmp_path)
     commands = [words[0] for words in calls]
     assert commands == ["trainer.main_sft", *["trainer.main_ppo", "trainer.export"] * 2]

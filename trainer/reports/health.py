@@ -290,6 +290,29 @@ def mismatch(series: Series) -> Finding | None:
     return in_range(name, series[name], Range(high=0.005, alarm_high=0.01))
 
 
+def cut_off(series: Series) -> Finding | None:
+    """Checks the share of answers that reach the limit of tokens.
+
+    A share that falls to half or less is no problem: the policy learns to end its answers in time, like a model that
+    explains at first although the reward wants a number only.
+    """
+    name = "response_length/clip_ratio"
+    points = series.get(name, ())
+    if not points:
+        return None
+    finding = in_range(name, points, Range(high=0.1, alarm_high=0.5))
+    if finding.grade == OK or len(points) < _TREND_STEPS:
+        return finding
+
+    quarter = len(points) // 4
+    begin = statistics.fmean(value for _, value in points[:quarter])
+    end = statistics.fmean(value for _, value in points[-quarter:])
+    if end > begin / 2:
+        return finding
+    text = f"{name} falls from {number(begin)} in the first quarter of the steps to {number(end)} in the last"
+    return Finding(OK, name, f"{text}: the policy learns to end its answers in time")
+
+
 def waiting(series: Series) -> Finding | None:
     """Which side of an asynchronous run waits for the other, over the second half of the run."""
     names = ("async/trainer_idle_frac", "async/engine_idle_frac")
@@ -359,10 +382,11 @@ RULES = (
         "choose prompts of medium difficulty, sample more answers, or filter groups with equal scores" + _SCORE,
     ),
     Rule(  # a few long answers are normal; a larger share means that the limit affects what is learned
-        ("response_length/clip_ratio",), Range(high=0.1, alarm_high=0.5),
+        ("response_length/clip_ratio",), cut_off,
         ("agentic.custom_envs.*.max_tokens_per_step|data.max_response_length", "reward.overlong_buffer.enable"),
-        "answers are cut off before they end, so incomplete answers are scored",
-        "allow longer answers, or penalize long answers",
+        "answers reach the limit of tokens before they end, and are scored as far as they go",
+        "if the samples that are cut off are right so far, allow longer answers; if the answers should be shorter, "
+        "train longer or penalize long answers",
     ),
     Rule(
         ("program/prompt_length/clip_ratio",), Range(high=0.0, alarm_high=0.5),

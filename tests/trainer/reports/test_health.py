@@ -91,6 +91,15 @@ def test_metrics_of_one_rule_are_one_finding_and_the_worst_comes_first() -> None
     assert [finding.grade for finding in both] == [BAD, LOOK]
 
 
+def test_a_share_of_cut_off_answers_that_falls_by_half_is_no_problem() -> None:
+    """A model that explains at first, although the reward wants a number only, learns to end in time."""
+    shares = [0.9] * 10 + [0.5] * 20 + [0.45] * 10  # means of the quarters: 0.9 and 0.45
+    (found,) = judge({"response_length/clip_ratio": steps(*shares)})
+    assert found.grade == OK and "falls from 0.9 " in found.text and " to 0.45 in the last" in found.text
+    (found,) = found_in({"response_length/clip_ratio": steps(*shares[:30], *[0.46] * 10)})
+    assert found.grade == LOOK and "data.max_response_length" in str(found)
+
+
 CUT_OFF: Series = {"response_length/clip_ratio": steps(*[0.3] * 9)}
 MAZE = "agentic.custom_envs.Maze.max_tokens_per_step"
 

@@ -1,0 +1,13 @@
+"""SmolLM2 spells words backward: a task of reasoning-gym with the text and the scorer that reasoning-gym gives it."""
+
+from __future__ import annotations
+
+from recipes.smollm2.recipe import overrides as addition_settings
+from recipes.smollm2.recipe import prepare, task_settings
+
+__all__ = ["overrides", "prepare"]
+
+
+def overrides() -> dict[str, object]:
+    """Returns the settings of the run by dotted key; options on the command line override them."""
+    return addition_settings() | task_settings("spell_backward") | {"data.max_prompt_length": 96}
