@@ -97,7 +97,7 @@ def test_a_share_of_cut_off_answers_that_falls_by_half_is_no_problem() -> None:
     (found,) = judge({"response_length/clip_ratio": steps(*shares)})
     assert found.grade == OK and "falls from 0.9 " in found.text and " to 0.45 in the last" in found.text
     (found,) = found_in({"response_length/clip_ratio": steps(*shares[:30], *[0.46] * 10)})
-    assert found.grade == LOOK and "data.max_response_length" in str(found)
+    assert found.grade == BAD and "above 0.1 in 40 of 40 steps" in found.text
 
 
 CUT_OFF: Series = {"response_length/clip_ratio": steps(*[0.3] * 9)}
