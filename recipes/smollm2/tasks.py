@@ -1,6 +1,6 @@
 """The tasks of the SmolLM2 recipes: questions as parquet files in verl's row schema, and their rewards.
 
-    addition          What is 25 + 60? Reply with the number only.      1 if the answer is the number
+    addition          What is 25 + 60? Reply with the number only.      1 if its last number is right
     arithmetic        tinker-cookbook's environment: What is 4 + 5?     1 if the first word is the number
     spell_backward    reasoning-gym, its own text and scorer            1 for full marks
     length            an instruction and a sentence                     -|50 - characters of the answer|
@@ -100,9 +100,14 @@ def arithmetic_questions(rng: random.Random) -> Iterator[Question]:
 
 
 @register_reward("smollm2/addition")
-def score_number(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """Returns 1.0 if the answer is the number, with or without a full stop, and nothing else."""
-    return float(solution_str.strip().removesuffix(".") == ground_truth)
+def score_last_number(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """Returns 1.0 if the last number of the answer is right.
+
+    The untrained model never replies with the number only. It sometimes writes "18 + 10 = 28", which is a start. An
+    answer that lists several numbers is not paid for more than one of them.
+    """
+    numbers = re.findall(r"[0-9]+(?:\.[0-9]+)?", solution_str)
+    return float(bool(numbers) and numbers[-1] == ground_truth)
 
 
 @register_reward("smollm2/arithmetic")
