@@ -1,0 +1,1 @@
+"""The comparison of this library with TRL on the addition task; `__main__` describes the command."""

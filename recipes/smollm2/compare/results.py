@@ -1,0 +1,236 @@
+"""The results of the comparison: curves of finished runs, their statistics, the table and the picture."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.evaluate.validation_metrics import student_t
+from trainer.tracking import METRICS, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OURS = "verl_lite"
+TRL = "TRL"
+
+REWARD = "critic/score/mean"
+SECONDS = "timing_s/step"
+ACCURACY = "val-core/smollm2/addition/reward/mean@1"
+
+WINDOW = 10
+"""Steps whose mean rewards are compared."""
+SMOOTHED = 5
+"""Steps of the running mean in the picture."""
+ENDS = 5
+"""Steps at the start and at the end of a run whose mean reward the table shows."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A finished run.
+
+    Args:
+        rewards: Mean reward of each step.
+        seconds: Duration of each step.
+        accuracy: Share of right answers to the held-out questions, greedy.
+    """
+
+    rewards: Sequence[float]
+    seconds: Sequence[float]
+    accuracy: float
+
+
+Curves = Mapping[str, Sequence[Curve]]
+"""The finished runs of each side, in the order of the seeds."""
+
+
+def read_curve(run: Path, steps: int) -> Curve | None:
+    """Returns the curve of a run, or None if the run is not finished."""
+    metrics = read_metrics(run / METRICS)
+    if ACCURACY not in metrics.get(steps, {}):
+        return None
+    numbers = range(1, steps + 1)
+    rewards = [metrics[step][REWARD] for step in numbers]
+    seconds = [metrics[step][SECONDS] for step in numbers]
+    return Curve(rewards, seconds, metrics[steps][ACCURACY])
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Returns the mean and half the width of its 95% interval: Student's t over the values, None for a single one."""
+    from trainer.evaluate.validation_metrics import student_t
+
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, None
+    return mean, student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of mean rewards, verl_lite less TRL, over the steps `first` to `last`.
+
+    Args:
+        mean: Mean over the seeds.
+        half: Half the width of its 95% interval; None with a single seed.
+    """
+
+    first: int
+    last: int
+    mean: float
+    half: float | None
+
+    @property
+    def agrees(self) -> bool | None:
+        """True if the interval contains 0; None without an interval."""
+        return None if self.half is None else abs(self.mean) <= self.half
+
+
+def differences(curves: Curves) -> list[Difference]:
+    """Compares the rewards of both sides in windows of `WINDOW` steps.
+
+    Runs of one seed have the same questions. Their difference is therefore taken first, and the interval is Student's t
+    over the differences of the seeds.
+    """
+    steps = len(curves[OURS][0].rewards)
+    found = []
+    for start in range(0, steps, WINDOW):
+        stop = min(start + WINDOW, steps)
+        of_seeds = []
+        for ours, theirs in zip(curves[OURS], curves[TRL], strict=True):
+            our_mean = statistics.fmean(ours.rewards[start:stop])
+            their_mean = statistics.fmean(theirs.rewards[start:stop])
+            of_seeds.append(our_mean - their_mean)
+        found.append(Difference(start + 1, stop, *interval(of_seeds)))
+    return found
+
+
+def agreement(found: Sequence[Difference]) -> str:
+    """Returns a table of the differences, and a sentence on whether the curves agree."""
+    lines = [f"| steps | reward of {OURS} less that of {TRL} | |", "|---|---|---|"]
+    for difference in found:
+        verdict = {True: "contains 0", False: "does not contain 0", None: "one seed: no interval"}[difference.agrees]
+        lines.append(f"| {difference.first} to {difference.last} | {_signed(difference)} | {verdict} |")
+    lines.append("")
+    outside = [difference for difference in found if difference.agrees is False]
+    if found[0].half is None:
+        lines.append("With one seed there is no interval, so whether the curves agree is open: use --seeds 3.")
+    elif not outside:
+        lines.append("The curves over steps agree: each 95% interval of the difference contains 0.")
+    else:
+        where = ", ".join(f"{difference.first} to {difference.last}" for difference in outside)
+        expected = 0.05 * len(found)
+        lines.append(
+            f"The curves over steps do not agree in the steps {where}: the 95% interval of the difference does not "
+            f"contain 0. Of {len(found)} windows of equal libraries, {expected:.2g} would be outside on average."
+        )
+    return "\n".join(lines)
+
+
+def _signed(difference: Difference) -> str:
+    return f"{difference.mean:+.3f}" + ("" if difference.half is None else f" ± {difference.half:.3f}")
+
+
+def table(curves: Curves) -> str:
+    """Returns the table of results. Intervals are over seeds."""
+    lines = [
+        f"| side | seeds | reward, first {ENDS} steps | reward, last {ENDS} steps | seconds per step (median) "
+        "| held-out accuracy, greedy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for side, runs in curves.items():
+        seconds = statistics.median(value for run in runs for value in run.seconds)
+        cells = [
+            side,
+            str(len(runs)),
+            _shown([statistics.fmean(run.rewards[:ENDS]) for run in runs]),
+            _shown([statistics.fmean(run.rewards[-ENDS:]) for run in runs]),
+            f"{seconds:.1f}",
+            _shown([run.accuracy for run in runs]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _shown(values: Sequence[float]) -> str:
+    mean, half = interval(values)
+    return f"{mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
+
+
+# ------------------------------------------------------------------------------------------------------------- picture
+
+
+def draw(curves: Curves, file: Path) -> None:
+    """Draws the rewards over steps and over minutes: mean over the seeds, with its 95% interval as a band."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    over_steps, over_minutes = figure.subplots(1, 2, sharey=True)
+    for side, runs in curves.items():
+        steps = range(1, len(runs[0].rewards) + 1)
+        _draw_band(over_steps, list(steps), runs, side)
+        _draw_band(over_minutes, mean_minutes(runs), runs, side)
+
+    over_steps.set(title="Reward over steps", xlabel="training step", ylabel="share of right answers, sampled")
+    over_minutes.set(title="Reward over time", xlabel="minutes of training steps")
+    for panel in (over_steps, over_minutes):
+        panel.set_xlim(left=0)
+        panel.set_ylim(-0.02, 1.02)
+        panel.grid(axis="y", color="#e4e6e9", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    over_steps.legend(loc="upper left", frameon=False)
+    figure.suptitle(caption(curves), fontsize=10)
+    figure.savefig(file, dpi=110)
+
+
+def caption(curves: Curves) -> str:
+    """Returns the title of the picture, which says what the lines and bands are."""
+    seeds = len(curves[OURS])
+    window = window_of(len(curves[OURS][0].rewards))
+    smoothed = f"running mean of {window} steps" if window > 1 else "each step"
+    if seeds < 2:
+        return f"{smoothed}; one seed, therefore without an interval"
+    return f"{smoothed}; mean and 95% interval of {seeds} seeds"
+
+
+def window_of(steps: int) -> int:
+    """Returns the number of steps of the running mean; 1, no mean, for short runs."""
+    return SMOOTHED if steps > 4 * SMOOTHED else 1
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Returns at each place the mean of the last `window` values; at the start, of those that exist."""
+    means = []
+    for stop in range(1, len(values) + 1):
+        means.append(statistics.fmean(values[max(0, stop - window) : stop]))
+    return means
+
+
+def mean_minutes(runs: Sequence[Curve]) -> list[float]:
+    """Returns the time from the first step to the end of each step in minutes, as a mean over the runs."""
+    minutes = []
+    for step in range(1, len(runs[0].seconds) + 1):
+        minutes.append(statistics.fmean(sum(run.seconds[:step]) for run in runs) / 60)
+    return minutes
+
+
+def _draw_band(panel: Axes, places: Sequence[float], runs: Sequence[Curve], label: str) -> None:
+    """Draws the mean of the smoothed rewards of the runs, and its interval if there are several runs."""
+    window = window_of(len(places))
+    smoothed = [running_mean(run.rewards, window) for run in runs]
+    means, lows, highs = [], [], []
+    for values in zip(*smoothed, strict=True):
+        mean, half = interval(values)
+        means.append(mean)
+        lows.append(mean - (half or 0.0))
+        highs.append(mean + (half or 0.0))
+    [line] = panel.plot(places, means, linewidth=2, label=label, marker="" if len(places) > 20 else "o", markersize=3)
+    if len(runs) > 1:
+        panel.fill_between(places, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)

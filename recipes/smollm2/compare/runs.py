@@ -1,0 +1,183 @@
+"""The runs of the comparison: files, command lines, and which of them are finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.smollm2 import recipe
+from recipes.smollm2.compare.results import ACCURACY, OURS, TRL, Curve, read_curve
+from recipes.smollm2.compare.settings import PROMPTS, our_settings
+from recipes.stages import call
+from trainer.tracking import METRICS
+from verl_lite.errors import UserError
+
+CHECK = "check"
+"""Folder of the runs of --check, within that of the comparison."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The settings of a comparison that all its runs share.
+
+    Args:
+        folder: Folder of the runs.
+        model: Model folder.
+        steps: Training steps of a run.
+        options: Further options of this library's side.
+    """
+
+    folder: Path
+    model: Path
+    steps: int
+    options: tuple[str, ...] = ()
+
+    def run_folder(self, side: str, seed: int) -> Path:
+        """Returns the folder of a run."""
+        return self.folder / f"{side}-{seed}"
+
+    def questions(self, seed: int) -> Path:
+        """Returns the file of the training questions of a seed, in the order in which both sides ask them."""
+        return self.folder / f"questions-{seed}.parquet"
+
+
+def write_questions(file: Path, steps: int, seed: int) -> None:
+    """Writes the questions of a run: `steps` times `PROMPTS` rows of the training questions in random order.
+
+    If they are more than the training questions, the file continues with another random order of all of them.
+    """
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(recipe.made_tasks().folder / "addition" / "train.parquet")
+    rng = random.Random(seed)
+    wanted = steps * PROMPTS
+    places: list[int] = []
+    while len(places) < wanted:
+        order = list(range(table.num_rows))
+        rng.shuffle(order)
+        places += order
+    pq.write_table(table.take(places[:wanted]), file)
+
+
+def train_ours(comparison: Comparison, seed: int) -> None:
+    """Trains with this library. The last step is validated."""
+    call("trainer.main_ppo", *our_words(comparison, comparison.run_folder(OURS, seed), seed))
+
+
+def our_words(comparison: Comparison, run: Path, seed: int) -> list[str]:
+    """Returns the command line of this library's run."""
+    settings = our_settings() | {
+        "model.path": str(comparison.model),
+        "data.train_files": [str(comparison.questions(seed))],
+        "rollout.val_kwargs.do_sample": False,
+        "rollout.val_kwargs.temperature": 0.0,
+        "rollout.val_kwargs.greedy_too": False,
+        "trainer.seed": seed,
+        "trainer.total_training_steps": comparison.steps,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": comparison.steps,
+        "trainer.save_freq": 0,
+        "trainer.default_local_dir": str(run),
+    }
+    words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return ["recipe=smollm2", *words, *comparison.options]
+
+
+def train_trl(comparison: Comparison, seed: int) -> None:
+    """Trains with TRL, validates the model with this library's `main_eval`, and deletes the model."""
+    run = comparison.run_folder(TRL, seed)
+    run.mkdir()
+    call_trl(comparison, run, seed)
+
+    trained = run / "hf"
+    evaluation = run / "eval"
+    call(
+        "trainer.main_eval",
+        str(trained),
+        "recipe=smollm2",
+        "trainer.device=cpu",
+        "data.max_response_length=16",
+        "rollout.dtype=fp32",
+        "rollout.val_kwargs.do_sample=false",
+        "rollout.val_kwargs.temperature=0",
+        "rollout.val_kwargs.greedy_too=false",
+        f"trainer.default_local_dir={evaluation}",
+    )
+    accuracy = json.loads((evaluation / "results.json").read_text())["metrics"][ACCURACY]
+    with (run / METRICS).open("a") as file:
+        file.write(json.dumps({"step": comparison.steps, "data": {ACCURACY: accuracy}}) + "\n")
+    shutil.rmtree(trained)
+
+
+def call_trl(comparison: Comparison, run: Path, seed: int, *words: str) -> None:
+    """Runs `trl_side` with one compute thread per core. Ends this program if it fails or is interrupted."""
+    module = "recipes.smollm2.compare.trl_side"
+    paths = [str(run), str(comparison.model), str(comparison.questions(seed))]
+    arguments = [module, *paths, str(comparison.steps), str(seed), *words]
+    print("python -m", *arguments, flush=True)
+    cores = len(os.sched_getaffinity(0))
+    environment = os.environ | {"OMP_NUM_THREADS": str(cores)}
+    status = subprocess.run([sys.executable, "-m", *arguments], check=False, env=environment).returncode
+    if status:
+        raise SystemExit(status)
+
+
+SIDES: dict[str, Callable[[Comparison, int], None]] = {OURS: train_ours, TRL: train_trl}
+"""Trains a run of a side, by the name of the side."""
+
+
+def run_all(comparison: Comparison, seeds: int) -> dict[str, list[Curve]]:
+    """Trains the runs that are not finished, both sides in turn, and returns the curves of all runs."""
+    curves: dict[str, list[Curve]] = {side: [] for side in SIDES}
+    for seed in range(1, seeds + 1):
+        if not comparison.questions(seed).exists():
+            write_questions(comparison.questions(seed), comparison.steps, seed)
+        for side, train in SIDES.items():
+            run = comparison.run_folder(side, seed)
+            curve = read_curve(run, comparison.steps)
+            if curve is None:
+                shutil.rmtree(run, ignore_errors=True)
+                train(comparison, seed)
+                curve = read_curve(run, comparison.steps)
+            if curve is None:
+                raise UserError(f"{run}: the run ended without step {comparison.steps} or without {ACCURACY}")
+            curves[side].append(curve)
+    return curves
+
+
+def claim(comparison: Comparison) -> None:
+    """Creates the folder of the comparison, or checks that the runs in it have the same settings.
+
+    Raises:
+        UserError: The folder has a comparison with other settings, or other files.
+    """
+    file = comparison.folder / "settings.json"
+    wanted = {
+        "model": str(comparison.model),
+        "steps": comparison.steps,
+        "options": list(comparison.options),
+    }
+    if file.is_file():
+        found = json.loads(file.read_text())
+        different = []
+        for name, value in wanted.items():
+            if found.get(name) != value:
+                different.append(f"{name} {found.get(name)!r} (now {value!r})")
+        if different:
+            raise UserError(
+                f"{comparison.folder} has a comparison with {', '.join(different)}: repeat its command, or give "
+                "another folder"
+            )
+        return
+    others = [path for path in comparison.folder.glob("*") if path.name != CHECK]
+    if others:
+        raise UserError(f"{comparison.folder} has other files and no comparison: give a new folder")
+    comparison.folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(wanted, indent=1))

@@ -1,0 +1,101 @@
+"""One training step of this library on answers and rewards that another library sampled.
+
+    python -m recipes.smollm2.compare.same_answers ANSWERS.json key=value ...
+
+The run samples and scores answers of its own first. Their rewards are written to RUN/own_rewards.json, and the answers
+are then replaced by those of the file, on which the step trains. See `recipes.smollm2.compare`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.cli import command, leave
+from verl_lite.errors import UserError
+
+OWN_REWARDS = "own_rewards.json"
+
+
+def same_answers_trainer(file: Path) -> type[Any]:
+    """Returns a trainer class that trains on the answers of a file.
+
+    Args:
+        file: A JSON object with `prompts` and `answers`, lists of token ids, and `rewards`, one for each answer. The
+            answers to a question follow each other, and the questions are in the order of the training data.
+    """
+    from trainer.ray_trainer import RayPPOTrainer
+    from verl_lite.protocol import DataProto
+
+    given = json.loads(file.read_text())
+
+    class SameAnswers(RayPPOTrainer):
+        """The trainer, with the answers of a file in place of its own after they are scored."""
+
+        def score(self, batch: DataProto) -> DataProto:
+            scored = super().score(batch)
+            own_rewards = scored.batch["token_level_scores"].sum(-1).tolist()
+            (self.run_dir / OWN_REWARDS).write_text(json.dumps(own_rewards))
+            return replace_answers(scored, given, self.tokenizer.pad_token_id)
+
+    return SameAnswers
+
+
+def replace_answers(batch: Any, given: Mapping[str, Sequence[Any]], pad_token_id: int) -> Any:
+    """Returns a batch with other answers and rewards.
+
+    Args:
+        batch: The columns of a scored batch.
+        given: See `same_answers_trainer`.
+        pad_token_id: Token on padding.
+
+    Raises:
+        UserError: A question of the file has other tokens than here, or the number of answers differs.
+    """
+    import torch
+
+    from workers.rollout.rows import Response, write_rows
+
+    if len(given["answers"]) != len(batch):
+        raise UserError(f"the file has {len(given['answers'])} answers, and the step has {len(batch)}")
+
+    # the rows of a question are not necessarily at the question's place in the file
+    samples = batch.non_tensor_batch["sample"]
+    answers_per_question = max(samples) + 1
+    places = (batch.non_tensor_batch["index"] * answers_per_question + samples).tolist()
+
+    prompts, prompt_mask = batch.batch["prompts"], batch.batch["prompt_mask"]
+    responses = []
+    for row, place in enumerate(places):
+        own_prompt = prompts[row][prompt_mask[row].bool()].tolist()
+        if own_prompt != given["prompts"][place]:
+            raise UserError(f"question {place}: the file has the tokens {given['prompts'][place]}, here {own_prompt}")
+        tokens = given["answers"][place]
+        responses.append(Response(tokens, [1] * len(tokens), [0.0] * len(tokens), [0] * len(tokens), "stop", {}))
+
+    width = batch.batch["responses"].shape[1]
+    columns = write_rows(prompts, prompt_mask, responses, width, pad_token_id, {})
+    scores = torch.zeros_like(batch.batch["token_level_scores"])
+    for row, place in enumerate(places):
+        scores[row, len(responses[row].token_ids) - 1] = given["rewards"][place]
+
+    replaced = batch.select()
+    for name, values in columns.batch.items():
+        replaced.batch[name] = values
+    replaced.batch["token_level_scores"] = scores
+    return replaced
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Runs the command and returns its exit status."""
+    from trainer.build import run_ppo
+
+    return run_ppo(argv[1:], trainer_class=same_answers_trainer(Path(argv[0])))
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

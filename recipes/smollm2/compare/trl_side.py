@@ -1,0 +1,140 @@
+"""TRL's side of the comparison, in a process of its own: `GRPOTrainer` on the addition task.
+
+Appends the metrics of each step to FOLDER/metrics.jsonl under this library's names, and writes the trained model to
+FOLDER/hf. With --keep-answers it trains with another reward, which varies whatever the model can do, and
+writes FOLDER/answers.json instead of a model: tokens, rewards, loss and gradient norm of the last step, which
+`recipes.smollm2.compare.same_answers` repeats here.
+
+    python -m recipes.smollm2.compare.trl_side FOLDER MODEL QUESTIONS STEPS SEED [--keep-answers]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.smollm2.compare.settings import trl_settings
+from recipes.smollm2.tasks import score_number
+from trainer.tracking import METRICS, TRAINED
+
+LOGGED = {
+    "reward": "critic/score/mean",
+    "completions/mean_length": "response_length/mean",
+    "completions/clipped_ratio": "response_length/clip_ratio",
+    "loss": "actor/pg_loss",
+    "grad_norm": "actor/grad_norm",
+    "entropy": "actor/entropy",
+}
+"""The logged values of TRL that are kept, and their names here."""
+
+
+def addition_reward(completions: Sequence[Any], ground_truth: Sequence[str], **_: Any) -> list[float]:
+    """Scores answers with the reward of the addition task, in the form that TRL calls."""
+    rewards = []
+    for completion, truth in zip(completions, ground_truth, strict=True):
+        rewards.append(score_number("smollm2/addition", completion[0]["content"], truth))
+    return rewards
+
+
+def text_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """Scores answers by their number of characters, in which the answers to a question differ."""
+    return [len(completion[0]["content"]) % 5 / 4 for completion in completions]
+
+
+def main() -> None:
+    """Trains and writes the files."""
+    options = _options()
+    folder: Path = options.folder
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    answers: dict[str, Any] = {}
+
+    class Recording(GRPOTrainer):
+        """The same trainer. Keeps the tokens of a step if they are wanted."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            batch = super()._generate_and_score_completions(inputs)
+            if options.keep_answers:
+                answers.update(
+                    prompts=_unpadded(batch["prompt_ids"], batch["prompt_mask"]),
+                    answers=_unpadded(batch["completion_ids"], batch["completion_mask"]),
+                    rewards=list(self._logs["rewards"][text_reward.__name__]),
+                    right=list(self._logs["rewards"][addition_reward.__name__]),
+                )
+            return batch
+
+    class Report(TrainerCallback):
+        """Appends a line to metrics.jsonl after each step."""
+
+        started = 0.0
+        seconds = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds = time.perf_counter() - self.started
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "reward" not in logs:
+                return  # the summary after the last step
+            metrics = {ours: logs[theirs] for theirs, ours in LOGGED.items()}
+            metrics |= {"timing_s/step": self.seconds, TRAINED: state.global_step}
+            answers["metrics"] = metrics
+            print(f"step {state.global_step}: reward {logs['reward']:.3f}, {self.seconds:.1f} s", flush=True)
+            with (folder / METRICS).open("a") as file:
+                file.write(json.dumps({"step": state.global_step, "data": metrics}) + "\n")
+
+    rows = Dataset.from_parquet(str(options.questions)).to_list()
+    questions = {
+        "prompt": [row["prompt"] for row in rows],
+        "ground_truth": [row["reward_model"]["ground_truth"] for row in rows],
+    }
+    arguments: dict[str, Any] = {"output_dir": str(folder / "trl"), "seed": options.seed, "max_steps": options.steps}
+    reward_functions = [addition_reward]
+    if options.keep_answers:
+        # the answers are also scored with the reward of the task, which has no weight
+        reward_functions = [text_reward, addition_reward]
+        arguments["reward_weights"] = [1.0, 0.0]
+    trainer = Recording(
+        model=str(options.model),
+        reward_funcs=reward_functions,
+        args=GRPOConfig(**arguments, **trl_settings()),
+        train_dataset=Dataset.from_dict(questions),
+        callbacks=[Report()],
+    )
+    trainer.train()
+    if options.keep_answers:
+        (folder / "answers.json").write_text(json.dumps(answers))
+    else:
+        trainer.save_model(str(folder / "hf"))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m recipes.smollm2.compare.trl_side", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--keep-answers", action="store_true")
+    return parser.parse_args()
+
+
+def _unpadded(ids: Any, mask: Any) -> list[list[int]]:
+    """Returns the tokens of each row without padding."""
+    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
