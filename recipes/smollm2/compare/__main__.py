@@ -1,10 +1,10 @@
 """`python -m recipes.smollm2.compare FOLDER`: trains the addition task with this library and with TRL.
 
-Both sides get the same questions in the same order, the same settings and the same seeds. `settings.EQUAL` lists them,
-and the command prints the list. The runs alternate (verl_lite with seed 1, TRL with seed 1, verl_lite with seed 2, ...),
-so that a machine that becomes slower slows both. Each run is a folder SIDE-SEED of FOLDER. Its metrics.jsonl gets a line
-when a step ends. The same command continues a stopped comparison: finished runs are not repeated, and an unfinished run
-starts again.
+Both sides get the same questions in the same order, the same settings and the same seeds. `settings.EQUAL` lists
+them, and the command prints the list. The runs alternate (verl_lite with seed 1, TRL with seed 1, verl_lite with seed
+2, ...), so that a machine that becomes slower slows both. Each run is a folder SIDE-SEED of FOLDER. Its metrics.jsonl
+gets a line when a step ends. The same command continues a stopped comparison: finished runs are not repeated, and an
+unfinished run starts again.
 
 At the end the command prints a table, says whether the curves over steps agree, and draws FOLDER/comparison.png with
 the reward over steps and over minutes. Minutes are those of training steps, without start, validation and saving. The
@@ -22,12 +22,11 @@ Needs the extra `bench`: pip install -e ".[cpu,bench]"
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import shutil
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from recipes.smollm2 import model, recipe
@@ -48,8 +47,8 @@ COMPARED = {
 }
 """Metrics that `--check` compares, and their descriptions."""
 TOLERANCE = 1e-3
-"""Largest relative difference in `--check`. TRL adds 1e-4 to the standard deviation of a group, which changes advantages
-by up to 0.03%."""
+"""Largest relative difference in `--check`. TRL adds 1e-4 to the standard deviation of a group, which changes
+advantages by about 0.03%."""
 
 
 def check(comparison: Comparison) -> bool:
@@ -117,7 +116,7 @@ def _relative(ours: float, theirs: float) -> float:
 
 def require_trl() -> None:
     """Raises UserError if TRL is not installed."""
-    if importlib.util.find_spec("trl") is None:
+    if find_spec("trl") is None:
         raise UserError(f"recipes.smollm2.compare: the package trl, the other side, is not installed: {INSTALL}")
 
 

@@ -62,8 +62,6 @@ def read_curve(run: Path, steps: int) -> Curve | None:
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
     """Returns the mean and half the width of its 95% interval: Student's t over the values, None for a single one."""
-    from trainer.evaluate.validation_metrics import student_t
-
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None

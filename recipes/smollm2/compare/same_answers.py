@@ -67,7 +67,8 @@ def replace_answers(batch: Any, given: Mapping[str, Sequence[Any]], pad_token_id
     answers_per_question = max(samples) + 1
     places = (batch.non_tensor_batch["index"] * answers_per_question + samples).tolist()
 
-    prompts, prompt_mask = batch.batch["prompts"], batch.batch["prompt_mask"]
+    prompts = batch.batch["prompts"]
+    prompt_mask = batch.batch["attention_mask"][:, : prompts.shape[1]]
     responses = []
     for row, place in enumerate(places):
         own_prompt = prompts[row][prompt_mask[row].bool()].tolist()
