@@ -23,6 +23,7 @@ from recipes.smollm2.compare.results import ACCURACY, OURS, TRL, Curve, Differen
 from recipes.smollm2.compare.runs import Comparison
 from recipes.smollm2.compare.same_answers import same_answers_trainer
 from tests.trainer.tiny_run import run, write_files
+from trainer.cli import INTERRUPTED
 from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
@@ -89,8 +90,7 @@ def test_the_sides_alternate_and_finished_runs_are_not_repeated(
     recorded: Recorded, tmp_path: Path, capsys: Any
 ) -> None:
     recorded.stops_at = (OURS, 2)
-    with pytest.raises(KeyboardInterrupt):
-        compare(tmp_path, "--steps", "2", "--seeds", "2")
+    assert compare(tmp_path, "--steps", "2", "--seeds", "2") == INTERRUPTED
     assert recorded.trained == [(OURS, 1), (TRL, 1), (OURS, 2)]
 
     recorded.trained.clear()
@@ -168,8 +168,8 @@ def test_the_table_of_settings_names_each_setting_of_both_sides() -> None:
 
 
 def test_the_reward_of_the_other_side_is_that_of_the_task() -> None:
-    answers = [[{"role": "assistant", "content": text}] for text in ("85", "85.", "It is 85", "58")]
-    assert trl_side.addition_reward(answers, ground_truth=["85"] * 4, prompts=[]) == [1.0, 1.0, 0.0, 0.0]
+    answers = [[{"role": "assistant", "content": text}] for text in ("85", "58", "85.")]
+    assert trl_side.addition_reward(answers, ground_truth=["85"] * 3, prompts=[]) == [1.0, 0.0, 1.0]
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics

@@ -123,7 +123,8 @@ def call_trl(comparison: Comparison, run: Path, seed: int, *words: str) -> None:
     arguments = [module, *paths, str(comparison.steps), str(seed), *words]
     print("python -m", *arguments, flush=True)
     cores = len(os.sched_getaffinity(0))
-    environment = os.environ | {"OMP_NUM_THREADS": str(cores)}
+    # threads that spin while they wait for each other make a step several times longer if others use the cores, too
+    environment = os.environ | {"OMP_NUM_THREADS": str(cores), "GOMP_SPINCOUNT": "1000"}
     status = subprocess.run([sys.executable, "-m", *arguments], check=False, env=environment).returncode
     if status:
         raise SystemExit(status)

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import recipes.smollm2.tasks  # noqa: F401  # registers the reward
 from recipes.smollm2.compare.settings import trl_settings
-from recipes.smollm2.tasks import score_number
 from trainer.tracking import METRICS, TRAINED
+from verl_lite.rewards import default_compute_score
 
 LOGGED = {
     "reward": "critic/score/mean",
@@ -38,7 +39,7 @@ def addition_reward(completions: Sequence[Any], ground_truth: Sequence[str], **_
     """Scores answers with the reward of the addition task, in the form that TRL calls."""
     rewards = []
     for completion, truth in zip(completions, ground_truth, strict=True):
-        rewards.append(score_number("smollm2/addition", completion[0]["content"], truth))
+        rewards.append(default_compute_score("smollm2/addition", completion[0]["content"], truth))
     return rewards
 
 
@@ -51,9 +52,10 @@ def main() -> None:
     """Trains and writes the files."""
     options = _options()
     folder: Path = options.folder
+    import pyarrow.parquet as pq
     import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -95,7 +97,7 @@ def main() -> None:
             with (folder / METRICS).open("a") as file:
                 file.write(json.dumps({"step": state.global_step, "data": metrics}) + "\n")
 
-    rows = Dataset.from_parquet(str(options.questions)).to_list()
+    rows = pq.read_table(options.questions).to_pylist()
     questions = {
         "prompt": [row["prompt"] for row in rows],
         "ground_truth": [row["reward_model"]["ground_truth"] for row in rows],
@@ -113,6 +115,7 @@ def main() -> None:
         train_dataset=Dataset.from_dict(questions),
         callbacks=[Report()],
     )
+    trainer.remove_callback(PrinterCallback)  # its lines would repeat those of Report
     trainer.train()
     if options.keep_answers:
         (folder / "answers.json").write_text(json.dumps(answers))
