@@ -4,7 +4,7 @@ Both sides get the same questions in the same order, the same settings and the s
 them, and the command prints the list. The runs alternate (verl_lite with seed 1, TRL with seed 1, verl_lite with seed
 2, ...), so that a machine that becomes slower slows both. Each run is a folder SIDE-SEED of FOLDER. Its metrics.jsonl
 gets a line when a step ends. The same command continues a stopped comparison: finished runs are not repeated, and an
-unfinished run starts again.
+unfinished run continues from its last checkpoint, which it writes every ten steps.
 
 At the end the command prints a table, says whether the curves over steps agree, and draws FOLDER/comparison.png with
 the reward over steps and over minutes. Minutes are those of training steps, without start, validation and saving. The
@@ -67,7 +67,12 @@ def check(comparison: Comparison) -> bool:
 
     words = our_words(comparison, ours_folder, 1)
     # the file has no log-probs of the engine that sampled the answers
-    more = ["trainer.test_freq=0", "rollout.calculate_log_probs=false", "actor.calculate_entropy=true"]
+    more = [
+        "trainer.test_freq=0",
+        "trainer.save_freq=0",
+        "rollout.calculate_log_probs=false",
+        "actor.calculate_entropy=true",
+    ]
     answers = theirs_folder / "answers.json"
     call("recipes.smollm2.compare.same_answers", str(answers), *words, *more)
 

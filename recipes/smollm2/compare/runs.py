@@ -15,6 +15,7 @@ from pathlib import Path
 from recipes.smollm2 import recipe
 from recipes.smollm2.compare.results import ACCURACY, OURS, TRL, Curve, read_curve
 from recipes.smollm2.compare.settings import PROMPTS, our_settings
+from recipes.smollm2.compare.trl_side import checkpoint_of, is_complete
 from recipes.stages import call
 from trainer.tracking import METRICS
 from verl_lite.errors import UserError
@@ -67,8 +68,11 @@ def write_questions(file: Path, steps: int, seed: int) -> None:
 
 
 def train_ours(comparison: Comparison, seed: int) -> None:
-    """Trains with this library. The last step is validated."""
-    call("trainer.main_ppo", *our_words(comparison, comparison.run_folder(OURS, seed), seed))
+    """Trains with this library, validates the last step, and deletes the checkpoints."""
+    run = comparison.run_folder(OURS, seed)
+    call("trainer.main_ppo", *our_words(comparison, run, seed))
+    for checkpoint in run.glob("global_step_*"):
+        shutil.rmtree(checkpoint)
 
 
 def our_words(comparison: Comparison, run: Path, seed: int) -> list[str]:
@@ -83,7 +87,6 @@ def our_words(comparison: Comparison, run: Path, seed: int) -> list[str]:
         "trainer.total_training_steps": comparison.steps,
         "trainer.val_before_train": False,
         "trainer.test_freq": comparison.steps,
-        "trainer.save_freq": 0,
         "trainer.default_local_dir": str(run),
     }
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
@@ -91,29 +94,33 @@ def our_words(comparison: Comparison, run: Path, seed: int) -> list[str]:
 
 
 def train_trl(comparison: Comparison, seed: int) -> None:
-    """Trains with TRL, validates the model with this library's `main_eval`, and deletes the model."""
+    """Trains with TRL, validates the model with this library's `main_eval`, and deletes the checkpoints."""
     run = comparison.run_folder(TRL, seed)
-    run.mkdir()
-    call_trl(comparison, run, seed)
+    run.mkdir(exist_ok=True)
+    trained = checkpoint_of(run, comparison.steps)
+    if not is_complete(trained):
+        call_trl(comparison, run, seed)
 
-    trained = run / "hf"
     evaluation = run / "eval"
-    call(
-        "trainer.main_eval",
-        str(trained),
+    call("trainer.main_eval", str(trained), *evaluation_words(evaluation))
+    accuracy = json.loads((evaluation / "results.json").read_text())["metrics"][ACCURACY]
+    with (run / METRICS).open("a") as file:
+        file.write(json.dumps({"step": comparison.steps, "data": {ACCURACY: accuracy}}) + "\n")
+    shutil.rmtree(trained.parent)
+
+
+def evaluation_words(folder: Path) -> list[str]:
+    """Returns the options of `trainer.main_eval` that repeat the validation of this library's runs, into `folder`."""
+    return [
         "recipe=smollm2",
-        "trainer.device=cpu",
         "data.max_response_length=16",
         "rollout.dtype=fp32",
         "rollout.val_kwargs.do_sample=false",
         "rollout.val_kwargs.temperature=0",
         "rollout.val_kwargs.greedy_too=false",
-        f"trainer.default_local_dir={evaluation}",
-    )
-    accuracy = json.loads((evaluation / "results.json").read_text())["metrics"][ACCURACY]
-    with (run / METRICS).open("a") as file:
-        file.write(json.dumps({"step": comparison.steps, "data": {ACCURACY: accuracy}}) + "\n")
-    shutil.rmtree(trained)
+        "trainer.device=cpu",
+        f"trainer.default_local_dir={folder}",
+    ]
 
 
 def call_trl(comparison: Comparison, run: Path, seed: int, *words: str) -> None:
@@ -144,7 +151,6 @@ def run_all(comparison: Comparison, seeds: int) -> dict[str, list[Curve]]:
             run = comparison.run_folder(side, seed)
             curve = read_curve(run, comparison.steps)
             if curve is None:
-                shutil.rmtree(run, ignore_errors=True)
                 train(comparison, seed)
                 curve = read_curve(run, comparison.steps)
             if curve is None:

@@ -15,6 +15,8 @@ PROMPTS = 16
 ANSWERS = 8
 MICRO_BATCH = 32
 """Rows of a micro-batch of TRL: the fastest of the sizes that were tried on two cores."""
+SAVED = 10
+"""Steps between checkpoints, from which a stopped run continues."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,19 @@ DIFFERENT = (
 
 
 def our_settings() -> dict[str, object]:
-    """Returns the options of `trainer.main_ppo` in `EQUAL`."""
-    settings: dict[str, object] = {}
+    """Returns the options of `trainer.main_ppo`: those in `EQUAL`, and those of checkpoints."""
+    settings: dict[str, object] = {"trainer.save_freq": SAVED, "trainer.max_actor_ckpt_to_keep": 1}
+    settings |= {"trainer.resume_mode": "auto"}
     for equal in EQUAL:
         settings |= equal.ours
     return settings
 
 
 def trl_settings() -> dict[str, object]:
-    """Returns the arguments of `trl.GRPOConfig`: those in `EQUAL`, and those that change only speed and output."""
+    """Returns the arguments of `trl.GRPOConfig`: those in `EQUAL`, and those of speed, checkpoints and output."""
     settings: dict[str, object] = {"gradient_checkpointing": False}
-    settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    settings |= {"save_strategy": "steps", "save_steps": SAVED, "save_total_limit": 1}
+    settings |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
     for equal in EQUAL:
         settings |= equal.trl
     return settings

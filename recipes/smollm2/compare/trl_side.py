@@ -1,9 +1,9 @@
 """TRL's side of the comparison, in a process of its own: `GRPOTrainer` on the addition task.
 
-Appends the metrics of each step to FOLDER/metrics.jsonl under this library's names, and writes the trained model to
-FOLDER/hf. With --keep-answers it trains with another reward, which varies whatever the model can do, and
-writes FOLDER/answers.json instead of a model: tokens, rewards, loss and gradient norm of the last step, which
-`recipes.smollm2.compare.same_answers` repeats here.
+Appends the metrics of each step to FOLDER/metrics.jsonl under this library's names, and writes checkpoints, also one of
+the last step, into FOLDER/checkpoints. The same command continues a stopped run from its newest checkpoint. With
+--keep-answers it trains with another reward, which varies whatever the model can do, and writes FOLDER/answers.json:
+tokens, rewards, loss and gradient norm of the last step, which `recipes.smollm2.compare.same_answers` repeats here.
 
     python -m recipes.smollm2.compare.trl_side FOLDER MODEL QUESTIONS STEPS SEED [--keep-answers]
 """
@@ -24,6 +24,7 @@ from recipes.smollm2.compare.settings import trl_settings
 from trainer.tracking import METRICS, TRAINED
 from verl_lite.rewards import default_compute_score
 
+CHECKPOINTS = "checkpoints"
 LOGGED = {
     "reward": "critic/score/mean",
     "completions/mean_length": "response_length/mean",
@@ -102,7 +103,11 @@ def main() -> None:
         "prompt": [row["prompt"] for row in rows],
         "ground_truth": [row["reward_model"]["ground_truth"] for row in rows],
     }
-    arguments: dict[str, Any] = {"output_dir": str(folder / "trl"), "seed": options.seed, "max_steps": options.steps}
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder / CHECKPOINTS),
+        "seed": options.seed,
+        "max_steps": options.steps,
+    }
     reward_functions = [addition_reward]
     if options.keep_answers:
         # the answers are also scored with the reward of the task, which has no weight
@@ -116,11 +121,9 @@ def main() -> None:
         callbacks=[Report()],
     )
     trainer.remove_callback(PrinterCallback)  # its lines would repeat those of Report
-    trainer.train()
+    trainer.train(resume_from_checkpoint=_newest_checkpoint(folder))
     if options.keep_answers:
         (folder / "answers.json").write_text(json.dumps(answers))
-    else:
-        trainer.save_model(str(folder / "hf"))
 
 
 def _options() -> argparse.Namespace:
@@ -132,6 +135,23 @@ def _options() -> argparse.Namespace:
     parser.add_argument("seed", type=int)
     parser.add_argument("--keep-answers", action="store_true")
     return parser.parse_args()
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Returns the folder of a checkpoint, which is also a model folder."""
+    return folder / CHECKPOINTS / f"checkpoint-{step}"
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Returns True if a checkpoint has the file that is written last."""
+    return (checkpoint / "trainer_state.json").is_file()
+
+
+def _newest_checkpoint(folder: Path) -> str | None:
+    """Returns the newest complete checkpoint of a run, or None."""
+    steps = [int(path.name.partition("-")[2]) for path in (folder / CHECKPOINTS).glob("checkpoint-*")]
+    complete = [step for step in steps if is_complete(checkpoint_of(folder, step))]
+    return str(checkpoint_of(folder, max(complete))) if complete else None
 
 
 def _unpadded(ids: Any, mask: Any) -> list[list[int]]:
