@@ -199,29 +199,34 @@ def test_differences_are_taken_seed_by_seed_in_windows_of_ten_steps() -> None:
     """Seeds differ by 0.5, which the pairs cancel. Steps 11 and 12 are a window of their own."""
     ours = [curve([base + 0.01] * 10 + [base + shift] * 2) for base, shift in ((0.1, 0.1), (0.3, 0.2), (0.6, 0.3))]
     theirs = [curve([base] * 12) for base in (0.1, 0.3, 0.6)]
-    first, second = results.differences({OURS: ours, TRL: theirs})
+    curves = {OURS: ours, TRL: theirs}
+    first = results.difference(curves, 0, 10)
+    second = results.difference(curves, 10, 12)
     assert (first.first, first.last, second.first, second.last) == (1, 10, 11, 12)
     assert first.mean == pytest.approx(0.01) and first.half == pytest.approx(0.0, abs=1e-9) and not first.agrees
     # differences 0.1, 0.2, 0.3: deviation 0.1
     assert second.mean == pytest.approx(0.2)
     assert second.half == pytest.approx(T_2 * 0.1 / math.sqrt(3), rel=1e-5) and second.agrees
 
+    shown = results.agreement(curves)
+    assert "| 1 to 10 | +0.010 ± 0.000 | does not contain 0 |" in shown
+    assert "| 11 to 12 | +0.200 ± 0.248 | contains 0 |" in shown
+    # all steps: (10 x 0.01 + 2 x shift) / 12, that is 0.025, 0.0417 and 0.0583
+    assert "| 1 to 12 | +0.042 ± 0.041 | does not contain 0 |" in shown
+
 
 @pytest.mark.parametrize(
     ("halves", "text"),
     [
         ((0.1, 0.1), "The curves over steps agree"),
-        ((0.1, 0.01), "do not agree in the steps 11 to 20: the 95% interval"),
+        ((0.1, 0.01), "do not agree in the steps 11 to 20, where"),
         ((None, None), "With one seed there is no interval"),
     ],
 )
 def test_the_verdict_on_the_curves(halves: tuple[float | None, float | None], text: str) -> None:
-    found = [Difference(1, 10, 0.05, halves[0]), Difference(11, 20, -0.05, halves[1])]
-    shown = results.agreement(found)
+    shown = results.verdict_on([Difference(1, 10, 0.05, halves[0]), Difference(11, 20, -0.05, halves[1])])
     assert text in shown
-    assert "| 1 to 10 | +0.050" in shown and "| 11 to 20 | -0.050" in shown
-    # two windows at 95%
-    assert ("0.1 would be outside" in shown) == ("do not agree" in text)
+    assert ("in 10% of comparisons" in shown) == ("do not agree" in text)  # 1 - 0.95^2
 
 
 # ------------------------------------------------------------------------------------------------------------- picture

@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from recipes.smollm2 import model, recipe
-from recipes.smollm2.compare.results import OURS, TRL, agreement, differences, draw, interval, table
+from recipes.smollm2.compare.results import OURS, TRL, agreement, draw, interval, table
 from recipes.smollm2.compare.runs import CHECK, Comparison, call_trl, claim, our_words, run_all, write_questions
 from recipes.smollm2.compare.same_answers import OWN_REWARDS
 from recipes.smollm2.compare.settings import ANSWERS, PROMPTS, settings_table
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> int:
     curves = run_all(comparison, arguments.seeds)
     picture = folder / "comparison.png"
     draw(curves, picture)
-    print(f"\n{settings_table()}\n\n{table(curves)}\n\n{agreement(differences(curves))}\n\n{picture}")
+    print(f"\n{settings_table()}\n\n{table(curves)}\n\n{agreement(curves)}\n\n{picture}")
     return 0
 
 

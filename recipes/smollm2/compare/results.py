@@ -88,49 +88,50 @@ class Difference:
         return None if self.half is None else abs(self.mean) <= self.half
 
 
-def differences(curves: Curves) -> list[Difference]:
-    """Compares the rewards of both sides in windows of `WINDOW` steps.
+def difference(curves: Curves, start: int, stop: int) -> Difference:
+    """Compares the mean rewards of both sides over the steps `start` + 1 to `stop`.
 
     Runs of one seed have the same questions. Their difference is therefore taken first, and the interval is Student's t
     over the differences of the seeds.
     """
+    of_seeds = []
+    for ours, theirs in zip(curves[OURS], curves[TRL], strict=True):
+        our_mean = statistics.fmean(ours.rewards[start:stop])
+        their_mean = statistics.fmean(theirs.rewards[start:stop])
+        of_seeds.append(our_mean - their_mean)
+    return Difference(start + 1, stop, *interval(of_seeds))
+
+
+def agreement(curves: Curves) -> str:
+    """Returns a table of the differences in windows of `WINDOW` steps and over all steps, and a sentence on whether the
+    curves agree, that is, whether the interval of each window contains 0."""
     steps = len(curves[OURS][0].rewards)
-    found = []
-    for start in range(0, steps, WINDOW):
-        stop = min(start + WINDOW, steps)
-        of_seeds = []
-        for ours, theirs in zip(curves[OURS], curves[TRL], strict=True):
-            our_mean = statistics.fmean(ours.rewards[start:stop])
-            their_mean = statistics.fmean(theirs.rewards[start:stop])
-            of_seeds.append(our_mean - their_mean)
-        found.append(Difference(start + 1, stop, *interval(of_seeds)))
-    return found
+    windows = [difference(curves, start, min(start + WINDOW, steps)) for start in range(0, steps, WINDOW)]
+
+    lines = [f"| steps | reward of {OURS} less that of {TRL} | 95% interval |", "|---|---|---|"]
+    for each in [*windows, difference(curves, 0, steps)]:
+        verdict = {True: "contains 0", False: "does not contain 0", None: "none with one seed"}[each.agrees]
+        lines.append(f"| {each.first} to {each.last} | {_signed(each)} | {verdict} |")
+    return "\n".join([*lines, "", verdict_on(windows)])
 
 
-def agreement(found: Sequence[Difference]) -> str:
-    """Returns a table of the differences, and a sentence on whether the curves agree."""
-    lines = [f"| steps | reward of {OURS} less that of {TRL} | |", "|---|---|---|"]
-    for difference in found:
-        verdict = {True: "contains 0", False: "does not contain 0", None: "one seed: no interval"}[difference.agrees]
-        lines.append(f"| {difference.first} to {difference.last} | {_signed(difference)} | {verdict} |")
-    lines.append("")
-    outside = [difference for difference in found if difference.agrees is False]
-    if found[0].half is None:
-        lines.append("With one seed there is no interval, so whether the curves agree is open: use --seeds 3.")
-    elif not outside:
-        lines.append("The curves over steps agree: each 95% interval of the difference contains 0.")
-    else:
-        where = ", ".join(f"{difference.first} to {difference.last}" for difference in outside)
-        expected = 0.05 * len(found)
-        lines.append(
-            f"The curves over steps do not agree in the steps {where}: the 95% interval of the difference does not "
-            f"contain 0. Of {len(found)} windows of equal libraries, {expected:.2g} would be outside on average."
-        )
-    return "\n".join(lines)
+def verdict_on(windows: Sequence[Difference]) -> str:
+    """Returns a sentence on whether the curves agree in these windows."""
+    if windows[0].half is None:
+        return "With one seed there is no interval, so whether the curves agree is open: use --seeds 3."
+    outside = [window for window in windows if not window.agrees]
+    if not outside:
+        return "The curves over steps agree: the 95% interval of the difference contains 0 in each window."
+    where = ", ".join(f"{window.first} to {window.last}" for window in outside)
+    by_chance = 1 - 0.95 ** len(windows)
+    return (
+        f"The curves over steps do not agree in the steps {where}, where the 95% interval of the difference does not "
+        f"contain 0. Equal libraries have such a window in {by_chance:.0%} of comparisons with {len(windows)} windows."
+    )
 
 
-def _signed(difference: Difference) -> str:
-    return f"{difference.mean:+.3f}" + ("" if difference.half is None else f" ± {difference.half:.3f}")
+def _signed(found: Difference) -> str:
+    return f"{found.mean:+.3f}" + ("" if found.half is None else f" ± {found.half:.3f}")
 
 
 def table(curves: Curves) -> str:
