@@ -19,6 +19,7 @@ from recipes.smollm2.compare.trl_side import checkpoint_of, is_complete
 from recipes.stages import call
 from trainer.tracking import METRICS
 from verl_lite.errors import UserError
+from verl_lite.machine.host import cpu_count
 
 CHECK = "check"
 """Folder of the runs of --check, within that of the comparison."""
@@ -64,7 +65,10 @@ def write_questions(file: Path, steps: int, seed: int) -> None:
         order = list(range(table.num_rows))
         rng.shuffle(order)
         places += order
-    pq.write_table(table.take(places[:wanted]), file)
+    # a stopped command leaves no part of a file
+    incomplete = file.with_suffix(".incomplete")
+    pq.write_table(table.take(places[:wanted]), incomplete)
+    incomplete.replace(file)
 
 
 def train_ours(comparison: Comparison, seed: int) -> None:
@@ -113,7 +117,6 @@ def evaluation_words(folder: Path) -> list[str]:
     """Returns the options of `trainer.main_eval` that repeat the validation of this library's runs, into `folder`."""
     return [
         "recipe=smollm2",
-        "data.max_response_length=16",
         "rollout.dtype=fp32",
         "rollout.val_kwargs.do_sample=false",
         "rollout.val_kwargs.temperature=0",
@@ -129,9 +132,8 @@ def call_trl(comparison: Comparison, run: Path, seed: int, *words: str) -> None:
     paths = [str(run), str(comparison.model), str(comparison.questions(seed))]
     arguments = [module, *paths, str(comparison.steps), str(seed), *words]
     print("python -m", *arguments, flush=True)
-    cores = len(os.sched_getaffinity(0))
     # threads that spin while they wait for each other make a step several times longer if others use the cores, too
-    environment = os.environ | {"OMP_NUM_THREADS": str(cores), "GOMP_SPINCOUNT": "1000"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(cpu_count()), "GOMP_SPINCOUNT": "1000"}
     status = subprocess.run([sys.executable, "-m", *arguments], check=False, env=environment).returncode
     if status:
         raise SystemExit(status)
