@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from trainer.ray_trainer import RayPPOTrainer
 from verl_lite.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +53,12 @@ def test_the_training_command_loads() -> None:
     config = load_config(arguments).config
     assert config.rollout.n == 8
     assert config.reward.custom_reward_function.path == "my_reward.py"
+
+
+def test_the_loop_in_the_readme_is_the_trainers() -> None:
+    block = re.search(r"```python\n(def fit.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    assert block[1] == textwrap.dedent(inspect.getsource(RayPPOTrainer.fit)).rstrip()
 
 
 def test_the_readme_is_short() -> None:
