@@ -304,7 +304,7 @@ def test_a_step_on_given_answers_has_the_loss_and_gradient_of_trls_formula(tmp_p
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
 
     assert metrics["critic/score/mean"] == pytest.approx(sum(rewards) / 8)
-    assert metrics["actor/pg_loss"] == pytest.approx(float(loss), rel=command.TOLERANCE)
+    assert metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=command.TOLERANCE)
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=command.TOLERANCE)
     own_rewards = json.loads((folder / "run" / "own_rewards.json").read_text())
     assert len(own_rewards) == 8
