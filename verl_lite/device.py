@@ -109,9 +109,34 @@ def device_memory(device: torch.device) -> dict[str, float]:
 
 
 def empty_cache() -> None:
-    """Releases torch's cached device memory if this process uses CUDA."""
+    """Releases memory that is kept after tensors were freed: torch's cache on CUDA, the C library's on the host.
+
+    The host's is released only if it exceeds KEPT_FREED_BYTES, because taking it again costs time.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+    # glibc's own limit (`keep_freed_memory`) covers the end of the heap alone, not the gaps between tensors that remain
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallinfo2") and freed_bytes(libc) > KEPT_FREED_BYTES:
+        libc.malloc_trim(0)
+
+
+class _MallocInfo(ctypes.Structure):
+    """The result of glibc's mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]  # fmt: skip
+
+
+def freed_bytes(libc: ctypes.CDLL) -> int:
+    """Returns the bytes that glibc keeps in its heaps for later tensors."""
+    libc.mallinfo2.restype = _MallocInfo
+    return int(libc.mallinfo2().fordblks)
 
 
 def keep_freed_memory(device: torch.device) -> None:
