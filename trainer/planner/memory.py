@@ -33,6 +33,7 @@ from workers.critic import critic_network
 from workers.frozen_models import teacher_network
 from workers.policy.activations import AHEAD
 from workers.rollout.base import resolve_engine_name
+from workers.rollout.hf_engine import PACKED_ELEMENTS
 
 GIB = 1 << 30
 CONTEXT_GIB = 1.0  # CUDA context and libraries; assumed
@@ -49,6 +50,7 @@ TILE_BYTES = {
 KEPT_FREED = "freed, kept by the C library"
 WHOLE_GRADIENTS, SHARD = "gradients before their reduction", "gradients, this rank's shard"
 TOWER, ENGINE_IMAGES = "vision tower", "engine: images in a step"
+ENGINE_STEP, ENGINE_COPIES = "engine: a step", "engine: copies of its matrices"
 TEACHER = "teacher "  # prefix of the role of a teacher
 TOP_TOKEN = (
     36  # bytes of each of the top tokens at a position: logits and ids of two tiles, their sorted union, results
@@ -208,21 +210,37 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     rollout = _rollout_parts(config, networks.policy, device, plan, slots)
     if config.hybrid_engine:
         plan.phases["rollout"] = rollout
-    held_by_engine = {name: size for name, size in rollout.items() if name != ENGINE_IMAGES}
-    asleep = (config.rollout.free_cache_engine and not on_cpu) or not config.hybrid_engine
+    held_by_engine = _held_by_idle_engine(config, rollout, on_cpu, is_vllm)
     for name, role, parts in _train_phases(config, held, slots, plan):
         brought = weights[role] | (moments[role] if name.endswith("update") else {})
-        plan.phases[name] = {**({} if asleep else held_by_engine), **brought, **parts}
-    awake = {name: size for name, size in held_by_engine.items() if name == "engine: weights" or not asleep}
-    awake = awake if config.hybrid_engine else {}
-    awake.pop("engine: a step", None)
-    bucket = sync_bytes(held["actor"], config.rollout.update_weights_bucket_megabytes << 20)
+        plan.phases[name] = {**held_by_engine, **brought, **parts}
+    awake = {"engine: weights": rollout["engine: weights"]} | held_by_engine if config.hybrid_engine else {}
+    awake.pop(ENGINE_STEP, None)
+    awake.pop(ENGINE_COPIES, None)  # of the weights that are replaced
+    bucket_bytes = config.rollout.bucket_megabytes(on_cpu) << 20
+    bucket = sync_bytes(held["actor"], bucket_bytes, on_cpu=on_cpu)
     plan.phases["weight sync"] = awake | weights["actor"] | {"bucket": bucket}
     if not config.hybrid_engine:
         sent = float(held["actor"].compute * networks.policy.parameters)
-        plan.engine = rollout | {"bucket": min(sent, float(config.rollout.update_weights_bucket_megabytes << 20))}
+        plan.engine = rollout | {"bucket": min(sent, float(bucket_bytes))}
         plan.engine |= {"libraries of the engine": libraries} if on_cpu else {}
     return plan
+
+
+def _held_by_idle_engine(
+    config: PPOConfig, rollout: Mapping[str, float], on_cpu: bool, is_vllm: bool
+) -> dict[str, float]:
+    """Returns the parts of a rollout engine's memory that it keeps while networks compute on the same device."""
+    if not config.hybrid_engine:
+        return {}
+    if config.rollout.free_cache_engine and not on_cpu:
+        return {}
+    held = {name: size for name, size in rollout.items() if name != ENGINE_IMAGES}
+    if not is_vllm:  # vLLM keeps the buffers of its step
+        held.pop(ENGINE_STEP)
+    if config.rollout.free_cache_engine:
+        held.pop(ENGINE_COPIES, None)
+    return held
 
 
 def place_networks(
@@ -348,8 +366,12 @@ def _rollout_parts(
     if on_cpu:  # an engine step has at most the rows and tokens of one device's part of the batch
         rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
         work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
-    kv = max(0.0, budget) if resolve_engine_name(rollout.name) == "vllm" else plan.sequences * kv_per_sequence
-    parts = {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
+    is_vllm = resolve_engine_name(rollout.name) == "vllm"
+    kv = max(0.0, budget) if is_vllm else plan.sequences * kv_per_sequence
+    parts = {"engine: weights": weights, "engine: KV cache": kv, ENGINE_STEP: work}
+    if on_cpu and not is_vllm and not rollout.router_replay and size == FP32:
+        copies = copied_matrices(shape)
+        parts |= {ENGINE_COPIES: copies} if copies else {}
     return parts | ({ENGINE_IMAGES: images} if images else {})
 
 
@@ -602,8 +624,10 @@ def training_pass(
 ) -> dict[str, float]:
     """Returns the peak bytes of forward and backward of one micro-batch by name, in addition to the engine's shards.
 
-    The peak occurs either at the output layer (all activations, the logits and the layer's gradient) or at the first
-    layers (all gradients and the temporaries of one layer). The sum of activations and gradients bounds both.
+    The peak occurs either where the backward pass begins, at the output layer (all activations, the logits and the
+    layer's gradient), or where it ends, at the embedding (the gradients of embedding and output layer, one layer, and
+    this rank's shard of all gradients). Between the two, each layer frees its activations and adds its shard, so that
+    no other moment needs more.
 
     recomputed: number of layers with gradient checkpointing. offload: kept activations are on the host, except for the
     tensors that `workers.policy.activations` leaves or brings back ahead of their use.
@@ -616,21 +640,34 @@ def training_pass(
         all_recomputed = recomputed == shape.layers
         width = (AHEAD + 1) * shape.hidden if all_recomputed else 2 * AHEAD * max(shape.hidden, shape.active_inner)
         kept = min(kept, float(run.size * run.tokens * width))
+    last_norm = float(run.tokens * _norm(shape.hidden, run.size))
+
     # a recomputed layer takes the place of a later one that kept its activations and is done
     again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
-    work = again + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
+    temporary = run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
+    work = again + temporary
     head_gradient = float(run.size * shape.embedding) if network.trained and not has_adapter and shape.has_head else 0.0
     at_head = (
         output_layer_bytes(shape, run, trains=True) + head_gradient + (FP32 + run.size) * run.predicted * shape.hidden
     )
+
     before, shard = network.gradients(micro_batches)
-    return {
+    of_earlier_micro_batches = micro_batches > 1
+    at_start = {
+        "gathered weights": network.gathered,
+        WHOLE_GRADIENTS: before if of_earlier_micro_batches else 0.0,
+        "kept activations": kept + last_norm,
+        "logits and output layer" if at_head > work else "one layer": max(at_head, work),
+        SHARD: shard if of_earlier_micro_batches else 0.0,
+    }
+    at_end = {
         "gathered weights": network.gathered,
         WHOLE_GRADIENTS: before,
-        "kept activations": kept + run.tokens * _norm(shape.hidden, run.size),
-        "logits and output layer" if at_head > work else "one layer": max(at_head, work),
+        "kept activations": hidden,
+        "one layer": layer + temporary,
         SHARD: shard,
     }
+    return max(at_start, at_end, key=lambda moment: sum(moment.values()))
 
 
 def tower_parts(
@@ -677,12 +714,24 @@ def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: in
     return max(prefill, 4.0 * FP32 * sequences * shape.vocab)
 
 
-def sync_bytes(network: HeldNetwork, bucket_bytes: int) -> float:
-    """Returns the bytes of weights gathered for the rollout engine: a bucket, its copy as separate tensors, and this
-    rank's part. A single rank passes its own tensors, and converts them one at a time if the dtype differs."""
+def copied_matrices(shape: ModelShape) -> float:
+    """Returns the bytes of the matrices that the hf engine keeps a second time while it decodes in fp32 on a CPU."""
+    large = [elements for elements in shape.projections if elements >= PACKED_ELEMENTS]
+    return float(FP32 * sum(large)) if shape.is_lean else 0.0
+
+
+def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False) -> float:
+    """Returns the bytes of weights gathered for the rollout engine.
+
+    A bucket is gathered from this rank's part of it; gloo, on a CPU, fills a copy of the bucket first. Then one tensor
+    after the other is copied out of the bucket. A single rank passes its own tensors, and converts them one at a time
+    if the dtype differs.
+    """
     shape = network.shape
     largest = float(network.compute * max(shape.embedding, shape.layer_parameters))
     if network.ranks == 1:
         return 0.0 if network.compute == FP32 or network.adapter else largest
     whole = min(float(network.compute * shape.parameters), max(float(bucket_bytes), largest))
-    return whole * (2 + 1 / network.ranks) + FP32 * network.adapter
+    gathering = whole * (1 + on_cpu + 1 / network.ranks)
+    copying = whole + largest
+    return max(gathering, copying) + FP32 * network.adapter

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -537,11 +537,17 @@ def lean_decoder(model: PreTrainedModel, max_length: int) -> LeanDecoder | None:
 
     max_length: number of positions.
     """
-    config, weight = model.config, model.get_output_embeddings().weight
-    rotary = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
-    is_lean = config.model_type in LEAN_FAMILIES and rotary not in _ROTARY_OF_LENGTH
+    weight = model.get_output_embeddings().weight
+    rope_parameters = getattr(model.config.get_text_config(), "rope_parameters", None)
+    is_lean = has_lean_layers(model.config.model_type, rope_parameters)
     is_fp32 = weight.device.type == "cpu" and weight.dtype == torch.float32
     return LeanDecoder(model, max_length) if is_lean and is_fp32 else None
+
+
+def has_lean_layers(model_type: str, rope_parameters: Mapping[str, Any] | None) -> bool:
+    """Returns True if `LeanDecoder` has the layers of this model, given by two entries of its config.json."""
+    rotary = (rope_parameters or {}).get("rope_type", "default")
+    return model_type in LEAN_FAMILIES and rotary not in _ROTARY_OF_LENGTH
 
 
 class LeanDecoder:
