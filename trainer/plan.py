@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.cli import command
-from trainer.planner.accelerators import ACCELERATORS, Accelerator
+from trainer.planner.accelerators import ACCELERATORS, Accelerator, with_measured_rate
 from trainer.planner.batch import PlanRow, aligned, check_context, launch_table
 from trainer.planner.fit import BUDGET, decide_sharding, fit_table
 from trainer.planner.memory import (
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
         plan = memory_plan(config, networks, slots, device)
         print("\n".join(plan.lines(device.name, memory)))
         mean = Lengths(given.mean_prompt or longest.prompt, given.mean_response or longest.response)
-        print("", *time_lines(config, networks, slots, device, mean), sep="\n")
+        print("", *time_lines(config, networks, slots, with_measured_rate(device), mean), sep="\n")
         if given.placement:
             from trainer.planner.placement import placement_lines  # imports the scheduler
 
