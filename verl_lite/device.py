@@ -13,7 +13,7 @@ from verl_lite.errors import UserError
 from verl_lite.machine.host import cpu_count as cpu_count
 
 GIB = 1 << 30
-KEPT_FREED_BYTES = 1 << 30
+KEPT_FREED_BYTES = 512 << 20
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
@@ -109,14 +109,19 @@ def device_memory(device: torch.device) -> dict[str, float]:
 
 
 def empty_cache() -> None:
-    """Releases memory that is kept after tensors were freed: torch's cache on CUDA, the C library's on the host.
-
-    The host's is released only if it exceeds KEPT_FREED_BYTES, because taking it again costs time.
-    """
+    """Releases memory that is kept after tensors were freed: torch's cache on CUDA, the C library's on the host."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    release_freed_memory()
 
-    # glibc's own limit (`keep_freed_memory`) covers the end of the heap alone, not the gaps between tensors that remain
+
+def release_freed_memory() -> None:
+    """Gives freed host memory back to the system if the C library keeps more than KEPT_FREED_BYTES of it.
+
+    glibc's own limit (`keep_freed_memory`) covers the end of the heap alone, not the gaps between tensors that remain.
+    Up to version 2.37, glibc finds no room for an aligned tensor in the gap that a tensor of the same size has left,
+    once a small object lies at its edge: without this call, the heap would grow with every layer of a pass.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallinfo2") and freed_bytes(libc) > KEPT_FREED_BYTES:
         libc.malloc_trim(0)

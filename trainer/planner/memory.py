@@ -40,6 +40,7 @@ CONTEXT_GIB = 1.0  # CUDA context and libraries; assumed
 FRAGMENTATION = 0.06  # share of the allocated bytes; assumed
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
+LARGEST_PARTS = 5  # that a plan which does not fit lists
 MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
 TILE_BYTES = {
@@ -115,6 +116,16 @@ class MemoryPlan:
         """Returns True if the plan fits a device with this much memory and has no notes."""
         return max(self.device_bytes, self.engine_bytes) <= memory_bytes and not self.notes
 
+    def _remedies(self) -> Iterator[str]:
+        """Yields the largest parts of the worst phase, and for each the options that make it smaller."""
+        cache = "rollout.gpu_memory_utilization" if self.base is None else "rollout.kv_cache_memory_mb"
+        parts = self.always | self.phases[self.worst]
+        for name, size in sorted(parts.items(), key=lambda part: -part[1])[:LARGEST_PARTS]:
+            remedies = [_REMEDIES[name]] if name in _REMEDIES else []
+            remedies += [text for ending, text in _REMEDIES.items() if ending in name]
+            if remedies:
+                yield f"  {name:<42}{size / GIB:8.2f}   {remedies[0].format(cache=cache)}"
+
     def lines(self, device: str, memory_gib: float | None) -> Iterator[str]:
         """Yields the plan as lines of text. memory_gib: memory of one device to compare with; None: no comparison."""
         where = f"device ({device})" if self.base is None else "process"
@@ -147,10 +158,28 @@ class MemoryPlan:
             elif self.device_bytes > memory_gib * GIB:
                 yield (
                     f"does not fit {memory_gib:.1f} GiB: the phase {self.worst!r} needs {self.device_bytes / GIB:.2f}. "
-                    "trainer/PLANNING.md lists the options that reduce each part"
+                    "Its largest parts, and what makes them smaller:"
                 )
+                yield from self._remedies()
         if self.base is None:
             yield "Calculated from shapes; the formulas were checked on a CPU, and on a GPU only in two small runs."
+
+
+_REMEDIES = {
+    "moments": "model.lora_rank=16 trains an adapter instead of all weights",
+    ": weights": "model.lora_rank=16 trains an adapter instead of all weights",
+    SHARD: "model.lora_rank=16 trains an adapter instead of all weights",
+    WHOLE_GRADIENTS: "actor.fsdp_config.reduce_every_micro_batch=true, or one micro-batch for each mini-batch",
+    "kept activations": "model.enable_gradient_checkpointing=true, or a smaller actor.ppo_max_token_len_per_gpu",
+    "one layer": "a smaller actor.ppo_max_token_len_per_gpu",
+    "logits": "a smaller actor.log_prob_chunk_tokens",
+    "KV cache": "a smaller {cache}",
+    ENGINE_STEP: "a smaller rollout.max_num_batched_tokens or rollout.max_num_seqs",
+    "engine: weights": "a smaller model; several GPUs for an engine (rollout.tensor_model_parallel_size)",
+    ENGINE_COPIES: "a smaller model",
+    "bucket": "a smaller rollout.update_weights_bucket_megabytes",
+}
+"""What makes a part of the memory smaller, by the end or another part of its name; the first that is found counts."""
 
 
 def _listed(parts: Mapping[str, float]) -> str:
@@ -435,7 +464,7 @@ def _train_phases(
         if topk:
             parts["top tokens"] = float(TOP_TOKEN * topk * run.predicted)
         parts |= tower_parts(replace(network, trained=0), run, parts)
-        return parts | ({KEPT_FREED: kept_when_freed(parts, 1)} if plan.base is not None and TOWER in parts else {})
+        return parts | ({KEPT_FREED: kept_when_freed(parts)} if plan.base is not None and TOWER in parts else {})
 
     def update(role: str, stage: str, size: int, entropy: bool, model: NetworkConfig) -> dict[str, float]:
         prompts = mini_batch_prompts(config, size)
@@ -449,7 +478,7 @@ def _train_phases(
         if role == "actor" and (topk := distilled_tokens(config)):
             parts["distillation"] = float(DISTILLED_TOKEN * topk * run.predicted)
         parts |= tower_parts(network, run, parts, is_recomputed=model.enable_gradient_checkpointing)
-        kept = {} if plan.base is None else {KEPT_FREED: kept_when_freed(parts, plan.micro_batches)}
+        kept = {} if plan.base is None else {KEPT_FREED: kept_when_freed(parts)}
         return parts | kept
 
     if "reward model" in networks:
@@ -690,12 +719,14 @@ def tower_parts(
     return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later)}
 
 
-def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:
-    """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.keep_freed_memory`). The next
-    micro-batch has other lengths and cannot reuse them, nor can a decoder reuse those of its vision tower. Measured:
-    about the temporary bytes of a mini-batch."""
+def kept_when_freed(parts: Mapping[str, float]) -> float:
+    """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.release_freed_memory`).
+
+    Tensors of the next layer or micro-batch often do not fit into the gaps that others have left. Measured: the heap
+    takes about the temporary bytes of a backward pass a second time, unless they are given back.
+    """
     temporary = sum(size for name, size in parts.items() if name != SHARD)
-    return min(float(KEPT_FREED_BYTES), temporary) if micro_batches > 1 or TOWER in parts else 0.0
+    return min(float(KEPT_FREED_BYTES), temporary)
 
 
 # -- rollout and sync --------------------------------------------------------------------------------------------------
