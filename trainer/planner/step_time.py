@@ -197,7 +197,7 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
         speed = "for a model this small, uncounted work (kernel launches, scheduling, the driver) takes longer"
     yield f"{'a step':<44}{_shown(whole):>8}   {speed}"
     yield (
-        f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
+        f"  peaks of {device.name}: {device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
         f"{device.training:.0%} of the first in training, {device.prefill:.0%} in prefill, {device.reading:.0%} of the "
         f"second; prompts of "
         f"{mean.prompt:g} tokens (--mean_prompt), answers of {mean.response:g} (--mean_response), all equally long"

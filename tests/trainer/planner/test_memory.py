@@ -93,24 +93,24 @@ def test_gradient_checkpointing_keeps_a_layers_input() -> None:
 
 
 def test_a_backward_pass_needs_the_most_at_its_start_or_at_its_end() -> None:
-    """One micro-batch of 100 tokens, of which 10 are predicted, by a network with an embedding of 1000 x 8, tied."""
+    """One micro-batch of 50 tokens, of which 2 are predicted, by a network with an embedding of 1000 x 8, tied."""
     shape = replace(SMALL, vocab=1000, tied=True)
     network = HeldNetwork(shape, ranks=1, compute=4, trained=shape.parameters)
     layer = 2 * 8 * (8 + 4) + 3 * 8 * 16 + 2 * 8  # attention, MLP and norms
     assert shape.parameters == 8000 + 8 + 2 * layer
-    run = Pass(tokens=100, predicted=10, chunk=1024, size=4)
-    activations = 100 * 4 * (2 * 3 * 8 + 3 * 8 + 2 * 4 + 4 * 16)  # of one layer
+    run = Pass(tokens=50, predicted=2, chunk=1024, size=4)
+    activations = 50 * 4 * (2 * 3 * 8 + 3 * 8 + 2 * 4 + 4 * 16)  # of one layer
 
     # few tokens: the gradients of embedding and layers, each with a copy in their reduction, and the shard of all
     end = training_pass(network, run, 1, recomputed=0)
     assert end["gradients before their reduction"] == 8 * (8008 + 2 * layer)
     assert end["gradients, this rank's shard"] == 4 * shape.parameters
-    assert end["one layer"] == activations + 100 * 4 * 3 * 16 + 2 * 100 * 4 * 8
-    assert end["kept activations"] == 100 * 4 * 8
+    assert end["one layer"] == activations + 50 * 4 * 3 * 16 + 2 * 50 * 4 * 8
+    assert end["kept activations"] == 50 * 4 * 8
 
     # many tokens: all activations, and no gradient but that of the output layer
     start = training_pass(network, replace(run, tokens=10_000), 1, recomputed=0)
-    assert start["kept activations"] == 2 * 100 * activations + 10_000 * 4 * 3 * 8
+    assert start["kept activations"] == 2 * 200 * activations + 10_000 * 4 * 3 * 8
     assert start["gradients before their reduction"] == start["gradients, this rank's shard"] == 0.0
     # unless an earlier micro-batch has left gradients
     assert training_pass(network, replace(run, tokens=10_000), 2, recomputed=0)[
