@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -123,12 +124,38 @@ def release_freed_memory() -> None:
     once a small object lies at its edge: without this call, the heap would grow with every layer of a pass.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallinfo2") and freed_bytes(libc) > KEPT_FREED_BYTES:
-        libc.malloc_trim(0)
+    if not hasattr(libc, "mallinfo2"):
+        return
+    if _bytes_not_in_use(libc) - _heap.other_bytes > KEPT_FREED_BYTES:
+        _trim(libc)
+
+
+@dataclass
+class _Heap:
+    """other_bytes: memory of this process that the C library does not manage, such as libraries."""
+
+    other_bytes: int = 0
+
+
+_heap = _Heap()
+
+
+def _trim(libc: ctypes.CDLL) -> None:
+    libc.malloc_trim(0)
+    _heap.other_bytes = _bytes_not_in_use(libc)
+
+
+def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
+    """Returns the resident bytes of this process that belong to no allocated block."""
+    # glibc's own number of free bytes includes those that it has given back
+    libc.mallinfo2.restype = _MallocInfo
+    blocks = libc.mallinfo2()
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE") - blocks.uordblks - blocks.hblkhd
 
 
 class _MallocInfo(ctypes.Structure):
-    """The result of glibc's mallinfo2."""
+    """The result of glibc's mallinfo2. uordblks, hblkhd: bytes in use, in heaps and in mappings of their own."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -136,12 +163,6 @@ class _MallocInfo(ctypes.Structure):
             "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
         )
     ]  # fmt: skip
-
-
-def freed_bytes(libc: ctypes.CDLL) -> int:
-    """Returns the bytes that glibc keeps in its heaps for later tensors."""
-    libc.mallinfo2.restype = _MallocInfo
-    return int(libc.mallinfo2().fordblks)
 
 
 def keep_freed_memory(device: torch.device) -> None:
