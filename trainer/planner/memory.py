@@ -689,11 +689,13 @@ def training_pass(
         "logits and output layer" if at_head > work else "one layer": max(at_head, work),
         SHARD: shard if of_earlier_micro_batches else 0.0,
     }
+    # offload brings back a part of the first layer at a time, unless that layer is recomputed as a whole
+    first_layer = kept if offload and not recomputed else layer
     at_end = {
         "gathered weights": network.gathered,
         WHOLE_GRADIENTS: before,
         "kept activations": hidden,
-        "one layer": layer + temporary,
+        "one layer": first_layer + temporary,
         SHARD: shard,
     }
     return max(at_start, at_end, key=lambda moment: sum(moment.values()))
