@@ -29,6 +29,7 @@ from trainer.group_sources import PromptSource
 from trainer.model_checks import check_models, model_notes
 from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
 from trainer.planner.batch import check_context, launch_table
+from trainer.planner.fit import fewer_processes
 from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules
@@ -262,8 +263,11 @@ class PPOJob(Job[PPOConfig]):
     def full_plan(self) -> tuple[str, bool]:
         config, slots, device = self.config, self.slots, launch_device(self.config)
         memory = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
-        plan = memory_plan(config, read_networks(config), slots, device)
-        return "\n".join([self.plan(), *plan.lines(device.name, memory)]), plan.fits(memory * GIB)
+        networks = read_networks(config)
+        plan = memory_plan(config, networks, slots, device)
+        fits = plan.fits(memory * GIB)
+        advice = "" if fits else fewer_processes(config, networks, slots, device, memory)
+        return "\n".join([self.plan(), *plan.lines(device.name, memory), advice]), fits
 
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)

@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.cli import command
-from trainer.planner.accelerators import ACCELERATORS, Accelerator
+from trainer.planner.accelerators import ACCELERATORS, Accelerator, with_measured_rate
 from trainer.planner.batch import PlanRow, aligned, check_context, launch_table
-from trainer.planner.fit import BUDGET, decide_sharding, fit_table
+from trainer.planner.fit import BUDGET, decide_sharding, fewer_processes, fit_table
 from trainer.planner.memory import (
     FP32,
     GIB,
@@ -111,8 +111,10 @@ def main(argv: list[str]) -> int:
         print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
         plan = memory_plan(config, networks, slots, device)
         print("\n".join(plan.lines(device.name, memory)))
+        if memory is not None and not plan.fits(memory * GIB):
+            print(fewer_processes(config, networks, slots, device, memory))
         mean = Lengths(given.mean_prompt or longest.prompt, given.mean_response or longest.response)
-        print("", *time_lines(config, networks, slots, device, mean), sep="\n")
+        print("", *time_lines(config, networks, slots, with_measured_rate(device), mean), sep="\n")
         if given.placement:
             from trainer.planner.placement import placement_lines  # imports the scheduler
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ from verl_lite.errors import UserError
 from verl_lite.machine.host import cpu_count as cpu_count
 
 GIB = 1 << 30
-KEPT_FREED_BYTES = 1 << 30
+KEPT_FREED_BYTES = 512 << 20
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
@@ -109,9 +110,59 @@ def device_memory(device: torch.device) -> dict[str, float]:
 
 
 def empty_cache() -> None:
-    """Releases torch's cached device memory if this process uses CUDA."""
+    """Releases memory that is kept after tensors were freed: torch's cache on CUDA, the C library's on the host."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    release_freed_memory()
+
+
+def release_freed_memory() -> None:
+    """Gives freed host memory back to the system if the C library keeps more than KEPT_FREED_BYTES of it.
+
+    glibc's own limit (`keep_freed_memory`) covers the end of the heap alone, not the gaps between tensors that remain.
+    Up to version 2.37, glibc finds no room for an aligned tensor in the gap that a tensor of the same size has left,
+    once a small object lies at its edge: without this call, the heap would grow with every layer of a pass.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return
+    if _bytes_not_in_use(libc) - _heap.other_bytes > KEPT_FREED_BYTES:
+        _trim(libc)
+
+
+@dataclass
+class _Heap:
+    """other_bytes: memory of this process that the C library does not manage, such as libraries."""
+
+    other_bytes: int = 0
+
+
+_heap = _Heap()
+
+
+def _trim(libc: ctypes.CDLL) -> None:
+    libc.malloc_trim(0)
+    _heap.other_bytes = _bytes_not_in_use(libc)
+
+
+def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
+    """Returns the resident bytes of this process that belong to no allocated block."""
+    # glibc's own number of free bytes includes those that it has given back
+    libc.mallinfo2.restype = _MallocInfo
+    blocks = libc.mallinfo2()
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE") - blocks.uordblks - blocks.hblkhd
+
+
+class _MallocInfo(ctypes.Structure):
+    """The result of glibc's mallinfo2. uordblks, hblkhd: bytes in use, in heaps and in mappings of their own."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]  # fmt: skip
 
 
 def keep_freed_memory(device: torch.device) -> None:

@@ -257,8 +257,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.engine.move_out_optimizer()
         self.phases.enter(self.rollout)
         self.engine.move_in()
-        bucket_mb, kept = self.config.rollout.update_weights_bucket_megabytes, self._kept_base
-        metrics = sync_weights(self.engine, self.rollout, version, bucket_mb, kept)
+        bucket_mb = self.config.rollout.bucket_megabytes(self.device.type == "cpu")
+        metrics = sync_weights(self.engine, self.rollout, version, bucket_mb, self._kept_base)
         self.engine.move_out()
         return metrics
 
@@ -278,7 +278,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         """
         self.phases.enter(self.engine)
         started, sent = time.perf_counter(), 0
-        bucket_bytes = self.config.rollout.update_weights_bucket_megabytes << 20
+        bucket_bytes = self.config.rollout.bucket_megabytes(self.device.type == "cpu") << 20
         is_new, self._channel_address = end.address != self._channel_address, end.address
         if sends_adapter(self.config):
             weights = self.engine.unmerged_params(is_new, bucket_bytes)

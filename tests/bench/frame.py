@@ -49,9 +49,9 @@ def reset_high_water() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def status_bytes(name: str) -> int:
-    """A figure of /proc/self/status."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def status_bytes(name: str, process: int | str = "self") -> int:
+    """A figure of /proc/PROCESS/status."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
     assert found
     return int(found[1]) << 10
 

@@ -1,13 +1,16 @@
-"""Predicted against measured memory of a training step on the CPU, phase by phase.
+"""Predicted against measured memory and time of a training step on the CPU, phase by phase.
 
 `python -m tests.bench plan_memory [--only NAME ...] [--steps 2]`. Each case is a run of the main command in a process
 of its own (`trainer.backend=inline`: driver and worker are one process) on a random Qwen2 of 81 million parameters in
-fp32. Measured: the highest resident memory within a phase of the last step (VmHWM, reset at its begin), less the
-resident memory just before the models are built (Python, libraries, data). Predicted: `planner.memory.memory_plan`
-from the same options and the model's config.json; with vLLM also its libraries, a constant. The C library keeps freed
-memory for the next tensor; it is given back at the begin of each phase (malloc_trim), or every phase would show the
-largest. The last line of a case is the process as a whole against the planner's figure, whose share for libraries is a
-constant.
+fp32; the cases "135M" have the model of `smollm2_shape.py`, those of 1M and 12M the models of `bench step`. Measured:
+the highest resident memory within a phase of the last step (VmHWM, reset at its begin), less the resident memory just
+before the models are built (Python, libraries, data). Predicted: `planner.memory.memory_plan` from the same options and
+the model's config.json; with vLLM also its libraries, a constant. Seconds are CPU time, which other programs on the
+machine disturb less, against `planner.step_time` with a rate of the core that is measured at the same time. The C
+library keeps freed memory for the next tensor; it is given back at the begin of each phase (malloc_trim), or every
+phase would show the largest. The last line of a case is the process as a whole against the planner's figure, whose
+share for libraries is a constant. Cases of two processes have only this line: the driver reads the high-water mark of
+their workers.
 """
 
 from __future__ import annotations
@@ -17,12 +20,17 @@ import gc
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.bench.frame import in_a_process, options, print_row, reset_high_water, status_bytes
+from tests.bench.smollm2_shape import model_135m
+from tests.bench.step_task import SIZES, make_task
 
 _IMAGES = [  # one micro-batch in each pass
     "data.max_prompt_length=280", "data.max_pixels=200000", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4",
@@ -61,6 +69,24 @@ CASES: dict[str, list[str]] = {
         }.items()
     },
 }  # fmt: skip
+_135M = [
+    "data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=8", "data.max_prompt_length=64",
+    "data.max_response_length=16", "actor.ppo_max_token_len_per_gpu=16384", "rollout.kv_cache_memory_mb=256",
+]  # fmt: skip
+_TWO = ["trainer.backend=ray", "trainer.n_gpus_per_node=2", "data.train_batch_size=16", "actor.ppo_mini_batch_size=16"]
+_STORED = "model.enable_gradient_checkpointing=false"
+CASES |= {
+    "135M": _135M,
+    "135M, no gradient checkpointing": [*_135M, _STORED],
+    "135M, adapter": [*_135M, "model.lora_rank=16"],
+    "135M, vllm": [*_135M, "rollout.name=vllm"],
+    "135M, two processes": [*_135M, *_TWO],
+    "135M, two processes, no gradient checkpointing": [*_135M, *_TWO, _STORED],
+    "135M, two processes, adapter": [*_135M, *_TWO, "model.lora_rank=16"],
+    "1M": ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=8", _STORED],
+    "12M": ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=8", "data.max_response_length=64",
+            "actor.ppo_max_token_len_per_gpu=16384", _STORED],
+}  # fmt: skip
 PHASES = {
     "gen": "rollout",
     "old_log_prob": "old log-probs",
@@ -77,31 +103,57 @@ OPTIONS = [
     "data.max_prompt_length=96", "data.max_response_length=32", "actor.ppo_mini_batch_size=2",
     "actor.ppo_max_token_len_per_gpu=512", "reward.num_workers=1",
 ]  # fmt: skip
+REWARD = f"reward.custom_reward_function.path={Path(__file__).parent / 'step_task.py'}"
 WIDTHS = (26, 20, 12, 11, 20)
 
 
 def main(argv: list[str]) -> int:
-    """Prints a table for each case; exit status 1 where a prediction is off by more than 20%."""
-    given, worst = options("plan_memory", __doc__, argv, only=list(CASES), steps=1), 0.0
+    """Prints a table for each case; exit status 1 where a prediction of memory is off by more than 15%."""
+    given = options("plan_memory", __doc__, argv, only=list(CASES), steps=1)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    worst = 0.0
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
-        head = ("case", "phase", "predicted MB", "measured MB", "predicted / measured")
+        head = ("case", "phase", "predicted", "measured", "predicted / measured")
         print_row(map("{:<{}}".format, head, WIDTHS), head=True)
         for name in given.only:
-            run_dir = Path(folder) / f"run-{name.replace(' ', '-')}"
-            family = name.partition(",")[0] if "_vl" in name else ""
-            length = 1984 if name.startswith("long") else 76
-            task = write_image_task(Path(folder), family) if family else write_task(Path(folder), length)
-            argv = [*OPTIONS, *task, *CASES[name], f"trainer.total_training_steps={given.steps}"]
-            found = in_a_process("spawn", measure, [*argv, f"trainer.default_local_dir={run_dir}"], f"{run_dir}.log")
-            worst = max(worst, *(abs(predicted / measured - 1) for predicted, measured in found["phases"].values()))
-            for phase, (predicted, measured) in {**found["phases"], "peak with libraries": found["whole"]}.items():
-                numbers = (predicted / 1e6, measured / 1e6, predicted / measured)
-                cells = (name, phase, *map("{:.{}f}".format, numbers, (0, 0, 2)))
-                print_row(map("{:{}}".format, cells, WIDTHS))
-            print(f"libraries {found['baseline'] / 1e6:.0f} MB")
-    print(f"largest deviation of a phase: {worst:.0%}")
-    return int(worst > 0.2)
+            found = _measured_case(name, Path(folder), given.steps)
+            rows = {f"{phase}, MB": values for phase, values in found["phases"].items()}
+            rows |= {"peak with libraries, MB": found["whole"]}
+            for phase, (predicted, measured) in rows.items():
+                worst = max(worst, abs(predicted / measured - 1))
+                _print_comparison(name, phase, predicted / 1e6, measured / 1e6, decimals=0)
+            for stage, (predicted, measured) in found["seconds"].items():
+                _print_comparison(name, f"{stage}, s", predicted, measured, decimals=2)
+            print(f"libraries {found['baseline'] / 1e6:.0f} MB, a core {found['flops'] / 1e9:.0f} GFLOP/s")
+    print(f"largest deviation of a memory: {worst:.0%}")
+    return int(worst > 0.15)
+
+
+def _measured_case(name: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Writes the task of a case and runs it in a process of its own. Returns the result of `measure`."""
+    run_dir = folder / f"run-{name.replace(' ', '-')}"
+    if "_vl" in name:
+        task = write_image_task(folder, name.partition(",")[0])
+    elif name.startswith("135M"):
+        task = _with_reward(folder, model_135m(folder / "135M"), _prompts("What is {number} + 60? Reply briefly."))
+    elif name in ("1M", "12M"):
+        [size] = [size for size in SIZES if size.name == name]
+        (folder / name).mkdir()
+        make_task(folder / name, size)
+        task = [f"model.path={folder / name / 'model'}", f"data.train_files={folder / name / 'train.parquet'}", REWARD]
+    else:
+        task = write_task(folder, 1984 if name.startswith("long") else 76)
+    argv = [*OPTIONS, *task, *CASES[name], f"trainer.total_training_steps={steps}"]
+    return in_a_process("spawn", measure, [*argv, f"trainer.default_local_dir={run_dir}"], f"{run_dir}.log")
+
+
+def _print_comparison(case: str, what: str, predicted: float, measured: float, *, decimals: int) -> None:
+    numbers = (f"{predicted:.{decimals}f}", f"{measured:.{decimals}f}", f"{predicted / measured:.2f}")
+    print_row(map("{:{}}".format, (case, what, *numbers), WIDTHS))
+
+
+def _prompts(text: str) -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": text.format(number=10 + row)}]} for row in range(64)]
 
 
 def write_task(folder: Path, length: int) -> list[str]:
@@ -132,31 +184,37 @@ def write_image_task(folder: Path, family: str) -> list[str]:
 def _with_reward(folder: Path, model: str, prompts: list[dict[str, Any]]) -> list[str]:
     other = {"data_source": "sums", "reward_model": {"ground_truth": ""}}
     (folder / "train.jsonl").write_text("".join(json.dumps(prompt | other) + "\n" for prompt in prompts))
-    reward = Path(__file__).parent / "step_task.py"
-    return [
-        f"model.path={model}",
-        f"data.train_files={folder / 'train.jsonl'}",
-        f"reward.custom_reward_function.path={reward}",
-    ]
+    return [f"model.path={model}", f"data.train_files={folder / 'train.jsonl'}", REWARD]
 
 
 def measure(argv: list[str], log: str) -> dict[str, Any]:
-    """Runs the command, which prints into `log`; gives (predicted, measured) bytes by phase, of the last step."""
+    """Runs the command, which prints into `log`.
+
+    Returns, of the last step: `phases`, (predicted, measured) bytes by phase; `whole`, those of the fullest process
+    with its libraries; `seconds`, (predicted, measured) by stage; `baseline`, bytes before the models are built;
+    `flops`, the rate of a core. A run with workers in processes of their own has no phases and no seconds.
+    """
     from trainer.cli import prepare_driver
 
     prepare_driver()
     from trainer.build import run_ppo
-    from trainer.planner.accelerators import ACCELERATORS
+    from trainer.planner.accelerators import ACCELERATORS, with_measured_rate
     from trainer.planner.memory import memory_plan, read_networks
+    from trainer.planner.step_time import Lengths, step_stages
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
     from trainer.resources import WORKER_BYTES
+    from trainer.tracking import METRICS, read_metrics
     from verl_lite.config import load_config
 
     config = load_config(argv, recipe_loader=recipe_overrides).config
-    plan = memory_plan(config, read_networks(config), 1, ACCELERATORS["cpu"])
+    slots = config.trainer.n_gpus_per_node or 1
+    networks, device = read_networks(config), with_measured_rate(ACCELERATORS["cpu"])
+    plan = memory_plan(config, networks, slots, device)
     measured: dict[str, int] = {}
-    baseline = []
+    seconds: dict[str, float] = {}
+    baseline: list[int] = []
+    workers: list[int] = []
 
     class Watched(RayPPOTrainer):
         @classmethod
@@ -166,26 +224,51 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
 
         @contextmanager
         def timed(self, name: str, within: str | None = None) -> Iterator[None]:
-            if name in PHASES:
-                gc.collect()
-                ctypes.CDLL(None).malloc_trim(0)
-                reset_high_water()
+            if name not in PHASES:
+                with super().timed(name, within):
+                    yield
+                return
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            reset_high_water()
+            started = time.process_time()
             with super().timed(name, within):
                 yield
-            if name in PHASES:
-                measured[PHASES[name]] = status_bytes("VmHWM") - baseline[0]
+            seconds[PHASES[name]] = time.process_time() - started
+            measured[PHASES[name]] = status_bytes("VmHWM") - baseline[0]
+            workers[:] = [status_bytes("VmHWM", process) for process in _slot_processes()]
 
     with open(log, "w") as file, redirect_stdout(file):
         assert run_ppo(argv, Watched) == 0
+    result = {"baseline": baseline[0], "flops": device.flops}
+    if slots > 1:
+        return result | {"phases": {}, "seconds": {}, "whole": (plan.device_bytes, max(workers))}
+
+    run_dir = Path(config.trainer.default_local_dir)
+    last = list(read_metrics(run_dir / METRICS).values())[-1]
+    mean = Lengths(last["prompt_length/mean"], last["response_length/mean"])
     predicted, loaded_by_engine = plan.by_phase(), (plan.base or 0) - WORKER_BYTES
     phases = {name: (predicted[name] + loaded_by_engine, measured[name]) for name in measured}
+    stages = step_stages(config, networks, slots, device, mean)
+    generation = stages["generation: prompts"].seconds + stages["generation: answers"].seconds
+    times = {"rollout": generation} | {name: stage.seconds for name, stage in stages.items()}
+    compared = {
+        name: (times[name], seconds[name]) for name in ("rollout", "old log-probs", "update") if name in seconds
+    }
     whole = plan.device_bytes, baseline[0] + max(measured.values())
-    return {"phases": phases, "whole": whole, "baseline": baseline[0]}
+    return result | {"phases": phases, "seconds": compared, "whole": whole}
+
+
+def _slot_processes() -> list[int]:
+    """Returns the process ids of the run's workers."""
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if "SlotProcess" in " ".join(child.cmdline())]
 
 
 def import_libraries() -> None:
     """What building the models would import, but for vLLM, which loads most of its libraries while it is built."""
     import torch.distributed.fsdp  # noqa: F401
+    import transformers.models.llama.modeling_llama
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
     import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401

@@ -50,7 +50,7 @@ def _hide(module: ModuleType, *names: str) -> None:
 
 class _NoLinux(ctypes.CDLL):
     def __getattr__(self, name: str) -> Any:
-        if name in ("prctl", "mallopt", "memfd_create", "syscall"):
+        if name in ("prctl", "mallopt", "mallinfo2", "malloc_trim", "memfd_create", "syscall"):
             raise AttributeError(name)
         return super().__getattr__(name)
 

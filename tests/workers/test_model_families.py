@@ -179,6 +179,28 @@ def test_lean_decoding_samples_with_the_log_probs_of_training(
     engine.close()
 
 
+def test_a_sleeping_engine_keeps_no_copy_of_its_weights_and_decodes_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies in oneDNN's layout are as large as the weights, and an update needs their memory."""
+    monkeypatch.setattr(hf_engine, "PACKED_ELEMENTS", 0)
+    network = tiny_network("llama")
+    network.save_pretrained(tmp_path)
+    engine: Any = make_engine("hf", str(tmp_path), 16, max_num_seqs=4)
+    engine.load_weights(iter(network.state_dict().items()), 1)
+    requests = [ask(length, tuple(range(3, 3 + length)), max_tokens=8) for length in (2, 5, 7)]
+
+    awake = run(engine, requests)
+    assert engine._lean._head.packed is not None
+    engine.sleep()
+    assert engine._lean._head.packed is None
+    assert engine.has_weights, "on a CPU the weights themselves stay"
+
+    again = run(engine, requests)
+    assert {name: one.log_probs for name, one in again.items()} == {name: one.log_probs for name, one in awake.items()}
+    engine.close()
+
+
 def test_only_models_with_the_layers_of_llama_decode_leanly() -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     others = [tiny_network("gemma2"), tiny_network("llama").bfloat16(), tiny_network("llama", rope_parameters=dynamic)]

@@ -70,7 +70,7 @@ def test_an_engine_that_slept_gets_the_weights_again_and_the_optimizer_leaves_be
     log: list[str] = []
     worker: Any = ActorWorker(PPOConfig(), total_training_steps=1, rewards=None)
     worker.phases, worker.engine, worker.rollout = PhaseManager(), Engine("trainer", log), Engine("rollout", log)
-    worker.groups = SimpleNamespace(is_idle=True)
+    worker.groups, worker.device = SimpleNamespace(is_idle=True), torch.device("cpu")
     worker.phases.add(worker.engine)
     worker.phases.add(worker.rollout)
     sent = ["optimizer out", "trainer out", "rollout in", "trainer in", "['weight'] of version 3", "trainer out"]

@@ -93,6 +93,24 @@ def _decide_recomputed(
             yield f"{kept}: {key}.gradient_checkpointing_layers={number}"
 
 
+def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float) -> str:
+    """Returns advice for a run on a CPU that does not fit: the largest smaller number of processes that fits the memory
+    of all of them together. Returns an empty string if there is none.
+
+    memory_gib: memory of each of the `slots` processes.
+    """
+    if device.name != "cpu" or config.trainer.nnodes > 1:
+        return ""
+    for number in range(slots - 1, 0, -1):
+        share = memory_gib * slots / number
+        plan = memory_plan(config, networks, number, device)
+        if plan.fits(share * GIB):
+            each = "the only process" if number == 1 else f"each of {number} processes"
+            needed = f"needs {plan.device_bytes / GIB:.2f} GiB and has {share:.1f}"
+            return f"trainer.n_gpus_per_node={number} fits: {each} {needed}"
+    return ""
+
+
 # -- search ------------------------------------------------------------------------------------------------------------
 
 

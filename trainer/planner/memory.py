@@ -33,12 +33,14 @@ from workers.critic import critic_network
 from workers.frozen_models import teacher_network
 from workers.policy.activations import AHEAD
 from workers.rollout.base import resolve_engine_name
+from workers.rollout.hf_engine import PACKED_ELEMENTS
 
 GIB = 1 << 30
 CONTEXT_GIB = 1.0  # CUDA context and libraries; assumed
 FRAGMENTATION = 0.06  # share of the allocated bytes; assumed
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
+LARGEST_PARTS = 5  # that a plan which does not fit lists
 MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
 TILE_BYTES = {
@@ -49,6 +51,7 @@ TILE_BYTES = {
 KEPT_FREED = "freed, kept by the C library"
 WHOLE_GRADIENTS, SHARD = "gradients before their reduction", "gradients, this rank's shard"
 TOWER, ENGINE_IMAGES = "vision tower", "engine: images in a step"
+ENGINE_STEP, ENGINE_COPIES = "engine: a step", "engine: copies of its matrices"
 TEACHER = "teacher "  # prefix of the role of a teacher
 TOP_TOKEN = (
     36  # bytes of each of the top tokens at a position: logits and ids of two tiles, their sorted union, results
@@ -113,6 +116,16 @@ class MemoryPlan:
         """Returns True if the plan fits a device with this much memory and has no notes."""
         return max(self.device_bytes, self.engine_bytes) <= memory_bytes and not self.notes
 
+    def _remedies(self) -> Iterator[str]:
+        """Yields the largest parts of the worst phase, and for each the options that make it smaller."""
+        cache = "rollout.gpu_memory_utilization" if self.base is None else "rollout.kv_cache_memory_mb"
+        parts = self.always | self.phases[self.worst]
+        for name, size in sorted(parts.items(), key=lambda part: -part[1])[:LARGEST_PARTS]:
+            remedies = [_REMEDIES[name]] if name in _REMEDIES else []
+            remedies += [text for ending, text in _REMEDIES.items() if ending in name]
+            if remedies:
+                yield f"  {name:<42}{size / GIB:8.2f}   {remedies[0].format(cache=cache)}"
+
     def lines(self, device: str, memory_gib: float | None) -> Iterator[str]:
         """Yields the plan as lines of text. memory_gib: memory of one device to compare with; None: no comparison."""
         where = f"device ({device})" if self.base is None else "process"
@@ -145,10 +158,28 @@ class MemoryPlan:
             elif self.device_bytes > memory_gib * GIB:
                 yield (
                     f"does not fit {memory_gib:.1f} GiB: the phase {self.worst!r} needs {self.device_bytes / GIB:.2f}. "
-                    "trainer/PLANNING.md lists the options that reduce each part"
+                    "Its largest parts, and what makes them smaller:"
                 )
+                yield from self._remedies()
         if self.base is None:
             yield "Calculated from shapes; the formulas were checked on a CPU, and on a GPU only in two small runs."
+
+
+_REMEDIES = {
+    "moments": "model.lora_rank=16 trains an adapter instead of all weights",
+    ": weights": "model.lora_rank=16 trains an adapter instead of all weights",
+    SHARD: "model.lora_rank=16 trains an adapter instead of all weights",
+    WHOLE_GRADIENTS: "actor.fsdp_config.reduce_every_micro_batch=true, or one micro-batch for each mini-batch",
+    "kept activations": "model.enable_gradient_checkpointing=true, or a smaller actor.ppo_max_token_len_per_gpu",
+    "one layer": "a smaller actor.ppo_max_token_len_per_gpu",
+    "logits": "a smaller actor.log_prob_chunk_tokens",
+    "KV cache": "a smaller {cache}",
+    ENGINE_STEP: "a smaller rollout.max_num_batched_tokens or rollout.max_num_seqs",
+    "engine: weights": "a smaller model; several GPUs for an engine (rollout.tensor_model_parallel_size)",
+    ENGINE_COPIES: "a smaller model",
+    "bucket": "a smaller rollout.update_weights_bucket_megabytes",
+}
+"""What makes a part of the memory smaller, by the end or another part of its name; the first that is found counts."""
 
 
 def _listed(parts: Mapping[str, float]) -> str:
@@ -208,21 +239,37 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     rollout = _rollout_parts(config, networks.policy, device, plan, slots)
     if config.hybrid_engine:
         plan.phases["rollout"] = rollout
-    held_by_engine = {name: size for name, size in rollout.items() if name != ENGINE_IMAGES}
-    asleep = (config.rollout.free_cache_engine and not on_cpu) or not config.hybrid_engine
+    held_by_engine = _held_by_idle_engine(config, rollout, on_cpu, is_vllm)
     for name, role, parts in _train_phases(config, held, slots, plan):
         brought = weights[role] | (moments[role] if name.endswith("update") else {})
-        plan.phases[name] = {**({} if asleep else held_by_engine), **brought, **parts}
-    awake = {name: size for name, size in held_by_engine.items() if name == "engine: weights" or not asleep}
-    awake = awake if config.hybrid_engine else {}
-    awake.pop("engine: a step", None)
-    bucket = sync_bytes(held["actor"], config.rollout.update_weights_bucket_megabytes << 20)
+        plan.phases[name] = {**held_by_engine, **brought, **parts}
+    awake = {"engine: weights": rollout["engine: weights"]} | held_by_engine if config.hybrid_engine else {}
+    awake.pop(ENGINE_STEP, None)
+    awake.pop(ENGINE_COPIES, None)  # of the weights that are replaced
+    bucket_bytes = config.rollout.bucket_megabytes(on_cpu) << 20
+    bucket = sync_bytes(held["actor"], bucket_bytes, on_cpu=on_cpu)
     plan.phases["weight sync"] = awake | weights["actor"] | {"bucket": bucket}
     if not config.hybrid_engine:
         sent = float(held["actor"].compute * networks.policy.parameters)
-        plan.engine = rollout | {"bucket": min(sent, float(config.rollout.update_weights_bucket_megabytes << 20))}
+        plan.engine = rollout | {"bucket": min(sent, float(bucket_bytes))}
         plan.engine |= {"libraries of the engine": libraries} if on_cpu else {}
     return plan
+
+
+def _held_by_idle_engine(
+    config: PPOConfig, rollout: Mapping[str, float], on_cpu: bool, is_vllm: bool
+) -> dict[str, float]:
+    """Returns the parts of a rollout engine's memory that it keeps while networks compute on the same device."""
+    if not config.hybrid_engine:
+        return {}
+    if config.rollout.free_cache_engine and not on_cpu:
+        return {}
+    held = {name: size for name, size in rollout.items() if name != ENGINE_IMAGES}
+    if not is_vllm:  # vLLM keeps the buffers of its step
+        held.pop(ENGINE_STEP)
+    if config.rollout.free_cache_engine:
+        held.pop(ENGINE_COPIES, None)
+    return held
 
 
 def place_networks(
@@ -348,8 +395,12 @@ def _rollout_parts(
     if on_cpu:  # an engine step has at most the rows and tokens of one device's part of the batch
         rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
         work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
-    kv = max(0.0, budget) if resolve_engine_name(rollout.name) == "vllm" else plan.sequences * kv_per_sequence
-    parts = {"engine: weights": weights, "engine: KV cache": kv, "engine: a step": work}
+    is_vllm = resolve_engine_name(rollout.name) == "vllm"
+    kv = max(0.0, budget) if is_vllm else plan.sequences * kv_per_sequence
+    parts = {"engine: weights": weights, "engine: KV cache": kv, ENGINE_STEP: work}
+    if on_cpu and not is_vllm and not rollout.router_replay and size == FP32:
+        copies = copied_matrices(shape)
+        parts |= {ENGINE_COPIES: copies} if copies else {}
     return parts | ({ENGINE_IMAGES: images} if images else {})
 
 
@@ -413,7 +464,7 @@ def _train_phases(
         if topk:
             parts["top tokens"] = float(TOP_TOKEN * topk * run.predicted)
         parts |= tower_parts(replace(network, trained=0), run, parts)
-        return parts | ({KEPT_FREED: kept_when_freed(parts, 1)} if plan.base is not None and TOWER in parts else {})
+        return parts | ({KEPT_FREED: kept_when_freed(parts)} if plan.base is not None and TOWER in parts else {})
 
     def update(role: str, stage: str, size: int, entropy: bool, model: NetworkConfig) -> dict[str, float]:
         prompts = mini_batch_prompts(config, size)
@@ -427,7 +478,7 @@ def _train_phases(
         if role == "actor" and (topk := distilled_tokens(config)):
             parts["distillation"] = float(DISTILLED_TOKEN * topk * run.predicted)
         parts |= tower_parts(network, run, parts, is_recomputed=model.enable_gradient_checkpointing)
-        kept = {} if plan.base is None else {KEPT_FREED: kept_when_freed(parts, plan.micro_batches)}
+        kept = {} if plan.base is None else {KEPT_FREED: kept_when_freed(parts)}
         return parts | kept
 
     if "reward model" in networks:
@@ -602,8 +653,10 @@ def training_pass(
 ) -> dict[str, float]:
     """Returns the peak bytes of forward and backward of one micro-batch by name, in addition to the engine's shards.
 
-    The peak occurs either at the output layer (all activations, the logits and the layer's gradient) or at the first
-    layers (all gradients and the temporaries of one layer). The sum of activations and gradients bounds both.
+    The peak occurs either where the backward pass begins, at the output layer (all activations, the logits and the
+    layer's gradient), or where it ends, at the embedding (the gradients of embedding and output layer, one layer, and
+    this rank's shard of all gradients). Between the two, each layer frees its activations and adds its shard, so that
+    no other moment needs more.
 
     recomputed: number of layers with gradient checkpointing. offload: kept activations are on the host, except for the
     tensors that `workers.policy.activations` leaves or brings back ahead of their use.
@@ -616,21 +669,36 @@ def training_pass(
         all_recomputed = recomputed == shape.layers
         width = (AHEAD + 1) * shape.hidden if all_recomputed else 2 * AHEAD * max(shape.hidden, shape.active_inner)
         kept = min(kept, float(run.size * run.tokens * width))
+    last_norm = float(run.tokens * _norm(shape.hidden, run.size))
+
     # a recomputed layer takes the place of a later one that kept its activations and is done
     again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
-    work = again + run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
+    temporary = run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
+    work = again + temporary
     head_gradient = float(run.size * shape.embedding) if network.trained and not has_adapter and shape.has_head else 0.0
     at_head = (
         output_layer_bytes(shape, run, trains=True) + head_gradient + (FP32 + run.size) * run.predicted * shape.hidden
     )
+
     before, shard = network.gradients(micro_batches)
-    return {
+    of_earlier_micro_batches = micro_batches > 1
+    at_start = {
+        "gathered weights": network.gathered,
+        WHOLE_GRADIENTS: before if of_earlier_micro_batches else 0.0,
+        "kept activations": kept + last_norm,
+        "logits and output layer" if at_head > work else "one layer": max(at_head, work),
+        SHARD: shard if of_earlier_micro_batches else 0.0,
+    }
+    # offload brings back a part of the first layer at a time, unless that layer is recomputed as a whole
+    first_layer = kept if offload and not recomputed else layer
+    at_end = {
         "gathered weights": network.gathered,
         WHOLE_GRADIENTS: before,
-        "kept activations": kept + run.tokens * _norm(shape.hidden, run.size),
-        "logits and output layer" if at_head > work else "one layer": max(at_head, work),
+        "kept activations": hidden,
+        "one layer": first_layer + temporary,
         SHARD: shard,
     }
+    return max(at_start, at_end, key=lambda moment: sum(moment.values()))
 
 
 def tower_parts(
@@ -653,12 +721,14 @@ def tower_parts(
     return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later)}
 
 
-def kept_when_freed(parts: dict[str, float], micro_batches: int) -> float:
-    """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.keep_freed_memory`). The next
-    micro-batch has other lengths and cannot reuse them, nor can a decoder reuse those of its vision tower. Measured:
-    about the temporary bytes of a mini-batch."""
+def kept_when_freed(parts: Mapping[str, float]) -> float:
+    """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.release_freed_memory`).
+
+    Tensors of the next layer or micro-batch often do not fit into the gaps that others have left. Measured: the heap
+    takes about the temporary bytes of a backward pass a second time, unless they are given back.
+    """
     temporary = sum(size for name, size in parts.items() if name != SHARD)
-    return min(float(KEPT_FREED_BYTES), temporary) if micro_batches > 1 or TOWER in parts else 0.0
+    return min(float(KEPT_FREED_BYTES), temporary)
 
 
 # -- rollout and sync --------------------------------------------------------------------------------------------------
@@ -677,12 +747,24 @@ def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: in
     return max(prefill, 4.0 * FP32 * sequences * shape.vocab)
 
 
-def sync_bytes(network: HeldNetwork, bucket_bytes: int) -> float:
-    """Returns the bytes of weights gathered for the rollout engine: a bucket, its copy as separate tensors, and this
-    rank's part. A single rank passes its own tensors, and converts them one at a time if the dtype differs."""
+def copied_matrices(shape: ModelShape) -> float:
+    """Returns the bytes of the matrices that the hf engine keeps a second time while it decodes in fp32 on a CPU."""
+    large = [elements for elements in shape.projections if elements >= PACKED_ELEMENTS]
+    return float(FP32 * sum(large)) if shape.is_lean else 0.0
+
+
+def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False) -> float:
+    """Returns the bytes of weights gathered for the rollout engine.
+
+    A bucket is gathered from this rank's part of it; gloo, on a CPU, fills a copy of the bucket first. Then one tensor
+    after the other is copied out of the bucket. A single rank passes its own tensors, and converts them one at a time
+    if the dtype differs.
+    """
     shape = network.shape
     largest = float(network.compute * max(shape.embedding, shape.layer_parameters))
     if network.ranks == 1:
         return 0.0 if network.compute == FP32 or network.adapter else largest
     whole = min(float(network.compute * shape.parameters), max(float(bucket_bytes), largest))
-    return whole * (2 + 1 / network.ranks) + FP32 * network.adapter
+    gathering = whole * (1 + on_cpu + 1 / network.ranks)
+    copying = whole + largest
+    return max(gathering, copying) + FP32 * network.adapter

@@ -26,7 +26,8 @@ class ModelShape:
 
     experts: number of experts, of which each token uses experts_per_token; 0 for one MLP. uncounted: parameters that
     the formulas do not cover. has_head: True for an output layer over the vocabulary, False for one output number.
-    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`). tower: the vision
+    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`). is_lean: True if the
+    hf engine decodes on a CPU with joined projections (`workers.rollout.hf_engine.LeanDecoder`). tower: the vision
     tower of a vision-language model.
     """
 
@@ -45,6 +46,7 @@ class ModelShape:
     uncounted: int = 0
     has_head: bool = True
     is_packed: bool = True
+    is_lean: bool = False
     tower: TowerShape | None = None
 
     @property
@@ -79,6 +81,14 @@ class ModelShape:
         """Weights of the layers' linear modules, without those of experts, which are stacked."""
         mlp = 0 if self.experts else 3 * self.inner
         return self.layers * self.hidden * (2 * (self.query + self.kv) + mlp)
+
+    @property
+    def projections(self) -> tuple[int, ...]:
+        """Weights of each product of a decode step with joined projections: in every layer those of queries, keys and
+        values, of the attention's output, of gate and up, and of the MLP's output; and the output layer."""
+        attention = self.hidden * (self.query + 2 * self.kv), self.query * self.hidden
+        mlp = 2 * self.hidden * self.inner, self.inner * self.hidden
+        return (attention + mlp) * self.layers + (self.embedding,)
 
     @property
     def embedding(self) -> int:
@@ -154,6 +164,8 @@ def config_like(name: str) -> dict[str, Any]:
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Returns the shape that a config.json describes. Raises UserError if it lacks a size."""
+    from workers.rollout.hf_engine import has_lean_layers
+
     kind = str(config.get("model_type", "llama"))
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     missing = [name for name in names if not config.get(name)]
@@ -177,6 +189,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         head_norms=kind in WITH_HEAD_NORMS,
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+        is_lean=has_lean_layers(kind.removesuffix("_text"), config.get("rope_parameters")),
     )
 
 

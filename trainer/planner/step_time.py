@@ -19,8 +19,6 @@ from trainer.requirements import needs_old_log_prob, needs_reference
 from verl_lite.config import PPOConfig
 from verl_lite.config.pools import num_engines
 
-TRAINING, PREFILL, BANDWIDTH = 0.4, 0.5, 0.5
-"""Assumed shares of the peak: for matrix products in training, for matrix products in prefill, and for bandwidth."""
 LEAST_S = 0.1  # seconds; shorter bounds say little, because the uncounted work takes longer
 MOST = 0.7  # share of generation in the step above which the plan gives advice on shortening it
 ARITHMETIC, READING, WIRE = "arithmetic", "reading weights, keys and values", "weights and gradients between devices"
@@ -40,10 +38,18 @@ class Lengths(NamedTuple):
     response: float
 
 
-def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
-    """Returns the operations of a forward pass over `tokens` tokens in sequences of `length`: two per weight and token,
-    plus causal attention (two products of queries with half of the keys)."""
-    return tokens * (2.0 * shape.multiplied + 2.0 * shape.layers * shape.query * length)
+def forward_flops(shape: ModelShape, tokens: float, length: float, predicted: float | None = None) -> float:
+    """Returns the operations of a forward pass: two per weight and token, plus causal attention (two products of
+    queries with half of the keys).
+
+    Args:
+        tokens: Number of tokens, in sequences of `length`.
+        predicted: Number of tokens whose logits are computed; None: of all.
+    """
+    operations = tokens * (2.0 * shape.multiplied + 2.0 * shape.layers * shape.query * length)
+    if predicted is None or not shape.has_head:
+        return operations
+    return operations - 2.0 * (tokens - predicted) * shape.embedding
 
 
 def generation_stages(
@@ -66,7 +72,7 @@ def generation_stages(
         size: Bytes per element.
         devices: Number of devices of the engine.
     """
-    prefill = forward_flops(shape, prompts * mean.prompt, mean.prompt)
+    prefill = forward_flops(shape, prompts * mean.prompt, mean.prompt, predicted=prompts)
     prefill += 0.0 if shape.tower is None else shape.tower.flops(prompts, mean.prompt)
     steps = math.ceil(sequences / at_once) * mean.response
     together = min(float(at_once), sequences)
@@ -74,10 +80,11 @@ def generation_stages(
     weights_read = shape.parameters if not shape.experts or together >= shape.experts else shape.multiplied
     read = size * (weights_read + together * context * shape.kv_per_token) / devices
     computed = together * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / devices
-    reading = Stage(read / (device.bandwidth * BANDWIDTH), READING)
-    arithmetic = Stage(computed / (device.flops * PREFILL))
+    reading = Stage(read / (device.bandwidth * device.reading), READING)
+    arithmetic = Stage(computed / (device.flops * device.prefill))
     seconds, bound = max(reading, arithmetic)
-    return Stage(prefill / (device.flops * devices * PREFILL)), Stage(steps * seconds, bound)
+    decode = Stage(steps * (seconds + shape.layers * device.layer_s), bound)
+    return Stage(prefill / (device.flops * devices * device.prefill)), decode
 
 
 @dataclass(frozen=True)
@@ -140,10 +147,11 @@ def step_stages(
         backward pass counts as two (one with an adapter, whose base gets no gradient, none in a frozen vision tower),
         and gradient checkpointing adds one for the layers that it recomputes."""
         prompts = rows / slots * memory.distinct_prompts(config, shape, together, mini) / together
-        operations = count * forward_flops(shape, rows / slots * answer + prompts * prompt, prompt + answer)
+        predicted = rows / slots * answer
+        operations = count * forward_flops(shape, predicted + prompts * prompt, prompt + answer, predicted)
         if shape.tower is not None:
             operations += tower_count * shape.tower.flops(prompts, prompt)
-        return Stage(operations / (device.flops * TRAINING))
+        return Stage(operations / (device.flops * device.training))
 
     trained, adapter = memory.trained_parameters(config.model, policy, freezes_tower=actor.freeze_vision_tower)
     stages = {"generation: prompts": prefill, "generation: answers": decode}
@@ -189,8 +197,9 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
         speed = "for a model this small, uncounted work (kernel launches, scheduling, the driver) takes longer"
     yield f"{'a step':<44}{_shown(whole):>8}   {speed}"
     yield (
-        f"  peaks of {device.name}: {device.flops / 1e12:g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
-        f"{TRAINING:.0%} of the first in training, {PREFILL:.0%} in prefill, {BANDWIDTH:.0%} of the second; prompts of "
+        f"  peaks of {device.name}: {device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
+        f"{device.training:.0%} of the first in training, {device.prefill:.0%} in prefill, {device.reading:.0%} of the "
+        f"second; prompts of "
         f"{mean.prompt:g} tokens (--mean_prompt), answers of {mean.response:g} (--mean_response), all equally long"
     )
     share = (stages["generation: prompts"].seconds + stages["generation: answers"].seconds) / whole

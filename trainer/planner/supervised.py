@@ -105,7 +105,7 @@ def supervised_plan(
         plan.host["model: activations"] = memory.kept_activations(network, run, recomputed)
     parts = memory.training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=offload)
     if on_cpu:
-        parts[memory.KEPT_FREED] = memory.kept_when_freed(parts, plan.micro_batches)
+        parts[memory.KEPT_FREED] = memory.kept_when_freed(parts)
     plan.phases["update"] = weights["model"] | moments["model"] | parts
     return plan
 

@@ -66,7 +66,9 @@ class RolloutConfig(Options):
         "LoRA: send the adapter alone (adapter) or merged weights (merged); null = adapter with hybrid_engine=false",
         ("adapter", "merged"),
     )
-    update_weights_bucket_megabytes: int = opt(512, "size of one bucket of a weight update in MiB", at_least(1))
+    update_weights_bucket_megabytes: int | None = opt(
+        None, "size of one bucket of a weight update in MiB; null = 512, on a CPU 64", at_least(1)
+    )
     calculate_log_probs: bool = opt(True, "keep the engine's log-probs and log their distance to the trainer's")
     router_replay: bool = opt(False, "mixture of experts: train with the rollout's expert choices (vLLM: GPU)")
     log_prob_use_dynamic_bsz: bool | None = opt(None, "size micro-batches by tokens; null = actor.use_dynamic_bsz")
@@ -74,6 +76,13 @@ class RolloutConfig(Options):
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "rows per micro-batch; null = the actor's", at_least(1))
     engine_kwargs: dict[str, Any] = opt({}, "extra engine arguments by engine name: engine_kwargs.vllm.KEY")
     val_kwargs: ValKwargs = section(ValKwargs, "sampling in validation")
+
+    def bucket_megabytes(self, on_cpu: bool) -> int:
+        """Returns the size of one bucket of a weight update in MiB."""
+        if self.update_weights_bucket_megabytes is not None:
+            return self.update_weights_bucket_megabytes
+        # gloo needs 2.5 times the bucket, and larger messages do not make it faster
+        return 64 if on_cpu else 512
 
     def check(self) -> Problems:
         if (self.top_p < 1 or self.min_p > 0) and self.top_k < 1:

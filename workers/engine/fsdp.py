@@ -20,7 +20,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl_lite.config import FSDPConfig, OptimConfig
-from verl_lite.device import compute_dtype, deterministic_kernels, dist_backend, empty_cache, keep_freed_memory
+from verl_lite.device import (
+    compute_dtype,
+    deterministic_kernels,
+    dist_backend,
+    empty_cache,
+    keep_freed_memory,
+    release_freed_memory,
+)
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.profiling import count_moved
@@ -93,6 +100,9 @@ class FSDPEngine:
             policy.requires_grad_(False)
         full = {name: parameter.detach() for name, parameter in policy.named_parameters()}
         self._shard(policy, master_dtype)
+        if self.device.type == "cpu":
+            for block in self._blocks:
+                block.register_forward_pre_hook(_release_before_layer)
         if dist.get_world_size() > 1:
             fill_shards(dict(policy.named_parameters()), full if dist.get_rank() == 0 else {}, self.device)
             for buffer in saved_buffers(policy).values():
@@ -359,6 +369,11 @@ class FSDPEngine:
         if self.optimizer is not None:
             self.optimizer.bind(self.trained)
         empty_cache()
+
+
+def _release_before_layer(*_: Any) -> None:
+    """A forward hook of a layer. Gradient checkpointing calls it in the backward pass too."""
+    release_freed_memory()
 
 
 def build_on_all_ranks(build_network: NetworkBuilder, arguments: BuildArguments) -> EngineNetwork:

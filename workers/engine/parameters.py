@@ -97,8 +97,11 @@ def gather_full(
 
 def _gather_bucket(
     bucket: Mapping[str, DTensor], dtype: torch.dtype, group: dist.ProcessGroup
-) -> list[tuple[str, torch.Tensor]]:
-    """Gathers the parameters of one bucket with one all-gather; shards are padded to the size of the first rank's."""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gathers the parameters of one bucket with one all-gather; shards are padded to the size of the first rank's.
+
+    Yields copies, one at a time: a receiver that keeps none of them needs memory for the bucket and one parameter.
+    """
     ranks = dist.get_world_size(group)
     sizes = [shard_rows(parameter, ranks) * math.prod(parameter.shape[1:]) for parameter in bucket.values()]
     device = next(iter(bucket.values())).device
@@ -109,8 +112,8 @@ def _gather_bucket(
         piece[: len(local)].copy_(local)
     everyone = mine.new_empty(ranks * len(mine))
     dist.all_gather_into_tensor(everyone, mine, group=group)
+    del mine
+
     pieces = everyone.view(ranks, -1).split(sizes, dim=1)
-    return [
-        (name, piece.reshape(-1)[: parameter.numel()].view(parameter.shape))
-        for piece, (name, parameter) in zip(pieces, bucket.items(), strict=True)
-    ]
+    for piece, (name, parameter) in zip(pieces, bucket.items(), strict=True):
+        yield name, piece.reshape(-1)[: parameter.numel()].view(parameter.shape)

@@ -9,14 +9,15 @@ sequences. If a prompt begins with one of them (the next turn of a conversation)
 A decode step of a small model through the modules of transformers takes longer in Python and in small operations than
 in matrix products. In fp32 on a CPU, `LeanDecoder` therefore computes the same function from the same parameters: it
 multiplies once by all projections that read the same input, rotates queries and keys together, and calls torch without
-modules between. It keeps large matrices a second time in oneDNN's layout, which is faster for few rows.
+modules between. It keeps large matrices a second time in oneDNN's layout, which is faster for few rows,
+until the weights change or the engine sleeps.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -419,7 +420,7 @@ class HFEngine:
             self._requeue()
         self._kept.clear()
         if self._lean is not None:
-            self._lean.use_new_weights()
+            self._lean.discard_copies()
         if self._cache is not None:
             self._cache.clear(len(self._running))
 
@@ -429,6 +430,9 @@ class HFEngine:
         self._running.clear()
 
     def sleep(self) -> None:
+        if self._lean is not None:
+            # as large as the weights; the next decode step makes them again, as it does after every weight update
+            self._lean.discard_copies()
         if self._device.type == "cpu" or self._asleep:
             return
         self._requeue()
@@ -533,11 +537,17 @@ def lean_decoder(model: PreTrainedModel, max_length: int) -> LeanDecoder | None:
 
     max_length: number of positions.
     """
-    config, weight = model.config, model.get_output_embeddings().weight
-    rotary = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
-    is_lean = config.model_type in LEAN_FAMILIES and rotary not in _ROTARY_OF_LENGTH
+    weight = model.get_output_embeddings().weight
+    rope_parameters = getattr(model.config.get_text_config(), "rope_parameters", None)
+    is_lean = has_lean_layers(model.config.model_type, rope_parameters)
     is_fp32 = weight.device.type == "cpu" and weight.dtype == torch.float32
     return LeanDecoder(model, max_length) if is_lean and is_fp32 else None
+
+
+def has_lean_layers(model_type: str, rope_parameters: Mapping[str, Any] | None) -> bool:
+    """Returns True if `LeanDecoder` has the layers of this model, given by two entries of its config.json."""
+    rotary = (rope_parameters or {}).get("rope_type", "default")
+    return model_type in LEAN_FAMILIES and rotary not in _ROTARY_OF_LENGTH
 
 
 class LeanDecoder:
@@ -559,8 +569,8 @@ class LeanDecoder:
         half = self._head_dim // 2  # rotate_half(x) * sin is x rolled by half a head, times sin with this sign
         self._cos, self._sin = cos[0].unsqueeze(1), torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=1).unsqueeze(1)
 
-    def use_new_weights(self) -> None:
-        """Discards copies of the weights. Call it after each change of the model's parameters."""
+    def discard_copies(self) -> None:
+        """Discards the copies in oneDNN's layout. Call it after each change of the model's parameters."""
         for projection in (self._head, *(each for _, *projections in self._layers for each in projections)):
             projection.packed = None
 

@@ -39,4 +39,15 @@ def test_it_checks_and_plans_and_writes_all_options(
 def test_a_plan_that_does_not_fit_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*TinyTask(tmp_path).options, *FEW, f"trainer.default_local_dir={tmp_path / 'run'}"]
     assert run_ppo([*options, "rollout.name=vllm", "rollout.kv_cache_memory_mb=100000000"]) == 2
-    assert "does not fit" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "a smaller rollout.kv_cache_memory_mb" in text
+
+
+def test_a_machine_with_too_little_memory_for_two_processes_is_told_to_use_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process needs 0.55 GiB for its libraries alone, and has half of the free memory."""
+    monkeypatch.setattr("trainer.plan.available_memory", lambda: 1 << 30)
+    options = [*TinyTask(tmp_path).options, *FEW, f"trainer.default_local_dir={tmp_path / 'run'}"]
+    assert run_ppo([*options, "trainer.backend=ray", "trainer.n_gpus_per_node=2"]) == 2
+    assert "trainer.n_gpus_per_node=1 fits" in capsys.readouterr().out

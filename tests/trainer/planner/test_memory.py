@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from trainer.planner.memory import (
     TILE_BYTES,
     HeldNetwork,
     Pass,
+    copied_matrices,
     forward_only,
     kept_when_freed,
     layer_activations,
@@ -90,11 +92,59 @@ def test_gradient_checkpointing_keeps_a_layers_input() -> None:
     assert without == 2 * layer_activations(SMALL, run) + ends
 
 
-def test_freed_memory_in_pieces_is_kept_where_micro_batches_follow_each_other() -> None:
+def test_a_backward_pass_needs_the_most_at_its_start_or_at_its_end() -> None:
+    """One micro-batch of 50 tokens, of which 2 are predicted, by a network with an embedding of 1000 x 8, tied."""
+    shape = replace(SMALL, vocab=1000, tied=True)
+    network = HeldNetwork(shape, ranks=1, compute=4, trained=shape.parameters)
+    layer = 2 * 8 * (8 + 4) + 3 * 8 * 16 + 2 * 8  # attention, MLP and norms
+    assert shape.parameters == 8000 + 8 + 2 * layer
+    run = Pass(tokens=50, predicted=2, chunk=1024, size=4)
+    activations = 50 * 4 * (2 * 3 * 8 + 3 * 8 + 2 * 4 + 4 * 16)  # of one layer
+
+    # few tokens: the gradients of embedding and layers, each with a copy in their reduction, and the shard of all
+    end = training_pass(network, run, 1, recomputed=0)
+    assert end["gradients before their reduction"] == 8 * (8008 + 2 * layer)
+    assert end["gradients, this rank's shard"] == 4 * shape.parameters
+    assert end["one layer"] == activations + 50 * 4 * 3 * 16 + 2 * 50 * 4 * 8
+    assert end["kept activations"] == 50 * 4 * 8
+
+    # many tokens: all activations, and no gradient but that of the output layer
+    start = training_pass(network, replace(run, tokens=10_000), 1, recomputed=0)
+    assert start["kept activations"] == 2 * 200 * activations + 10_000 * 4 * 3 * 8
+    assert start["gradients before their reduction"] == start["gradients, this rank's shard"] == 0.0
+    # unless an earlier micro-batch has left gradients
+    assert training_pass(network, replace(run, tokens=10_000), 2, recomputed=0)[
+        "gradients before their reduction"
+    ] == 4 * (8008 + 2 * layer)
+
+
+def test_freed_memory_is_kept_up_to_a_limit() -> None:
     parts = {"gathered weights": 3.0, "logits and output layer": 4.0, "gradients, this rank's shard": 9.0}
-    assert kept_when_freed(parts, 1) == 0
-    assert kept_when_freed(parts, 2) == 7
-    assert kept_when_freed({"logits and output layer": 5e9}, 2) == 1 << 30, "the C library is told to keep no more"
+    assert kept_when_freed(parts) == 7
+    assert kept_when_freed({"logits and output layer": 5e9}) == 512 << 20, "the rest is given back"
+
+
+def test_the_hf_engine_has_its_large_matrices_twice_while_it_decodes() -> None:
+    """In fp32 on a CPU. The joined matrices of a layer have 600 x (600 + 2 x 60), 600 x 600, 2 x 600 x 1000 and 1000 x
+    600 elements; the output layer has 400 x 600, less than the 262,144 from which copies pay."""
+    shape = ModelShape(hidden=600, layers=3, heads=10, kv_heads=1, head_dim=60, inner=1000, vocab=400, is_lean=True)
+    a_layer = 600 * 720 + 600 * 600 + 2 * 600 * 1000 + 1000 * 600
+    assert copied_matrices(shape) == 4 * 3 * a_layer
+    assert copied_matrices(replace(shape, vocab=1000)) == 4 * (3 * a_layer + 1000 * 600)
+    assert copied_matrices(replace(shape, is_lean=False)) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "is_lean"),
+    [
+        ({"model_type": "llama"}, True),
+        ({"model_type": "qwen2_5_vl_text"}, True),
+        ({"model_type": "gemma2"}, False),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}}, False),
+    ],
+)
+def test_the_plan_knows_which_models_have_copies(config: dict[str, Any], is_lean: bool) -> None:
+    assert shape_of(config_like("qwen2.5-0.5b") | config).is_lean is is_lean
 
 
 def test_logits_exist_in_tiles() -> None:
@@ -110,9 +160,14 @@ def test_logits_exist_in_tiles() -> None:
     assert KEPT_LOGITS_BYTES == causal_lm.KEPT_LOGITS_BYTES and TILE_BYTES == causal_lm.TILE_BYTES
 
 
-def test_a_weight_update_holds_a_bucket_twice_and_this_ranks_part() -> None:
+def test_a_weight_update_holds_a_bucket_and_this_ranks_part_and_then_one_tensor() -> None:
     network = HeldNetwork(SEVEN, ranks=8, compute=2, trained=SEVEN.parameters)
-    bucket = 2048 << 20
-    assert sync_bytes(network, bucket) == bucket * (2 + 1 / 8)
-    assert sync_bytes(network, 1 << 20) == 2 * 152064 * 3584 * (2 + 1 / 8), "a bucket holds the largest tensor"
+    bucket, largest = 2048 << 20, 2 * 152064 * 3584
+    assert sync_bytes(network, bucket) == bucket + largest, "more than this rank's eighth"
+    assert sync_bytes(replace(network, ranks=2), bucket) == bucket + largest
+    small_layers = HeldNetwork(replace(SMALL, layers=100), ranks=2, compute=4, trained=1)
+    whole = 4 * small_layers.shape.parameters
+    assert sync_bytes(small_layers, 1 << 30) == whole * 1.5, "this rank's half, while it is gathered"
+    assert sync_bytes(small_layers, 1 << 30, on_cpu=True) == whole * 2.5, "gloo fills a copy of the bucket"
+    assert sync_bytes(network, 1 << 20) == 2 * largest, "a bucket holds the largest tensor"
     assert sync_bytes(replace(network, ranks=1, compute=4), bucket) == 0, "one rank hands its own tensors over"

@@ -13,6 +13,7 @@ from tests.workers.model_families import tiny_config
 from trainer.console import Console
 from trainer.plan import device_memory_gib, expected_rows, main, measured_line
 from trainer.planner.accelerators import ACCELERATORS
+from trainer.planner.fit import fewer_processes
 from trainer.planner.memory import GIB, Networks, distinct_prompts, memory_plan, read_networks
 from trainer.planner.model_shape import ModelShape, config_like, read_shape, shape_of
 from trainer.planner.step_time import Lengths, step_stages
@@ -266,6 +267,58 @@ def test_answers_to_one_prompt_share_its_tokens_but_not_in_attention() -> None:
     per_layer = spared * (16 * 3584 + 2 * 4 * 18944 + 2 * 3584) - left * 2 * 3584
     assert update(config)[kept] - shared[kept] == pytest.approx(28 * per_layer + spared * 8 * 3584)
     assert in_rows == update(config), "as of a network whose rows are of their own"
+
+
+def test_on_a_cpu_the_copies_of_an_engine_exist_while_it_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = grpo()
+    config.rollout.name = "hf"
+    copies, step = "engine: copies of its matrices", "engine: a step"
+    plan = memory_plan(config, Networks(SEVEN), 2, CPU)
+    # all matrices of the seven billion parameters but the embedding, in fp32
+    matrices = 28 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944) + 152_064 * 3584
+    assert plan.phases["rollout"][copies] == 4 * matrices
+    for phase in ("old log-probs", "update", "weight sync"):
+        assert "engine: weights" in plan.phases[phase] and not {copies, step} & plan.phases[phase].keys()
+    config.rollout.free_cache_engine = False
+    plan = memory_plan(config, Networks(SEVEN), 2, CPU)
+    assert copies in plan.phases["update"] and copies not in plan.phases["weight sync"]
+    for key, value in (("dtype", "bf16"), ("router_replay", True), ("name", "vllm")):
+        with monkeypatch.context() as other:
+            other.setattr(config.rollout, key, value)
+            assert copies not in memory_plan(config, Networks(SEVEN), 2, CPU).phases["rollout"]
+
+
+def test_a_bucket_is_smaller_on_a_cpu() -> None:
+    rollout = PPOConfig().rollout
+    assert (rollout.bucket_megabytes(on_cpu=True), rollout.bucket_megabytes(on_cpu=False)) == (64, 512)
+    rollout.update_weights_bucket_megabytes = 7
+    assert rollout.bucket_megabytes(on_cpu=True) == rollout.bucket_megabytes(on_cpu=False) == 7
+
+
+def test_a_plan_that_does_not_fit_says_what_to_change() -> None:
+    config = grpo()
+    config.rollout.name, config.rollout.kv_cache_memory_mb = "hf", 40_000
+    plan = memory_plan(config, Networks(SEVEN), 2, CPU)
+    text = "\n".join(plan.lines("cpu", 8.0))
+    assert "does not fit 8.0 GiB: the phase 'update' needs" in text
+    # moments of 8 bytes for each parameter, divided over two processes
+    moments = f"{4 * PARAMETERS / GIB:.2f}"
+    assert re.search(rf"actor: AdamW's moments +{moments}   model.lora_rank=16 trains an adapter", text)
+    assert re.search(r"engine: KV cache +\d+\.\d\d   a smaller rollout.kv_cache_memory_mb", text)
+    assert "does not fit" not in "\n".join(plan.lines("cpu", 1e6))
+
+
+def test_fewer_processes_have_the_memory_of_all() -> None:
+    """Each process has libraries and an engine of its own, so that one process needs less than two together."""
+    config = grpo()
+    config.rollout.name, config.trainer.n_gpus_per_node = "hf", 2
+    networks = Networks(ModelShape(896, 2, 14, 2, 64, 4864, 1000, True, True))
+    one, two = (memory_plan(config, networks, slots, CPU).device_bytes / GIB for slots in (1, 2))
+    assert two < one < 2 * two
+    advice = fewer_processes(config, networks, 2, CPU, one / 2 + 0.01)
+    assert advice == f"trainer.n_gpus_per_node=1 fits: the only process needs {one:.2f} GiB and has {one + 0.02:.1f}"
+    assert fewer_processes(config, networks, 2, CPU, one / 2 - 0.01) == ""
+    assert fewer_processes(config, networks, 2, H100, 80.0) == ""
 
 
 @pytest.mark.parametrize(("family", "is_packed"), [("stablelm", False), ("falcon_h1", True)])
