@@ -215,12 +215,12 @@ def test_long_answers_get_rows_of_their_own() -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_attention_with_one_row_per_prompt_equals_each_sequence_alone(kv_heads: int) -> None:
     """Output and gradients, for prompts of different lengths with three, one and two answers."""
-    prompts = ([1, 2, 3, 4], [5, 6, 7], [8, 9, 8, 9])
+    prompts = ([1, 2, 3, 4] * 2, [5, 6, 7, 5, 6, 7, 5], [8, 9] * 4)
     answers = ([[1, 2, 3], [4], [5, 6]], [[7, 8]], [[9, 1, 2], [3, 4, 5]])
     rows = []
     for prompt, of_prompt in zip(prompts, answers, strict=True):
         rows += [(prompt, answer) for answer in of_prompt]
-    inputs = pack(rows_of(*rows))
+    inputs = pack(rows_of(*rows, prompt=8))
     sequences = inputs.sequences
     assert sequences.trees is not None
 
