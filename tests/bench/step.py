@@ -130,8 +130,9 @@ def matrix_rate() -> float:
 
 def compare(folder: Path, size: Size, lengths: Lengths, steps: int, extra: Sequence[str]) -> None:
     """Prints median samples/s of all sides, their shares of the machine's rate, and the ratios of seconds per step."""
-    found = contestants(size, lengths, extra)
-    sides = {contestant.name: Side(contestant, folder, lengths) for contestant in found}
+    sides = {}
+    for contestant in contestants(size, lengths, extra):
+        sides[contestant.name] = Side(contestant, folder, lengths)
     rows: dict[str, list[dict]] = {name: [] for name in sides}
     rates = []
     try:

@@ -58,9 +58,10 @@ def test_shares_of_the_matrix_rate_by_hand() -> None:
     lengths = Lengths("short", 2, True, prompts=2, samples=1, prompt_tokens=3)
     size = Size("tiny", hidden=2, layers=3, vocabulary=5, layer_parameters=7, lengths=(lengths,))
     assert size.forward_flops(10, 4) == 2 * 3 * 7 * 10 + 2 * 2 * 5 * 4 == 500
-    report = {"seconds": 4.0, "tokens": 4, "stages": {"gen": 1.0, "update_actor": 2.0}}
+    stages = {"gen": 1.0, "update_actor": 2.0}
+    report = {"seconds": 4.0, "tokens": 4, "stages": stages}
     assert step.shares_of_rate(report, size, lengths, 1000.0) == (0.5, 0.75)
-    del report["stages"]["update_actor"]
+    del stages["update_actor"]
     assert step.shares_of_rate(report, size, lengths, 1000.0) == (0.5, 0.5), "the peer's update is the rest of its step"
 
 
