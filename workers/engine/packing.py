@@ -69,7 +69,7 @@ class PackedSequences:
     cu_seqlens: (sequences + 1,) int32, cumulative sequence lengths, on the device.
     expand, collapse: (U,) index in the packed row of each token of the expanded row, and (T,) an index in the expanded
         row of each token of the packed row; None if no prompt is shared.
-    trees: the same sequences with one row per prompt; None if that needs more scores than `runs`.
+    trees: the same sequences with one row per prompt; None on a GPU, and if that needs more scores than `runs`.
     group: the ranks that share the tokens of the packed row; None if each rank has its own row.
     """
 
@@ -82,8 +82,9 @@ class PackedSequences:
     group: SequenceGroup | None = None
 
     def to(self, device: torch.device) -> PackedSequences:
-        """Returns a copy on `device`."""
-        return _moved(self, device)
+        """Returns a copy on `device`, without `trees` unless it is a CPU: other devices have attention for `runs`."""
+        kept = self if device.type == "cpu" else replace(self, trees=None)
+        return _moved(kept, device)
 
     @property
     def num_tokens(self) -> int:
@@ -479,7 +480,7 @@ def packed_attention(
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
     on_cuda = query.device.type == "cuda" and query.dtype in HALF and s_aux is None
     trees = packed_sequences.trees
-    if trees is not None and not on_cuda and scores.is_plain:
+    if trees is not None and scores.is_plain:
         output = _tree_attention(query, key, value, scores.scale, trees)
     else:
         attend = _varlen_attention if on_cuda else _sdpa_runs
