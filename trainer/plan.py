@@ -235,12 +235,12 @@ def device_memory_gib(device: Accelerator, slots_here: int) -> float:
 
 
 def sharding_of_run(config: PPOConfig, slots: int) -> str:
-    """Calls `decide_sharding` for this run's GPUs and returns its sentence. Does nothing on a CPU or if the model's
-    shapes are unknown."""
+    """Calls `decide_sharding` for this run's devices and returns its sentence. Does nothing if the model's shapes are
+    unknown."""
     device = launch_device(config)
-    if device.name != "cpu":
-        with contextlib.suppress(UserError):
-            return decide_sharding(config, read_networks(config), slots, device, device.memory_gib)
+    memory_gib = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
+    with contextlib.suppress(UserError):
+        return decide_sharding(config, read_networks(config), slots, device, memory_gib)
     return ""
 
 

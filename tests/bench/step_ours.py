@@ -30,7 +30,6 @@ def main() -> None:
             sys.stdin.readline()
 
     own = {
-        "actor.fsdp_config.wrap_policy.min_num_params": 10_000_000,
         "rollout.ignore_eos": lengths.exact,
         "reward.custom_reward_function.path": Path(__file__).parent / "step_task.py",
         "trainer.total_training_steps": 10_000,

@@ -11,10 +11,11 @@ import sys
 import time
 from typing import Any
 
-from tests.bench.step_task import LEARNING_RATE, SAMPLES, begun, compute_score
+from tests.bench.step_task import LEARNING_RATE, begun, compute_score
 
 
 def main() -> None:
+    """argv: as `begun` has them, then settings of `GRPOConfig` as JSON."""
     folder, lengths, report = begun()
     import torch
     from datasets import Dataset
@@ -23,10 +24,10 @@ def main() -> None:
 
     seen = {"completions": 0, "tokens": 0}
 
-    def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(completions: list[list[dict[str, str]]], completion_ids: list[list[int]], **_: Any) -> list[float]:
         seen["completions"] += len(completions)
         seen["tokens"] += sum(map(len, completion_ids))
-        return [compute_score("bench", text, "") for text in completions]
+        return [compute_score("bench", messages[0]["content"], "") for messages in completions]
 
     class OnCommand(TrainerCallback):
         """Waits for a line before each step, reports after it."""
@@ -55,8 +56,7 @@ def main() -> None:
     prompts = json.loads((folder / "prompts.json").read_text())
     args = GRPOConfig(
         output_dir=str(folder / "trl"),
-        per_device_train_batch_size=lengths.prompts * SAMPLES,
-        num_generations=SAMPLES,
+        num_generations=lengths.samples,
         max_completion_length=lengths.maximum,
         generation_kwargs={"min_new_tokens": lengths.maximum} if lengths.exact else None,
         learning_rate=LEARNING_RATE,
@@ -69,13 +69,13 @@ def main() -> None:
         num_iterations=1,
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
         max_grad_norm=1.0,
         logging_steps=1000,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         model_init_kwargs={"dtype": "float32"},
+        **json.loads(sys.argv[4]),
     )
     trainer = Timed(
         model=str(folder / "model"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,6 +186,57 @@ def test_attention_equals_each_sequence_alone(
             total = unscaled.sum(-1, keepdim=True) + (0 if sinks is None else torch.tensor(sinks[head]).exp())
             expected[part, head] = unscaled / total @ value[0, source, part]
     assert torch.allclose(output[0], expected, atol=1e-5)
+
+
+def test_rows_with_one_prompt_and_all_its_answers_by_hand() -> None:
+    """The packed row is 1 2 7 4 5: the shorter answer first, and without the last tokens, which predict nothing."""
+    sequences = pack(rows_of(([1, 2], [4, 5, 6]), ([1, 2], [7, 8]))).sequences
+    assert sequences.to(torch.device("meta")).trees is None, "another device has attention for runs of sequences"
+    trees = sequences.to(torch.device("cpu")).trees
+    assert trees.index.tolist() == [[0, 1, 2, 3, 4]]
+    assert trees.places.tolist() == [0, 1, 2, 3, 4]
+    assert trees.mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
+    ]
+
+
+def test_long_answers_get_rows_of_their_own() -> None:
+    """Two sequences of 4 tokens have 2 x 16 scores, a row of the prompt and both answers 49."""
+    answers = [[4, 5, 6, 7], [7, 6, 5, 4]]
+    columns = rows_of(*[([1], answer) for answer in answers], prompt=1, response=4)
+    sequences = pack(columns).sequences
+    assert sequences.expand is not None
+    assert sequences.trees is None
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_with_one_row_per_prompt_equals_each_sequence_alone(kv_heads: int) -> None:
+    """Output and gradients, for prompts of different lengths with three, one and two answers."""
+    prompts = ([1, 2, 3, 4] * 2, [5, 6, 7, 5, 6, 7, 5], [8, 9] * 4)
+    answers = ([[1, 2, 3], [4], [5, 6]], [[7, 8]], [[9, 1, 2], [3, 4, 5]])
+    rows = []
+    for prompt, of_prompt in zip(prompts, answers, strict=True):
+        rows += [(prompt, answer) for answer in of_prompt]
+    inputs = pack(rows_of(*rows, prompt=8))
+    sequences = inputs.sequences
+    assert sequences.trees is not None
+
+    generator = torch.Generator().manual_seed(0)
+    total = inputs.input_ids.shape[1]
+    heads = [torch.randn(1, count, total, 16, generator=generator) for count in (4, kv_heads, kv_heads)]
+    gradient = torch.randn(1, total, 4, 16, generator=generator)
+
+    def results(form: PackedSequences) -> list[torch.Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in heads]
+        output, _ = packed_attention(torch.nn.Identity(), *leaves, None, 0.3, packed_sequences=form)
+        return [output, *torch.autograd.grad(output, leaves, gradient)]
+
+    for found, expected in zip(results(sequences), results(replace(sequences, trees=None)), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_attention_refuses_what_it_does_not_compute() -> None:

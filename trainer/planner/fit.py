@@ -32,15 +32,15 @@ Changes = dict[str, Any]  # values by key
 def decide_sharding(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
 ) -> str:
-    """Sets `fsdp_size` (if the actor's is null), `reduce_every_micro_batch` and, on a GPU,
-    `gradient_checkpointing_layers` where they are null. Returns a sentence about each decision, or an empty string.
+    """Sets `fsdp_size` (if the actor's is null), `reduce_every_micro_batch` and `gradient_checkpointing_layers` where
+    they are null. Returns a sentence about each decision, or an empty string.
 
     On several machines, each machine gets a full copy of the weights if that fits, so that layers are gathered within a
     machine. If full gradients do not fit, they are reduced after each micro-batch. Then as many layers keep their
     activations as fit in the share SPARE of the memory.
     """
     decisions = [_decide_reduction(config, networks, slots, device, memory_gib)]
-    if device.name != "cpu" and memory_gib is not None:
+    if memory_gib is not None:
         decisions += _decide_recomputed(config, networks, slots, device, memory_gib * SPARE * GIB)
     return "; ".join(filter(None, decisions))
 

@@ -42,7 +42,7 @@ class NetworkConfig(Options):
     compile: bool = opt(False, "compile the layers with torch.compile; a layer that cannot be compiled runs eagerly")
     use_remove_padding: bool = opt(True, "pack sequences without padding; false = padded rows (reference)")
     gradient_checkpointing_layers: int | None = opt(
-        None, "checkpoint only the first layers; null = all, on a GPU as few as needed to fit", at_least(0)
+        None, "checkpoint only the first layers; null = as few as needed to fit the memory", at_least(0)
     )
     enable_activation_offload: bool = opt(False, "keep saved activations in host memory until the backward pass")
 

@@ -127,7 +127,8 @@ class FSDPEngine:
                 fully_shard(block, **arguments)
         fully_shard(policy, **arguments)
         for module in self._fsdp_modules(policy):
-            module.set_gradient_divide_factor(1.0)
+            if dist.get_world_size() > 1:  # a single rank has no mean to replace, but would divide a copy by 1
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
     def _build_optimizer(self, config: OptimConfig) -> ShardedAdamW:

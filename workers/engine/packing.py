@@ -32,6 +32,30 @@ PACKED_ATTENTION = "verl_lite_packed"
 HALF = (torch.float16, torch.bfloat16)
 MAX_PADDING = 1.25  # maximum ratio of padded to real tokens in a group of sequences of a stateful layer
 MIN_SHARED = 0.05  # minimum share of tokens saved for which sharing prompts pays for the extra gathers in attention
+MAX_TREE = 1024  # maximum tokens of a row of `PromptTrees`, whose mask takes the square of this number
+_PROMPT, _FILLING = -1, -2  # in place of the number of a token's sequence: tokens of a prompt, and after the last token
+
+
+@dataclass(frozen=True)
+class PromptTrees:
+    """Rows of tokens for attention, one row per prompt: the prompt once, followed by all its answers.
+
+    A mask keeps the answers to one prompt apart. Short answers to a long prompt need fewer scores and fewer copies in
+    this form than with a copy of the prompt for each answer.
+
+    Attributes:
+        index: (G, L) position in the packed row of each token; rows are filled up with the packed row's first token.
+        mask: (G, 1, L, L) bool, True where a token (third dimension) attends to another one (fourth dimension).
+        places: (T,) position of each token of the packed row in the flattened rows.
+    """
+
+    index: torch.Tensor
+    mask: torch.Tensor
+    places: torch.Tensor
+
+    def to(self, device: torch.device) -> PromptTrees:
+        """Returns a copy on `device`."""
+        return PromptTrees(self.index.to(device), self.mask.to(device), self.places.to(device))
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,7 @@ class PackedSequences:
     cu_seqlens: (sequences + 1,) int32, cumulative sequence lengths, on the device.
     expand, collapse: (U,) index in the packed row of each token of the expanded row, and (T,) an index in the expanded
         row of each token of the packed row; None if no prompt is shared.
+    trees: the same sequences with one row per prompt; None on a GPU, and if that needs more scores than `runs`.
     group: the ranks that share the tokens of the packed row; None if each rank has its own row.
     """
 
@@ -53,11 +78,13 @@ class PackedSequences:
     max_length: int
     expand: torch.Tensor | None = None
     collapse: torch.Tensor | None = None
+    trees: PromptTrees | None = None
     group: SequenceGroup | None = None
 
     def to(self, device: torch.device) -> PackedSequences:
-        """Returns a copy on `device`."""
-        return _moved(self, device)
+        """Returns a copy on `device`, without `trees` unless it is a CPU: other devices have attention for `runs`."""
+        kept = self if device.type == "cpu" else replace(self, trees=None)
+        return _moved(kept, device)
 
     @property
     def num_tokens(self) -> int:
@@ -220,9 +247,12 @@ class ModelInputs:
         return self.total(matrix.index_put((self.rows, self.columns), values))
 
 
+_MOVED = (torch.Tensor, PackedSequences, PromptTrees)
+
+
 def _moved(inputs: Any, device: torch.device) -> Any:
     """A copy of a dataclass of tensors (and of such dataclasses) on `device`."""
-    tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, torch.Tensor | PackedSequences)}
+    tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, _MOVED)}
     return replace(inputs, **{name: value.to(device) for name, value in tensors.items()})
 
 
@@ -250,10 +280,55 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     position = (own.flatten().cumsum(0) - 1).view(own.shape)  # position of each token in the packed row
     position[:, :prompt_width] = position[owner, :prompt_width]
     if own is not used:
-        sequences = replace(sequences, expand=position[used], collapse=own[used].nonzero().squeeze(1))
+        sequences = replace(
+            sequences,
+            expand=position[used],
+            collapse=own[used].nonzero().squeeze(1),
+            trees=_prompt_trees(own, used, owner, prompt_width, position),
+        )
     ids = input_ids[own].unsqueeze(0)
     positions = columns["position_ids"][order][own].unsqueeze(0)
     return _inputs(columns, mask, order, used, position, input_ids=ids, position_ids=positions, sequences=sequences)
+
+
+def _prompt_trees(
+    own: torch.Tensor, used: torch.Tensor, owner: torch.Tensor, prompt_width: int, position: torch.Tensor
+) -> PromptTrees | None:
+    """Builds the rows of `PromptTrees`. Returns None if a row is longer than MAX_TREE, or if their attention has more
+    scores than that of the sequences.
+
+    Args:
+        own: (n, P+R) bool, tokens of each sequence that the packed row contains; a shared prompt belongs to its owner.
+        used: (n, P+R) bool, all tokens of each sequence.
+        owner: (n,) the sequence that owns the prompt of each sequence.
+        prompt_width: P.
+        position: (n, P+R) position of each token in the packed row.
+    """
+    owners, tree_of = owner.unique(return_inverse=True)
+    sizes = torch.zeros(len(owners), dtype=torch.long).index_add_(0, tree_of, own.sum(dim=1))
+    longest = int(sizes.max())
+    scores_of_sequences = int(used.sum(dim=1).square().sum())
+    if longest > MAX_TREE or len(owners) * longest**2 > scores_of_sequences:
+        return None
+
+    # the owner of a prompt is the first of its sequences, so that a stable order puts the prompt before all answers
+    sequence, token_column = own.nonzero(as_tuple=True)
+    order = torch.argsort(tree_of[sequence], stable=True)
+    tree = tree_of[sequence][order]
+    branch = torch.where(token_column < prompt_width, _PROMPT, sequence)[order]
+    column = torch.arange(len(tree)) - (sizes.cumsum(0) - sizes)[tree]
+
+    index = torch.zeros(len(owners), longest, dtype=torch.long)
+    packed_position = position[own][order]
+    index[tree, column] = packed_position
+    places = torch.empty(len(tree), dtype=torch.long)
+    places[packed_position] = tree * longest + column
+
+    branches = torch.full((len(owners), longest), _FILLING)
+    branches[tree, column] = branch
+    is_visible = (branches.unsqueeze(2) == branches.unsqueeze(1)) | (branches == _PROMPT).unsqueeze(1)
+    mask = is_visible & torch.ones(longest, longest, dtype=torch.bool).tril()
+    return PromptTrees(index, mask.unsqueeze(1), places)
 
 
 def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -404,9 +479,13 @@ def packed_attention(
         query, key, value = group.shards_of_heads(query, key, value, packed_sequences.num_tokens)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
     on_cuda = query.device.type == "cuda" and query.dtype in HALF and s_aux is None
-    attend = _varlen_attention if on_cuda else _sdpa_runs
-    query, key, value = (_rows(tensor, packed_sequences.expand) for tensor in (query, key, value))
-    output = _rows(attend(query, key, value, scores, packed_sequences), packed_sequences.collapse)
+    trees = packed_sequences.trees
+    if trees is not None and scores.is_plain:
+        output = _tree_attention(query, key, value, scores.scale, trees)
+    else:
+        attend = _varlen_attention if on_cuda else _sdpa_runs
+        query, key, value = (_rows(tensor, packed_sequences.expand) for tensor in (query, key, value))
+        output = _rows(attend(query, key, value, scores, packed_sequences), packed_sequences.collapse)
     return (output if group is None else group.shards_of_tokens(output)).unsqueeze(0), None
 
 
@@ -461,6 +540,25 @@ class Scores(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the scores are the scaled products of all pairs."""
+        return self.window is None and self.softcap is None and self.sinks is None
+
+
+def _tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, trees: PromptTrees
+) -> torch.Tensor:
+    """Computes attention with one call of SDPA for all prompts. query and output: (T, H, D); key, value: (T, K, D)."""
+    heads = []
+    for tensor in (query, key, value):
+        rows = _rows(tensor, trees.index.flatten()).unflatten(0, trees.index.shape)
+        heads.append(rows.transpose(1, 2))
+    output = F.scaled_dot_product_attention(
+        *heads, attn_mask=trees.mask, scale=scale, enable_gqa=_has_groups(query.shape[1], key.shape[1])
+    )  # (G, H, L, D)
+    return _rows(output.transpose(1, 2).flatten(0, 1), trees.places)
 
 
 def _sdpa_runs(

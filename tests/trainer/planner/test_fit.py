@@ -62,10 +62,10 @@ def test_ranks_that_share_sequences_divide_their_tokens() -> None:
 
 
 def test_a_launch_recomputes_as_few_layers_as_fit() -> None:
-    def decided(given: int | None = None, device: object = H100, like: str = "qwen2.5-3b") -> tuple[PPOConfig, str]:
+    def decided(given: int | None = None, like: str = "qwen2.5-3b") -> tuple[PPOConfig, str]:
         config = grpo()
         config.model.gradient_checkpointing_layers = given
-        return config, decide_sharding(config, Networks(shape_of(config_like(like))), 8, device, H100.memory_gib)
+        return config, decide_sharding(config, Networks(shape_of(config_like(like))), 8, H100, H100.memory_gib)
 
     config, line = decided()
     number, networks = config.model.gradient_checkpointing_layers, Networks(shape_of(config_like("qwen2.5-3b")))
@@ -78,7 +78,6 @@ def test_a_launch_recomputes_as_few_layers_as_fit() -> None:
 
     assert fits(number) and not fits(number - 1)
     assert decided(20)[0].model.gradient_checkpointing_layers == 20
-    assert decided(device=CPU)[0].model.gradient_checkpointing_layers is None
     config.model.gradient_checkpointing_layers, config.model.enable_activation_offload = None, True
     assert not decide_sharding(config, networks, 8, H100, 79.1), "not all activations to the host"
     assert decided(like="qwen2.5-32b")[0].model.gradient_checkpointing_layers is None, "all, as too little fits"
@@ -86,6 +85,27 @@ def test_a_launch_recomputes_as_few_layers_as_fit() -> None:
     config.model.gradient_checkpointing_layers = 9
     seconds = {name: stage.seconds for name, stage in step_stages(config, networks, 8, H100, mean).items()}
     assert seconds["update"] == pytest.approx((3 + 9 / 36) * seconds["old log-probs"])
+
+
+def test_a_launch_on_a_cpu_recomputes_as_few_layers_as_fit_the_free_memory() -> None:
+    networks = Networks(shape_of(config_like("qwen2.5-0.5b")))
+
+    def needed(layers: int) -> float:
+        config = grpo()
+        config.model.gradient_checkpointing_layers = layers
+        return memory_plan(config, networks, 2, CPU).device_bytes / GIB
+
+    assert needed(0) > needed(10) > needed(24)
+    for layers in (0, 10):
+        config = grpo()
+        # 85% of this memory is enough for the plan with this number of layers, and not for one layer less
+        line = decide_sharding(config, networks, 2, CPU, needed(layers) * 1.0001 / 0.85)
+        assert config.model.gradient_checkpointing_layers == layers
+        assert f"{24 - layers} of 24 layers keep their activations" in line
+
+    config = grpo()
+    assert not decide_sharding(config, networks, 2, CPU, needed(24) * 0.9)
+    assert config.model.gradient_checkpointing_layers is None, "all layers, because nothing fits"
 
 
 def test_the_first_sets_of_changes_that_fit_and_the_configuration_stays() -> None:
