@@ -21,11 +21,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def execute(file: Path, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None = None) -> Any:
+def execute(
+    file: Path, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None = None, check: str = ""
+) -> Any:
     """Executes a notebook in `folder` and returns it with its outputs. A cell that fails raises an exception.
 
     Args:
         steps: number in place of the notebook's own in the line `steps = ...`; None leaves it unchanged.
+        check: code of a further last cell, with assertions about the notebook's variables.
     """
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     monkeypatch.setenv("VERL_LITE_CACHE", str(cache))
@@ -40,6 +43,8 @@ def execute(file: Path, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPat
             replaced += count
         assert replaced == 1
 
+    if check:
+        notebook.cells.append(nbformat.v4.new_code_cell(check))
     client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}})
     client.execute()
     return notebook
@@ -71,6 +76,17 @@ def test_the_quickstart_trains_and_shows_its_curve(
 STEPS = {"1_train": 3, "2_rewards": 20, "3_stages": 3, "4_agent": 2, "5_reading_a_run": 20}
 """Steps of the runs in the tests. Reward hacking and the findings about trends need the notebook's own number."""
 
+CHECKS = {
+    "2_rewards": """
+(score, right), (last_score, last_right) = hacked.metrics[["critic/score/mean", "reward/acc/mean"]].dropna().iloc[[0, -1]].values
+assert last_score > score and last_right < right / 2, "the reward is exploited"
+assert repaired.metrics["reward/acc/mean"].iloc[-1] > 2 * last_right, "and the repaired one is not"
+""",
+    "3_stages": "assert nothing.metrics['actor/grad_norm'].dropna().eq(0).all()",
+    "4_agent": "assert result.metrics['env/error_rate'].dropna().eq(0).all()",
+}
+"""What the text of a lesson says about its runs."""
+
 
 def test_each_lesson_is_executed_and_listed() -> None:
     names = sorted(file.stem for file in LESSONS.glob("*.ipynb"))
@@ -84,7 +100,7 @@ def test_each_lesson_is_executed_and_listed() -> None:
 def test_a_lesson_runs_and_prints_the_failures_that_it_quotes(
     name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notebook = execute(LESSONS / f"{name}.ipynb", tmp_path, cache, monkeypatch, STEPS[name])
+    notebook = execute(LESSONS / f"{name}.ipynb", tmp_path, cache, monkeypatch, STEPS[name], CHECKS.get(name, ""))
     sources = [cell.source for cell in notebook.cells]
     begin = next(place for place, source in enumerate(sources) if source.startswith(FAILURES))
     quotes = re.findall(r"^```text\n(.*?)^```$", "\n".join(sources[begin:]), re.DOTALL | re.MULTILINE)
