@@ -78,7 +78,8 @@ STEPS = {"1_train": 3, "2_rewards": 20, "3_stages": 3, "4_agent": 2, "5_reading_
 
 CHECKS = {
     "2_rewards": """
-(score, right), (last_score, last_right) = hacked.metrics[["critic/score/mean", "reward/acc/mean"]].dropna().iloc[[0, -1]].values
+columns = hacked.metrics[["critic/score/mean", "reward/acc/mean"]].dropna()
+(score, right), (last_score, last_right) = columns.iloc[[0, -1]].values
 assert last_score > score and last_right < right / 2, "the reward is exploited"
 assert repaired.metrics["reward/acc/mean"].iloc[-1] > 2 * last_right, "and the repaired one is not"
 """,
