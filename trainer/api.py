@@ -112,8 +112,8 @@ class TrainResult:
         if step not in by_step:
             steps = f"samples of the steps {min(by_step)} to {max(by_step)}" if by_step else "no samples"
             raise UserError(
-                f"step: found {step}, but {self.run_dir} has {steps}. Beyond trainer.samples_max_mb a run deletes every "
-                "other step"
+                f"step: found {step}, but {self.run_dir} has {steps}. "
+                "Beyond trainer.samples_max_mb a run deletes the samples of every other step"
             )
         group = by_step[step]
         rows = []

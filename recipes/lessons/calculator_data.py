@@ -1,7 +1,7 @@
 """Questions for the agent of lesson 4, `17*8`, and conversations in which a careless agent calls a calculator.
 
-The conversations are those of recipes/agent_program with two numbers instead of up to four, so that a small model learns
-their form in seconds.
+The conversations are those of recipes/agent_program with two numbers instead of up to four, so that a small model
+learns their form in seconds.
 """
 
 import random
