@@ -107,18 +107,17 @@ class TrainResult:
         from trainer.reports.run_data import groups
 
         by_step = {group.step: group for group in groups(self.run_dir) if group.kind == "train"}
-        if step is None and by_step:
-            step = max(by_step)
-        if step not in by_step:
+        wanted = max(by_step, default=0) if step is None else step
+        if wanted not in by_step:
             steps = f"samples of the steps {min(by_step)} to {max(by_step)}" if by_step else "no samples"
             raise UserError(
                 f"step: found {step}, but {self.run_dir} has {steps}. "
                 "Beyond trainer.samples_max_mb a run deletes the samples of every other step"
             )
-        group = by_step[step]
+        group = by_step[wanted]
         rows = []
         for answer in group.read(range(len(group.uids))):
-            row = {
+            row: dict[str, Any] = {
                 "prompt": answer.prompt[-1][1],
                 "answer": answer.output,
                 "ground_truth": answer.gts,
