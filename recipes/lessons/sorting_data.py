@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from recipes.made_data import Question, careless, unique, write_files
+from recipes.made_data import careless, unique, write_files
 from recipes.quickstart.data import sort_questions
 
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 128, 1024, 8192

@@ -74,7 +74,7 @@ def test_the_quickstart_trains_and_shows_its_curve(
 
 
 STEPS = {"1_train": 3, "2_rewards": 20, "3_stages": 20, "4_agent": 2, "5_reading_a_run": 20}
-"""Steps of the runs in the tests. Reward hacking, pairs with a right answer, and findings about trends need the notebook's own."""
+"""Steps of the runs in the tests. Right answers, reward hacking and trends need the notebook's own number."""
 
 CHECKS = {
     "2_rewards": """
