@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas
 
     from trainer.callbacks import Callback
+    from trainer.reports.health import Finding
 
 _BATCH = 64
 _REDRAW_S = 3.0
@@ -79,6 +80,53 @@ class TrainResult:
 
         table = pandas.DataFrame.from_dict(read_metrics(self.run_dir / "metrics.jsonl"), orient="index")
         return table.rename_axis("step")
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings of the run report, the worst first. `print` shows a finding with its cause and its remedy."""
+        from trainer.reports.health import findings_of
+        from trainer.reports.run_data import read_run
+
+        return findings_of(read_run(self.run_dir))
+
+    def samples(self, step: int | None = None) -> pandas.DataFrame:
+        """Returns the answers that a step was trained on, with their scores.
+
+        Args:
+            step: a step of the training; None = the last one that has samples.
+
+        Returns:
+            One row per answer, with the columns prompt (the last message), answer, ground_truth, score (NaN if the
+            reward failed), tokens, finish_reason, and one column for each other entry that the reward returned.
+
+        Raises:
+            UserError: if the run has no samples of this step.
+        """
+        import pandas
+
+        from trainer.reports.run_data import groups
+
+        by_step = {group.step: group for group in groups(self.run_dir) if group.kind == "train"}
+        wanted = max(by_step, default=0) if step is None else step
+        if wanted not in by_step:
+            steps = f"samples of the steps {min(by_step)} to {max(by_step)}" if by_step else "no samples"
+            raise UserError(
+                f"step: found {step}, but {self.run_dir} has {steps}. "
+                "Beyond trainer.samples_max_mb a run deletes the samples of every other step"
+            )
+        group = by_step[wanted]
+        rows = []
+        for answer in group.read(range(len(group.uids))):
+            row: dict[str, Any] = {
+                "prompt": answer.prompt[-1][1],
+                "answer": answer.output,
+                "ground_truth": answer.gts,
+                "score": answer.score,
+                "tokens": answer.response_length,
+                "finish_reason": answer.finish_reason,
+            }
+            rows.append(row | answer.parts)
+        return pandas.DataFrame(rows).astype({"score": float})
 
     @property
     def model_path(self) -> Path:

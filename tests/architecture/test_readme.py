@@ -16,7 +16,9 @@ from verl_lite.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("recipes", "verl_lite", "trainer", "tests")
-PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))])
+NOTEBOOKS = sorted(ROOT.glob("recipes/**/*.ipynb"))
+TEXTS = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))])
+PAGES = [*TEXTS, *NOTEBOOKS]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -58,6 +58,36 @@ def test_five_lines_train_generate_and_evaluate(model: str, tmp_path: Path) -> N
     assert result.evaluate(ROWS[3:])["val-core/data/reward/mean@1"] >= bonus
 
 
+def test_samples_are_the_answers_of_a_step_and_findings_those_of_the_report(model: str, tmp_path: Path) -> None:
+    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> dict[str, Any]:
+        if ground_truth == "4" != solution_str:  # the reward is tried with ground truths before the training
+            raise ValueError("this answer fails")
+        return {"score": 0.5, "letters": len(solution_str)}
+
+    rows = [row for row in ROWS if row["ground_truth"] != "4"] + [{"prompt": "2+2=", "ground_truth": "4"}] * 3
+    options = {"data.train_batch_size": 8, "reward.max_error_rate": 1.0, "trainer.save_freq": 0}
+    result = train(model, rows, reward, run_dir=tmp_path / "run", options=options, **SMALL)
+
+    samples = result.samples(step=1)
+    assert len(samples) == 2 * len(rows), "each question has rollout.n answers"
+    failed = samples["ground_truth"] == "4"
+    assert failed.sum() == 6 and samples["score"][failed].isna().all()
+    assert samples["score"][~failed].eq(0.5).all()
+    assert samples["letters"][~failed].eq(samples["answer"][~failed].str.len()).all()
+    assert set(samples["prompt"]) == {row["prompt"] for row in rows}
+    last = result.samples()
+    assert last.equals(result.samples(step=2)) and not last.equals(samples)
+    with pytest.raises(UserError, match=r"step: found 3, but .* has samples of the steps 1 to 2"):
+        result.samples(step=3)
+
+    texts = [str(finding) for finding in result.findings]
+    assert any(text.startswith("bad: reward/error_rate is above 0 in 2 of 2 steps") for text in texts)
+    [equal] = [text for text in texts if "frac_reward_zero_std is above" in text]
+    first, cause, advice = equal.split("\n")
+    assert first.startswith(("bad: ", "look: ")) and cause.startswith("  likely: most prompts give no gradient")
+    assert advice.startswith("  to do:  ") and "rollout.n=2" in advice
+
+
 def trl_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [float(len(completion[0]["content"]) > 1) for completion in completions]
 

@@ -51,6 +51,15 @@ class Finding:
     advice: str = ""
     log: str = ""
 
+    def __str__(self) -> str:
+        """The finding as text, with its cause and its advice in lines of their own."""
+        lines = [f"{self.grade}: {self.text}"]
+        if self.cause:
+            lines.append(f"  likely: {self.cause}")
+        if self.advice:
+            lines.append(f"  to do:  {self.advice}")
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True)
 class Range:
