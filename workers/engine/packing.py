@@ -551,12 +551,18 @@ def _tree_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, trees: PromptTrees
 ) -> torch.Tensor:
     """Computes attention with one call of SDPA for all prompts. query and output: (T, H, D); key, value: (T, K, D)."""
-    heads = []
-    for tensor in (query, key, value):
-        rows = _rows(tensor, trees.index.flatten()).unflatten(0, trees.index.shape)
-        heads.append(rows.transpose(1, 2))
+
+    def rows_of_heads(tensor: torch.Tensor) -> torch.Tensor:
+        """(G, heads, L, D)"""
+        return _rows(tensor, trees.index.flatten()).unflatten(0, trees.index.shape).transpose(1, 2)
+
     output = F.scaled_dot_product_attention(
-        *heads, attn_mask=trees.mask, scale=scale, enable_gqa=_has_groups(query.shape[1], key.shape[1])
+        rows_of_heads(query),
+        rows_of_heads(key),
+        rows_of_heads(value),
+        attn_mask=trees.mask,
+        scale=scale,
+        enable_gqa=_has_groups(query.shape[1], key.shape[1]),
     )  # (G, H, L, D)
     return _rows(output.transpose(1, 2).flatten(0, 1), trees.places)
 

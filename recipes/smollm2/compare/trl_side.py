@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,11 +67,12 @@ def main() -> None:
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             batch = super()._generate_and_score_completions(inputs)
             if options.keep_answers:
+                rewards: Any = self._logs["rewards"]
                 answers.update(
                     prompts=_unpadded(batch["prompt_ids"], batch["prompt_mask"]),
                     answers=_unpadded(batch["completion_ids"], batch["completion_mask"]),
-                    rewards=list(self._logs["rewards"][text_reward.__name__]),
-                    right=list(self._logs["rewards"][addition_reward.__name__]),
+                    rewards=list(rewards[text_reward.__name__]),
+                    right=list(rewards[addition_reward.__name__]),
                 )
             return batch
 
@@ -107,8 +107,9 @@ def main() -> None:
         "output_dir": str(folder / CHECKPOINTS),
         "seed": options.seed,
         "max_steps": options.steps,
+        **trl_settings(),
     }
-    reward_functions = [addition_reward]
+    reward_functions: list[Any] = [addition_reward]
     if options.keep_answers:
         # the answers are also scored with the reward of the task, which has no weight
         reward_functions = [text_reward, addition_reward]
@@ -116,7 +117,7 @@ def main() -> None:
     trainer = Recording(
         model=str(options.model),
         reward_funcs=reward_functions,
-        args=GRPOConfig(**arguments, **trl_settings()),
+        args=GRPOConfig(**arguments),
         train_dataset=Dataset.from_dict(questions),
         callbacks=[Report()],
     )
@@ -160,4 +161,4 @@ def _unpadded(ids: Any, mask: Any) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
