@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from verl_lite.single_controller.watcher import kill, marked_processes
+from verl_lite.machine.process_tree import end_processes
+from verl_lite.single_controller.watcher import marked_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "VERL_LITE_TEST_MACHINES"
@@ -72,7 +73,7 @@ class RayMachines:
     def close(self) -> None:
         """End all of it."""
         while found := self.processes():
-            kill(found)
+            end_processes(found)
             self.process.wait()
         shutil.rmtree(self.temp, ignore_errors=True)
 
@@ -124,7 +125,7 @@ class _Nodes:
             except Exception as error:  # Ray raises it bare
                 if "timed out during startup" not in str(error) or start == _STARTS - 1:
                     raise
-                kill([child.pid for child in set(psutil.Process().children(recursive=True)) - before])
+                end_processes([child.pid for child in set(psutil.Process().children(recursive=True)) - before])
         raise AssertionError("the last start returns or raises")
 
 

@@ -20,7 +20,8 @@ import pytest
 
 from tests.tiny_run import TinyRun, TinyTask
 from trainer.tracking import read_metrics
-from verl_lite.single_controller.watcher import LOOK_EVERY_S, kill, marked_processes
+from verl_lite.machine.process_tree import end_processes
+from verl_lite.single_controller.watcher import LOOK_EVERY_S, marked_processes
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +86,7 @@ class ForeignRay:
         return set(self.processes) <= set(marked_processes(FOREIGN_MARK, self.mark)) and answer == "1 0\n"
 
     def close(self) -> None:
-        kill(marked_processes(FOREIGN_MARK, self.mark))
+        end_processes(marked_processes(FOREIGN_MARK, self.mark))
         shutil.rmtree(self.temp, ignore_errors=True)
 
 
