@@ -14,16 +14,8 @@ __all__ = ["overrides", "prepare"]
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    return task_settings("arithmetic") | {
-        "model.lora_rank": 32,
-        "model.lora_alpha": 32,
-        "data.train_batch_size": 100,
-        "data.max_prompt_length": 64,
-        "data.max_response_length": 5,
-        "algorithm.norm_adv_by_std_in_grpo": False,
-        "rollout.n": 4,
-        "actor.ppo_mini_batch_size": 100,
-        "actor.optim.lr": 1e-4,
-        "trainer.total_training_steps": 20,
-        "trainer.test_freq": 10,
-    }
+    settings = task_settings(
+        "arithmetic", questions=100, answers=4, prompt_tokens=64, answer_tokens=5, lr=1e-4, steps=20
+    )
+    adapter = {"model.lora_rank": 32, "model.lora_alpha": 32}
+    return settings | adapter | {"algorithm.norm_adv_by_std_in_grpo": False}

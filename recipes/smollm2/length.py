@@ -14,15 +14,5 @@ __all__ = ["overrides", "prepare"]
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    return task_settings("length") | {
-        "model.lora_rank": 16,
-        "model.lora_alpha": 32,
-        "data.train_batch_size": 2,
-        "data.max_prompt_length": 256,
-        "data.max_response_length": 96,
-        "rollout.n": 8,
-        "actor.ppo_mini_batch_size": 2,
-        "actor.optim.lr": 2e-5,
-        "trainer.total_training_steps": 200,
-        "trainer.test_freq": 100,
-    }
+    settings = task_settings("length", questions=2, answers=8, prompt_tokens=256, answer_tokens=96, lr=2e-5, steps=200)
+    return settings | {"model.lora_rank": 16, "model.lora_alpha": 32}

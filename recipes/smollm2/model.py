@@ -117,7 +117,7 @@ def _require_complete(model: Path) -> None:
     """
     reasons = [f"it has no {name}" for name in FILES if not (model / name).is_file()]
     if not reasons:
-        reasons = [*_cut_weights(model / "model.safetensors"), *_unreadable(model / "config.json")]
+        reasons = [*_damaged_weights(model / "model.safetensors"), *_unreadable(model / "config.json")]
     if reasons:
         raise UserError(
             f"recipes/smollm2: the cached model in {model} is damaged: {', '.join(reasons)}. Delete {model.parent}; "
@@ -125,18 +125,15 @@ def _require_complete(model: Path) -> None:
         )
 
 
-def _cut_weights(file: Path) -> list[str]:
-    """Returns a reason if the length of a safetensors file differs from the one that its header promises."""
-    with file.open("rb") as content:
-        header_bytes = int.from_bytes(content.read(8), "little")
-        try:
-            header = json.loads(content.read(min(header_bytes, file.stat().st_size)))
-        except ValueError:
-            return [f"{file.name} has no readable header"]
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    expected = 8 + header_bytes + max(ends, default=0)
-    found = file.stat().st_size
-    return [] if found == expected else [f"{file.name} has {found:,} bytes instead of {expected:,}"]
+def _damaged_weights(file: Path) -> list[str]:
+    """Returns a reason if a safetensors file has no readable header, or another length than its header promises."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            return []
+    except SafetensorError as error:
+        return [f"{file.name} is cut or damaged ({error})"]
 
 
 def _unreadable(file: Path) -> list[str]:

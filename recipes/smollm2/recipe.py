@@ -22,30 +22,43 @@ if TYPE_CHECKING:
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    return task_settings("addition") | {
-        "data.train_batch_size": 16,
-        "data.max_prompt_length": 64,
-        "data.max_response_length": 16,
-        "rollout.n": 8,
-        "actor.ppo_mini_batch_size": 16,
-        "actor.optim.lr": 1e-5,
-        "trainer.total_training_steps": 40,
-        "trainer.test_freq": 20,
-    }
+    return task_settings("addition", questions=16, answers=8, prompt_tokens=64, answer_tokens=16, lr=1e-5, steps=40)
 
 
-def task_settings(name: str) -> dict[str, object]:
-    """Returns the settings that all tasks share: model, files, and validation with sampled and greedy answers."""
+def task_settings(
+    name: str, *, questions: int, answers: int, prompt_tokens: int, answer_tokens: int, lr: float, steps: int
+) -> dict[str, object]:
+    """Returns the settings of a run on a task, with one optimizer step per training step.
+
+    Sampled and greedy answers are validated before the run, in the middle and at the end.
+
+    Args:
+        name: Name of the task in `tasks.TASKS`.
+        questions: Number of questions of a training step.
+        answers: Number of answers to each question.
+        prompt_tokens: Maximum number of tokens of a prompt.
+        answer_tokens: Maximum number of tokens of an answer.
+        lr: Learning rate.
+        steps: Number of training steps.
+    """
     folder = made_tasks().folder / name
     return {
         "model.path": str(model.folder()),
         "data.train_files": [str(folder / "train.parquet")],
         "data.val_files": [str(folder / "test.parquet")],
+        "data.train_batch_size": questions,
+        "data.max_prompt_length": prompt_tokens,
+        "data.max_response_length": answer_tokens,
+        "rollout.n": answers,
         "rollout.val_kwargs.do_sample": True,
         "rollout.val_kwargs.temperature": 1.0,
         "rollout.val_kwargs.greedy_too": True,
+        "actor.ppo_mini_batch_size": questions,
+        "actor.optim.lr": lr,
         "trainer.total_epochs": 100,
+        "trainer.total_training_steps": steps,
         "trainer.val_before_train": True,
+        "trainer.test_freq": steps // 2,
     }
 
 

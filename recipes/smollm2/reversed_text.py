@@ -14,13 +14,6 @@ __all__ = ["overrides", "prepare"]
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    return task_settings("reversed_text") | {
-        "data.train_batch_size": 16,
-        "data.max_prompt_length": 96,
-        "data.max_response_length": 48,
-        "rollout.n": 8,
-        "actor.ppo_mini_batch_size": 16,
-        "actor.optim.lr": 1e-5,
-        "trainer.total_training_steps": 40,
-        "trainer.test_freq": 20,
-    }
+    return task_settings(
+        "reversed_text", questions=16, answers=8, prompt_tokens=96, answer_tokens=48, lr=1e-5, steps=40
+    )

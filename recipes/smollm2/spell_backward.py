@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from recipes.smollm2.recipe import overrides as addition_settings
 from recipes.smollm2.recipe import prepare, task_settings
 
 __all__ = ["overrides", "prepare"]
@@ -10,4 +9,6 @@ __all__ = ["overrides", "prepare"]
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    return addition_settings() | task_settings("spell_backward") | {"data.max_prompt_length": 96}
+    return task_settings(
+        "spell_backward", questions=16, answers=8, prompt_tokens=96, answer_tokens=16, lr=1e-5, steps=40
+    )

