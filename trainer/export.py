@@ -43,6 +43,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{run} is damaged: {damage}")
     checkpoint = next(whole_steps(run, print), run)
     trained = "model" if (checkpoint / "model").is_dir() else "actor"  # main_sft and main_rm save a single network
+    if options.critic and not (checkpoint / "critic").is_dir():
+        raise UserError(
+            f"--critic: {checkpoint} contains no critic, which only estimators that read values (gae) train; "
+            "export the policy without --critic"
+        )
     source = str(checkpoint / ("critic" if options.critic else trained))
     target = options.out or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
     if options.adapter:

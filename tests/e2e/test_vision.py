@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_model import tiny_reward_model
 from tests.tiny_run import write_rows
 from tests.tiny_vision import image_file, tiny_vision_model
 from tests.trainer.tiny_run import options_of, run, samples
@@ -35,6 +36,7 @@ OPTIONS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
     tiny_vision_model(folder / "policy")
+    tiny_reward_model(folder / "reward_model")
     rows = []
     for number in range(10):
         (folder / f"{number}.png").write_bytes(image_file(number))
@@ -100,6 +102,6 @@ def test_a_run_on_images_resumes_bit_for_bit_and_is_evaluated(folder: Path, caps
     ],
 )
 def test_parts_that_cannot_read_images_are_refused(folder: Path, option: str, message: str) -> None:
-    more = ["trainer.n_gpus_per_node=2", "trainer.backend=ray", f"reward_model.model.path={folder}/policy"]
+    more = ["trainer.n_gpus_per_node=2", "trainer.backend=ray", f"reward_model.model.path={folder}/reward_model"]
     with pytest.raises(UserError, match=message):
         run_ppo([*options_of(folder, "refused"), *more, option])

@@ -94,4 +94,4 @@ def test_the_critic_of_any_checkpoint_is_exported_with_its_values(
     without = [option for option in options if not option.startswith(("critic.", "trainer.critic", "algorithm."))]
     run_ppo([*without, "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'grpo'}"])
     assert export([str(tmp_path / "grpo"), "--critic"]) == 2
-    assert "expected a folder written by a training run" in capsys.readouterr().err
+    assert "contains no critic" in capsys.readouterr().err
