@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     given = options("async_live", __doc__, argv, rounds=3, steps=14, seconds=0.5, engines=["hf", "vllm"])
     with tempfile.TemporaryDirectory(prefix="bench-async-", ignore_cleanup_errors=True) as root:
         folder = Path(root)
-        make_task(folder, SIZES[0])
+        make_task(folder, SIZES[0], SIZES[0].lengths[1])
         (folder / "reward.py").write_text(REWARD)
         for engine in given.engines:
             ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}

@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from tests.bench.frame import options
-from tests.bench.step_task import SAMPLES, SIZES, arguments, make_task
+from tests.bench.step_task import SIZES, arguments, make_task
 
 SIZE = SIZES[0]
 LENGTHS = SIZE.lengths[1]
@@ -103,7 +103,7 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
             run_ppo(arguments(folder, LENGTHS, own), trainer_class=Timed)
     finally:
         build.RewardPool = pool_class  # type: ignore[misc]
-    reward = float(file.read_text()) * LENGTHS.prompts * SAMPLES / at_once
+    reward = float(file.read_text()) * LENGTHS.prompts * LENGTHS.samples / at_once
     return {
         "generation": statistics.median(generation[WARM_UP:]),
         "reward": reward,
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
     prepare_driver()
     with tempfile.TemporaryDirectory(prefix="bench-overlap-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        make_task(folder, SIZE)
+        make_task(folder, SIZE, LENGTHS)
         (folder / "reward.py").write_text(REWARD)
         show(f"a function in {PROCESSES} processes", run(folder, "sleeps", PROCESSES, rounds))
         show("an async function, 16 calls at once in one process", run(folder, "awaits", 16, rounds))

@@ -36,14 +36,15 @@ _IMAGES = [  # one micro-batch in each pass
     "data.max_prompt_length=280", "data.max_pixels=200000", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4",
     "rollout.n=2", "actor.ppo_max_token_len_per_gpu=2500", "rollout.log_prob_max_token_len_per_gpu=5000",
 ]  # fmt: skip
+_ALL = "model.gradient_checkpointing_layers=8"  # all layers of the model that `write_task` makes
 CASES: dict[str, list[str]] = {
-    "grpo": [],
+    "grpo": [_ALL],
     "no gradient checkpointing": ["model.enable_gradient_checkpointing=false"],
-    "one micro-batch": ["actor.ppo_max_token_len_per_gpu=2048", "data.train_batch_size=2"],
-    "reference and entropy": ["actor.use_kl_loss=true", "actor.calculate_entropy=true"],
-    "critic": ["algorithm.adv_estimator=gae"],
-    "adapter": ["model.lora_rank=16"],
-    "vllm": ["rollout.name=vllm"],
+    "one micro-batch": [_ALL, "actor.ppo_max_token_len_per_gpu=2048", "data.train_batch_size=2"],
+    "reference and entropy": [_ALL, "actor.use_kl_loss=true", "actor.calculate_entropy=true"],
+    "critic": [_ALL, "critic.model.gradient_checkpointing_layers=8", "algorithm.adv_estimator=gae"],
+    "adapter": [_ALL, "model.lora_rank=16"],
+    "vllm": [_ALL, "rollout.name=vllm"],
     **{
         f"{family}, {name}": [*_IMAGES, *more]
         for family in ("qwen2_5_vl", "qwen3_vl")
@@ -59,7 +60,7 @@ CASES: dict[str, list[str]] = {
         f"long rows{name}": ["data.max_prompt_length=2048", "actor.ppo_max_token_len_per_gpu=2080",
         "data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", *more]
         for name, more in {
-            "": [],
+            "": [_ALL],
             ", 4 of 8 layers": ["model.gradient_checkpointing_layers=4"],
             ", no layer": ["model.enable_gradient_checkpointing=false"],
             ", offload": ["model.enable_activation_offload=true"],
@@ -75,13 +76,14 @@ _135M = [
 ]  # fmt: skip
 _TWO = ["trainer.backend=ray", "trainer.n_gpus_per_node=2", "data.train_batch_size=16", "actor.ppo_mini_batch_size=16"]
 _STORED = "model.enable_gradient_checkpointing=false"
+_RECOMPUTED = "model.gradient_checkpointing_layers=30"
 CASES |= {
     "135M": _135M,
-    "135M, no gradient checkpointing": [*_135M, _STORED],
+    "135M, all layers recomputed": [*_135M, _RECOMPUTED],
     "135M, adapter": [*_135M, "model.lora_rank=16"],
     "135M, vllm": [*_135M, "rollout.name=vllm"],
     "135M, two processes": [*_135M, *_TWO],
-    "135M, two processes, no gradient checkpointing": [*_135M, *_TWO, _STORED],
+    "135M, two processes, all layers recomputed": [*_135M, *_TWO, _RECOMPUTED],
     "135M, two processes, adapter": [*_135M, *_TWO, "model.lora_rank=16"],
     "1M": ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=8", _STORED],
     "12M": ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=8", "data.max_response_length=64",
@@ -139,7 +141,7 @@ def _measured_case(name: str, folder: Path, steps: int) -> dict[str, Any]:
     elif name in ("1M", "12M"):
         [size] = [size for size in SIZES if size.name == name]
         (folder / name).mkdir()
-        make_task(folder / name, size)
+        make_task(folder / name, size, size.lengths[0])
         task = [f"model.path={folder / name / 'model'}", f"data.train_files={folder / name / 'train.parquet'}", REWARD]
     else:
         task = write_task(folder, 1984 if name.startswith("long") else 76)
@@ -205,12 +207,11 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
     from trainer.recipe import recipe_overrides
     from trainer.resources import WORKER_BYTES
     from trainer.tracking import METRICS, read_metrics
-    from verl_lite.config import load_config
+    from verl_lite.config import PPOConfig, load_config
 
-    config = load_config(argv, recipe_loader=recipe_overrides).config
-    slots = config.trainer.n_gpus_per_node or 1
-    networks, device = read_networks(config), with_measured_rate(ACCELERATORS["cpu"])
-    plan = memory_plan(config, networks, slots, device)
+    slots = load_config(argv, recipe_loader=recipe_overrides).config.trainer.n_gpus_per_node or 1
+    device = with_measured_rate(ACCELERATORS["cpu"])
+    decided: list[PPOConfig] = []  # the launch sets what the command leaves to the plan
     measured: dict[str, int] = {}
     seconds: dict[str, float] = {}
     baseline: list[int] = []
@@ -228,6 +229,7 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
                 with super().timed(name, within):
                     yield
                 return
+            decided[:] = [self.config]
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
             reset_high_water()
@@ -240,6 +242,10 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
 
     with open(log, "w") as file, redirect_stdout(file):
         assert run_ppo(argv, Watched) == 0
+
+    [config] = decided
+    networks = read_networks(config)
+    plan = memory_plan(config, networks, slots, device)
     result = {"baseline": baseline[0], "flops": device.flops}
     if slots > 1:
         return result | {"phases": {}, "seconds": {}, "whole": (plan.device_bytes, max(workers))}

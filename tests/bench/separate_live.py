@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     given = options("separate_live", __doc__, argv, rounds=3, steps=12, seconds=0.0, engines=["hf", "vllm"])
     with tempfile.TemporaryDirectory(prefix="bench-pools-", ignore_cleanup_errors=True) as root:
         folder = Path(root)
-        make_task(folder, SIZES[0])
+        make_task(folder, SIZES[0], SIZES[0].lengths[1])
         (folder / "reward.py").write_text(REWARD)
         for engine in given.engines if given.rounds else ():
             took: dict[str, list[float]] = {name: [] for name in SETTINGS}
@@ -71,8 +71,9 @@ def main(argv: list[str]) -> int:
                 ratios = sorted(one / other for one, other in zip(took[name], base, strict=True))
                 shown = f"{statistics.median(ratios):.2f} x the time ({ratios[0]:.2f} to {ratios[-1]:.2f})"
                 print(f"  {name}: {shown}", flush=True)
-        make_task(folder, SIZES[-1])
-        print(f"weight update, {SIZES[-1].name} parameters, hf")
+        larger = SIZES[1]
+        make_task(folder, larger, larger.lengths[1])
+        print(f"weight update, {larger.name} parameters, hf")
         for name, setting in UPDATES.items():
             seconds_per_step(folder, name.replace(" ", "-"), "hf", setting, WARM_UP + 4, 0.0)
             rows = list(read_metrics(folder / name.replace(" ", "-") / "metrics.jsonl").values())[1:]
