@@ -29,20 +29,32 @@ NAME = "report.html"
 FILES = Path(__file__).parent / "reports" / "page_files"
 
 
-def write_report(folders: Sequence[Path], out: Path) -> Path:
+def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False) -> Path:
     """Writes the page about run folders, or about the folder of one sweep, and returns its path.
+
+    Args:
+        is_public: The page has fewer samples, and of each path of this machine only the last part.
 
     Raises:
         UserError: for a folder without a run.
     """
     from trainer.checkpoint import write_atomically
-    from trainer.reports.page_data import page_data, read_study
+    from trainer.reports.page_data import (
+        PUBLIC_SAMPLE_BYTES,
+        SAMPLE_BYTES,
+        page_data,
+        read_study,
+        without_folders,
+    )
     from trainer.reports.run_data import read_run
 
     first = folders[0].absolute()
     study = read_study(first) if (first / "study.json").is_file() else None
     runs = [read_run(folder) for folder in (folders if study is None else study.pop("runs"))]
-    data = page_data(runs, study)
+    data = page_data(runs, study, PUBLIC_SAMPLE_BYTES if is_public else SAMPLE_BYTES)
+    if is_public:
+        for name in data.keys() - {"samples", "prompts"}:  # texts of the data and of the model stay as they are
+            data[name] = without_folders(data[name])
     title = " · ".join(run["title"] for run in data["runs"]) if study is None else f"Sweep {first.name}"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, document(title, data))
@@ -88,9 +100,16 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Writes a page about runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a sweep")
     parser.add_argument("--out", type=Path, help=f"output file; default: RUN/{NAME}, for several runs ./{NAME}")
-    given = parser.parse_args(argv)
-    folders = [path.parent if path.is_file() else path for path in (path.expanduser() for path in given.runs)]
-    out = write_report(folders, given.out or (folders[0] / NAME if len(folders) == 1 else Path(NAME)))
+    parser.add_argument(
+        "--public",
+        action="store_true",
+        help="for a page that others read: fewer samples, and paths of this machine without their folders",
+    )
+    options = parser.parse_args(argv)
+    paths = [path.expanduser() for path in options.runs]
+    folders = [path.parent if path.is_file() else path for path in paths]
+    default_out = folders[0] / NAME if len(folders) == 1 else Path(NAME)
+    out = write_report(folders, options.out or default_out, is_public=options.public)
     print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB; open it in a browser")
     return 0
 

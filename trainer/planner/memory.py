@@ -27,9 +27,10 @@ from trainer.requirements import (
     needs_reference_model,
 )
 from trainer.resources import VLLM_BYTES, WORKER_BYTES
-from verl_lite.config import FSDPConfig, ModelConfig, NetworkConfig, PPOConfig
+from verl_lite.config import DataConfig, FSDPConfig, ModelConfig, NetworkConfig, PPOConfig
 from verl_lite.device import KEPT_FREED_BYTES
 from workers.critic import critic_network
+from workers.engine.packing import is_tree_cheaper
 from workers.frozen_models import teacher_network
 from workers.policy.activations import AHEAD
 from workers.rollout.base import resolve_engine_name
@@ -427,6 +428,20 @@ def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: i
     return min(rows, prompts) if is_shared else rows
 
 
+def has_prompt_trees(data: DataConfig, rows: int, distinct: int) -> bool:
+    """Returns True if attention on a CPU has one row per prompt, and no copies of prompts (`PromptTrees`).
+
+    Args:
+        rows: Answers of a micro-batch, of maximal length.
+        distinct: Their different prompts.
+    """
+    if distinct == rows:
+        return False
+    answers = math.ceil(rows / distinct)
+    longest = data.max_prompt_length + answers * data.max_response_length
+    return is_tree_cheaper(distinct, longest, rows * (data.max_prompt_length + data.max_response_length) ** 2)
+
+
 def _train_phases(
     config: PPOConfig, networks: dict[str, HeldNetwork], slots: int, plan: MemoryPlan
 ) -> Iterator[tuple[str, str, dict[str, float]]]:
@@ -450,12 +465,15 @@ def _train_phases(
         together = min(together, rows)
         distinct = distinct_prompts(config, networks[role].shape, together, prompts)
         shared = data.max_prompt_length * (together - distinct)
+        copied = shared
+        if plan.base is not None and has_prompt_trees(data, together, distinct):
+            copied = 0
         tokens, predicted = together * longest - shared, together * data.max_response_length
-        tokens, predicted, shared = (math.ceil(each / ranks) for each in (tokens, predicted, shared))
+        tokens, predicted, copied = (math.ceil(each / ranks) for each in (tokens, predicted, copied))
         tile = TILE_BYTES["cpu" if plan.base is not None else "cuda, compiled" if config.model.compile else "cuda"]
         chunk, size = actor.log_prob_chunk_tokens, networks[role].compute
         images = 0 if networks[role].shape.tower is None else distinct * data.max_prompt_length
-        run = Pass(tokens, predicted, chunk, size, entropy, shared, ranks, tile, images)
+        run = Pass(tokens, predicted, chunk, size, entropy, copied, ranks, tile, images)
         return networks[role], run, math.ceil(rows / together)
 
     def forward(role: str, stage: str, entropy: bool = False, topk: int = 0) -> dict[str, float]:

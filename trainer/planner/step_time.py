@@ -142,13 +142,26 @@ def step_stages(
     groups = slots / actor.ulysses_sequence_parallel_size  # of devices that share their sequences
     together = max(1, round(rows / groups * mini / whole / plan.micro_batches))
 
-    def passes(shape: ModelShape, count: float = 1, tower_count: float = 1) -> Stage:
-        """Returns the time of `count` forward passes over a device's rows, and `tower_count` over their images. A
-        backward pass counts as two (one with an adapter, whose base gets no gradient, none in a frozen vision tower),
-        and gradient checkpointing adds one for the layers that it recomputes."""
+    def passes(
+        shape: ModelShape, count: float = 1, tower_count: float = 1, *, recomputed: float = 0, epochs: float = 0
+    ) -> Stage:
+        """Returns the time of passes over a device's rows.
+
+        A backward pass counts as two forward passes (one with an adapter, whose base gets no gradient, and none in a
+        frozen vision tower).
+
+        Args:
+            count: Forward passes through the whole network.
+            tower_count: Forward passes of the images through the vision tower.
+            recomputed: Forward passes through the layers alone, by gradient checkpointing.
+            epochs: Forward passes through the output layer alone, whose backward pass computes the logits again.
+        """
         prompts = rows / slots * memory.distinct_prompts(config, shape, together, mini) / together
         predicted = rows / slots * answer
-        operations = count * forward_flops(shape, predicted + prompts * prompt, prompt + answer, predicted)
+        tokens = predicted + prompts * prompt
+        whole = forward_flops(shape, tokens, prompt + answer, predicted)
+        layers = forward_flops(shape, tokens, prompt + answer, predicted=0)
+        operations = count * whole + recomputed * layers + epochs * (whole - layers)
         if shape.tower is not None:
             operations += tower_count * shape.tower.flops(prompts, prompt)
         return Stage(operations / (device.flops * device.training))
@@ -167,10 +180,13 @@ def step_stages(
     if networks.critic is not None:
         again = memory.recomputed_layers(config.critic.model, networks.critic) / networks.critic.layers
         stages["values"] = passes(networks.critic)
-        stages["critic update"] = passes(networks.critic, (config.critic.ppo_epochs or actor.ppo_epochs) * (3 + again))
+        epochs = config.critic.ppo_epochs or actor.ppo_epochs
+        stages["critic update"] = passes(networks.critic, 3 * epochs, recomputed=again * epochs, epochs=epochs)
     again = memory.recomputed_layers(config.model, policy) / policy.layers
     of_tower = 3 + config.model.enable_gradient_checkpointing if trained == policy.parameters else 1
-    arithmetic = passes(policy, actor.ppo_epochs * (3 - (adapter > 0) + again), actor.ppo_epochs * of_tower)
+    epochs = actor.ppo_epochs
+    passes_of_epoch = 2 if adapter else 3
+    arithmetic = passes(policy, epochs * passes_of_epoch, epochs * of_tower, recomputed=epochs * again, epochs=epochs)
     ranks = memory.ranks_of_a_copy(fsdp, slots)
     steps = actor.ppo_epochs * math.ceil(whole / mini)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)

@@ -34,6 +34,9 @@ MAX_POINTS, MAX_BARS, MAX_LEGEND, MAX_TICKS = 1500, 120, 24, 6
 MAX_PICTURE_BYTES = 1_500_000
 MAX_TEXT = 6000
 SAMPLE_BYTES = IMAGE_BYTES = 5_000_000
+PUBLIC_SAMPLE_BYTES = 150_000
+_FOLDERS = re.compile(r"(?<![\w/:.…])~?/(?:[^\s/,;:'\"()\[\]{}=]+/)+")
+"""The folders of an absolute path. A path within a URL or after another folder does not match."""
 MAX_SAMPLES = 8000
 
 
@@ -341,6 +344,17 @@ def _compact(value: Any) -> Any:
         return {key: _compact(entry) for key, entry in value.items()}
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:MAX_TEXT]} ... (cut here; {len(value):,} characters)"
+    return value
+
+
+def without_folders(value: Any) -> Any:
+    """Replaces each absolute path by `…/` and its last part in all texts of a JSON-compatible value."""
+    if isinstance(value, str):
+        return _FOLDERS.sub("…/", value)
+    if isinstance(value, list):
+        return [without_folders(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: without_folders(entry) for key, entry in value.items()}
     return value
 
 

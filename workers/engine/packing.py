@@ -291,6 +291,17 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     return _inputs(columns, mask, order, used, position, input_ids=ids, position_ids=positions, sequences=sequences)
 
 
+def is_tree_cheaper(prompts: int, longest: int, scores_of_sequences: int) -> bool:
+    """Returns True if attention uses `PromptTrees`.
+
+    Args:
+        prompts: Number of different prompts.
+        longest: Tokens of the longest row, which contains a prompt and all its answers.
+        scores_of_sequences: Scores of attention with a row for each sequence, the sum of the squares of their lengths.
+    """
+    return longest <= MAX_TREE and prompts * longest**2 <= scores_of_sequences
+
+
 def _prompt_trees(
     own: torch.Tensor, used: torch.Tensor, owner: torch.Tensor, prompt_width: int, position: torch.Tensor
 ) -> PromptTrees | None:
@@ -308,7 +319,7 @@ def _prompt_trees(
     sizes = torch.zeros(len(owners), dtype=torch.long).index_add_(0, tree_of, own.sum(dim=1))
     longest = int(sizes.max())
     scores_of_sequences = int(used.sum(dim=1).square().sum())
-    if longest > MAX_TREE or len(owners) * longest**2 > scores_of_sequences:
+    if not is_tree_cheaper(len(owners), longest, scores_of_sequences):
         return None
 
     # the owner of a prompt is the first of its sequences, so that a stable order puts the prompt before all answers

@@ -14,7 +14,7 @@ from trainer.console import Console
 from trainer.plan import device_memory_gib, expected_rows, main, measured_line
 from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.fit import fewer_processes
-from trainer.planner.memory import GIB, Networks, distinct_prompts, memory_plan, read_networks
+from trainer.planner.memory import GIB, Networks, distinct_prompts, has_prompt_trees, memory_plan, read_networks
 from trainer.planner.model_shape import ModelShape, config_like, read_shape, shape_of
 from trainer.planner.step_time import Lengths, step_stages
 from trainer.tracking import Record
@@ -150,7 +150,9 @@ def test_twice_the_devices_halve_the_passes() -> None:
     assert 0.4 < half["generation: prompts"] / one["generation: prompts"] < 0.5
     assert half["update"] < one["update"] and half["generation: answers"] < one["generation: answers"]
     config.model.enable_gradient_checkpointing = False
-    assert seconds(8)["update"] == pytest.approx(3 * one["old log-probs"])
+    # without recomputed layers only the logits of 256 x 8 / 8 answers of 1536 tokens are computed again
+    logits = 2 * 256 * 1536 * 3584 * 152_064 / (H100.flops * H100.training)
+    assert seconds(8)["update"] == pytest.approx(3 * one["old log-probs"] + logits)
 
 
 def folder_with_config(tmp_path: Path) -> str:
@@ -267,6 +269,31 @@ def test_answers_to_one_prompt_share_its_tokens_but_not_in_attention() -> None:
     per_layer = spared * (16 * 3584 + 2 * 4 * 18944 + 2 * 3584) - left * 2 * 3584
     assert update(config)[kept] - shared[kept] == pytest.approx(28 * per_layer + spared * 8 * 3584)
     assert in_rows == update(config), "as of a network whose rows are of their own"
+
+
+def test_on_a_cpu_short_answers_to_one_prompt_need_no_copies_of_it_in_attention() -> None:
+    """Rows of 40 + 10 tokens: 4 answers to a prompt are a row of 80 in attention, with 6,400 scores instead of 4 x
+    2,500. Of 30 answers to one, a row of 340 has 115,600 instead of 75,000."""
+    data = grpo().data
+    data.max_prompt_length, data.max_response_length = 40, 10
+    assert has_prompt_trees(data, rows=8, distinct=2)
+    assert not has_prompt_trees(data, rows=30, distinct=1)
+    assert not has_prompt_trees(data, rows=8, distinct=8), "nothing is shared"
+    data.max_prompt_length = 1000
+    assert has_prompt_trees(data, rows=2, distinct=1) and not has_prompt_trees(data, rows=3, distinct=1), "1024 tokens"
+
+    config = grpo()
+    config.rollout.name, config.rollout.n = "hf", 4
+    config.data.train_batch_size = config.actor.ppo_mini_batch_size = 1000
+    config.data.max_prompt_length, config.data.max_response_length = 40, 10
+    config.actor.ppo_max_token_len_per_gpu = 1 << 20
+    config.model.enable_gradient_checkpointing = False
+    shape = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, inner=16, vocab=10)
+    kept = memory_plan(config, Networks(shape), 1, CPU).phases["update"]["kept activations"]
+    # fp32 numbers per token of a layer: two norms (3 x 8), queries and outputs (3 x 8), keys and values (2 x 4), MLP (4
+    # x 16); the last norm keeps 3 x 8
+    per_token = 4 * (2 * (2 * 3 * 8 + 3 * 8 + 2 * 4 + 4 * 16) + 3 * 8)
+    assert kept == 1000 * 80 * per_token
 
 
 def test_on_a_cpu_the_copies_of_an_engine_exist_while_it_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,31 @@ def logged(folder: Path, *rows: dict[str, float]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("/data/me/runs/a", "…/a"),
+        ("see '/data/me/reward.py', line 3", "see '…/reward.py', line 3"),
+        ("now data.train_files=[/data/x.parquet,~/y/z.parquet]", "now data.train_files=[…/x.parquet,…/z.parquet]"),
+        ("/data/me/", "…/"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("recipes/length.py, 3/4 and a // b", "recipes/length.py, 3/4 and a // b"),
+    ],
+)
+def test_a_text_of_a_public_page_has_no_folders(text: str, public: str) -> None:
+    assert page_data_module.without_folders({"key": [text, 1.5]}) == {"key": [public, 1.5]}
+
+
+def test_a_public_page_does_not_name_the_folders_of_the_machine(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    assert str(tmp_path) in document_of(folder), "the other page has the paths, to open them"
+    page = report.write_report([folder], tmp_path / "public.html", is_public=True).read_text(encoding="utf-8")
+    assert str(tmp_path) not in page
+    data = json.loads(scripts_of(page)[0])
+    assert data["runs"][0]["folder"] == "…/run"
+    assert HOSTILE in [row[data["fields"].index("output")] for row in data["samples"]]
+
+
 def test_what_a_model_wrote_stays_text_and_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
     document = document_of(make_run(tmp_path / "<b>a</b>"))
     packed, script = scripts_of(document)[1:]  # three elements, whatever a model wrote
