@@ -1,5 +1,5 @@
 """`python -m trainer.plan [--like MODEL] [--device h100] [--memory_gb 80] [--mean_prompt 100] [--mean_response 700]
-[--placement] [--fit] key=value ...`: predicts memory and time of a run from its options.
+[--fit] key=value ...`: predicts memory and time of a run from its options.
 
 Reads the options of `trainer.main_ppo`, or of --command main_sft or main_rm, and the config.json of `model.path` (no
 weights), or the sizes of a published model. Needs no device, data or cluster, whatever `trainer.n_gpus_per_node` and
@@ -45,7 +45,6 @@ from verl_lite.config import (
     load_schema,
 )
 from verl_lite.config.checks import section_problems, validate
-from verl_lite.config.pools import rollout_devices
 from verl_lite.device import device_type, visible_devices
 from verl_lite.errors import UserError
 from verl_lite.machine.host import available_memory
@@ -67,10 +66,15 @@ def main(argv: list[str]) -> int:
     add("--memory_gb", type=float, help="memory of one device in GiB; default: that of --device")
     add("--mean_prompt", type=float, help="mean prompt tokens, for the time; default: data.max_prompt_length")
     add("--mean_response", type=float, help="mean response tokens, for the time; default: data.max_response_length")
-    add("--placement", action="store_true", help="compare shared devices with engines on devices of their own")
+    add("--placement", action="store_true", help=argparse.SUPPRESS)
     add("--fit", action="store_true", help="find the cheapest changes that fit 8, 16, 24, 80 GiB and the device")
     given, rest = parser.parse_known_args(argv)
     device = ACCELERATORS[given.device or "h100"]
+    if given.placement:  # its last version was 0.1
+        raise UserError(
+            "--placement was removed, because its simulation was never compared with a GPU run: compare short runs "
+            "with hybrid_engine=true and false, see trainer/ASYNC.md#engines-on-devices-of-their-own"
+        )
     if given.command != "main_ppo":
         return _plan_supervised(SFTConfig if given.command == "main_sft" else RewardTrainingConfig, rest, given, device)
     config = load_schema(rest, PPOConfig, recipe_loader=recipe_overrides).config
@@ -115,11 +119,6 @@ def main(argv: list[str]) -> int:
             print(fewer_processes(config, networks, slots, device, memory))
         mean = Lengths(given.mean_prompt or longest.prompt, given.mean_response or longest.response)
         print("", *time_lines(config, networks, slots, with_measured_rate(device), mean), sep="\n")
-        if given.placement:
-            from trainer.planner.placement import placement_lines  # imports the scheduler
-
-            devices = slots if config.hybrid_engine else slots + rollout_devices(config, slots)
-            print("", *placement_lines(config, networks, devices, device, memory, mean), sep="\n")
         fits = memory is None or plan.fits(memory * GIB)
         if given.fit and memory is not None:
             fits, lines = fit_table(undecided, networks, slots, device, memory, rest)
@@ -132,7 +131,7 @@ def _plan_supervised(
     options: type[SupervisedConfig], rest: list[str], given: argparse.Namespace, device: Accelerator
 ) -> int:
     """Prints the plan of a supervised command for rows of the maximum length. Returns the exit status."""
-    for name in ("mean_prompt", "mean_response", "placement", "fit"):
+    for name in ("mean_prompt", "mean_response", "fit"):
         if getattr(given, name):
             raise UserError(f"--{name} with --command {given.command}: only main_ppo has it; leave it out")
     config = load_schema(rest, options).config

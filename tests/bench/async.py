@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tests.bench.frame import options, print_row
-from trainer.planner.simulation import Simulated, Workload, simulate
+from tests.bench.simulation import Simulated, Workload, simulate
 
 PROMPTS, SAMPLES, CAP, SIGMA = 8, 8, 32_768, 1.2
 MEDIANS = {"a": 1_000, "b": 8_690}

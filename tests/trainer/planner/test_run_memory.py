@@ -358,3 +358,17 @@ def test_a_free_part_of_this_machine_is_what_a_cpu_worker_has(monkeypatch: pytes
     assert device_memory_gib(H100, 2) == H100.memory_gib
     monkeypatch.setattr("trainer.plan.available_memory", lambda: 8 * GIB)
     assert device_memory_gib(CPU, 2) == 4.0
+
+
+def test_the_memory_of_separate_engines_is_planned_apart_from_the_trainers(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["trainer.n_gpus_per_node=4", "rollout.n=4", "data.max_response_length=1024", "data.train_batch_size=256"]
+    for pool in ([], ["hybrid_engine=false", "rollout.nnodes=1", "rollout.n_gpus_per_node=4"]):
+        main(["--like", "qwen2.5-1.5b", *sizes, *pool])
+        shown = capsys.readouterr().out
+        assert bool(re.search(r"^[* ] rollout +\d", shown, re.MULTILINE)) is not bool(pool)
+        assert ("of an engine" in shown) is bool(pool)
+
+
+def test_the_removed_option_names_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--like", "qwen2.5-1.5b", "--placement"]) == 2
+    assert "--placement was removed" in capsys.readouterr().err

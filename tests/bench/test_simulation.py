@@ -1,16 +1,13 @@
-"""The simulation of a run's sampling, against arithmetic, and the placement that the planner recommends."""
+"""The simulation of a run's sampling against arithmetic."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from trainer.plan import main
-from trainer.planner.simulation import Workload, median_of, simulate
-from verl_lite.config import load_config
+from tests.bench.simulation import Workload, median_of, simulate
 
 EQUAL = Workload(prompts=8, samples=2, median=1000, sigma=0.0, longest=1000, base=1.0, per_sequence=0.1, update=1000.0)
 TICK = EQUAL.longest / 400
@@ -57,34 +54,3 @@ def test_slow_groups_go_to_engines_that_run_few() -> None:
 def test_the_median_belongs_to_the_mean_of_the_lengths_after_the_cut(mean: float) -> None:
     lengths = np.random.default_rng(5).lognormal(np.log(median_of(mean, 1.2, 8192)), 1.2, 400_000)
     assert np.minimum(lengths, 8192).mean() == pytest.approx(mean, rel=0.02)
-
-
-def test_the_command_recommends_options_that_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", "rollout.n=8", "data.train_batch_size=256"]
-    lengths = ["data.max_response_length=8192", "--mean_response", "2000"]
-    assert main(["--like", "qwen2.5-1.5b", "--placement", *sizes, *lengths]) == 0
-    shown = capsys.readouterr().out
-    assert "shared by 16" in shown and "8 train, 8 generate" in shown
-    [line] = [line for line in shown.splitlines() if line.startswith("Recommended: ")]
-    options = line.removeprefix("Recommended: ").split()
-    config = load_config(["model.path=m", "ray_kwargs.ray_init.address=10.0.0.1:6379", *options]).config
-    assert config.trainer.nnodes * (config.trainer.n_gpus_per_node or 8) + (
-        0 if config.hybrid_engine else config.rollout.nnodes * (config.rollout.n_gpus_per_node or 0)
-    ) in (8, 16)
-
-
-def test_a_placement_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["trainer.nnodes=1", "trainer.n_gpus_per_node=8", "rollout.n=4"]
-    sizes += ["data.max_response_length=1024", "data.train_batch_size=256"]
-    main(["--like", "qwen2.5-72b", "--placement", *sizes])
-    shown = capsys.readouterr().out
-    assert "needs" in shown and "No placement fits" in shown
-
-
-def test_the_memory_of_separate_engines_is_planned_apart_from_the_trainers(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["trainer.n_gpus_per_node=4", "rollout.n=4", "data.max_response_length=1024", "data.train_batch_size=256"]
-    for pool in ([], ["hybrid_engine=false", "rollout.nnodes=1", "rollout.n_gpus_per_node=4"]):
-        main(["--like", "qwen2.5-1.5b", *sizes, *pool])
-        shown = capsys.readouterr().out
-        assert bool(re.search(r"^[* ] rollout +\d", shown, re.MULTILINE)) is not bool(pool)
-        assert ("of an engine" in shown) is bool(pool)
