@@ -289,6 +289,8 @@ def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
     observed = copy.deepcopy(config)  # with the largest logged mean lengths instead of the maximum lengths
     for key, name in (("max_prompt_length", "prompt_length/mean"), ("max_response_length", "response_length/mean")):
         setattr(observed.data, key, max(1, math.ceil(_maximum(steps, name) or getattr(observed.data, key))))
+    # the cache of the engine was built for the maximum lengths
+    observed.rollout.max_model_len = config.rollout.max_model_len or config.longest_sample
     plans = (memory_plan(planned, networks, slots, device) for planned in (config, observed))
     whole, expected = ((plan.device_bytes if on_cpu else plan.peak) / GIB for plan in plans)
     return (

@@ -90,7 +90,8 @@ class LockStep:
     def poll(self, timeout_s: float = 0.0) -> list[Any]:
         if self.engine.unfinished:
             return []
-        calls, self.calls, replies = self.calls, [], []
+        calls, self.calls = self.calls, []
+        replies: list[Any] = []
         for function, *call in calls:
             function(*call)
         while len(replies) < len(calls):
@@ -126,14 +127,15 @@ class Bench:
         from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
         from workers.rollout.runner import Runner
 
-        options = {"env_config": {"latency_s": latency_ms / 1000, "turns": 4}, "max_tokens_per_step": TURN_TOKENS}
+        env_config = {"latency_s": latency_ms / 1000, "turns": 4}
+        options: dict[str, Any] = {"env_config": env_config, "max_tokens_per_step": TURN_TOKENS}
         template = EnvTemplate("slow", "tests.workers.counting_env:Counting", **options)
         pool: Any = EnvPool(EnvPoolConfig(num_workers=1, threads=ENVIRONMENTS), {"slow": template})
         pool.dry_run(["slow"])
         recorder = Recorder(self.engine)
         runner = EpisodeRunner(
             Runner(recorder),  # type: ignore[arg-type]
-            LockStep(pool, recorder) if lock_step else pool,
+            LockStep(pool, recorder) if lock_step else pool,  # type: ignore[arg-type]
             self.tokenizer,
             {"slow": template},
             TokenLimits(MODEL_LENGTH, MODEL_LENGTH, MODEL_LENGTH),

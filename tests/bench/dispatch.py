@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
     args = options("dispatch", __doc__, argv, rows=1024, workers=[1, 8, 64, 256, 1024], repeat=3)
     torch.set_num_threads(1)
     data, minimum = make_batch(args.rows)
-    dense = sum(value.nbytes for value in data.batch.values())
+    dense = sum(data.batch[name].nbytes for name in data.batch.keys())
     padding = 1 - float(data.batch["attention_mask"].float().mean())
     print(
         f"{args.rows} rows, {len(data.batch.keys())} columns, {padding:.0%} padding: dense {dense / 1e6:.1f} MB "

@@ -244,14 +244,17 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
         assert run_ppo(argv, Watched) == 0
 
     [config] = decided
+    run_dir = Path(config.trainer.default_local_dir)
+    last = list(read_metrics(run_dir / METRICS).values())[-1]
+    # every answer has the maximum length, but some tasks have shorter prompts than their limit
+    config.rollout.max_model_len = config.rollout.max_model_len or config.longest_sample
+    config.data.max_prompt_length = int(last["prompt_length/max"])
     networks = read_networks(config)
     plan = memory_plan(config, networks, slots, device)
     result = {"baseline": baseline[0], "flops": device.flops}
     if slots > 1:
         return result | {"phases": {}, "seconds": {}, "whole": (plan.device_bytes, max(workers))}
 
-    run_dir = Path(config.trainer.default_local_dir)
-    last = list(read_metrics(run_dir / METRICS).values())[-1]
     mean = Lengths(last["prompt_length/mean"], last["response_length/mean"])
     predicted, loaded_by_engine = plan.by_phase(), (plan.base or 0) - WORKER_BYTES
     phases = {name: (predicted[name] + loaded_by_engine, measured[name]) for name in measured}

@@ -107,7 +107,7 @@ class Side:
         line = self.answers.readline()
         if not line:
             log = Path(self.log.name).read_text()[-3000:]
-            raise RuntimeError(f"{self.process.args[2]} ended; its log ends with:\n{log}")
+            raise RuntimeError(f"{Path(self.log.name).stem} ended; its log ends with:\n{log}")
         return json.loads(line)
 
     def end(self) -> None:

@@ -24,11 +24,12 @@ def test_every_entry_has_a_line_only_rounding_differs_and_verl_is_measured(
     """A stand-in for verl: our own functions under its name, one of them broken."""
     for name in ("verl", "verl.trainer", "verl.trainer.ppo", "verl.workers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    broken = ADV_ESTIMATOR_REGISTRY | {"rloo": lambda token_level_rewards: {}["no such column"]}
+    empty: dict[str, float] = {}
+    broken = ADV_ESTIMATOR_REGISTRY | {"rloo": lambda token_level_rewards: empty["no such column"]}
     stand_in = SimpleNamespace(**{**vars(core_algos), "ADV_ESTIMATOR_REGISTRY": broken})
-    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", stand_in)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", stand_in)
     config = SimpleNamespace(ActorConfig=ActorConfig)
-    monkeypatch.setitem(sys.modules, "verl.workers.config", config)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "verl.workers.config", config)
     algos.main(["--rows", "64", "--width", "24", "--naive-rows", "16", "--repeat", "1"])
     output = capsys.readouterr().out
     lines = {(one[:10].strip(), one[11:39].strip()): one[39:].split() for one in output.splitlines()[2:]}
