@@ -13,6 +13,7 @@ import pytest
 from tensordict import TensorDict
 
 from recipes.flow_grpo.__main__ import main as flow_grpo
+from tests.guess_number import GUESS_NUMBER
 from tests.recipes.test_flow_grpo import arguments
 from tests.tiny_experts import tiny_experts
 from tests.trainer import tiny_run
@@ -102,7 +103,7 @@ def test_each_column_has_the_writers_that_the_schema_declares(tmp_path: Path, mo
     pytest.importorskip("diffusers")
     tiny_run.write_files(tmp_path, [f"{number}+{number}" for number in range(8)])
     tiny_experts(tmp_path / "experts")
-    guess = {"env_type": "guess_number", "max_tokens_per_step": 4, "max_steps": 2}
+    guess = {"env_type": GUESS_NUMBER, "max_tokens_per_step": 4, "max_steps": 2}
     (tmp_path / "envs.yaml").write_text(json.dumps({"agentic": {"custom_envs": {"guess": guess}}}))
     recorder = Recorder(monkeypatch)
     for name, options in RUNS.items():

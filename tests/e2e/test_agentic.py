@@ -15,6 +15,7 @@ import torch
 from tests.e2e.test_exact_resume import GAE, KL
 from tests.e2e.test_replay import dump_of
 from tests.forked_runs import ACTOR, CRITIC, Forked, assert_same_end, differences, driver_state, history, models_of
+from tests.guess_number import GUESS_NUMBER
 from tests.tiny_model import tiny_qwen2
 from trainer.crash_dump import read_dump
 from trainer.replay import main as replay
@@ -23,7 +24,7 @@ from trainer.tracking import read_metrics
 pytestmark = pytest.mark.slow
 
 GUESS = {
-    "env_type": "guess_number",
+    "env_type": GUESS_NUMBER,
     "max_steps": 3,
     "max_tokens_per_step": 4,
     "agent_template": "{observation}",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.guess_number import GUESS_NUMBER
 from tests.set_keys import set_keys
 from tests.tiny_experts import tiny_experts
 from tests.tiny_model import tiny_qwen2
@@ -156,7 +157,7 @@ def test_a_run_balances_its_experts_and_replays_those_of_the_rollout(options: li
 @pytest.mark.slow
 def test_episodes_replay_their_experts_also_where_they_began_a_step_before(tmp_path: Path) -> None:
     guess = {
-        "env_type": "guess_number", "max_steps": 3, "max_tokens_per_step": 4, "agent_template": "{observation}",
+        "env_type": GUESS_NUMBER, "max_steps": 3, "max_tokens_per_step": 4, "agent_template": "{observation}",
         "env_config": {"low": 1, "high": 4, "answer_pattern": r"(\d)", "env_instruction": "1-4? "},
     }  # fmt: skip
     config = {"agentic": {"custom_envs": {"guess": guess}}}

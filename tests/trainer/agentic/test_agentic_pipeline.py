@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.guess_number import GUESS_NUMBER
 from tests.set_keys import set_keys
 from tests.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.trainer.test_fit import Parts
@@ -277,7 +278,7 @@ def test_an_episode_of_a_program_is_logged_with_its_requests(tmp_path: Path) -> 
 
 def test_environments_and_template_are_tried_before_anything_heavy(tmp_path: Path) -> None:
     config = PPOConfig()
-    config.agentic.custom_envs = {"guess": {"env_type": "guess_number"}}
+    config.agentic.custom_envs = {"guess": {"env_type": GUESS_NUMBER}}
     config.agentic.train_env_manager.tags, config.agentic.env_pool.num_workers = ["guess"], 0
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 
+from tests.guess_number import GUESS_NUMBER
 from verl_lite.envs import make_env
 from verl_lite.errors import UserError
 
@@ -119,7 +120,7 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("frozen_lake", {"is_slippery": True}),
     ("sokoban", {}),
     ("calculator", {}),
-    ("guess_number", {}),
+    (GUESS_NUMBER, {}),
     ("gymnasium", {"env_id": "FrozenLake-v1", "observe": "render"}),
     ("gymnasium", {"env_id": "CartPole-v1"}),
     ("gem", {"env": f"{__name__}:GemLike"}),

@@ -13,7 +13,7 @@ from verl_lite.envs import ENVS, env_modules, env_templates, make_env, register_
 from verl_lite.errors import UserError
 
 HUBS = ["gem", "gymnasium", "openenv", "reasoning_gym", "verifiers"]
-OWN = ["calculator", "frozen_lake", "guess_number", "sokoban", *HUBS]
+OWN = ["calculator", "frozen_lake", "sokoban", *HUBS]
 
 
 class Corridor:

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 
+from tests.guess_number import GUESS_NUMBER
 from verl_lite.envs import make_env
 from verl_lite.envs.calculator import evaluate
 from verl_lite.envs.frozen_lake import FrozenLake
@@ -177,7 +178,7 @@ def test_questions_have_whole_answers() -> None:
 
 
 def test_a_guess_is_answered_with_higher_or_lower() -> None:
-    env = make_env("guess_number", {"low": 1, "high": 8, "penalty_for_guess": -0.125})
+    env = make_env(GUESS_NUMBER, {"low": 1, "high": 8, "penalty_for_guess": -0.125})
     env.reset(3)
     low, high, rewards, guesses = 1, 8, 0.0, 0
     while True:

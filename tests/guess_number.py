@@ -1,19 +1,19 @@
-"""Guess a number: after each guess the environment tells the agent whether the secret is higher or lower."""
+"""An environment for tests: after each guess it tells the agent whether the secret number is higher or lower."""
 
 import random
 
 from verl_lite.envs.actions import ANSWER_PATTERN, ActionParser
-from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.base import Info
 from verl_lite.errors import UserError
 
 INSTRUCTION = (
     "I think of a whole number from {low} to {high}. Guess it; after each guess I say whether it is higher or lower. "
     "Write a guess as <answer>{low}</answer>.\n"
 )
+GUESS_NUMBER = "tests.guess_number:GuessNumber"
 AGG_MODES = {"action_is_valid": "mean", "action_is_effective": "mean", "guesses": "sum", "success": "last"}
 
 
-@register_env("guess_number")
 class GuessNumber:
     """A secret number from `low` to `high`. The right guess has the reward `reward_right`, others `penalty_for_guess`.
 
