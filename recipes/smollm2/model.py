@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import platform
 import sys
 from pathlib import Path
 
@@ -38,12 +39,26 @@ def make() -> Path:
     """Converts the model unless the cache contains it, and returns its folder.
 
     Raises:
-        UserError: the wheel or the package gguf is missing, the wheel contains another file, or files of an earlier
-            conversion are missing or cut.
+        UserError: the wheel or the package gguf is missing, the wheel contains another file, files of an earlier
+            conversion are missing or cut, or neither the processor nor a GPU can train a model of this size.
     """
+    _require_vector_instructions()
     _made().make()
     _require_complete(folder())
     return folder()
+
+
+def _require_vector_instructions() -> None:
+    """Raises UserError on an x86 processor without AVX2 and without a GPU: there torch uses its slowest kernels."""
+    import torch
+
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if is_x86 and not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        raise UserError(
+            "recipes/smollm2: the processor has no AVX2, without which torch takes many minutes for a step of a model "
+            "of 135 million parameters; use another machine, or train a small model: "
+            "python -m trainer.main_ppo recipe=quickstart"
+        )
 
 
 def _made() -> Made:

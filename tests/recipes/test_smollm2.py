@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +174,22 @@ def test_a_converted_model_is_kept_and_needs_no_wheel(
     before = (folder / "model.safetensors").stat().st_mtime_ns
     installed.unlink()
     assert model.make() == folder and (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_processor_without_avx2_is_refused_before_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    with pytest.raises(UserError, match="no AVX2.*recipe=quickstart"):
+        model.make()
+
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")  # ARM processors have other vector instructions
+    with pytest.raises(UserError, match="is not installed"):
+        model.make()
 
 
 def test_without_the_wheel_the_error_is_the_command_that_installs_it(
