@@ -27,9 +27,16 @@ from trainer.engine_pool import EnginePool, SeparateActorRole
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
 from trainer.model_checks import check_models, model_notes
-from trainer.plan import device_memory_gib, expected_rows, launch_device, measured_line, policy_work, sharding_of_run
 from trainer.planner.batch import check_context, launch_table
 from trainer.planner.fit import fewer_processes
+from trainer.planner.launched import (
+    device_memory_gib,
+    expected_rows,
+    launch_device,
+    measured_line,
+    policy_work,
+    sharding_of_run,
+)
 from trainer.planner.memory import memory_plan, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules

@@ -132,6 +132,21 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+def removed_command(name: str, replacement: str) -> Callable[..., int]:
+    """Returns the `main` of a removed command, which prints what replaces it and returns WRONG_INPUT.
+
+    Args:
+        name: Name of the module that the user started.
+        replacement: Command to use instead.
+    """
+
+    @command
+    def main(argv: list[str]) -> int:
+        raise UserError(f"python -m {name} was removed; use: {replacement}")
+
+    return main
+
+
 def run_command(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit status. Errors other than the user's propagate, so that a debugger can catch
     them, and `sys.excepthook` prints them."""

@@ -17,7 +17,7 @@ from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-ONLY_SHOWN = ("verl_lite/config/", "trainer/plan.py", "trainer/planner/", "trainer/diffusion_plan.py")
+ONLY_SHOWN = ("verl_lite/config/", "trainer/plan.py", "trainer/planner/")
 """How paths begin of modules that load, check, plan with or show options; a value that only they read has no effect."""
 
 READS = tuple(f"verl_lite/config/{name}.py" for name in ("rollout_correction", "pools", "distillation"))

@@ -3,7 +3,7 @@
 `python -m tests.bench reward_flow_memory [--frames 17] [--side 64] [--only NAME ...]`. Each row is a process of its
 own: the worker of `trainer.main_reward_flow`, an image-to-video pipeline of diffusers' own classes with random weights,
 one sample, four denoising steps with gradient. Columns: peak of the bytes of live tensors beside weights and Adam, the
-same by the planner (`trainer.diffusion_plan`) and their ratio; growth of resident memory at its highest; processor time
+same by the planner (`trainer.plan`) and their ratio; growth of resident memory at its highest; processor time
 of a step. On a CPU there is no other memory to move activations to; for that row the copies that would be the host's
 are not counted.
 """

@@ -18,10 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.tiny_model import tiny_qwen2
 from tests.trainer.planner.test_run_memory import H100, grpo
 from tests.workers.engine_cases import TEMPERATURE, Batch, Case, build_engine, planned, ragged_batch
-from trainer import cli, plan
+from trainer import cli
 from trainer.cli import ALLOCATOR, SPINNING, worker_environment
-from trainer.plan import decide_sharding, main, policy_work
+from trainer.plan import main
+from trainer.planner import launched
 from trainer.planner.accelerators import ACCELERATORS
+from trainer.planner.fit import decide_sharding
+from trainer.planner.launched import policy_work
 from trainer.planner.memory import Networks
 from trainer.planner.model_shape import config_like, shape_of
 from trainer.step_metrics import compute_mfu
@@ -175,6 +178,6 @@ def test_mfu_is_arithmetic_over_time_and_peak_of_a_known_gpu(monkeypatch: pytest
     known = (("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12))
     unknown = (("NVIDIA GeForce", None), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None))
     for name, peak in (*known, *unknown):
-        monkeypatch.setattr(plan, "launch_device", lambda config, name=name: replace(H100, name=name))
+        monkeypatch.setattr(launched, "launch_device", lambda config, name=name: replace(H100, name=name))
         work = policy_work(config)
         assert (work and work[1]) == peak

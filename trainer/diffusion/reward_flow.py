@@ -145,7 +145,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
             f"{slots_text(config.trainer, self.slots)}; {denoising}"
         )
         if device_type(config.trainer.device) == "cuda" and (memory := launch_plan(config, self.slots)):
-            text += f"\nmemory of one device: {memory}   (python -m trainer.diffusion_plan)"
+            text += f"\nmemory of one device: {memory}   (python -m trainer.plan --command main_reward_flow)"
         return text
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Trades time for memory in reward flow: recomputes the video decoder in the backward pass, offloads frozen modules.
 
-Gradients with and without these tools are equal. `trainer.diffusion_plan` predicts the memory that they save.
+Gradients with and without these tools are equal. `trainer.plan` predicts the memory that they save.
 """
 
 import inspect

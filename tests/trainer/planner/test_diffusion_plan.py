@@ -13,6 +13,7 @@ import pytest
 from tests.set_keys import set_keys
 from tests.workers.diffusion.tiny_wan import tiny_pipeline
 from trainer import diffusion_plan
+from trainer import plan as plan_command
 from trainer.planner.diffusion_memory import count, launch_plan, plan, published_shape, read_shape
 from trainer.planner.memory import GIB
 from verl_lite.config import load_schema, schema_of
@@ -81,11 +82,15 @@ def test_planned_is_what_a_step_takes(tmp_path: Path) -> None:
 def test_the_command_and_wrong_input(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"model.path={folder}", "data.num_frames=5", "data.height=64", "data.width=64"]
     arguments += [f"sampler.{name}" for name in ("num_inference_steps=2", "mid_timestep=1", "final_timestep=1")]
-    arguments.append("--memory_gb")
-    assert diffusion_plan.main([*arguments, "0.1"]) == 1
+    arguments = ["--command", "main_reward_flow", *arguments, "--memory_gb"]
+    assert plan_command.main([*arguments, "0.1"]) == 1
     out = capsys.readouterr().out
     assert "clip 5 x 64 x 64; 1 device" in out and "does not fit 0.1 GiB" in out and "on a GPU only" in out
-    assert diffusion_plan.main([*arguments, "0"]) == 2
+    assert plan_command.main([*arguments, "0"]) == 2
+    assert plan_command.main([*arguments, "1", "--fit"]) == 2
+    assert "--fit with --command main_reward_flow: only main_ppo has it" in capsys.readouterr().err
+    assert diffusion_plan.main(arguments) == 2
+    assert "use: python -m trainer.plan --command main_reward_flow" in capsys.readouterr().err
     made = config()
     made.model.path = str(tmp_path / "copy")
     shutil.copytree(folder, tmp_path / "copy")
@@ -131,7 +136,7 @@ def test_memory_in_the_guide_is_the_planner_s(capsys: pytest.CaptureFixture[str]
     made.reward.kwargs = {"embedder": "glintr100.onnx"}
     ti2v = plan(made, published_shape(TI2V), 1)
     assert ti2v.always[SHARD] == 2 * 4_999_787_712 and cells[1] == round(ti2v.device_bytes / GIB)
-    (line,) = commands("trainer.diffusion_plan")
-    assert diffusion_plan.main([*line, "data.num_frames=17"]) == 0
+    (line,) = commands("trainer.plan")
+    assert plan_command.main([*line, "data.num_frames=17"]) == 0
     [found] = re.findall(r"^one device \(GPU\) +([\d.]+)", capsys.readouterr().out, flags=re.MULTILINE)
     assert cells[3] == round(float(found))

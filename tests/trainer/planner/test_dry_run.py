@@ -47,7 +47,7 @@ def test_a_machine_with_too_little_memory_for_two_processes_is_told_to_use_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process needs 0.55 GiB for its libraries alone, and has half of the free memory."""
-    monkeypatch.setattr("trainer.plan.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("trainer.planner.launched.available_memory", lambda: 1 << 30)
     options = [*TinyTask(tmp_path).options, *FEW, f"trainer.default_local_dir={tmp_path / 'run'}"]
     assert run_ppo([*options, "trainer.backend=ray", "trainer.n_gpus_per_node=2"]) == 2
     assert "trainer.n_gpus_per_node=1 fits" in capsys.readouterr().out

@@ -10,8 +10,8 @@ import pytest
 
 from tests.trainer.planner.test_memory import SEVEN, SMALL
 from tests.trainer.planner.test_run_memory import CPU, H100, grpo
-from trainer.plan import decide_sharding, main
-from trainer.planner.fit import find_fit
+from trainer.plan import main
+from trainer.planner.fit import decide_sharding, find_fit
 from trainer.planner.memory import GIB, HeldNetwork, Networks, Pass, layer_activations, memory_plan, training_pass
 from trainer.planner.model_shape import config_like, shape_of
 from trainer.planner.step_time import Lengths, step_stages

@@ -11,9 +11,10 @@ import pytest
 
 from tests.workers.model_families import tiny_config
 from trainer.console import Console
-from trainer.plan import device_memory_gib, expected_rows, main, measured_line
+from trainer.plan import main
 from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.fit import fewer_processes
+from trainer.planner.launched import device_memory_gib, expected_rows, measured_line
 from trainer.planner.memory import GIB, Networks, distinct_prompts, has_prompt_trees, memory_plan, read_networks
 from trainer.planner.model_shape import ModelShape, config_like, read_shape, shape_of
 from trainer.planner.step_time import Lengths, step_stages
@@ -237,8 +238,10 @@ def test_a_run_tells_what_it_expects_and_what_was_measured(tmp_path: Path) -> No
     networks = Networks(ModelShape(896, 2, 14, 2, 64, 4864, 1000, True, True))
     whole = memory_plan(config, networks, 1, CPU).device_bytes / GIB
     config.data.max_prompt_length, config.data.max_response_length = 61, 30
+    config.rollout.max_model_len = 512 + 1536  # the cache of the engine exists for the maximum lengths
     expected = memory_plan(config, networks, 1, CPU).device_bytes / GIB
     config.data.max_prompt_length, config.data.max_response_length = 512, 1536
+    config.rollout.max_model_len = None
     assert measured_line(config, 1, tmp_path) == (
         f"Memory of the fullest worker: 4.00 GiB measured, {expected:.2f} expected ({expected / 4 - 1:+.0%}) for the "
         f"lengths of this run, {whole:.2f} for the maximum lengths"
@@ -356,7 +359,7 @@ def test_the_plan_knows_which_networks_share_prompts(family: str, is_packed: boo
 
 def test_a_free_part_of_this_machine_is_what_a_cpu_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_memory_gib(H100, 2) == H100.memory_gib
-    monkeypatch.setattr("trainer.plan.available_memory", lambda: 8 * GIB)
+    monkeypatch.setattr("trainer.planner.launched.available_memory", lambda: 8 * GIB)
     assert device_memory_gib(CPU, 2) == 4.0
 
 

@@ -1,0 +1,243 @@
+"""What `python -m trainer.plan` prints for each kind of training."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.planner.accelerators import ACCELERATORS, Accelerator, with_measured_rate
+from trainer.planner.batch import aligned, check_context, launch_table
+from trainer.planner.fit import BUDGET, decide_sharding, fewer_processes, fit_table
+from trainer.planner.memory import FP32, GIB, Networks, memory_plan, read_networks
+from trainer.planner.model_shape import ModelShape, config_like
+from trainer.planner.step_time import Lengths, time_lines
+from trainer.planner.supervised import longest_step, read_network, supervised_plan, supervised_rows
+from trainer.recipe import prepare_recipe, recipe_overrides
+from verl_lite.config import ConfigError, PPOConfig, RunOptions, SupervisedConfig, load_schema
+from verl_lite.config.checks import section_problems, validate
+from verl_lite.device import visible_devices
+from verl_lite.errors import UserError
+from workers.rollout.base import choose_engine, engine_names
+
+_ANY_DATA = ["owner/name"]  # replaces data files, which need not exist for a plan
+
+
+def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Prints the plan of `trainer.main_ppo` and returns the exit status.
+
+    Args:
+        arguments: Options of the command `trainer.plan`.
+        words: `key=value` options of the training.
+    """
+    device = _device(arguments)
+    if arguments.fit and device.name == "cpu":
+        raise UserError("--fit with --device cpu: expected a GPU, such as --device h100 --memory_gb 24")
+    config = load_schema(words, PPOConfig, recipe_loader=recipe_overrides).config
+    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"  # the planned device, not this machine's
+    longest = Lengths(config.data.max_prompt_length, config.data.max_response_length)
+    _check_numbers(arguments, longest)
+
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        _choose_model(config, arguments.like, folder)
+        networks = read_networks(config)
+        slots = _slots(config, device)
+        words_of_fit = list(words)
+        if arguments.fit and config.actor.use_dynamic_bsz:
+            words_of_fit += _make_room_for_longest_row(config, longest)
+        _check(config, slots)
+
+        if config.rollout.name == "auto" and device.name == "cpu":
+            length = config.rollout.max_model_len or config.longest_sample
+            config.rollout.name, reason = choose_engine(config.model, config.rollout, length, "cpu")
+            print(f"rollout.name=auto chooses {config.rollout.name}: {reason}")
+        memory_gib = arguments.memory_gb or device.memory_gib
+        if device.name != "cpu":
+            device = replace(device, memory_gib=memory_gib)  # the engine takes a share of it
+
+        _print_model(networks.policy, config, slots, device, arguments)
+        undecided = copy.deepcopy(config)
+        decision = decide_sharding(config, networks, slots, device, memory_gib)
+        if decision:
+            print(decision)
+        print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
+        fits = _print_memory(config, networks, slots, device, memory_gib)
+
+        mean = Lengths(arguments.mean_prompt or longest.prompt, arguments.mean_response or longest.response)
+        print("", *time_lines(config, networks, slots, with_measured_rate(device), mean), sep="\n")
+        if arguments.fit and memory_gib is not None:
+            fits, lines = fit_table(undecided, networks, slots, device, memory_gib, words_of_fit)
+            print("", *lines, sep="\n")
+        check_context(config)
+        return int(not fits)
+
+
+def print_supervised_plan(arguments: argparse.Namespace, words: list[str], options: type[SupervisedConfig]) -> int:
+    """Prints the plan of a supervised command for rows of the maximum length, and returns the exit status.
+
+    Args:
+        arguments: Options of the command `trainer.plan`.
+        words: `key=value` options of the training.
+        options: Schema of the command.
+    """
+    _refuse(arguments, "mean_prompt", "mean_response", "fit")
+    device = _device(arguments)
+    config = load_schema(words, options).config
+    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"
+    longest = longest_step(config)
+
+    problems = list(section_problems(config))
+    if config.data.max_token_len_per_gpu < longest.longest:
+        problems.append(
+            f"data.max_token_len_per_gpu={config.data.max_token_len_per_gpu}: a row may have {longest.longest} tokens, "
+            "which a micro-batch has to hold; raise it, or lower data.max_length"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        if arguments.like is not None:
+            _write_config_like(config, arguments.like, folder)
+        slots = _slots(config, device)
+        memory_gib = arguments.memory_gb or device.memory_gib
+        network = read_network(config, slots, device)
+        _print_model(network.shape, config, slots, device, arguments)
+        print(f"\n{aligned(supervised_rows(config, slots, config.trainer.total_training_steps, [longest]))}\n")
+        plan = supervised_plan(config, network, slots, device, longest)
+        print("\n".join(plan.lines(device.name, memory_gib)))
+        return int(memory_gib is not None and not plan.fits(memory_gib * GIB))
+
+
+def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Prints the memory of a step of `trainer.main_reward_flow` on one device, and returns the exit status.
+
+    Args:
+        arguments: Options of the command `trainer.plan`.
+        words: `key=value` options of the training.
+    """
+    from trainer.planner.diffusion_memory import PUBLISHED, clip_of, plan, published_shape, read_shape
+    from verl_lite.config.diffusion import RewardFlowConfig
+
+    _refuse(arguments, "mean_prompt", "mean_response", "fit")
+    if arguments.like is not None and arguments.like not in PUBLISHED:
+        raise UserError(f"--like {arguments.like}: expected {' or '.join(PUBLISHED)} with --command main_reward_flow")
+    config = load_schema(words, RewardFlowConfig, recipe_loader=recipe_overrides).config
+    if arguments.like is not None:
+        shape = published_shape(arguments.like)
+    else:
+        prepare_recipe(config)
+        if config.model.path is None:
+            raise UserError(f"model.path=null: expected the folder of a pipeline, or --like {' | '.join(PUBLISHED)}")
+        shape = read_shape(str(config.model.path))
+
+    slots = config.trainer.n_gpus_per_node or 1
+    is_on_cpu = arguments.device == "cpu"
+    expected = plan(config, shape, slots, size=FP32 if is_on_cpu else 2)
+    clip = " x ".join(map(str, clip_of(config)))
+    memory_gib = arguments.memory_gb
+    if memory_gib is None and arguments.device is not None:
+        memory_gib = ACCELERATORS[arguments.device].memory_gib
+    print(f"clip {clip}; {slots} device{'s' * (slots > 1)}\n")
+    print("\n".join(expected.lines("GPU", memory_gib)))
+    return int(memory_gib is not None and not expected.fits(memory_gib * GIB))
+
+
+def _device(arguments: argparse.Namespace) -> Accelerator:
+    return ACCELERATORS[arguments.device or "h100"]
+
+
+def _refuse(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises UserError for options that only the plan of main_ppo has."""
+    for name in names:
+        if getattr(arguments, name):
+            raise UserError(f"--{name} with --command {arguments.command}: only main_ppo has it; leave it out")
+
+
+def _check_numbers(arguments: argparse.Namespace, longest: Lengths) -> None:
+    """Raises UserError for mean lengths that are not positive or exceed the maximum lengths."""
+    for name, most in (("mean_prompt", longest.prompt), ("mean_response", longest.response)):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value <= most:
+            raise UserError(f"--{name} {value:g}: expected a number above 0 and at most {most}")
+
+
+def _choose_model(config: PPOConfig, like: str | None, folder: str) -> None:
+    """Sets model.path for `--like`. Raises UserError if a recipe has not made its model yet."""
+    path, recipe = config.model.path, config.recipe
+    if like is not None:
+        _write_config_like(config, like, folder)
+    elif recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
+        raise UserError(
+            f"model.path={path!r} does not exist yet: recipe={recipe} creates it in its first run. To create it "
+            f"and plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
+        )
+
+
+def _make_room_for_longest_row(config: PPOConfig, longest: Lengths) -> list[str]:
+    """Raises the token budget of a micro-batch to the longest row. Returns the option that does the same."""
+    actor = config.actor
+    tokens_of_a_rank = math.ceil(sum(longest) / actor.ulysses_sequence_parallel_size)
+    actor.ppo_max_token_len_per_gpu = max(actor.ppo_max_token_len_per_gpu, tokens_of_a_rank)
+    return [f"{BUDGET}={actor.ppo_max_token_len_per_gpu}"]
+
+
+def _print_memory(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+) -> bool:
+    """Prints the memory of each phase. Returns True if the run fits, or if the memory is unknown."""
+    plan = memory_plan(config, networks, slots, device)
+    print("\n".join(plan.lines(device.name, memory_gib)))
+    if memory_gib is None or plan.fits(memory_gib * GIB):
+        return True
+    print(fewer_processes(config, networks, slots, device, memory_gib))
+    return False
+
+
+def _write_config_like(config: PPOConfig | SupervisedConfig, like: str, folder: str) -> None:
+    """Sets model.path to a new folder with the config.json of a published model."""
+    if config.model.path is not None and config.recipe is None:
+        raise UserError(f"--like and model.path={config.model.path!r} contradict each other: leave one out")
+    config.model.path = str(Path(folder, like))
+    Path(config.model.path).mkdir()
+    Path(config.model.path, "config.json").write_text(json.dumps(config_like(like)), encoding="utf-8")
+
+
+def _print_model(
+    shape: ModelShape, config: RunOptions, slots: int, device: Accelerator, arguments: argparse.Namespace
+) -> None:
+    nodes = config.trainer.nnodes
+    print(
+        f"{shape.parameters / 1e9:.2f} B parameters ({shape.layers} layers of {shape.hidden}, vocabulary "
+        f"{shape.vocab}), on {slots} x {device.name}" + (f" in {nodes} machines" if nodes > 1 else "")
+    )
+    if arguments.device is None:
+        print(f"--device is not given: planned for {device.name}. For another: --device NAME, --memory_gb GIB")
+
+
+def _slots(config: RunOptions, device: Accelerator) -> int:
+    """Returns the number of devices of the run.
+
+    trainer.n_gpus_per_node=null becomes 8, on a CPU at most 2, and with the inline backend 1.
+    """
+    trainer = config.trainer
+    if trainer.n_gpus_per_node is None:
+        trainer.n_gpus_per_node = min(2, visible_devices("cpu")) if device.name == "cpu" else 8
+        if trainer.backend == "inline":
+            trainer.n_gpus_per_node = 1
+    return trainer.n_gpus_per_node * trainer.nnodes
+
+
+def _check(config: PPOConfig, slots: int) -> None:
+    """Raises UserError if the options contradict each other. Data files and clusters need not exist."""
+    checked = copy.deepcopy(config)
+    checked.trainer.device = "cpu"
+    checked.data.train_files = list(_ANY_DATA)
+    checked.data.val_files = list(_ANY_DATA) if config.data.val_files else []
+    ray_init = checked.ray_kwargs.ray_init
+    if checked.trainer.nnodes > 1 and ray_init.address is None:
+        ray_init.address, ray_init.num_cpus = "HOST:6379", None
+    validate(checked, engines=engine_names(), slots=slots, available=None)
