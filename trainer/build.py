@@ -37,7 +37,8 @@ from trainer.planner.launched import (
     policy_work,
     sharding_of_run,
 )
-from trainer.planner.memory import memory_plan, read_networks
+from trainer.planner.memory import memory_plan
+from trainer.planner.networks import read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules
 from trainer.requirements import (

@@ -201,7 +201,8 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
     prepare_driver()
     from trainer.build import run_ppo
     from trainer.planner.accelerators import ACCELERATORS, with_measured_rate
-    from trainer.planner.memory import memory_plan, read_networks
+    from trainer.planner.memory import memory_plan
+    from trainer.planner.networks import read_networks
     from trainer.planner.step_time import Lengths, step_stages
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides

@@ -25,8 +25,8 @@ from trainer.planner import launched
 from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.fit import decide_sharding
 from trainer.planner.launched import policy_work
-from trainer.planner.memory import Networks
 from trainer.planner.model_shape import config_like, shape_of
+from trainer.planner.networks import Networks
 from trainer.step_metrics import compute_mfu
 from verl_lite import device as verl_device
 from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig

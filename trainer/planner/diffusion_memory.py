@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trainer.planner.memory import FP32, GIB, MOMENTS, MemoryPlan, ranks_of_a_copy
+from trainer.planner.memory_table import GIB, MemoryPlan
+from trainer.planner.networks import FP32, MOMENTS, ranks_of_a_copy
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 from workers.diffusion.lora import add_adapter

@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.planner.accelerators import Accelerator
-from trainer.planner.memory import GIB, MemoryPlan, Networks, memory_plan
+from trainer.planner.memory import memory_plan
+from trainer.planner.memory_table import GIB, MemoryPlan
+from trainer.planner.networks import Networks
 from trainer.requirements import needs_reference_model
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.option_table import value_of

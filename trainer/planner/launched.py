@@ -16,8 +16,10 @@ from pathlib import Path
 from trainer.planner.accelerators import ACCELERATORS, Accelerator
 from trainer.planner.batch import PlanRow
 from trainer.planner.fit import decide_sharding
-from trainer.planner.memory import FP32, GIB, MemoryPlan, compute_size, memory_plan, read_networks
+from trainer.planner.memory import memory_plan
+from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.model_shape import ModelShape, read_shape
+from trainer.planner.networks import FP32, compute_size, read_networks
 from trainer.saving import checkpoint_bytes, most_checkpoints
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.config import PPOConfig, RunOptions, SupervisedConfig

@@ -13,8 +13,10 @@ from pathlib import Path
 from trainer.planner.accelerators import ACCELERATORS, Accelerator, with_measured_rate
 from trainer.planner.batch import aligned, check_context, launch_table
 from trainer.planner.fit import BUDGET, decide_sharding, fewer_processes, fit_table
-from trainer.planner.memory import FP32, GIB, Networks, memory_plan, read_networks
+from trainer.planner.memory import memory_plan
+from trainer.planner.memory_table import GIB
 from trainer.planner.model_shape import ModelShape, config_like
+from trainer.planner.networks import FP32, Networks, read_networks
 from trainer.planner.step_time import Lengths, time_lines
 from trainer.planner.supervised import longest_step, read_network, supervised_plan, supervised_rows
 from trainer.recipe import prepare_recipe, recipe_overrides

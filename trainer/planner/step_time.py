@@ -6,17 +6,19 @@ the engine is always full and no device waits for the slowest. Scheduling, sampl
 checkpoints are not counted.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainer.planner import memory
 from trainer.planner.accelerators import Accelerator
-from trainer.planner.memory import Networks
+from trainer.planner.memory import distinct_prompts, memory_plan, mini_batch_prompts, rows_per_step
 from trainer.planner.model_shape import ModelShape
+from trainer.planner.networks import Networks, compute_size, ranks_of_a_copy, recomputed_layers, trained_parameters
 from trainer.requirements import needs_old_log_prob, needs_reference
-from verl_lite.config import PPOConfig
+from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.pools import num_engines
 
 LEAST_S = 0.1  # seconds; shorter bounds say little, because the uncounted work takes longer
@@ -122,84 +124,171 @@ def step_stages(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
 ) -> dict[str, Stage]:
     """Returns the stages of a training step by name."""
-    rollout, policy, actor, (prompt, answer) = config.rollout, networks.policy, config.actor, mean
-    rows, fsdp = memory.rows_per_step(config), actor.fsdp_config
+    plan = memory_plan(config, networks, slots, device)
+    passes = _Passes.of_run(config, slots, device, mean, plan.micro_batches)
+    prefill, decode = _generation(config, networks.policy, slots, device, mean, plan.sequences)
+    stages = {"generation: prompts": prefill, "generation: answers": decode}
+
+    if networks.reward_model is not None:
+        stages["reward model"] = passes.forward(networks.reward_model)
+    if needs_old_log_prob(config):
+        stages["old log-probs"] = passes.forward(networks.policy)
+    if needs_reference(config):
+        stages["reference log-probs"] = passes.forward(networks.policy)
+    for teacher in config.distillation.named_teachers():
+        if not teacher.url:
+            shape = networks.teachers.get(teacher.name, networks.policy)
+            stages[f"teacher {teacher.name}: log-probs"] = passes.forward(shape)
+    if networks.critic is not None:
+        stages["values"] = passes.forward(networks.critic)
+        epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
+        stages["critic update"] = passes.update(networks.critic, config.critic.model, epochs)
+
+    freezes_tower = config.actor.freeze_vision_tower
+    trained, adapter = trained_parameters(config.model, networks.policy, freezes_tower=freezes_tower)
+    arithmetic = passes.update(
+        networks.policy,
+        config.model,
+        config.actor.ppo_epochs,
+        trains_tower=trained == networks.policy.parameters,
+        has_adapter=adapter > 0,
+    )
+    wire, sync = _traffic(config, networks.policy, slots, device, trained, plan.micro_batches)
+    return stages | {"update": max(arithmetic, wire), "weight sync": sync}
+
+
+def _generation(
+    config: PPOConfig, policy: ModelShape, slots: int, device: Accelerator, mean: Lengths, sequences: int
+) -> tuple[Stage, Stage]:
+    """Returns the prefill and decode stages of a step. sequences: number that an engine can decode at a time."""
+    rollout = config.rollout
     engines = num_engines(config, slots)
-    plan = memory.memory_plan(config, networks, slots, device)
-    prefill, decode = generation_stages(
+    answers = rows_per_step(config)
+    prompts = answers / rollout.n if config.reads_prompts else answers
+    return generation_stages(
         policy,
         device,
         mean,
-        sequences=rows / engines,
-        prompts=max(1.0, (rows / rollout.n if config.reads_prompts else rows) / engines),
-        at_once=max(1, plan.sequences),
-        size=memory.compute_size(rollout.dtype, device),
+        sequences=answers / engines,
+        prompts=max(1.0, prompts / engines),
+        at_once=max(1, sequences),
+        size=compute_size(rollout.dtype, device),
         devices=rollout.tensor_model_parallel_size,
     )
-    # rows per micro-batch; answers to the same prompt in a micro-batch share its tokens, see `passes`
-    whole = memory.mini_batch_prompts(config, -1)
-    mini = memory.mini_batch_prompts(config, actor.ppo_mini_batch_size)
-    groups = slots / actor.ulysses_sequence_parallel_size  # of devices that share their sequences
-    together = max(1, round(rows / groups * mini / whole / plan.micro_batches))
 
-    def passes(
-        shape: ModelShape, count: float = 1, tower_count: float = 1, *, recomputed: float = 0, epochs: float = 0
+
+@dataclass(frozen=True)
+class _Passes:
+    """The arithmetic of passes through a network on one device.
+
+    Attributes:
+        rows: Answers of a step on this device.
+        rows_together: Answers in a micro-batch. Answers to the same prompt in a micro-batch share its tokens.
+        prompts_of_mini_batch: Prompts of an optimizer step, on all devices.
+    """
+
+    config: PPOConfig
+    device: Accelerator
+    mean: Lengths
+    rows: float
+    rows_together: int
+    prompts_of_mini_batch: int
+
+    @classmethod
+    def of_run(cls, config: PPOConfig, slots: int, device: Accelerator, mean: Lengths, micro_batches: int) -> _Passes:
+        """Returns the passes of a run. micro_batches: number of micro-batches of a mini-batch on each device."""
+        actor = config.actor
+        answers = rows_per_step(config)
+        prompts = mini_batch_prompts(config, -1)
+        prompts_of_mini_batch = mini_batch_prompts(config, actor.ppo_mini_batch_size)
+        groups = slots / actor.ulysses_sequence_parallel_size  # of devices that share their sequences
+        rows_of_mini_batch = answers / groups * prompts_of_mini_batch / prompts
+        rows_together = max(1, round(rows_of_mini_batch / micro_batches))
+        return cls(config, device, mean, answers / slots, rows_together, prompts_of_mini_batch)
+
+    def forward(self, shape: ModelShape) -> Stage:
+        """Returns the time of a forward pass over the device's rows."""
+        whole, _ = self._flops(shape)
+        return self._stage(whole + self._tower_flops(shape))
+
+    def update(
+        self,
+        shape: ModelShape,
+        model: NetworkConfig,
+        epochs: int,
+        *,
+        trains_tower: bool = False,
+        has_adapter: bool = False,
     ) -> Stage:
-        """Returns the time of passes over a device's rows.
+        """Returns the time of forward and backward passes over the device's rows.
 
-        A backward pass counts as two forward passes (one with an adapter, whose base gets no gradient, and none in a
-        frozen vision tower).
+        A backward pass counts as two forward passes, with an adapter as one, because the weights get no gradient.
+        Gradient checkpointing adds a forward pass of the recomputed layers. The backward pass of the output layer
+        always computes the logits again.
 
         Args:
-            count: Forward passes through the whole network.
-            tower_count: Forward passes of the images through the vision tower.
-            recomputed: Forward passes through the layers alone, by gradient checkpointing.
-            epochs: Forward passes through the output layer alone, whose backward pass computes the logits again.
+            trains_tower: The vision tower is trained; otherwise its backward pass is left out.
         """
-        prompts = rows / slots * memory.distinct_prompts(config, shape, together, mini) / together
-        predicted = rows / slots * answer
-        tokens = predicted + prompts * prompt
-        whole = forward_flops(shape, tokens, prompt + answer, predicted)
-        layers = forward_flops(shape, tokens, prompt + answer, predicted=0)
-        operations = count * whole + recomputed * layers + epochs * (whole - layers)
-        if shape.tower is not None:
-            operations += tower_count * shape.tower.flops(prompts, prompt)
-        return Stage(operations / (device.flops * device.training))
+        whole, layers = self._flops(shape)
+        output_layer = whole - layers
+        recomputed = recomputed_layers(model, shape) / shape.layers
+        passes = 2 if has_adapter else 3
+        tower_passes = 1
+        if trains_tower:
+            tower_passes = 3 + model.enable_gradient_checkpointing
+        flops_of_epoch = passes * whole + recomputed * layers + output_layer + tower_passes * self._tower_flops(shape)
+        return self._stage(epochs * flops_of_epoch)
 
-    trained, adapter = memory.trained_parameters(config.model, policy, freezes_tower=actor.freeze_vision_tower)
-    stages = {"generation: prompts": prefill, "generation: answers": decode}
-    if networks.reward_model is not None:
-        stages["reward model"] = passes(networks.reward_model)
-    if needs_old_log_prob(config):
-        stages["old log-probs"] = passes(policy)
-    if needs_reference(config):
-        stages["reference log-probs"] = passes(policy)
-    for teacher in config.distillation.named_teachers():
-        if not teacher.url:
-            stages[f"teacher {teacher.name}: log-probs"] = passes(networks.teachers.get(teacher.name, policy))
-    if networks.critic is not None:
-        again = memory.recomputed_layers(config.critic.model, networks.critic) / networks.critic.layers
-        stages["values"] = passes(networks.critic)
-        epochs = config.critic.ppo_epochs or actor.ppo_epochs
-        stages["critic update"] = passes(networks.critic, 3 * epochs, recomputed=again * epochs, epochs=epochs)
-    again = memory.recomputed_layers(config.model, policy) / policy.layers
-    of_tower = 3 + config.model.enable_gradient_checkpointing if trained == policy.parameters else 1
-    epochs = actor.ppo_epochs
-    passes_of_epoch = 2 if adapter else 3
-    arithmetic = passes(policy, epochs * passes_of_epoch, epochs * of_tower, recomputed=epochs * again, epochs=epochs)
-    ranks = memory.ranks_of_a_copy(fsdp, slots)
-    steps = actor.ppo_epochs * math.ceil(whole / mini)
+    def _stage(self, flops: float) -> Stage:
+        return Stage(flops / (self.device.flops * self.device.training))
+
+    def _prompts(self, shape: ModelShape) -> float:
+        """Returns the number of prompts whose tokens this device computes, in all micro-batches of a step."""
+        distinct = distinct_prompts(self.config, shape, self.rows_together, self.prompts_of_mini_batch)
+        return self.rows * distinct / self.rows_together
+
+    def _flops(self, shape: ModelShape) -> tuple[float, float]:
+        """Returns the operations of a forward pass of the whole network, and of its layers alone."""
+        predicted = self.rows * self.mean.response
+        tokens = predicted + self._prompts(shape) * self.mean.prompt
+        length = sum(self.mean)
+        whole = forward_flops(shape, tokens, length, predicted)
+        layers = forward_flops(shape, tokens, length, predicted=0)
+        return whole, layers
+
+    def _tower_flops(self, shape: ModelShape) -> float:
+        """Returns the operations of a forward pass of the images through the vision tower."""
+        return 0.0 if shape.tower is None else shape.tower.flops(self._prompts(shape), self.mean.prompt)
+
+
+def _traffic(
+    config: PPOConfig, policy: ModelShape, slots: int, device: Accelerator, trained: int, micro_batches: int
+) -> tuple[Stage, Stage]:
+    """Returns the time of an update's communication, and of the weight update.
+
+    Args:
+        trained: Number of trained parameters.
+        micro_batches: Number of micro-batches of a mini-batch on each device.
+    """
+    actor, fsdp = config.actor, config.actor.fsdp_config
+    ranks = ranks_of_a_copy(fsdp, slots)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
-    weights = float(memory.compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
-    reductions = steps * (plan.micro_batches if fsdp.reduce_every_micro_batch else 1)
-    wire = Stage(reduction_seconds(weights, trained, spread, device, steps * plan.micro_batches, reductions), WIRE)
-    sync = spread.gather_seconds(weights, device) + 2 * weights / device.bandwidth  # gather, and copy into the engine
-    return stages | {"update": max(arithmetic, wire), "weight sync": Stage(sync, WIRE)}
+    weight_bytes = float(compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
+
+    mini_batches = math.ceil(mini_batch_prompts(config, -1) / mini_batch_prompts(config, actor.ppo_mini_batch_size))
+    optimizer_steps = actor.ppo_epochs * mini_batches
+    passes = optimizer_steps * micro_batches
+    reductions = passes if fsdp.reduce_every_micro_batch else optimizer_steps
+    update = reduction_seconds(weight_bytes, trained, spread, device, passes, reductions)
+
+    # the weights are gathered, and then copied into the engine
+    sync = spread.gather_seconds(weight_bytes, device) + 2 * weight_bytes / device.bandwidth
+    return Stage(update, WIRE), Stage(sync, WIRE)
 
 
 def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths) -> Iterator[str]:
     """Yields lines with the seconds of each stage, the assumptions, and advice if generation dominates the step."""
-    if memory.memory_plan(config, networks, slots, device).sequences < 1:
+    if memory_plan(config, networks, slots, device).sequences < 1:
         yield "no time of a step: the engine has no room for one sequence (see above)"
         return
     stages = step_stages(config, networks, slots, device, mean)
@@ -207,7 +296,7 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
     yield f"{'lower bound on the time of a step':<44}{'s':>8}          bounded by"
     for name, (seconds, bound) in stages.items():
         yield f"  {name:<42}{_shown(seconds):>8}   {seconds / whole:4.0%}   {bound}"
-    tokens = memory.rows_per_step(config) * sum(mean)
+    tokens = rows_per_step(config) * sum(mean)
     speed = f"{tokens / whole / slots:,.0f} tokens/s and device"
     if whole < LEAST_S:
         speed = "for a model this small, uncounted work (kernel launches, scheduling, the driver) takes longer"
@@ -232,8 +321,8 @@ def _generation_advice(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
 ) -> Iterator[str]:
     """Yields advice for shorter generation: memory for more concurrent answers, shorter answers, more devices."""
-    rollout, plan = config.rollout, memory.memory_plan(config, networks, slots, device)
-    answers = math.ceil(memory.rows_per_step(config) * rollout.tensor_model_parallel_size / slots)
+    rollout, plan = config.rollout, memory_plan(config, networks, slots, device)
+    answers = math.ceil(rows_per_step(config) * rollout.tensor_model_parallel_size / slots)
     if plan.sequences < answers:
         room = "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size (devices of an engine)"
         if device.name == "cpu":

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from trainer.planner import memory
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.batch import PlanRow, adapter_rows, slots_text
-from trainer.planner.memory import HeldNetwork, MemoryPlan, Pass
+from trainer.planner.memory import place_networks
+from trainer.planner.memory_table import KEPT_FREED, MemoryPlan
 from trainer.planner.model_shape import read_shape
+from trainer.planner.networks import HeldNetwork, held_network, recomputed_layers, trained_parameters
+from trainer.planner.pass_bytes import (
+    TILE_BYTES,
+    Pass,
+    forward_only,
+    kept_activations,
+    kept_when_freed,
+    training_pass,
+)
 from trainer.resources import WORKER_BYTES
 from verl_lite.config import SFTConfig, SupervisedConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
@@ -57,8 +66,8 @@ def read_network(config: SupervisedConfig, slots: int, device: Accelerator) -> H
     """Returns the trained network, from its config.json. Raises UserError if that file is missing."""
     shape = read_shape(config.model)
     shape = shape if isinstance(config, SFTConfig) else shape.as_scorer()
-    trained = memory.trained_parameters(config.model, shape, freezes_tower=True)
-    return memory.held_network(slots, device, shape, config.fsdp_config, *trained, config.optim.optimizer)
+    trained = trained_parameters(config.model, shape, freezes_tower=True)
+    return held_network(slots, device, shape, config.fsdp_config, *trained, config.optim.optimizer)
 
 
 def micro_batches(config: SupervisedConfig, slots: int, batch: Batch) -> tuple[int, int]:
@@ -80,34 +89,52 @@ def supervised_plan(
     """Predicts the memory of an optimizer step and of a validation on one of `slots` devices."""
     on_cpu = device.name == "cpu"
     plan = MemoryPlan({}, {}, WORKER_BYTES if on_cpu else None)
-    held, is_dpo = {"model": network}, isinstance(config, SFTConfig) and config.loss == "dpo"
+    held = {"model": network}
+    is_dpo = isinstance(config, SFTConfig) and config.loss == "dpo"
     if is_dpo and not network.adapter:
-        held["reference"] = memory.held_network(slots, device, network.shape, config.fsdp_config)
-    weights, moments = memory.place_networks(plan, held, on_cpu)
-    shares = config.model.use_remove_padding and network.shape.is_packed
-
-    def micro_batch(batch: Batch) -> Pass:
-        ranks, (_, tokens) = config.ulysses_sequence_parallel_size, micro_batches(config, slots, batch)
-        part = tokens / batch.tokens / ranks
-        shared, predicted = math.ceil(shares * batch.shared * part), math.ceil(batch.predicted * part)
-        tile = memory.TILE_BYTES["cpu" if on_cpu else "cuda, compiled" if config.model.compile else "cuda"]
-        run = Pass(math.ceil(tokens / ranks) - shared, predicted, LOG_PROB_CHUNK_TOKENS, network.compute, tile=tile)
-        return replace(run, repeated=shared, ranks=ranks)
+        held["reference"] = held_network(slots, device, network.shape, config.fsdp_config)
+    weights, moments = place_networks(plan, held, on_cpu)
+    run = _largest_micro_batch(config, network, slots, step, on_cpu)
 
     if is_dpo:
         role = "reference" if "reference" in held else "model"
-        plan.phases["reference log-probs"] = weights[role] | memory.forward_only(held[role], micro_batch(step))
+        plan.phases["reference log-probs"] = weights[role] | forward_only(held[role], run)
     if validation is not None:
-        plan.phases["validation"] = weights["model"] | memory.forward_only(network, micro_batch(validation))
-    run, (plan.micro_batches, _) = micro_batch(step), micro_batches(config, slots, step)
-    recomputed = memory.recomputed_layers(config.model, network.shape)
-    if offload := config.model.enable_activation_offload and not on_cpu:
-        plan.host["model: activations"] = memory.kept_activations(network, run, recomputed)
-    parts = memory.training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=offload)
+        run_of_validation = _largest_micro_batch(config, network, slots, validation, on_cpu)
+        plan.phases["validation"] = weights["model"] | forward_only(network, run_of_validation)
+
+    plan.micro_batches, _ = micro_batches(config, slots, step)
+    recomputed = recomputed_layers(config.model, network.shape)
+    is_offloaded = config.model.enable_activation_offload and not on_cpu
+    if is_offloaded:
+        plan.host["model: activations"] = kept_activations(network, run, recomputed)
+    parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
     if on_cpu:
-        parts[memory.KEPT_FREED] = memory.kept_when_freed(parts)
+        parts[KEPT_FREED] = kept_when_freed(parts)
     plan.phases["update"] = weights["model"] | moments["model"] | parts
     return plan
+
+
+def _largest_micro_batch(
+    config: SupervisedConfig, network: HeldNetwork, slots: int, batch: Batch, on_cpu: bool
+) -> Pass:
+    """Returns the part of the largest micro-batch that one of the ranks of a sequence group has."""
+    ranks = config.ulysses_sequence_parallel_size
+    _, tokens = micro_batches(config, slots, batch)
+    share = tokens / batch.tokens / ranks
+    shared = 0
+    if config.model.use_remove_padding and network.shape.is_packed:
+        shared = math.ceil(batch.shared * share)
+    kind = "cuda, compiled" if config.model.compile else "cuda"
+    return Pass(
+        tokens=math.ceil(tokens / ranks) - shared,
+        predicted=math.ceil(batch.predicted * share),
+        chunk=LOG_PROB_CHUNK_TOKENS,
+        size=network.compute,
+        repeated=shared,
+        ranks=ranks,
+        tile=TILE_BYTES["cpu" if on_cpu else kind],
+    )
 
 
 def supervised_rows(

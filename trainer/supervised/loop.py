@@ -28,7 +28,7 @@ from trainer.final_report import FitResult, validation_line
 from trainer.picture import Panel, draw_curve
 from trainer.planner.batch import aligned
 from trainer.planner.launched import device_memory_gib, launch_device, memory_rows, supervised_measured_line
-from trainer.planner.memory import GIB, MemoryPlan
+from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.supervised import batches_of, read_network, supervised_plan, supervised_rows
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, resolve_slots, start_workers

@@ -15,7 +15,7 @@ from tests.workers.diffusion.tiny_wan import tiny_pipeline
 from trainer import diffusion_plan
 from trainer import plan as plan_command
 from trainer.planner.diffusion_memory import count, launch_plan, plan, published_shape, read_shape
-from trainer.planner.memory import GIB
+from trainer.planner.memory_table import GIB
 from verl_lite.config import load_schema, schema_of
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError

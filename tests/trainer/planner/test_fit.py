@@ -12,8 +12,11 @@ from tests.trainer.planner.test_memory import SEVEN, SMALL
 from tests.trainer.planner.test_run_memory import CPU, H100, grpo
 from trainer.plan import main
 from trainer.planner.fit import decide_sharding, find_fit
-from trainer.planner.memory import GIB, HeldNetwork, Networks, Pass, layer_activations, memory_plan, training_pass
+from trainer.planner.memory import memory_plan
+from trainer.planner.memory_table import GIB
 from trainer.planner.model_shape import config_like, shape_of
+from trainer.planner.networks import HeldNetwork, Networks
+from trainer.planner.pass_bytes import Pass, layer_activations, training_pass
 from trainer.planner.step_time import Lengths, step_stages
 from trainer.resume import flat_config, is_bound
 from verl_lite.config import PPOConfig

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from trainer.planner.memory import (
+from trainer.planner.engine_bytes import copied_matrices, sync_bytes
+from trainer.planner.model_shape import ModelShape, config_like, shape_of
+from trainer.planner.networks import HeldNetwork
+from trainer.planner.pass_bytes import (
     KEPT_LOGITS_BYTES,
     TILE_BYTES,
-    HeldNetwork,
     Pass,
-    copied_matrices,
     forward_only,
     kept_when_freed,
     layer_activations,
     logits_bytes,
-    sync_bytes,
     training_pass,
 )
-from trainer.planner.model_shape import ModelShape, config_like, shape_of
 from verl_lite.errors import UserError
 from workers.policy import causal_lm
 

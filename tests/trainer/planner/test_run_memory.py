@@ -15,8 +15,10 @@ from trainer.plan import main
 from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.fit import fewer_processes
 from trainer.planner.launched import device_memory_gib, expected_rows, measured_line
-from trainer.planner.memory import GIB, Networks, distinct_prompts, has_prompt_trees, memory_plan, read_networks
+from trainer.planner.memory import distinct_prompts, has_prompt_trees, memory_plan
+from trainer.planner.memory_table import GIB
 from trainer.planner.model_shape import ModelShape, config_like, read_shape, shape_of
+from trainer.planner.networks import Networks, read_networks
 from trainer.planner.step_time import Lengths, step_stages
 from trainer.tracking import Record
 from verl_lite.config import NetworkConfig, PPOConfig

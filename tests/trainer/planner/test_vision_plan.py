@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_vision import FAMILIES, tiny_vision_model
 from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.diffusion_memory import LiveBytes
-from trainer.planner.memory import memory_plan, read_networks, trained_parameters
+from trainer.planner.memory import memory_plan
 from trainer.planner.model_shape import config_like, read_shape
+from trainer.planner.networks import read_networks, trained_parameters
 from trainer.planner.step_time import Lengths, step_stages
 from trainer.planner.vision_tower import tower_of
 from verl_lite.config import NetworkConfig, PPOConfig

@@ -23,8 +23,8 @@ from trainer import main_rm, main_sft, plan
 from trainer.data.preferences import Pair
 from trainer.data.sft_dataset import Example
 from trainer.planner.accelerators import ACCELERATORS
-from trainer.planner.memory import HeldNetwork, held_network
 from trainer.planner.model_shape import config_like, shape_of
+from trainer.planner.networks import HeldNetwork, held_network
 from trainer.planner.supervised import Batch, batches_of, longest_step, micro_batches, supervised_plan
 from trainer.supervised.loop import SupervisedJob, packing_metrics
 from verl_lite.config import RewardTrainingConfig, SFTConfig, SupervisedConfig

@@ -1,0 +1,190 @@
+"""The networks of a run: their shapes, and how an FSDP engine holds them on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from trainer.planner.accelerators import Accelerator
+from trainer.planner.model_shape import ModelShape, read_shape
+from trainer.requirements import needs_critic, needs_reference_model
+from verl_lite.config import FSDPConfig, ModelConfig, NetworkConfig, PPOConfig
+from workers.critic import critic_network
+from workers.frozen_models import teacher_network
+
+BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
+FP32 = 4
+MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
+GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
+TEACHER = "teacher "  # prefix of the role of a teacher
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Shapes of the run's networks; None for a role that the run does not have. teachers: by name, if they have a model
+    of their own."""
+
+    policy: ModelShape
+    critic: ModelShape | None = None
+    reward_model: ModelShape | None = None
+    teachers: Mapping[str, ModelShape] = field(default_factory=dict)
+
+
+def read_networks(config: PPOConfig) -> Networks:
+    """Reads the shapes of the run's networks from their config.json files. Raises UserError if one is missing."""
+    critic = scorer = None
+    if needs_critic(config):
+        name = "model.path" if config.critic.model.path is None else "critic.model.path"
+        critic = read_shape(critic_network(config), name).as_scorer()
+    if config.reward_model.enable:
+        scorer = read_shape(config.reward_model.model, "reward_model.model.path").as_scorer()
+    policy, most = read_shape(config.model), config.data.max_pixels
+    if policy.tower is not None and most is not None:
+        policy = replace(policy, tower=replace(policy.tower, largest_image=max(1, most // policy.tower.pixels)))
+    teachers = {
+        teacher.name: read_shape(teacher_network(config, teacher), f"distillation.teachers.{teacher.name}.path")
+        for teacher in config.distillation.named_teachers()
+        if teacher.path
+    }
+    return Networks(policy, critic, scorer, teachers)
+
+
+@dataclass(frozen=True)
+class HeldNetwork:
+    """A network in an FSDP engine.
+
+    ranks: number of ranks that share one copy. compute, reduce: bytes per element in passes and in the reduction of
+    gradients. trained: number of trainable parameters (all, all but those of a vision tower, those of the adapter, or 0
+    for a frozen network). adapter: number of adapter parameters. matrices: number of parameters that Muon updates.
+    """
+
+    shape: ModelShape
+    ranks: int
+    compute: int
+    reduce: int = FP32
+    trained: int = 0
+    adapter: int = 0
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    matrices: int = 0
+
+    @property
+    def trains_tower(self) -> bool:
+        """True if the network has a vision tower and all its parameters are trained."""
+        return self.shape.tower is not None and self.trained == self.shape.parameters
+
+    @property
+    def weights(self) -> float:
+        """Bytes of this rank's weights: fp32 if all are trained, else the compute dtype plus an fp32 adapter."""
+        size = FP32 if self.trained and not self.adapter else self.compute
+        return (size * self.shape.parameters + FP32 * self.adapter) / self.ranks
+
+    @property
+    def moments(self) -> float:
+        """Bytes of this rank's shard of AdamW's two moments, or Muon's one moment."""
+        return (MOMENTS * self.trained - FP32 * self.matrices) / self.ranks
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer in a plan."""
+        return "Muon" if self.matrices else "AdamW"
+
+    @property
+    def gathered(self) -> float:
+        """Bytes gathered in a pass: the root (embedding, output layer) and two layers, or all layers."""
+        shape, layers = self.shape, GATHERED_LAYERS if self.fsdp.reshard_after_forward else self.shape.layers
+        per_layer = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
+        root = shape.root_parameters + (0 if shape.tower is None else shape.tower.root_parameters)
+        return self.compute * root + min(layers, shape.layers) * per_layer
+
+    def gradients(self, micro_batches: int) -> tuple[float, float]:
+        """Returns the bytes of unreduced gradients and of this rank's fp32 shard of reduced gradients.
+
+        With several micro-batches, full gradients accumulate on every rank in the dtype of the reduction. The shard
+        then replaces them layer by layer, so only the bytes that it needs beyond them count. With one micro-batch, or
+        if every micro-batch is reduced, only gradients of the root and of two layers exist at the same time.
+        """
+        shape, shard = self.shape, FP32 * self.trained / self.ranks
+        if micro_batches > 1 and not self.fsdp.reduce_every_micro_batch:
+            whole = float(self.reduce * self.trained)
+            return whole, max(0.0, shard - whole)
+        if self.adapter or not self.trained:
+            return 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers, shard
+        parts = shape.root_parameters + min(GATHERED_LAYERS, shape.layers) * shape.layer_parameters
+        if shape.tower is not None and self.trains_tower:
+            parts += shape.tower.root_parameters
+        return float((self.compute + self.reduce) * parts), shard
+
+
+_COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` counted
+
+
+def trained_parameters(model: NetworkConfig, shape: ModelShape, *, freezes_tower: bool) -> tuple[int, int]:
+    """Returns the network's number of trainable parameters and, of these, the number in its LoRA adapter."""
+    if not isinstance(model, ModelConfig) or not model.lora_rank:
+        frozen = shape.tower.parameters if shape.tower is not None and freezes_tower else 0
+        return shape.parameters - frozen, 0
+    if list(model.target_modules) == ["all-linear"] and not model.exclude_modules:
+        adapter = shape.adapter_parameters(model.lora_rank)
+    else:
+        from workers.policy.loading import count_trained
+
+        key = repr((model.path, model.lora_rank, model.target_modules, model.exclude_modules, model.override_config))
+        if key not in _COUNTED:
+            _COUNTED[key] = count_trained(model)
+        adapter = _COUNTED[key]
+    return adapter, adapter
+
+
+def compute_size(name: str, device: Accelerator) -> int:
+    """Returns the bytes per element for a dtype option; `auto` selects the device's default."""
+    return BYTES.get(name, device.size)
+
+
+def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
+    """Returns the number of devices that share one copy of the weights."""
+    return slots if fsdp.fsdp_size is None or fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, slots)
+
+
+def recomputed_layers(model: NetworkConfig, shape: ModelShape) -> int:
+    """Returns the number of layers that gradient checkpointing recomputes."""
+    if not model.enable_gradient_checkpointing:
+        return 0
+    given = model.gradient_checkpointing_layers
+    return shape.layers if given is None else min(given, shape.layers)
+
+
+def held_network(
+    slots: int,
+    device: Accelerator,
+    shape: ModelShape,
+    fsdp: FSDPConfig,
+    trained: int = 0,
+    adapter: int = 0,
+    optimizer: str = "adamw",
+) -> HeldNetwork:
+    """Returns a network in an FSDP engine with these options. trained, adapter: see `HeldNetwork`."""
+    compute, reduce = (
+        compute_size(name, device) for name in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
+    )
+    matrices = (adapter or shape.matrix_parameters) if optimizer == "muon" else 0
+    return HeldNetwork(shape, ranks_of_a_copy(fsdp, slots), compute, reduce, trained, adapter, fsdp, matrices)
+
+
+def held_networks(
+    config: PPOConfig, networks: Networks, slots: int, device: Accelerator
+) -> Iterator[tuple[str, HeldNetwork]]:
+    """Yields the role and the network of each FSDP engine in the run."""
+    held, actor = partial(held_network, slots, device), config.actor
+    trained = trained_parameters(config.model, networks.policy, freezes_tower=actor.freeze_vision_tower)
+    yield "actor", held(networks.policy, actor.fsdp_config, *trained, actor.optim.optimizer)
+    if needs_reference_model(config):
+        yield "reference", held(networks.policy, config.ref.fsdp_config)
+    for name, shape in networks.teachers.items():
+        yield f"{TEACHER}{name}", held(shape, config.ref.fsdp_config)
+    if networks.critic is not None:
+        frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters  # also in the critic
+        trained = networks.critic.parameters - frozen, 0
+        yield "critic", held(networks.critic, config.critic.fsdp_config, *trained, config.critic.optim.optimizer)
+    if networks.reward_model is not None:
+        yield "reward model", held(networks.reward_model, config.reward_model.fsdp_config)

@@ -1,0 +1,178 @@
+"""The memory of one micro-batch on one device: activations, logits, gradients.
+
+The formulas follow `workers/engine/fsdp.py` (gradients are reduced after the last micro-batch) and
+`workers/policy/causal_lm.py` (logits in tiles). Parameters called `size` are bytes per element: 4 for fp32, 2 for bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.planner.memory_table import SHARD, TOWER, WHOLE_GRADIENTS
+from trainer.planner.model_shape import ModelShape
+from trainer.planner.networks import FP32, HeldNetwork
+from verl_lite.device import KEPT_FREED_BYTES
+from workers.policy.activations import AHEAD
+
+KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
+"""Maximum bytes of a tile of logits that are not kept."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The size of one micro-batch. tokens: length of the packed row. predicted: tokens whose log-probs are computed.
+    chunk: maximum tokens of a tile of logits. size: bytes per element. repeated: additional tokens in attention, where
+    each answer has its own copy of a prompt that is shared in all other layers. ranks: number that shares each
+    sequence; the numbers of tokens are one rank's part. tile: maximum bytes of a tile. images: tokens of images."""
+
+    tokens: int
+    predicted: int
+    chunk: int
+    size: int
+    entropy: bool = False
+    repeated: int = 0
+    ranks: int = 1
+    tile: int = TILE_BYTES["cuda"]
+    images: int = 0
+
+
+def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
+    """Returns the bytes that one layer keeps for its backward pass: the fp32 inputs of both norms with their normalized
+    and scaled results, the query, key, value and output of the attention, and the gate, activation, up projection and
+    product of the MLP. An fp32 adapter on bf16 weights also keeps an fp32 copy of each linear layer's input."""
+    size, hidden, query, inner = run.size, shape.hidden, shape.query, shape.active_inner
+    kv = shape.kv * max(1, run.ranks // shape.kv_heads)  # more ranks than heads repeat heads
+    norms = 2 * _norm(hidden, size) + shape.head_norms * (_norm(query, size) + _norm(kv, size))
+    attention = size * (3 * query + 2 * kv)
+    repeated = size * (2 * query + 2 * kv) * run.repeated + (size * query * run.tokens if run.repeated else 0)
+    copies = FP32 * (3 * hidden + query + 2 * hidden + inner) if has_adapter and size != FP32 else 0
+    return run.tokens * float(norms + attention + size * 4 * inner + copies) + repeated
+
+
+def _norm(width: int, size: int) -> int:
+    """Returns the bytes per token that a norm keeps: its fp32 input, the normalized input, and the scaled result."""
+    return (FP32 + 2 * size) * width
+
+
+def layer_work(shape: ModelShape, run: Pass) -> float:
+    """Returns the temporary bytes of a layer's forward: residual, its norm, and the larger of attention and MLP."""
+    attention = 3 * shape.query + 4 * shape.kv
+    return run.tokens * float(run.size * (3 * shape.hidden + max(attention, 3 * shape.active_inner)))
+
+
+def logits_bytes(shape: ModelShape, run: Pass) -> float:
+    """Returns the bytes of one tile of fp32 logits."""
+    if not shape.has_head:
+        return 0.0
+    whole = run.predicted * shape.vocab * FP32
+    return float(whole if whole <= KEPT_LOGITS_BYTES else min(FP32 * shape.vocab * run.chunk, run.tile, whole))
+
+
+def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
+    """Returns the peak bytes of tiles of logits: the tile, its exponentials or the previous tile, and in training the
+    larger of the entropy's terms and a copy in the compute dtype if that is not fp32."""
+    more = max(float(run.entropy), (run.size != FP32) / 2) if trains else 0.0
+    return (2 + more) * logits_bytes(shape, run)
+
+
+def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
+    """Returns the peak bytes of a pass without gradients by name, in addition to the engine's shards."""
+    shape = network.shape
+    return {
+        "gathered weights": network.gathered,
+        "activations": layer_work(shape, run) + run.size * run.tokens * shape.hidden,
+        "logits": output_layer_bytes(shape, run, trains=False),
+    }
+
+
+def kept_activations(network: HeldNetwork, run: Pass, recomputed: int) -> float:
+    """Returns the bytes that the layers keep for the backward pass: the inputs of the `recomputed` layers, and all
+    activations of the others."""
+    shape = network.shape
+    layer = layer_activations(shape, run, has_adapter=bool(network.adapter))
+    return recomputed * float(run.size * run.tokens * shape.hidden) + (shape.layers - recomputed) * layer
+
+
+def training_pass(
+    network: HeldNetwork, run: Pass, micro_batches: int, *, recomputed: int, offload: bool = False
+) -> dict[str, float]:
+    """Returns the peak bytes of forward and backward of one micro-batch by name, in addition to the engine's shards.
+
+    The peak occurs either where the backward pass begins, at the output layer (all activations, the logits and the
+    layer's gradient), or where it ends, at the embedding (the gradients of embedding and output layer, one layer, and
+    this rank's shard of all gradients). Between the two, each layer frees its activations and adds its shard, so that
+    no other moment needs more.
+
+    recomputed: number of layers with gradient checkpointing. offload: kept activations are on the host, except for the
+    tensors that `workers.policy.activations` leaves or brings back ahead of their use.
+    """
+    shape, has_adapter = network.shape, bool(network.adapter)
+    layer = layer_activations(shape, run, has_adapter=has_adapter)
+    hidden = float(run.size * run.tokens * shape.hidden)
+    kept = kept_activations(network, run, recomputed)
+    if offload:
+        all_recomputed = recomputed == shape.layers
+        width = (AHEAD + 1) * shape.hidden if all_recomputed else 2 * AHEAD * max(shape.hidden, shape.active_inner)
+        kept = min(kept, float(run.size * run.tokens * width))
+    last_norm = float(run.tokens * _norm(shape.hidden, run.size))
+
+    # a recomputed layer takes the place of a later one that kept its activations and is done
+    again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
+    temporary = run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
+    work = again + temporary
+    head_gradient = float(run.size * shape.embedding) if network.trained and not has_adapter and shape.has_head else 0.0
+    at_head = (
+        output_layer_bytes(shape, run, trains=True) + head_gradient + (FP32 + run.size) * run.predicted * shape.hidden
+    )
+
+    before, shard = network.gradients(micro_batches)
+    of_earlier_micro_batches = micro_batches > 1
+    at_start = {
+        "gathered weights": network.gathered,
+        WHOLE_GRADIENTS: before if of_earlier_micro_batches else 0.0,
+        "kept activations": kept + last_norm,
+        "logits and output layer" if at_head > work else "one layer": max(at_head, work),
+        SHARD: shard if of_earlier_micro_batches else 0.0,
+    }
+    # offload brings back a part of the first layer at a time, unless that layer is recomputed as a whole
+    first_layer = kept if offload and not recomputed else layer
+    at_end = {
+        "gathered weights": network.gathered,
+        WHOLE_GRADIENTS: before,
+        "kept activations": hidden,
+        "one layer": first_layer + temporary,
+        SHARD: shard,
+    }
+    return max(at_start, at_end, key=lambda moment: sum(moment.values()))
+
+
+def tower_parts(
+    network: HeldNetwork, run: Pass, parts: Mapping[str, float], *, is_recomputed: bool = False
+) -> dict[str, float]:
+    """Returns the bytes by name that a vision tower adds to the `parts` of a pass.
+
+    The tower runs first: at that time none of the later activations and logits exist, and in a backward pass they are
+    freed. Its temporary tensors need additional memory only where they exceed those.
+
+    is_recomputed: True if the blocks of a trained tower are recomputed.
+    """
+    if (tower := network.shape.tower) is None:
+        return {}
+    kept, work = tower.feature_bytes(run.images, run.size), tower.work_bytes(run.images, run.size)
+    if network.trains_tower:
+        kept += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
+        work = max(work, is_recomputed * tower.block_bytes(run.images, run.size))
+    later = sum(size for name, size in parts.items() if name not in ("gathered weights", WHOLE_GRADIENTS, SHARD))
+    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later)}
+
+
+def kept_when_freed(parts: Mapping[str, float]) -> float:
+    """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.release_freed_memory`).
+
+    Tensors of the next layer or micro-batch often do not fit into the gaps that others have left. Measured: the heap
+    takes about the temporary bytes of a backward pass a second time, unless they are given back.
+    """
+    temporary = sum(size for name, size in parts.items() if name != SHARD)
+    return min(float(KEPT_FREED_BYTES), temporary)
