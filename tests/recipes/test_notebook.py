@@ -96,9 +96,7 @@ def test_each_lesson_is_executed_and_listed() -> None:
     assert all(f"]({name}.ipynb)" in index for name in names)
 
 
-# The lessons are drafts: 1 and 3 pass, while 2, 4 and 5 quote messages that their runs do not print. They are not part
-# of `make test` until all pass in a shorter time; `make test-long` runs them.
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_a_lesson_runs_and_prints_the_failures_that_it_quotes(
     name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
