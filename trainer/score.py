@@ -236,7 +236,13 @@ def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig, ima
     prompt = prompt if isinstance(prompt, list) and prompt else None
     shown = [images / name for name in valid_image_names(row.get("images"))]
     files = tuple(file.read_bytes() for file in shown) if all(file.is_file() for file in shown) else ()
-    items = [RewardItem(key + number, source, text, truth, info, prompt, files) for number, text in enumerate(texts)]
+    scored_row = {
+        "data_source": source,
+        "reward_model": {"ground_truth": truth},
+        "extra_info": info,
+        "prompt": prompt,
+    }
+    items = [RewardItem.of_row(key + number, scored_row, text, files) for number, text in enumerate(texts)]
     step = step if isinstance(step, int) else None
     score = float(score) if isinstance(score, int | float) else None
     return [SavedAnswer(item, str(row.get("uid", where)), step, score) for item in items]

@@ -20,7 +20,7 @@ from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
-from verl_lite.rewards import RewardItem, RewardResult
+from verl_lite.rewards import READ_BY_REWARDS, RewardItem, RewardResult
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.policy.vision import MULTI_MODAL_INPUTS
 
@@ -70,14 +70,15 @@ class Rewards:
         """Sends sampled answers to the reward functions, as workers do when an answer is complete."""
         if self.pool is None:
             return
-        columns, items = batch.non_tensor_batch, []
-        images: Any = columns.get(MULTI_MODAL_INPUTS, [None] * len(batch))
-        for row, key in enumerate(columns["sample_id"]):
-            ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
-            truth, prompt = columns["reward_model"][row].get("ground_truth"), columns["raw_prompt"][row]
-            source, answer, info = columns["data_source"][row], self.failures.decode(ids), columns["extra_info"][row]
-            files = () if images[row] is None else images[row].files
-            items.append(RewardItem(key, source, answer, truth, info, prompt, files))
+        columns = batch.non_tensor_batch
+        inputs: Any = columns.get(MULTI_MODAL_INPUTS, [None] * len(batch))
+        items = []
+        for number, key in enumerate(columns["sample_id"]):
+            is_answer = batch.batch["response_mask"][number].bool()
+            answer = self.failures.decode(batch.batch["responses"][number][is_answer].tolist())
+            row = {name: columns[name][number] for name in READ_BY_REWARDS}
+            images = () if inputs[number] is None else inputs[number].files
+            items.append(RewardItem.of_row(key, row, answer, images))
         self.pool.call("submit", items)
 
     def cancel(self, sample_ids: Sequence[str]) -> None:

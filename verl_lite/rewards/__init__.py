@@ -7,4 +7,12 @@ torch, so reward processes start in a fraction of a second. README.md in this fo
 
 from verl_lite.rewards import code, judge, rules  # importing these modules registers their rewards
 from verl_lite.rewards.registry import REWARDS, default_compute_score, find_reward, register_reward, reward_modules
-from verl_lite.rewards.scoring import RewardItem, RewardResult, Scorer, asks_by_source, load_scorer, read_score
+from verl_lite.rewards.scoring import (
+    READ_BY_REWARDS,
+    RewardItem,
+    RewardResult,
+    Scorer,
+    asks_by_source,
+    load_scorer,
+    read_score,
+)

@@ -25,6 +25,8 @@ from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
 
 OPTION = "reward.functions"
+READ_BY_REWARDS = ("data_source", "reward_model", "extra_info", "raw_prompt")
+"""Columns of a batch that `RewardItem.of_row` reads."""
 _EXTRA_CHARACTERS = 10_000
 _ERROR_CHARACTERS = 20_000
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -49,6 +51,27 @@ class RewardItem:
     extra_info: dict[str, Any] | None = None
     prompt: list[dict[str, str]] | None = None
     images: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of_row(cls, key: Hashable, row: Mapping[str, Any], answer: str, images: Sequence[bytes] = ()) -> RewardItem:
+        """Returns the item of an answer to a row of the data.
+
+        Args:
+            key: See `RewardItem`.
+            row: data_source, reward_model with ground_truth, and optionally extra_info and the chat messages, which a
+                batch calls raw_prompt and a dataset prompt.
+            answer: The decoded response; empty if it does not exist yet.
+            images: Encoded files of the prompt's images.
+        """
+        return cls(
+            key=key,
+            data_source=row["data_source"],
+            solution_str=answer,
+            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
+            extra_info=row.get("extra_info"),
+            prompt=row.get("raw_prompt", row.get("prompt")),
+            images=tuple(images),
+        )
 
 
 @dataclass(frozen=True)

@@ -184,19 +184,10 @@ class RewardPool:
             for data_source in data_sources:
                 find_reward(data_source)
         rows = list(rows)
-        truths = [row["reward_model"]["ground_truth"] for row in rows]
-        items = [
-            RewardItem(
-                ("dry_run", i),
-                row["data_source"],
-                str(truth),
-                truth,
-                row.get("extra_info"),
-                row.get("prompt"),
-                tuple(row.get("images", ())),
-            )
-            for i, (row, truth) in enumerate(zip(rows, truths, strict=True))
-        ]
+        items = []
+        for number, row in enumerate(rows):
+            answer = str(row["reward_model"]["ground_truth"])
+            items.append(RewardItem.of_row(("dry_run", number), row, answer, row.get("images", ())))
         self.submit(items)
         results = list(self.collect(item.key for item in items).values())
         for row, result in zip(rows, results, strict=True):

@@ -13,8 +13,8 @@ import torch
 
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
+from verl_lite.rewards import READ_BY_REWARDS, RewardItem
 from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
-from workers.rewards.reward_pool import RewardItem
 from workers.rollout.base import Completion, FinishReason, Request, Sampled, SamplingParams, derive_seed
 from workers.rollout.group_run import GroupPlan
 from workers.rollout.rows import Response, left_padded, write_rows
@@ -63,15 +63,15 @@ def answer_plans(
     columns, absent = rows.non_tensor_batch, np.zeros(len(rows), dtype=bool)
     greedy = columns.get("is_greedy", absent)
     images: Any = columns.get(MULTI_MODAL_INPUTS, [None] * len(rows))
+    is_scored = "sample_id" in columns and "reward_model" in columns
     padding = rows.batch["is_padding"].numpy() if "is_padding" in rows.batch.keys() else absent
 
     def spec(row: int) -> AnswerSpec:
         item = None
-        if "sample_id" in columns and "reward_model" in columns:
-            truth, prompt = columns["reward_model"][row].get("ground_truth"), columns["raw_prompt"][row]
-            name, source = columns["sample_id"][row], columns["data_source"][row]
-            info, files = columns["extra_info"][row], () if images[row] is None else images[row].files
-            item = RewardItem(name, source, "", truth, info, prompt, files)
+        if is_scored:
+            values = {name: columns[name][row] for name in READ_BY_REWARDS}
+            files = () if images[row] is None else images[row].files
+            item = RewardItem.of_row(columns["sample_id"][row], values, "", files)
         prompt_ids = tuple(ids[row][mask[row]].tolist())
         number = derive_seed(seed, step, columns["uid"][row], int(columns["sample"][row]))
         shape = ids.shape[1], number, bool(greedy[row]), bool(padding[row])

@@ -279,15 +279,9 @@ class ProgramRunner:
         episode.score_key = episode.name
         self._scoring[episode.name] = episode
         messages = [*node.conversation.messages, node.answer.message]
-        item = RewardItem(
-            episode.name,
-            trajectory.spec.tag,
-            node.answer.text,
-            row.get("reward_model", {}).get("ground_truth"),
-            {**(row.get("extra_info") or {}), "messages": messages, "num_turns": len(answered)},
-            row.get("prompt"),
-        )
-        self._rewards.send("submit", [item])
+        extra_info = {**(row.get("extra_info") or {}), "messages": messages, "num_turns": len(answered)}
+        scored_row = {**row, "data_source": trajectory.spec.tag, "extra_info": extra_info}
+        self._rewards.send("submit", [RewardItem.of_row(episode.name, scored_row, node.answer.text)])
 
     def _take_scores(self) -> None:
         """Ends the episodes whose rewards are available."""

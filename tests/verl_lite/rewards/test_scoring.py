@@ -300,3 +300,17 @@ def test_a_file_with_two_parts_runs_once_and_files_of_one_name_stay_apart(tmp_pa
     functions = {f"{name}{i}": {"path": path, "name": name} for i, path in enumerate(paths) for name in "fg"}
     assert load(functions).score_all(items("x"))[0].score == 4.0
     assert [(tmp_path / folder / "runs").read_text() for folder in ("one", "two")] == ["x", "x"]
+
+
+def test_an_item_takes_its_values_from_a_row_of_a_batch_or_of_a_dataset() -> None:
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    row = {
+        "data_source": "sums",
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {"split": "a"},
+        "raw_prompt": chat,
+    }
+    item = RewardItem.of_row("key", row, "two", [b"png"])
+    assert item == RewardItem("key", "sums", "two", "2", {"split": "a"}, chat, (b"png",))
+    of_dataset = RewardItem.of_row(1, {"data_source": "sums", "prompt": chat}, "")
+    assert of_dataset == RewardItem(1, "sums", "", None, None, chat, ())

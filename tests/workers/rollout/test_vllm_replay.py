@@ -94,7 +94,13 @@ def engine_on(fake: FakeVLLM, path: str, monkeypatch: pytest.MonkeyPatch) -> Rol
 
 def has(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This version of vLLM is installed."""
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda **which: [SimpleNamespace(version=version)])
+    installed = importlib.metadata.distributions
+
+    def distributions(**which: Any) -> Any:
+        # other packages, such as pydantic, search for plugins
+        return [SimpleNamespace(version=version)] if which.get("name") == "vllm" else installed(**which)
+
+    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
 
 
 @pytest.mark.parametrize("case", FAMILIES)
