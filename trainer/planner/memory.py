@@ -32,6 +32,7 @@ from trainer.planner.pass_bytes import (
     Pass,
     forward_only,
     kept_activations,
+    kept_after_update,
     kept_when_freed,
     tower_parts,
     training_pass,
@@ -335,7 +336,7 @@ class _TrainPhases:
             parts["distillation"] = float(DISTILLED_TOKEN_BYTES * topk * run.predicted)
         parts |= tower_parts(network, run, parts, is_recomputed=model.enable_gradient_checkpointing)
         if plan.base is not None:
-            parts[KEPT_FREED] = kept_when_freed(parts)
+            parts[KEPT_FREED] = kept_after_update(parts, network.shape, run, plan.micro_batches)
         return parts
 
     def _micro_batch(self, role: str, stage: str, rows: int, prompts: int, entropy: bool) -> tuple[Pass, int]:

@@ -120,7 +120,7 @@ def training_pass(
 
     # a recomputed layer takes the place of a later one that kept its activations and is done
     again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
-    temporary = run.tokens * float(run.size * 3 * shape.active_inner) + 2 * hidden
+    temporary = _temporary_bytes(shape, run)
     work = again + temporary
     head_gradient = float(run.size * shape.embedding) if network.trained and not has_adapter and shape.has_head else 0.0
     at_head = (
@@ -168,6 +168,11 @@ def tower_parts(
     return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later)}
 
 
+def _temporary_bytes(shape: ModelShape, run: Pass) -> float:
+    """Returns the bytes that a layer frees before the next one begins: three tensors of the MLP, two of the width."""
+    return run.tokens * float(run.size * (3 * shape.active_inner + 2 * shape.hidden))
+
+
 def kept_when_freed(parts: Mapping[str, float]) -> float:
     """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.release_freed_memory`).
 
@@ -176,3 +181,15 @@ def kept_when_freed(parts: Mapping[str, float]) -> float:
     """
     temporary = sum(size for name, size in parts.items() if name != SHARD)
     return min(float(KEPT_FREED_BYTES), temporary)
+
+
+def kept_after_update(parts: Mapping[str, float], shape: ModelShape, run: Pass, micro_batches: int) -> float:
+    """Returns the freed bytes that the C library keeps on a CPU in an update.
+
+    A single micro-batch leaves gaps once: half of the temporary bytes of each layer, as measured for networks of 12,
+    81 and 135 million parameters. With several micro-batches the gaps reach the limit of `kept_when_freed`.
+    """
+    kept = kept_when_freed(parts)
+    if micro_batches > 1:
+        return kept
+    return min(kept, 0.5 * shape.layers * _temporary_bytes(shape, run))

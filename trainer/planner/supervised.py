@@ -20,7 +20,7 @@ from trainer.planner.pass_bytes import (
     Pass,
     forward_only,
     kept_activations,
-    kept_when_freed,
+    kept_after_update,
     training_pass,
 )
 from trainer.resources import WORKER_BYTES
@@ -110,7 +110,7 @@ def supervised_plan(
         plan.host["model: activations"] = kept_activations(network, run, recomputed)
     parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
     if on_cpu:
-        parts[KEPT_FREED] = kept_when_freed(parts)
+        parts[KEPT_FREED] = kept_after_update(parts, network.shape, run, plan.micro_batches)
     plan.phases["update"] = weights["model"] | moments["model"] | parts
     return plan
 

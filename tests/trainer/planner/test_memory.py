@@ -15,6 +15,7 @@ from trainer.planner.pass_bytes import (
     TILE_BYTES,
     Pass,
     forward_only,
+    kept_after_update,
     kept_when_freed,
     layer_activations,
     logits_bytes,
@@ -121,6 +122,13 @@ def test_freed_memory_is_kept_up_to_a_limit() -> None:
     parts = {"gathered weights": 3.0, "logits and output layer": 4.0, "gradients, this rank's shard": 9.0}
     assert kept_when_freed(parts) == 7
     assert kept_when_freed({"logits and output layer": 5e9}) == 512 << 20, "the rest is given back"
+
+    # one micro-batch of 100 tokens leaves half of 2 layers x 4 bytes x (3 x 16 + 2 x 8)
+    run = Pass(tokens=100, predicted=50, chunk=1024, size=4)
+    large = {"kept activations": 5e9}
+    assert kept_after_update(large, SMALL, run, 1) == 0.5 * 2 * 100 * 4 * (3 * 16 + 2 * 8)
+    assert kept_after_update(large, SMALL, run, 2) == 512 << 20
+    assert kept_after_update(parts, SMALL, run, 1) == 7, "less than that was freed"
 
 
 def test_the_hf_engine_has_its_large_matrices_twice_while_it_decodes() -> None:
