@@ -44,7 +44,7 @@ ACCELERATORS = {
         Accelerator("h200", 139.8, 989e12, 4.8e12, 450e9, 50e9),
         Accelerator("a100", 79.2, 312e12, 2.039e12, 300e9, 25e9),
         Accelerator("l40s", 44.4, 362e12, 0.864e12, 32e9, 12.5e9),
-        Accelerator("cpu", None, 92e9, 20e9, 10e9, 1e9, size=4, training=0.75, prefill=0.65, layer_s=7e-4),
+        Accelerator("cpu", None, 92e9, 20e9, 10e9, 1e9, size=4, training=0.75, prefill=0.65, layer_s=3e-3),
     )
 }
 
