@@ -1,0 +1,112 @@
+"""`python -m recipes.smollm2.search FOLDER [--questions N]`: which tasks of reasoning-gym does SmolLM2 solve sometimes?
+
+A task can be learnt by reinforcement learning if some answers are right and others are not. The command writes N
+questions (24) of each task with short questions and answers, samples one answer and one greedy answer to each by
+`trainer.main_eval`, and prints the tasks by their share of right answers. The questions are those of reasoning-gym's
+generators with their default settings, and so more difficult than those that `tasks.py` trains on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipes.made_data import Question, reasoning_gym_entries
+from recipes.smollm2 import model
+from recipes.stages import call
+from trainer.cli import command, leave
+
+MAX_QUESTION = 600
+"""Characters of the longest question of a task."""
+MAX_ANSWER = 40
+"""Characters of the longest answer of a task."""
+NEED_FILES = ("composite", "codeio", "arc_agi", "rearc")
+"""Tasks that need other packages or files, or consist of other tasks."""
+METRIC = "val-core/reasoning_gym/{task}/reward/mean@1"
+
+
+def questions_of(task: str, count: int) -> list[Question]:
+    """Returns questions of a task, or an empty list if one of them or of their answers is long."""
+    questions = []
+    for entry in reasoning_gym_entries(task, seed=1, size=count):
+        text, answer = entry["question"].strip(), str(entry["answer"])
+        if len(text) > MAX_QUESTION or len(answer) > MAX_ANSWER:
+            return []
+        extra = {"entry": json.dumps(entry, default=str), "full_marks_only": True}
+        questions.append(Question(f"reasoning_gym/{task}", task, f"{text}\nReply with the answer only.", answer, extra))
+    return questions
+
+
+def task_names() -> list[str]:
+    """Returns the names of all tasks that need nothing but reasoning-gym."""
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS.keys() - set(NEED_FILES))
+
+
+def write_questions(file: Path, count: int) -> list[str]:
+    """Writes questions of all tasks that have short ones, and returns the names of these tasks."""
+    rows = []
+    names = []
+    for task in task_names():
+        questions = questions_of(task, count)
+        if questions:
+            names.append(task)
+        rows += [question.row("test", index) for index, question in enumerate(questions)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return names
+
+
+def table(names: Sequence[str], metrics: dict[str, float], count: int) -> Iterator[str]:
+    """Yields the lines of a table of the tasks with a right answer, best first, and one line with the others."""
+    shares = {}
+    for name in names:
+        sampled = metrics.get(METRIC.format(task=name), 0.0)
+        greedy = metrics.get(f"{METRIC.format(task=name)}/greedy", 0.0)
+        shares[name] = sampled, greedy
+    yield f"| task, {count} questions | sampled | greedy |"
+    yield "|---|---|---|"
+    for name, (sampled, greedy) in sorted(shares.items(), key=lambda item: -sum(item[1])):
+        if sampled or greedy:
+            yield f"| {name} | {sampled:.2f} | {greedy:.2f} |"
+    yield ""
+    yield "No right answer: " + ", ".join(name for name, share in shares.items() if not any(share))
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Runs the search and returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.smollm2.search", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--questions", type=int, default=24)
+    arguments = parser.parse_args(argv)
+    folder = arguments.folder.expanduser().absolute()
+    file = folder / "questions.parquet"
+    names = write_questions(file, arguments.questions)
+
+    run = folder / "evaluation"
+    options = [
+        f"data.val_files={file}",
+        "data.max_prompt_length=512",
+        "data.filter_overlong_prompts=true",
+        "data.max_response_length=32",
+        "rollout.val_kwargs.do_sample=true",
+        "rollout.val_kwargs.temperature=1.0",
+        "rollout.val_kwargs.greedy_too=true",
+        f"trainer.default_local_dir={run}",
+    ]
+    call("trainer.main_eval", str(model.make()), *options)
+    [results] = run.rglob("results.json")
+    metrics = json.loads(results.read_text())["metrics"]
+    print("", *table(names, metrics, arguments.questions), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())
