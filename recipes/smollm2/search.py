@@ -27,7 +27,8 @@ MAX_ANSWER = 40
 """Characters of the longest answer of a task."""
 NEED_FILES = ("composite", "codeio", "arc_agi", "rearc")
 """Tasks that need other packages or files, or consist of other tasks."""
-METRIC = "val-core/reasoning_gym/{task}/reward/mean@1"
+SAMPLED = "val-core/reasoning_gym/{task}/reward/mean@1"
+GREEDY = "val-aux/reasoning_gym/{task}/greedy/reward/mean@1"
 
 
 def questions_of(task: str, count: int) -> list[Question]:
@@ -67,9 +68,7 @@ def table(names: Sequence[str], metrics: dict[str, float], count: int) -> Iterat
     """Yields the lines of a table of the tasks with a right answer, best first, and one line with the others."""
     shares = {}
     for name in names:
-        sampled = metrics.get(METRIC.format(task=name), 0.0)
-        greedy = metrics.get(f"{METRIC.format(task=name)}/greedy", 0.0)
-        shares[name] = sampled, greedy
+        shares[name] = metrics[SAMPLED.format(task=name)], metrics[GREEDY.format(task=name)]
     yield f"| task, {count} questions | sampled | greedy |"
     yield "|---|---|---|"
     for name, (sampled, greedy) in sorted(shares.items(), key=lambda item: -sum(item[1])):

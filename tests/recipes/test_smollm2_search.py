@@ -27,8 +27,10 @@ def test_questions_of_a_task_are_rows_that_its_scorer_understands(
 
 
 def test_the_table_has_the_best_tasks_first_and_names_the_others() -> None:
-    metric = "val-core/reasoning_gym/{}/reward/mean@1"
-    metrics = {metric.format("a"): 0.25, metric.format("b"): 0.5, f"{metric.format('b')}/greedy": 0.25}
+    metrics = {}
+    for task, sampled, greedy in (("a", 0.25, 0.0), ("b", 0.5, 0.25), ("c", 0.0, 0.0)):
+        metrics[f"val-core/reasoning_gym/{task}/reward/mean@1"] = sampled
+        metrics[f"val-aux/reasoning_gym/{task}/greedy/reward/mean@1"] = greedy
     lines = list(search.table(["a", "b", "c"], metrics, 4))
     assert lines[2:4] == ["| b | 0.50 | 0.25 |", "| a | 0.25 | 0.00 |"]
     assert lines[-1] == "No right answer: c"
