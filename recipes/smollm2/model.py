@@ -55,8 +55,8 @@ def _require_vector_instructions() -> None:
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     if is_x86 and not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         raise UserError(
-            "recipes/smollm2: the processor has no AVX2, without which torch takes many minutes for a step of a model "
-            "of 135 million parameters; use another machine, or train a small model: "
+            "recipes/smollm2: torch finds no AVX2 on this processor, without which a step of a model of 135 million "
+            "parameters takes many minutes; use another machine (or unset ATEN_CPU_CAPABILITY), or train a small model: "
             "python -m trainer.main_ppo recipe=quickstart"
         )
 

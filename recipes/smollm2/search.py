@@ -85,7 +85,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--questions", type=int, default=24)
     arguments = parser.parse_args(argv)
-    folder = arguments.folder.expanduser().absolute()
+    if arguments.questions < 1:
+        parser.error(f"--questions {arguments.questions}: expected at least 1")
+    # another number of questions is another evaluation; the same number continues a stopped one
+    folder = arguments.folder.expanduser().absolute() / f"{arguments.questions}_questions"
     file = folder / "questions.parquet"
     names = write_questions(file, arguments.questions)
 

@@ -44,9 +44,9 @@ from workers.engine.packing import is_tree_cheaper
 from workers.rollout.base import resolve_engine_name
 
 TOP_TOKEN_BYTES = 36
-"""Of each of the top tokens at a position: logits and ids of two tiles, their sorted union, results."""
+"""Bytes for each of the top tokens at a position: logits and ids of two tiles, their sorted union, results."""
 DISTILLED_TOKEN_BYTES = 60
-"""Of each token of a divergence: ids, 8 fp32 tensors of both distributions, and gradients."""
+"""Bytes for each token of a divergence: ids, 8 fp32 tensors of both distributions, and gradients."""
 
 Parts = dict[str, float]
 """Bytes by name."""

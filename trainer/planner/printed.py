@@ -1,4 +1,4 @@
-"""What `python -m trainer.plan` prints for each kind of training."""
+"""Prints the plan of `python -m trainer.plan`: one function for each kind of training."""
 
 from __future__ import annotations
 
