@@ -42,6 +42,7 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     from trainer.reports.page_data import (
         PUBLIC_SAMPLE_BYTES,
         SAMPLE_BYTES,
+        known_folders,
         page_data,
         read_study,
         without_folders,
@@ -53,8 +54,9 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     runs = [read_run(folder) for folder in (folders if study is None else study.pop("runs"))]
     data = page_data(runs, study, PUBLIC_SAMPLE_BYTES if is_public else SAMPLE_BYTES)
     if is_public:
+        folders_here = known_folders(runs)
         for name in data.keys() - {"samples", "prompts"}:  # texts of the data and of the model stay as they are
-            data[name] = without_folders(data[name])
+            data[name] = without_folders(data[name], folders_here)
     title = " · ".join(run["title"] for run in data["runs"]) if study is None else f"Sweep {first.name}"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, document(title, data))

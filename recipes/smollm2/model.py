@@ -56,8 +56,8 @@ def _require_vector_instructions() -> None:
     if is_x86 and not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         raise UserError(
             "recipes/smollm2: torch finds no AVX2 on this processor, without which a step of a model of 135 million "
-            "parameters takes many minutes; use another machine (or unset ATEN_CPU_CAPABILITY), or train a small model: "
-            "python -m trainer.main_ppo recipe=quickstart"
+            "parameters takes many minutes; use another machine (or unset ATEN_CPU_CAPABILITY), or train a small "
+            "model: python -m trainer.main_ppo recipe=quickstart"
         )
 
 

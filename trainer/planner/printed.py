@@ -144,7 +144,7 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
     if memory_gib is None and arguments.device is not None:
         memory_gib = ACCELERATORS[arguments.device].memory_gib
     print(f"clip {clip}; {slots} device{'s' * (slots > 1)}\n")
-    print("\n".join(expected.lines("GPU", memory_gib)))
+    print("\n".join(expected.lines(arguments.device or "GPU", memory_gib)))
     return int(memory_gib is not None and not expected.fits(memory_gib * GIB))
 
 

@@ -347,15 +347,33 @@ def _compact(value: Any) -> Any:
     return value
 
 
-def without_folders(value: Any) -> Any:
-    """Replaces each absolute path by `…/` and its last part in all texts of a JSON-compatible value."""
+def without_folders(value: Any, known: Sequence[str] = ()) -> Any:
+    """Replaces each absolute path by `…/` and its last part in all texts of a JSON-compatible value.
+
+    Args:
+        known: Folders that are replaced as a whole, because their names can contain spaces; longest first.
+    """
     if isinstance(value, str):
+        for folder in known:
+            value = value.replace(f"{folder}/", "…/")
         return _FOLDERS.sub("…/", value)
     if isinstance(value, list):
-        return [without_folders(entry) for entry in value]
+        return [without_folders(entry, known) for entry in value]
     if isinstance(value, dict):
-        return {key: without_folders(entry) for key, entry in value.items()}
+        return {key: without_folders(entry, known) for key, entry in value.items()}
     return value
+
+
+def known_folders(runs: Sequence[Run]) -> list[str]:
+    """Returns the folders of the runs, of the user and of all absolute paths in their options, longest first."""
+    folders = {str(Path.home())}
+    for run in runs:
+        folders.add(str(run.folder.absolute().parent))
+        for option in run.config.values():
+            texts = option.value if isinstance(option.value, list) else [option.value]
+            paths = [Path(text) for text in texts if isinstance(text, str) and text.startswith("/")]
+            folders |= {str(path.parent) for path in paths}
+    return sorted(folders - {"/"}, key=len, reverse=True)
 
 
 def _as_number(value: str | int | float) -> str | float:

@@ -65,10 +65,10 @@ def test_a_text_of_a_public_page_has_no_folders(text: str, public: str) -> None:
 
 
 def test_a_public_page_does_not_name_the_folders_of_the_machine(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
+    folder = make_run(tmp_path / "my secret project" / "run")
     assert str(tmp_path) in document_of(folder), "the other page has the paths, to open them"
     page = report.write_report([folder], tmp_path / "public.html", is_public=True).read_text(encoding="utf-8")
-    assert str(tmp_path) not in page
+    assert str(tmp_path) not in page and "secret project" not in page
     data = json.loads(scripts_of(page)[0])
     assert data["runs"][0]["folder"] == "…/run"
     assert HOSTILE in [row[data["fields"].index("output")] for row in data["samples"]]
