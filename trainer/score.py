@@ -218,8 +218,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig, images: Path) -> list[SavedAnswer]:
     """Returns the answers of a row. key: key of the row's first answer. images: folder of the run's images."""
-    found = next((row[name] for name in ("response", "output", "responses") if row.get(name) is not None), None)
-    texts: list[Any] = found if isinstance(found, list) else [found]
+    answer = _first_value(row.get("response"), row.get("output"), row.get("responses"))
+    texts: list[Any] = answer if isinstance(answer, list) else [answer]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(
             f"{where} has no answer: expected a text `response` (or `output`), or a list of texts `responses`; its "
@@ -230,22 +230,36 @@ def _answers(row: dict[str, Any], key: int, where: str, config: ScoreConfig, ima
         raise UserError(f"{where} has no data_source: set data_source=NAME for all rows without one")
     style = row.get("reward_model")
     nested = style.get("ground_truth") if isinstance(style, dict) else None
-    truth = next((value for value in (row.get("ground_truth"), nested, row.get("gts")) if value is not None), None)
-    prompt, info, score, step = (row.get(name) for name in ("prompt", "extra_info", "score", "step"))
-    info = info if isinstance(info, dict) else None
-    prompt = prompt if isinstance(prompt, list) and prompt else None
-    shown = [images / name for name in valid_image_names(row.get("images"))]
-    files = tuple(file.read_bytes() for file in shown) if all(file.is_file() for file in shown) else ()
+    truth = _first_value(row.get("ground_truth"), nested, row.get("gts"))
+    prompt = row.get("prompt")
+    extra_info = row.get("extra_info")
     scored_row = {
         "data_source": source,
         "reward_model": {"ground_truth": truth},
-        "extra_info": info,
-        "prompt": prompt,
+        "extra_info": extra_info if isinstance(extra_info, dict) else None,
+        "prompt": prompt if isinstance(prompt, list) and prompt else None,
     }
-    items = [RewardItem.of_row(key + number, scored_row, text, files) for number, text in enumerate(texts)]
-    step = step if isinstance(step, int) else None
-    score = float(score) if isinstance(score, int | float) else None
-    return [SavedAnswer(item, str(row.get("uid", where)), step, score) for item in items]
+
+    image_files = [images / name for name in valid_image_names(row.get("images"))]
+    encoded: list[bytes] = []
+    if all(file.is_file() for file in image_files):
+        encoded = [file.read_bytes() for file in image_files]
+
+    saved_step = row.get("step")
+    saved_score = row.get("score")
+    step = saved_step if isinstance(saved_step, int) else None
+    score = float(saved_score) if isinstance(saved_score, int | float) else None
+    uid = str(row.get("uid", where))
+    answers = []
+    for number, text in enumerate(texts):
+        item = RewardItem.of_row(key + number, scored_row, text, encoded)
+        answers.append(SavedAnswer(item, uid, step, score))
+    return answers
+
+
+def _first_value(*values: Any) -> Any:
+    """Returns the first value that is not None, or None."""
+    return next((value for value in values if value is not None), None)
 
 
 def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:

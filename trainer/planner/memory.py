@@ -232,6 +232,9 @@ def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: i
 def has_prompt_trees(data: DataConfig, rows: int, distinct: int) -> bool:
     """Returns True if attention on a CPU has one row per prompt, and no copies of prompts (`PromptTrees`).
 
+    Models with sliding windows, soft caps or sinks still copy prompts; `ModelShape` does not know these, so that their
+    plan is too low by the copies.
+
     Args:
         rows: Answers of a micro-batch, of maximal length.
         distinct: Their different prompts.

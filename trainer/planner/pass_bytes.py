@@ -39,16 +39,28 @@ class Pass:
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
-    """Returns the bytes that one layer keeps for its backward pass: the fp32 inputs of both norms with their normalized
-    and scaled results, the query, key, value and output of the attention, and the gate, activation, up projection and
-    product of the MLP. An fp32 adapter on bf16 weights also keeps an fp32 copy of each linear layer's input."""
-    size, hidden, query, inner = run.size, shape.hidden, shape.query, shape.active_inner
+    """Returns the bytes that one layer keeps for its backward pass."""
+    size = run.size
+    hidden = shape.hidden
+    query = shape.query
     kv = shape.kv * max(1, run.ranks // shape.kv_heads)  # more ranks than heads repeat heads
-    norms = 2 * _norm(hidden, size) + shape.head_norms * (_norm(query, size) + _norm(kv, size))
-    attention = size * (3 * query + 2 * kv)
-    repeated = size * (2 * query + 2 * kv) * run.repeated + (size * query * run.tokens if run.repeated else 0)
-    copies = FP32 * (3 * hidden + query + 2 * hidden + inner) if has_adapter and size != FP32 else 0
-    return run.tokens * float(norms + attention + size * 4 * inner + copies) + repeated
+    inner = shape.active_inner
+
+    norms = 2 * _norm(hidden, size)
+    norms += shape.head_norms * (_norm(query, size) + _norm(kv, size))
+    attention = size * (3 * query + 2 * kv)  # query, output and its copy; key and value
+    mlp = size * 4 * inner  # gate, activation, up projection and their product
+    per_token = norms + attention + mlp
+    if has_adapter and size != FP32:
+        # an fp32 adapter on bf16 weights keeps an fp32 copy of the input of each of the seven linear layers
+        per_token += FP32 * (3 * hidden + query + 2 * hidden + inner)
+
+    repeated = 0
+    if run.repeated:
+        # copies of shared prompts in query, key, value and output, and the output without these copies
+        repeated = size * (2 * query + 2 * kv) * run.repeated
+        repeated += size * query * run.tokens
+    return float(run.tokens * per_token + repeated)
 
 
 def _norm(width: int, size: int) -> int:
