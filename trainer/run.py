@@ -365,7 +365,7 @@ class HeldFolder:
         self.note(
             f"{self.run_dir} WAS DELETED OR RENAMED while the run trains. It is made again with config.yaml, and the "
             "training continues. The metrics, samples, logs and checkpoints up to here are not in it. Trackers that "
-            "write into it are cut off: after the run, python -m trainer.sync gives them the metrics from here on"
+            "write into it are cut off: trainer/REPORTS.md#trackers shows how to send them the run afterwards"
         )
 
 

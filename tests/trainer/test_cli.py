@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -169,3 +170,21 @@ def test_in_another_thread_nothing_is_touched() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("diffusion_plan", "python -m trainer.plan --command main_reward_flow"),
+        ("sync", "trainer/REPORTS.md#trackers"),
+        ("video_data", "python -m trainer.main_reward_flow key=value ... trainer.dry_run=true"),
+    ],
+)
+def test_a_removed_command_names_its_replacement(
+    name: str, replacement: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"trainer.{name}")
+    assert module.main(["RUN", "--to", "wandb"]) == 2
+    message = capsys.readouterr().err
+    assert f"python -m trainer.{name} was removed" in message
+    assert replacement in message

@@ -17,7 +17,6 @@ from tests.workers.diffusion.tiny_wan import tiny_pipeline
 from trainer.build import run_ppo
 from trainer.main_reward_flow import main as main_reward_flow
 from trainer.recipe import load_recipe
-from trainer.sync import main as sync
 from trainer.tracking import TRACKERS
 from verl_lite.errors import UserError
 from verl_lite.rewards import REWARDS
@@ -111,8 +110,6 @@ def test_answers_with_an_engine_a_reward_an_estimator_a_loss_and_a_tracker(used:
     ]  # fmt: skip
     run_ppo(options)
     assert {"engine", "reward", "estimator", "loss", "tracker", "tracker ends"} == set(used)
-    used.clear()
-    assert sync([str(tmp_path / "run"), "--to", "mine"]) == 0 and used == ["tracker", "tracker ends"]
 
 
 def test_a_loss_that_divides_by_its_own_micro_batch_is_refused_in_its_first_update(tmp_path: Path) -> None:
@@ -159,7 +156,7 @@ def test_episodes_with_an_environment_and_a_filter(used: list[str], tmp_path: Pa
     assert {"env", "filter"} == set(used)
 
 
-def test_clips_with_a_visual_reward(used: list[str], tmp_path: Path) -> None:
+def test_clips_with_a_visual_reward(used: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("diffusers")
     write_folder(tmp_path / "clip", grey_frames(5))
     (tmp_path / "metadata.csv").write_text("video,prompt\nclip,a red face\n")
@@ -172,5 +169,8 @@ def test_clips_with_a_visual_reward(used: list[str], tmp_path: Path) -> None:
         "reward.name=mine", f"recipe={tmp_path / 'mine'}", f"trainer.default_local_dir={tmp_path / 'run'}",
         "trainer.total_training_steps=1", "actor.fsdp_config.wrap_policy.min_num_params=10000000",
     ]  # fmt: skip
+    assert main_reward_flow([*options, "trainer.dry_run=true"]) == 0
+    assert "48 x 32      48 x 32" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a dry run trains nothing"
     assert main_reward_flow(options) == 0
     assert "visual reward" in used

@@ -21,7 +21,7 @@ from trainer.clips.reading import ClipError, Frames, Header, fitted_size, read_f
 from trainer.diffusion.loop import fingerprint
 from trainer.steps import EpochSteps
 from verl_lite.config.diffusion import VideoDataConfig
-from verl_lite.errors import UserError
+from verl_lite.errors import UserError, printable
 from verl_lite.protocol import DataProto
 
 TABLE_NAME = "metadata.csv"
@@ -151,14 +151,37 @@ class VideoDataset:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-check") as pool:
             return list(pool.map(select, range(len(self.rows))))
 
-    def check(self) -> None:
-        """Checks all files. Raises UserError that lists the first few invalid ones, or if clips have several sizes."""
+    def check(self, list_all: bool = False) -> None:
+        """Checks all files.
+
+        Args:
+            list_all: Whether the error lists every invalid row instead of the first few.
+
+        Raises:
+            UserError: a file cannot be used, or the clips have several sizes.
+        """
         problems = self.problems(self.selections())
-        if len(problems) > _SHOWN_PROBLEMS:
-            rest = f"... and {len(problems) - _SHOWN_PROBLEMS} more, of {len(self.rows)} rows."
-            problems[_SHOWN_PROBLEMS:] = [f"{rest} `python -m trainer.video_data FILE.csv` lists all"]
+        if len(problems) > _SHOWN_PROBLEMS and not list_all:
+            more = len(problems) - _SHOWN_PROBLEMS
+            problems = problems[:_SHOWN_PROBLEMS]
+            problems.append(f"... and {more} more, of {len(self.rows)} rows; trainer.dry_run=true lists all")
         if problems:
             raise UserError("\n".join(problems))
+
+    def table(self) -> str:
+        """Returns a table of all clips with their number of frames, their size, and their size in training.
+
+        Raises ClipError for an invalid clip, which `check` reports with its row.
+        """
+        lines = [f"{'row':>5}  {'file':<32}{'frames':>7}  {'size':<12}in training"]
+        for number, row in enumerate(self.rows):
+            selection = self.selection(number)
+            header = selection.header
+            name = "/".join(row.path.parts[-2:])
+            size = f"{header.width} x {header.height}"
+            in_training = f"{selection.width} x {selection.height}"
+            lines.append(f"{number:>5}  {name:<32}{header.frames:>7}  {size:<12}{in_training}")
+        return printable("\n".join(lines))
 
     def problems(self, found: Sequence[Selection | ClipError]) -> list[str]:
         """Returns one message per invalid row, or a single message if all rows are valid but their sizes differ."""

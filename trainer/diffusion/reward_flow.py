@@ -132,7 +132,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 
     def read_data(self) -> int:
         self.data = VideoDataset(self.config.data)
-        self.data.check()
+        self.data.check(list_all=self.config.trainer.dry_run)
         try_reward(self.config.reward, self.data)
         return self.count_steps(len(self.data), self.data.fingerprint(), self.config.data.repeat)
 
@@ -147,6 +147,9 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         if device_type(config.trainer.device) == "cuda" and (memory := launch_plan(config, self.slots)):
             text += f"\nmemory of one device: {memory}   (python -m trainer.plan --command main_reward_flow)"
         return text
+
+    def full_plan(self) -> tuple[str, bool]:
+        return f"{self.plan()}\n{self.data.table()}", True
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[RewardFlowTrainer]:

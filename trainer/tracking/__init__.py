@@ -2,7 +2,7 @@
 training.
 
 metrics.jsonl is always written; `trainer.logger` adds console lines and trackers. A separate thread calls each tracker.
-A tracker that raises is not called again; `python -m trainer.sync RUN` sends the run to it afterwards.
+A tracker that raises is not called again. `read_metrics` reads the whole run for it afterwards, see REPORTS.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -134,9 +133,10 @@ class TrackerThread(threading.Thread):
             self._warn("does not finish")
 
     def _warn(self, what: str) -> None:
-        name = self._tracker_name
-        again = shlex.join(["python", "-m", "trainer.sync", str(self._run.run_dir), "--to", name])
-        self._run.console.note(f"tracker {name} {what}; it is left out, and afterwards {again} gives it the run")
+        self._run.console.note(
+            f"tracker {self._tracker_name} {what}; it is left out. {METRICS} has the whole run, and "
+            "trainer/REPORTS.md#trackers the lines that send it to the tracker afterwards"
+        )
 
 
 class Record:
@@ -174,12 +174,13 @@ def logged_validations(path: Path, last_step: int) -> dict[int, dict[str, float]
     return validations
 
 
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
     """Returns the metrics by step, in the order of steps, with several lines of one step merged.
 
     If a resumed run repeated steps, the earlier lines of these steps and of all later steps are left out. Damaged
     lines, such as a line that a crash cut off, are left out too.
     """
+    path = Path(path)
     steps: dict[int, dict[str, float]] = {}
     for line in filter(None, path.read_bytes().split(b"\n")[:-1] if path.is_file() else []):
         try:

@@ -6,6 +6,7 @@ A package is imported only if `trainer.logger` names it, and writes to disk if i
 
 import atexit
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -82,28 +83,24 @@ register_tracker = TRACKERS.register
 @register_tracker("console")
 @register_tracker("jsonl")
 def _own(run: TrackedRun) -> Tracker:
-    raise UserError("console and jsonl lack nothing: they are no trackers of their own")
+    raise AssertionError("console and jsonl are written without a tracker")
 
 
-def check_trackers(names: Iterable[str], asked: str | None = None) -> None:
-    """Checks the names of trackers.
-
-    asked: the option with which the user named them, for messages; None means `trainer.logger`.
+def check_trackers(names: Iterable[str]) -> None:
+    """Checks the names in `trainer.logger`.
 
     Raises:
         UserError: for an unknown name, or if the package of that name is not installed.
     """
-    names = list(names)
-    asked = asked or "trainer.logger"
     for name in names:
         if name in OWN:
             continue
-        problems = list(registered_problems(asked, name, TRACKERS, "function", TRACKER_CALL))
+        problems = list(registered_problems("trainer.logger", name, TRACKERS, "function", TRACKER_CALL))
         if problems:
             raise UserError(problems[0])
         factory = TRACKERS.get_fn(name)
         if factory.__module__ == __name__ and importlib.util.find_spec(name) is None:
-            raise UserError(f"{asked}={name}: needs the package {name}: pip install {name}; or leave {name} out")
+            raise UserError(f"trainer.logger={name}: needs the package {name}: pip install {name}; or leave {name} out")
 
 
 def _tell_offline(run: TrackedRun, name: str, sync: str, folder: Path) -> None:
@@ -169,6 +166,20 @@ def _mlflow(run: TrackedRun) -> Tracker:
     return Adapter(log, log_samples, lambda: client.set_terminated(known_as))
 
 
+@functools.cache  # once in a process: a second handler would end a service that has ended
+def _start_wandb() -> None:
+    """Starts wandb's service, and ends it at the exit of this process."""
+    import wandb
+
+    wandb.setup()  # registers wandb's own exit handler
+
+    # This handler runs before wandb's, which prints an error if the end of the run had to kill the service.
+    @atexit.register
+    def leave() -> None:
+        with suppress(OSError):
+            wandb.teardown()
+
+
 @register_tracker("wandb")
 def _wandb(run: TrackedRun) -> Tracker:
     """Logs to Weights & Biases, with training/global_step as the x-axis.
@@ -177,14 +188,7 @@ def _wandb(run: TrackedRun) -> Tracker:
     """
     import wandb
 
-    wandb.setup()  # starts the wandb service and registers wandb's own exit handler
-
-    # This handler runs before wandb's, which prints an error if the end of the run had to kill the service.
-    @atexit.register
-    def leave() -> None:
-        with suppress(OSError):
-            wandb.teardown()
-
+    _start_wandb()
     has_account = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
     mode = os.environ.get("WANDB_MODE", "online" if has_account else "offline")
     options: dict[str, Any] = {"mode": mode, "id": run.kept_id("wandb"), "dir": str(run.run_dir)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,7 +91,20 @@ def test_all_that_is_wrong_with_files_is_said_at_once_with_rows(table: Path) -> 
     lines = str(error.value).split("\n")
     assert f"data.train_files: {path}, row 1, {table.parent}/missing.mp4: there is no such file" in lines[0]
     assert "row 2" in lines[1] and "it has 3 frames, and data.num_frames=5" in lines[1]
-    assert len(lines) == 6 and "and 2 more, of 8 rows" in lines[5]
+    assert len(lines) == 6 and "and 2 more, of 8 rows; trainer.dry_run=true lists all" in lines[5]
+    with pytest.raises(UserError) as error:
+        VideoDataset(options(path)).check(list_all=True)
+    assert len(str(error.value).split("\n")) == 7
+
+
+def test_the_table_has_the_frames_and_both_sizes_of_each_clip(table: Path) -> None:
+    write_animation(table.parent / "long.gif", np.tile(grey_frames(25), (3, 1, 1, 1)))
+    path = write_table(table.parent, [["a", "a cat"], ["long.gif", "a dog"]])
+    rows = VideoDataset(options(path, height=16, width=16)).table().splitlines()
+    assert [row.split() for row in rows[1:]] == [
+        ["0", f"{table.parent.name}/a", "6", "48", "x", "32", "16", "x", "16"],
+        ["1", f"{table.parent.name}/long.gif", "75", "48", "x", "32", "16", "x", "16"],
+    ]
 
 
 def test_clips_of_several_sizes_are_refused_with_the_setting_to_give(table: Path) -> None:

@@ -9,23 +9,27 @@ import pytest
 import torch
 
 from tests.trainer.made_clips import grey_frames, write_folder, write_video
+from trainer.clips.dataset import VideoDataset
 from trainer.clips.writing import FPS
-from trainer.video_data import main
 from verl_lite.config.diffusion import FlowRewardConfig, VideoDataConfig
 from verl_lite.visual_rewards import VISUAL_REWARDS, build_visual_reward, score_frames
 
 PAGE = (Path(__file__).parents[3] / "trainer" / "DIFFUSION.md").read_text(encoding="utf-8")
 
 
-def test_the_csv_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_csv_is_read(tmp_path: Path) -> None:
     (text,) = re.findall(r"```csv\n(.*?)```", PAGE, flags=re.DOTALL)
     (tmp_path / "metadata.csv").write_text(text)
     for name in ("walk.mp4", "smile.mov"):
         write_video(tmp_path / name, grey_frames(25), rate=24)
     write_folder(tmp_path / "faces" / "0012", grey_frames(20))
-    (command,) = re.findall(r"python -m trainer.video_data (clips.*)", PAGE)
-    assert main(command.replace("clips/metadata.csv", str(tmp_path)).split()) == 0
-    assert "3 of 3 rows" in capsys.readouterr().out
+    data = VideoDataset(VideoDataConfig(train_files=[str(tmp_path / "metadata.csv")]))
+    data.check()
+    assert [row.prompt for row in data.rows] == [
+        "A woman walks to the window, and turns",
+        "A man smiles",
+        "A girl looks up",
+    ]
 
 
 def test_the_reward_of_the_guide_scores() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.set_keys import set_keys
 from tests.workers.diffusion.tiny_wan import tiny_pipeline
-from trainer import diffusion_plan
 from trainer import plan as plan_command
 from trainer.planner.diffusion_memory import count, launch_plan, plan, published_shape, read_shape
 from trainer.planner.memory_table import GIB
@@ -89,8 +88,6 @@ def test_the_command_and_wrong_input(folder: str, tmp_path: Path, capsys: pytest
     assert plan_command.main([*arguments, "0"]) == 2
     assert plan_command.main([*arguments, "1", "--fit"]) == 2
     assert "--fit with --command main_reward_flow: only main_ppo has it" in capsys.readouterr().err
-    assert diffusion_plan.main(arguments) == 2
-    assert "use: python -m trainer.plan --command main_reward_flow" in capsys.readouterr().err
     made = config()
     made.model.path = str(tmp_path / "copy")
     shutil.copytree(folder, tmp_path / "copy")

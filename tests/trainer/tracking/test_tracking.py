@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.trainer.tracking.scripted import Run
-from trainer.sync import main as sync
 from trainer.tracking import TRACKERS, read_metrics
 from verl_lite.config import PPOConfig
 
@@ -48,15 +47,28 @@ def test_every_tracker_takes_numbers_and_samples_and_starts_again_in_the_same_fo
     if name == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        (tmp_path / "config.yaml").write_text("trainer: {logger: [tensorboard]}")
-        for given_anew in (False, True):
-            assert not given_anew or sync([str(tmp_path)]) == 0
-            events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-            # TensorBoard reads files of the same second in the order of their names, in which .10 comes before .9
-            found = sorted((x.step, x.value) for x in events.Scalars("actor/lr"))
-            assert found == [(0, 0), (1, 0.5), (2, 1), (3, 1.5)]
-            assert given_anew or "samples/text_summary" in events.Tags()["tensors"]
-        (tmp_path / "config.yaml").unlink()  # with it this passes for a run, whose metrics have to be explained
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        # TensorBoard reads files of the same second in the order of their names, in which .10 comes before .9
+        rates = sorted((event.step, event.value) for event in events.Scalars("actor/lr"))
+        assert rates == [(0, 0), (1, 0.5), (2, 1), (3, 1.5)]
+        assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_guide_sends_a_recorded_run_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of REPORTS.md, which wandb runs offline here. They give it the repeated step 2 as it was in the end."""
+    wandb = pytest.importorskip("wandb")
+    guide = (Path(__file__).parents[3] / "trainer" / "REPORTS.md").read_text(encoding="utf-8")
+    [lines_of_guide] = re.findall(r"```python\n(import wandb\n.*?)```", guide, flags=re.DOTALL)
+    for kl, steps in ((0.0, (1, 2, 3)), (1.0, (2, 3))):
+        Run(tmp_path, []).train(*steps, **{"actor/kl_coef": kl})
+    sent = []
+    monkeypatch.setattr(wandb.Run, "log", lambda run, metrics, step: sent.append((step, metrics["actor/kl_coef"])))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "RUN" / "metrics.jsonl")
+    exec(lines_of_guide, {})
+    assert sent == [(1, 0.0), (2, 1.0), (3, 1.0)]
 
 
 def test_the_record_has_a_line_per_step_and_null_for_what_is_no_number(tmp_path: Path) -> None:
@@ -91,7 +103,8 @@ def test_the_tracker_of_the_guide_receives_metrics_samples_and_the_configuration
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guide = (Path(__file__).parents[3] / "trainer" / "REPORTS.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?class MyTracker.*?)```", guide, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    [code] = [block for block in blocks if "class MyTracker" in block]
     names: dict[str, Any] = {}
     exec(code, names)
     monkeypatch.setitem(TRACKERS, "mine", names["MyTracker"])
