@@ -6,7 +6,6 @@ A package is imported only if `trainer.logger` names it, and writes to disk if i
 
 import atexit
 import dataclasses
-import functools
 import importlib.util
 import os
 import re
@@ -166,18 +165,13 @@ def _mlflow(run: TrackedRun) -> Tracker:
     return Adapter(log, log_samples, lambda: client.set_terminated(known_as))
 
 
-@functools.cache  # once in a process: a second handler would end a service that has ended
-def _start_wandb() -> None:
-    """Starts wandb's service, and ends it at the exit of this process."""
+def _end_wandb() -> None:
+    """Ends wandb's service."""
     import wandb
 
-    wandb.setup()  # registers wandb's own exit handler
-
-    # This handler runs before wandb's, which prints an error if the end of the run had to kill the service.
-    @atexit.register
-    def leave() -> None:
-        with suppress(OSError):
-            wandb.teardown()
+    # a service whose process was killed, for example with the run, closes its connection
+    with suppress(OSError):
+        wandb.teardown()
 
 
 @register_tracker("wandb")
@@ -188,7 +182,10 @@ def _wandb(run: TrackedRun) -> Tracker:
     """
     import wandb
 
-    _start_wandb()
+    # wandb.setup registers wandb's own exit handler, which prints an error if the end of the run had to kill the
+    # service. The handler that is registered after it runs before it.
+    wandb.setup()
+    atexit.register(_end_wandb)
     has_account = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
     mode = os.environ.get("WANDB_MODE", "online" if has_account else "offline")
     options: dict[str, Any] = {"mode": mode, "id": run.kept_id("wandb"), "dir": str(run.run_dir)}
@@ -206,7 +203,9 @@ def _wandb(run: TrackedRun) -> Tracker:
     def finish() -> None:
         made.finish()
         if wandb.run is None:  # no other wandb run is open, so end the service before the run's end kills it
-            wandb.teardown()
+            _end_wandb()
+            # The user may start another service, which has an exit handler of its own.
+            atexit.unregister(_end_wandb)
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
         rows = [[getattr(sample, name) for name in _COLUMNS] for sample in samples]
