@@ -334,3 +334,15 @@ def test_own_answers_are_compared_question_by_question() -> None:
     half = T_2 * math.sqrt(7 / 64 / 3)  # 1, 2, 6: deviations -2, -1, 3
     expected = f"difference +0.375 ± {half:.3f} (95%): they agree"
     assert command.own_answers(ours, [0.0] * 24) == f"{OURS} 0.375, {TRL} 0.000, {expected}"
+
+
+def test_a_comparison_belongs_to_the_weights_and_not_to_their_folder(tmp_path: Path) -> None:
+    for name, content in (("old", b"weights"), ("moved", b"weights"), ("other", b"other weights")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    runs.claim(Comparison(tmp_path / "comparison", tmp_path / "old", 20))
+    runs.claim(Comparison(tmp_path / "comparison", tmp_path / "moved", 20))
+    with pytest.raises(UserError, match=r"has a comparison with weights '[0-9a-f]{64}' \(now '[0-9a-f]{64}'\): repeat"):
+        runs.claim(Comparison(tmp_path / "comparison", tmp_path / "other", 20))
+    with pytest.raises(UserError, match=r"has a comparison with steps 20 \(now 40\)"):
+        runs.claim(Comparison(tmp_path / "comparison", tmp_path / "old", 40))

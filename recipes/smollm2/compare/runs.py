@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -169,16 +170,16 @@ def claim(comparison: Comparison) -> None:
     """
     file = comparison.folder / "settings.json"
     wanted = {
-        "model": str(comparison.model),
+        "weights": hash_of_weights(comparison.model),
         "steps": comparison.steps,
         "options": list(comparison.options),
     }
     if file.is_file():
-        found = json.loads(file.read_text())
+        settings = json.loads(file.read_text())
         different = []
         for name, value in wanted.items():
-            if found.get(name) != value:
-                different.append(f"{name} {found.get(name)!r} (now {value!r})")
+            if settings.get(name) != value:
+                different.append(f"{name} {settings.get(name)!r} (now {value!r})")
         if different:
             raise UserError(
                 f"{comparison.folder} has a comparison with {', '.join(different)}: repeat its command, or give "
@@ -190,3 +191,15 @@ def claim(comparison: Comparison) -> None:
         raise UserError(f"{comparison.folder} has other files and no comparison: give a new folder")
     comparison.folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(wanted, indent=1))
+
+
+def hash_of_weights(model: Path) -> str:
+    """Returns the SHA-256 of a model's weights.
+
+    It identifies the model, because the folder of a converted model changes with the version of this library.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb") as weights:
+            digest.update(hashlib.file_digest(weights, "sha256").digest())
+    return digest.hexdigest()
