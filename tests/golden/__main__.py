@@ -1,9 +1,9 @@
 """`python -m tests.golden COMMIT [CASE ...]`: compares runs of this tree with those of another commit, digit by digit.
 
-Each case is a run of `python -m trainer.main_ppo` and a second run that resumes from a checkpoint in its middle. Both
-run in a checkout of the commit and in this tree. Compared are every metric of every step except times and memory, the
-samples of training (which shows the groups that dynamic sampling trained on), the stored validation answers, and within
-each tree the resumed steps with those of the uninterrupted run.
+Each case is a run of `python -m trainer.main_ppo` (DPO: `main_sft`) and a second run that resumes from a checkpoint in
+its middle. Both run in a checkout of the commit and in this tree. Compared are every metric of every step except times
+and memory, the samples of training (which shows the groups that dynamic sampling trained on), the stored validation
+answers, and within each tree the resumed steps with those of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -27,14 +28,28 @@ MISMATCH = ("rollout_corr/", "training/rollout_probs_diff", "actor/train_infer_"
 their last bits depend on time, which decides the samples that the engine decodes together."""
 
 
+STORED = {"rollouts": "trainer.rollout_data_dir", "validation": "trainer.validation_data_dir"}
+"""Folders of stored samples, and the options that name them."""
+
+
 class Case(NamedTuple):
-    """A run. steps: its number of steps; the second run resumes after `half` of them. volatile: parts of the names of
-    metrics that are not compared."""
+    """A run.
+
+    Args:
+        options: Its options.
+        steps: Its number of steps.
+        half: The step after which the second run resumes.
+        volatile: Parts of the names of metrics that are not compared.
+        module: The command.
+        stored: Names of the folders of samples that are compared.
+    """
 
     options: tuple[str, ...]
     steps: int = 25
     half: int = 12
     volatile: tuple[str, ...] = VOLATILE
+    module: str = "trainer.main_ppo"
+    stored: tuple[str, ...] = tuple(STORED)
 
 
 def _case(recipe: str, *options: str, steps: int = 25, half: int = 12, volatile: tuple[str, ...] = VOLATILE) -> Case:
@@ -42,6 +57,8 @@ def _case(recipe: str, *options: str, steps: int = 25, half: int = 12, volatile:
 
 
 HF, TWO = "rollout.name=hf", "trainer.n_gpus_per_node=2"
+PAIRS = "pairs.jsonl"
+"""File of `write_pairs`, whose folder `run` adds."""
 CASES = {
     "hf": _case("quickstart", HF, "trainer.n_gpus_per_node=1"),
     "hf-2-ranks": _case("quickstart", HF, TWO),
@@ -61,24 +78,56 @@ CASES = {
         "algorithm.rollout_correction.bypass_mode=false",
         volatile=VOLATILE + MISMATCH,
     ),
+    "program": _case("agent_program", HF, steps=8, half=4, volatile=VOLATILE + MISMATCH),
+    "vision": _case("vision", HF, steps=8, half=4),
+    "distillation": _case("distill", HF, steps=8, half=4),
+    "dpo": Case(
+        (
+            "recipe=sft",
+            "loss=dpo",
+            f"data.train_files={PAIRS}",
+            f"data.val_files={PAIRS}",
+            "data.train_batch_size=16",
+            "trainer.log_freq=1",
+        ),
+        steps=8,
+        half=4,
+        module="trainer.main_sft",
+        stored=(),
+    ),
 }
+
+
+def write_pairs(file: Path) -> None:
+    """Writes 128 pairs of a right and a wrong answer to sorting tasks like those of the recipe `sft`."""
+    rng = random.Random(1)
+    lines = []
+    for _ in range(128):
+        digits = "".join(rng.choices("0123456789", k=5))
+        right = "".join(sorted(digits))
+        lines.append(json.dumps({"prompt": f"sort {digits}", "chosen": right, "rejected": right[::-1]}) + "\n")
+    file.write_text("".join(lines))
 
 
 def run(tree: Path, folder: Path, case: Case, *options: str) -> None:
     """Runs the case in `tree` and leaves its results in `folder`, unless they are there already."""
     if (folder / "done").exists():
         return
+    folder.mkdir(parents=True, exist_ok=True)
+    # one path for both runs of a tree, because a resumed run refuses other data
+    pairs = folder.parent / PAIRS
+    write_pairs(pairs)
     command = [
-        *(sys.executable, "-m", "trainer.main_ppo", *case.options, f"trainer.total_training_steps={case.steps}"),
+        *(sys.executable, "-m", case.module),
+        *(option.replace(PAIRS, str(pairs)) for option in case.options),
+        f"trainer.total_training_steps={case.steps}",
         f"trainer.save_freq={case.half}",
         "trainer.test_freq=-1",
         "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={folder}",
-        f"trainer.rollout_data_dir={folder / 'rollouts'}",
-        f"trainer.validation_data_dir={folder / 'validation'}",
+        *(f"{STORED[name]}={folder / name}" for name in case.stored),
         *options,
     ]
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("w") as output:
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -129,7 +178,7 @@ def compare(name: str, case: Case, old: Path, new: Path) -> list[str]:
         one, two = old / name / part, new / name / part
         before, after = (metrics(folder, case.volatile) for folder in (one, two))
         found += [f"{part} metrics of step {text[1:]}" for text in differences(before, after)]
-        for kind in ("rollouts", "validation"):
+        for kind in case.stored:
             stored, expected = samples(two, kind), samples(one, kind)
             if not stored and part == "whole":
                 found.append(f"{part}: no {kind} were stored, so nothing was compared")
