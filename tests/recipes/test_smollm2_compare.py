@@ -112,7 +112,7 @@ def test_the_sides_alternate_and_finished_runs_are_not_repeated(
     assert recorded.trained == [(OURS, 2), (TRL, 2)]
     shown = capsys.readouterr().out
     # rewards 0.1 and 0.2 of the two seeds: mean 0.15, deviation 0.0707, times t(1) = 12.706 / sqrt(2) is 0.635
-    assert f"| {OURS} | 2 | 0.150 ± 0.635 | 0.150 ± 0.635 | 2.0 | 0.750 ± 0.000 |" in shown
+    assert f"| {OURS} | 2 | 0.150 ± 0.635 | 0.150 ± 0.635 | 0.750 ± 0.000 | 2.0 |" in shown
     assert "The curves over steps agree" in shown
     assert imread(tmp_path / "out" / "comparison.png").shape[2] == 4
 
@@ -240,6 +240,21 @@ def test_the_picture_shows_means_over_steps_and_over_minutes(tmp_path: Path) -> 
     results.draw({OURS: fast, TRL: slow}, tmp_path / "comparison.png")
     height, width, _ = imread(tmp_path / "comparison.png").shape
     assert (width, height) == (1210, 462)  # 11 x 4.2 inches at 110 dots per inch
+    results.draw({OURS: fast, TRL: slow}, tmp_path / "steps.png", with_time=False)
+    height, width, _ = imread(tmp_path / "steps.png").shape
+    assert (width, height) == (605, 462)
+
+
+def test_the_table_has_the_median_of_seconds_unless_the_machine_did_other_work() -> None:
+    """Ours: first and last five of six rewards 0, 0.1, ..., 0.5 average 0.2 and 0.3. The seconds are 30, 30 and 90."""
+    rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    ours = [curve(rewards, 30.0), curve(rewards, 30.0), curve(rewards, 90.0)]
+    curves = {OURS: ours, TRL: [curve(rewards, 60.0)] * 3}
+    with_time = results.table(curves).splitlines()
+    assert with_time[2] == "| verl_lite | 3 | 0.200 ± 0.000 | 0.300 ± 0.000 | 0.500 ± 0.000 | 30.0 |"
+    without = results.table(curves, with_time=False).splitlines()
+    assert without[2] == "| verl_lite | 3 | 0.200 ± 0.000 | 0.300 ± 0.000 | 0.500 ± 0.000 |"
+    assert "seconds" in with_time[0] and "seconds" not in without[0]
 
 
 def test_the_panels_have_the_mean_and_the_interval_of_each_place() -> None:

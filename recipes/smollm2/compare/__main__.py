@@ -13,6 +13,7 @@ accuracy on the 512 held-out questions is measured with greedy answers after the
     --steps N        training steps of each run (40)
     --seeds N        number of seeds, 1 to N (3)
     --model FOLDER   another model than SmolLM2-135M-Instruct
+    --no-time        no times in the table and the picture, for a machine that did other work, too
     --check          instead: one step of both sides on the same answers, with the loss and the gradient norm of both
     key=value        further options of this library's side, such as trainer.n_gpus_per_node=1
 
@@ -134,6 +135,7 @@ def _read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=_positive, default=40)
     parser.add_argument("--seeds", type=_positive, default=3)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_intermixed_args(argv)
     for word in arguments.options:
@@ -168,8 +170,9 @@ def main(argv: list[str]) -> int:
     claim(comparison)
     curves = run_all(comparison, arguments.seeds)
     picture = folder / "comparison.png"
-    draw(curves, picture)
-    print(f"\n{settings_table()}\n\n{table(curves)}\n\n{agreement(curves)}\n\n{picture}")
+    with_time = not arguments.no_time
+    draw(curves, picture, with_time)
+    print(f"\n{settings_table()}\n\n{table(curves, with_time)}\n\n{agreement(curves)}\n\n{picture}")
     return 0
 
 

@@ -134,28 +134,39 @@ def _signed(found: Difference) -> str:
     return f"{found.mean:+.3f}" + ("" if found.half is None else f" ± {found.half:.3f}")
 
 
-def table(curves: Curves) -> str:
-    """Returns the table of results. Intervals are over seeds."""
-    lines = [
-        f"| side | seeds | reward, first {ENDS} steps | reward, last {ENDS} steps | seconds per step (median) "
-        "| held-out accuracy, greedy |",
-        "|---|---|---|---|---|---|",
+def table(curves: Curves, with_time: bool = True) -> str:
+    """Returns the table of results. Intervals are over seeds.
+
+    Args:
+        curves: The finished runs.
+        with_time: Whether the table has the median duration of a step.
+    """
+    columns = [
+        "side",
+        "seeds",
+        f"reward, first {ENDS} steps",
+        f"reward, last {ENDS} steps",
+        "held-out accuracy, greedy",
     ]
+    if with_time:
+        columns.append("seconds per step (median)")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for side, runs in curves.items():
-        seconds = statistics.median(value for run in runs for value in run.seconds)
         cells = [
             side,
             str(len(runs)),
-            _shown([statistics.fmean(run.rewards[:ENDS]) for run in runs]),
-            _shown([statistics.fmean(run.rewards[-ENDS:]) for run in runs]),
-            f"{seconds:.1f}",
-            _shown([run.accuracy for run in runs]),
+            _with_interval([statistics.fmean(run.rewards[:ENDS]) for run in runs]),
+            _with_interval([statistics.fmean(run.rewards[-ENDS:]) for run in runs]),
+            _with_interval([run.accuracy for run in runs]),
         ]
+        if with_time:
+            seconds = statistics.median(value for run in runs for value in run.seconds)
+            cells.append(f"{seconds:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _shown(values: Sequence[float]) -> str:
+def _with_interval(values: Sequence[float]) -> str:
     mean, half = interval(values)
     return f"{mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
 
@@ -163,22 +174,37 @@ def _shown(values: Sequence[float]) -> str:
 # ------------------------------------------------------------------------------------------------------------- picture
 
 
-def draw(curves: Curves, file: Path) -> None:
-    """Draws the rewards over steps and over minutes: mean over the seeds, with its 95% interval as a band."""
+def draw(curves: Curves, file: Path, with_time: bool = True) -> None:
+    """Draws the rewards over steps and over minutes: mean over the seeds, with its 95% interval as a band.
+
+    Args:
+        curves: The finished runs.
+        file: The picture.
+        with_time: Whether the picture has the rewards over minutes.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained", facecolor="white")
+    number_of_panels = 2 if with_time else 1
+    figure = Figure(figsize=(5.5 * number_of_panels, 4.2), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    over_steps, over_minutes = figure.subplots(1, 2, sharey=True)
+    [panels] = figure.subplots(1, number_of_panels, sharey=True, squeeze=False)
+
+    over_steps = panels[0]
+    over_steps.set(title="Reward over steps", xlabel="training step", ylabel="share of right answers, sampled")
+    over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
     for side, runs in curves.items():
         steps = range(1, len(runs[0].rewards) + 1)
         _draw_band(over_steps, list(steps), runs, side)
-        _draw_band(over_minutes, mean_minutes(runs), runs, side)
 
-    over_steps.set(title="Reward over steps", xlabel="training step", ylabel="share of right answers, sampled")
-    over_minutes.set(title="Reward over time", xlabel="minutes of training steps")
-    for panel in (over_steps, over_minutes):
+    if with_time:
+        over_minutes = panels[1]
+        over_minutes.set(title="Reward over time", xlabel="minutes of training steps")
+        for side, runs in curves.items():
+            _draw_band(over_minutes, mean_minutes(runs), runs, side)
+
+    for panel in panels:
         panel.set_xlim(left=0)
         panel.set_ylim(-0.02, 1.02)
         panel.grid(axis="y", color="#e4e6e9", linewidth=0.8)
