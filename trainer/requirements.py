@@ -1,13 +1,13 @@
 """Derives from the configuration which models and passes a step needs, and how a rank forms its micro-batches.
 
-Driver, planner and workers all use these functions. A loss or estimator requests an optional column of the batch
-(`selected`, `sum_pi_squared`) by naming it as an argument.
+Driver, planner and workers all use these functions. The registration of a loss declares the optional columns of the
+batch that it reads (`selected`); an estimator requests them (`sum_pi_squared`) by naming them as arguments.
 """
 
 from dataclasses import dataclass
 
 from verl_lite.config import PPOConfig
-from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss
 from verl_lite.registry import takes
 from workers.policy.loading import load_model_config
 
@@ -30,7 +30,7 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
         or correction.rollout_is is not None
         or correction.rollout_rs is not None
         or config.algorithm.use_kl_in_reward
-        or loss_takes(config, "selected")
+        or "selected" in get_policy_loss(config.actor.policy_loss.loss_mode).columns
         or estimator_takes(config, "old_log_probs")
         or config.distillation.takes_student_topk
     )
@@ -60,12 +60,6 @@ def needs_reference_model(config: PPOConfig) -> bool:
 def needs_greedy_baseline(config: PPOConfig) -> bool:
     """Returns True if the estimator needs the reward of a greedy response, which the same rollout then generates."""
     return estimator_takes(config, "reward_baselines")
-
-
-def loss_takes(config: PPOConfig, column: str) -> bool:
-    """Returns True if the policy loss reads a column: `selected` (tokens selected over the whole batch), `scores`
-    (score of each response) or `staleness` (weight updates since each token was sampled)."""
-    return takes(get_policy_loss_fn(config.actor.policy_loss.loss_mode), column)
 
 
 def estimator_takes(config: PPOConfig, column: str) -> bool:

@@ -16,7 +16,6 @@ from trainer.requirements import (
     distilled_tokens,
     estimator_takes,
     is_on_policy,
-    loss_takes,
     micro_batching,
     needs_reference_model,
 )
@@ -25,7 +24,7 @@ from trainer.saving import SavedByWorkers
 from trainer.step_metrics import compute_seqlen_metrics
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import PPOConfig
-from verl_lite.core_algos import outcome_scores
+from verl_lite.core_algos import get_policy_loss, outcome_scores
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto, DataProtoFuture, chunk_bounds
@@ -268,26 +267,29 @@ class ActorRole(ModelRole, SavedByWorkers):
 
 
 def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, torch.Tensor]:
-    """Returns the columns selected (B, R) bool, scores (B,), staleness (B, R), each only if the policy loss takes it.
+    """Returns the columns that the registration of the policy loss declares: selected (B, R) bool, scores (B,),
+    staleness (B, R).
 
     selected: tokens chosen over the whole batch under the policy before the update, the same in every epoch. Random
     choices are seeded with trainer.seed and the step. staleness: weight updates between the version that sampled the
     token and the version that this step updates; steps of trainer.critic_warmup do not update the weights.
     """
-    tensors, loss_mode = {}, config.actor.policy_loss.loss_mode
-    if loss_takes(config, "selected"):
+    tensors = {}
+    loss_mode = config.actor.policy_loss.loss_mode
+    declared_columns = get_policy_loss(loss_mode).columns
+    if "selected" in declared_columns:
         if loss_mode not in TOKEN_SELECTIONS:
             raise UserError(
-                f"actor.policy_loss.loss_mode={loss_mode} takes `selected`, and nothing says how tokens are chosen: "
+                f"actor.policy_loss.loss_mode={loss_mode} reads `selected`, and nothing says how tokens are chosen: "
                 "add a function to verl_lite.algos.covariance_losses.TOKEN_SELECTIONS under its name"
             )
         seed = int(np.random.SeedSequence([config.trainer.seed, step]).generate_state(1)[0])
         columns = (batch.batch[name] for name in ("old_log_probs", "advantages", "response_mask"))
         generator = torch.Generator().manual_seed(seed)
         tensors["selected"] = TOKEN_SELECTIONS[loss_mode](*columns, config.actor, generator=generator)
-    if loss_takes(config, "scores"):
+    if "scores" in declared_columns:
         tensors["scores"] = outcome_scores(batch.batch["token_level_scores"], batch.batch["response_mask"])
-    if loss_takes(config, "staleness"):
+    if "staleness" in declared_columns:
         warmup = config.trainer.critic_warmup  # the weights after these steps are those of version 0
         updated_version = max(step - 1, warmup)
         sampled_versions = batch.batch["rollout_versions"].clamp(min=warmup)

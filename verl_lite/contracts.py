@@ -11,19 +11,22 @@ rows of different lengths, masked tokens inside rows, rows without a valid token
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from verl_lite.algos.loss_inputs import Aggregation, LossConfig, LossInputs
 from verl_lite.algos.masked import LOSS_AGG_MODES
-from verl_lite.algos.policy_losses import call_policy_loss
+from verl_lite.algos.policy_loss_registry import AnyPolicyLossFn, PolicyLoss, policy_loss_of
 from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
-from verl_lite.metrics import Metric, reduce_metrics
+from verl_lite.metrics import reduce_metrics
 
 ROWS, WIDTH = 24, 7
 EMPTY_ROWS = (3, 17)
 Columns = dict[str, Any]
+_EMPTY_ROWS_PROMISE = "rows without a valid token have no weight: count only other rows"
 _WHERE = (
     "apply torch.where(response_mask.bool(), x, 0) to each column, not a product with the mask, since 0 * NaN is NaN"
 )
@@ -46,86 +49,140 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
     mask = batch["response_mask"]
     result = _call_unchanged(function, batch)
     _require(isinstance(result, tuple) and len(result) == 2, "an estimator returns (advantages, returns)")
-    for name, found in zip(("advantages", "returns"), result, strict=True):
-        is_shaped = tuple(found.shape) == (ROWS, WIDTH) and found.dtype.is_floating_point
-        _require(is_shaped, f"{name} are floating-point tensors (B, T), found {tuple(found.shape)} of {found.dtype}")
-        _require(_finite(found), f"{name} are finite, also with empty rows: clamp divisors to at least 1")
-        _require(bool((found != 0).any()), f"{name} are not all zero")
-        _require(not bool(found[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
-    for number in (1.5, math.nan):
-        found = function(**hide(batch, number))
-        _require(all(map(torch.equal, found, result)), f"values under mask 0 do not affect the result: {_WHERE}")
-    for rows, promise in (
-        (mask.any(dim=1).nonzero().squeeze(1), "rows without a valid token have no weight: count only other rows"),
-        (_shuffled(1), "the order of the rows does not matter: group by `index`"),
-    ):
-        found = zip(function(**take_rows(batch, rows)), result, strict=True)
-        _require(all(_close(a, b[rows]) for a, b in found), promise)
+    for name, values in zip(("advantages", "returns"), result, strict=True):
+        is_shaped = tuple(values.shape) == (ROWS, WIDTH) and values.dtype.is_floating_point
+        _require(is_shaped, f"{name} are floating-point tensors (B, T), found {tuple(values.shape)} of {values.dtype}")
+        _require(_finite(values), f"{name} are finite, also with empty rows: clamp divisors to at least 1")
+        _require(bool((values != 0).any()), f"{name} are not all zero")
+        _require(not bool(values[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
+
+    for hidden_value in (1.5, math.nan):
+        with_hidden = function(**hide(batch, hidden_value))
+        is_same = all(map(torch.equal, with_hidden, result))
+        _require(is_same, f"values under mask 0 do not affect the result: {_WHERE}")
+
+    rows_with_tokens = mask.any(dim=1).nonzero().squeeze(1)
+    _require_same_rows(function, batch, result, rows_with_tokens, _EMPTY_ROWS_PROMISE)
+    _require_same_rows(function, batch, result, _shuffled(1), "the order of the rows does not matter: group by `index`")
+
     for tokens in (0, 1):
-        few = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
-        few[0, :tokens] = 1
+        few_tokens = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
+        few_tokens[0, :tokens] = 1
         promise = f"the result is finite for a batch with {tokens} tokens: no deviation of one value, no 0 / 0"
-        _require(all(map(_finite, function(**batch | {"response_mask": few}))), promise)
+        _require(all(map(_finite, function(**batch | {"response_mask": few_tokens}))), promise)
     _require_own_device(lambda: function(**batch), result)
 
 
-def check_policy_loss(function: Callable[..., Any], config: Any = None, **columns: torch.Tensor) -> None:
+def _require_same_rows(
+    function: Callable[..., Any], batch: Columns, result: Sequence[torch.Tensor], rows: torch.Tensor, promise: str
+) -> None:
+    """Checks that the estimates of these rows alone are those of the whole batch."""
+    for values, expected in zip(function(**take_rows(batch, rows)), result, strict=True):
+        _require(_close(values, expected[rows]), promise)
+
+
+def check_policy_loss(function: AnyPolicyLossFn, config: LossConfig | None = None, **columns: torch.Tensor) -> None:
     """Raises `BrokenPromise` unless a policy loss keeps all promises that the trainer relies on.
 
     Args:
         function: a loss, as for `register_policy_loss`.
         config: the loss's options; None = an ActorConfig.
-        columns: tensors (ROWS, ...) that the loss takes in addition to the usual columns.
+        columns: tensors (ROWS, ...) of LOSS_COLUMNS that the loss reads.
     """
     options = config or ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.5))
-
-    def loss(mode: str, counts: tuple[int, int], /, **given: Any) -> list[torch.Tensor]:
-        """Returns the loss and its gradient, and checks the metrics. counts: tokens, sequences of the mini-batch."""
-        log_prob = given.pop("log_prob").clone().requires_grad_()
-        old, advantages, mask, weights = (given.pop(name) for name in usual)
-        whole = {"batch_num_tokens": counts[0], "global_batch_size": counts[1]}
-        arguments = (old, log_prob, advantages, mask, mode, options, weights)
-        value, metrics = call_policy_loss(function, *arguments, counts=whole, columns=given)
-        _require(value.dim() == 0 and value.requires_grad, "a loss is a scalar that depends on log_prob")
-        value.backward()
-        gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
-        promise = "the loss is finite, also with empty rows and extreme log-ratios: use agg_loss and clamp"
-        _require(_finite(value) and _finite(gradient[mask != 0]), f"{promise} ({mode})")
-        is_sound = all(isinstance(m, Metric | int | float) for m in metrics.values())
-        is_sound = is_sound and all(map(math.isfinite, reduce_metrics(metrics).values()))
-        _require(is_sound, f"metrics are finite numbers: {_WHERE}")
-        return [value.detach(), gradient]
-
-    usual = ("old_log_prob", "advantages", "response_mask", "rollout_is_weights")
+    case = _LossCase(policy_loss_of(function), options)
     batch = loss_batch() | columns
     mask = batch["response_mask"]
     counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
-    value, gradient = _call_unchanged(lambda **given: loss("token-mean", counts, **given), batch)
+
+    value, gradient = _call_unchanged(lambda **given: case.compute("token-mean", counts, given), batch)
     _require(bool((gradient != 0).any()), "the gradient is not all zero")
-    order = torch.cat([torch.tensor(EMPTY_ROWS[:1]), (rest := _shuffled(2))[rest != EMPTY_ROWS[0]]])
+    _require_no_padding_in_metrics(case, counts, batch)
     for mode in LOSS_AGG_MODES:
-        whole, gradient = loss(mode, counts, **batch)
-        for cut in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):  # one part has only an empty row
-            parts = [loss(mode, counts, **take_rows(batch, rows)) for rows in order.split(cut)]
-            total = torch.stack([part[0] for part in parts]).sum()
-            summed = torch.cat([part[1] for part in parts])
-            promise = (
-                f"the parts of a mini-batch sum to the whole ({mode}, {len(cut)} parts): do not divide by counts of "
-                "the micro-batch, but by batch_num_tokens and global_batch_size, as agg_loss does"
-            )
-            _require(_close(total, whole) and _close(summed, gradient[order]), promise)
-        empty = loss(mode, (0, 0), **batch | {"response_mask": torch.zeros_like(mask)})
-        promise = f"a part without a token has loss 0 ({mode}): clamp divisors to at least 1"
-        _require(not any(bool(x.any()) for x in empty), promise)
-        _require(not bool(gradient[mask == 0].any()), f"the gradient is 0 under mask 0 ({mode}): {_WHERE}")
-        for number in (1.5, math.nan):
-            promise = f"values under mask 0 do not affect loss or gradient ({mode}, value {number:g}): {_WHERE}"
-            _require(all(map(torch.equal, loss(mode, counts, **hide(batch, number)), (whole, gradient))), promise)
+        _require_additive(case, mode, counts, batch)
+        _require_empty_part(case, mode, batch)
+
     for sign in (1, -1):
         moved = torch.where(batch["advantages"] * sign > 0, batch["log_prob"], -700.0)
         for name in ("log_prob", "old_log_prob"):
-            loss("token-mean", counts, **batch | {name: moved})
-    _require_own_device(lambda: loss("token-mean", counts, **batch)[:1], (value,))
+            case.compute("token-mean", counts, batch | {name: moved})
+    _require_own_device(lambda: case.compute("token-mean", counts, batch)[:1], (value,))
+
+
+@dataclass(frozen=True)
+class _LossCase:
+    """A policy loss that is checked, with its options."""
+
+    policy_loss: PolicyLoss
+    config: LossConfig
+
+    def compute(self, mode: str, counts: tuple[int, int], columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss and its gradient. Checks that loss, gradient and metrics are finite and that the inputs do
+        not change. counts: tokens and sequences of the mini-batch."""
+        log_prob = columns["log_prob"].clone().requires_grad_()
+        inputs = self._inputs(mode, counts, columns | {"log_prob": log_prob})
+        copy = replace(inputs)  # has new tensors of the masked columns
+        loss, metrics = self.policy_loss(inputs)
+        for name in ("log_prob", "old_log_prob", "advantages", "rollout_is_weights"):
+            is_same = torch.equal(getattr(inputs, name), getattr(copy, name))
+            _require(is_same, f"the function does not modify its arguments: {name}; replace clamp_ by clamp")
+
+        _require(loss.dim() == 0 and loss.requires_grad, "a loss is a scalar that depends on log_prob")
+        loss.backward()
+        gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
+        promise = f"the loss is finite, also with empty rows and extreme log-ratios: use agg_loss and clamp ({mode})"
+        _require(_finite(loss) and _finite(gradient), promise)
+        _require(
+            all(map(math.isfinite, reduce_metrics(metrics).values())),
+            "metrics are finite numbers: clamp divisors to at least 1",
+        )
+        return loss.detach(), gradient
+
+    def metrics(self, counts: tuple[int, int], columns: Columns) -> dict[str, float]:
+        """Returns the metrics of the loss."""
+        return reduce_metrics(self.policy_loss(self._inputs("token-mean", counts, columns))[1])
+
+    def _inputs(self, mode: str, counts: tuple[int, int], columns: Columns) -> LossInputs:
+        tokens, sequences = counts
+        aggregation = Aggregation(mode, tokens, sequences, self.config.loss_scale_factor)
+        return LossInputs(config=self.config, aggregation=aggregation, **columns)
+
+
+def _require_additive(case: _LossCase, mode: str, counts: tuple[int, int], batch: Columns) -> None:
+    """Checks that the losses of the parts of a mini-batch sum to the loss of the mini-batch."""
+    whole_loss, whole_gradient = case.compute(mode, counts, batch)
+    others = _shuffled(2)
+    empty_row = torch.tensor(EMPTY_ROWS[:1])
+    order = torch.cat([empty_row, others[others != empty_row]])  # the first part has only an empty row
+    for sizes in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):
+        parts = [case.compute(mode, counts, take_rows(batch, rows)) for rows in order.split(sizes)]
+        losses, gradients = zip(*parts, strict=True)
+        promise = (
+            f"the parts of a mini-batch sum to the whole ({mode}, {len(sizes)} parts): do not divide by counts of "
+            "the micro-batch, but by batch_num_tokens and global_batch_size, as agg_loss does"
+        )
+        _require(_close(torch.stack(losses).sum(), whole_loss), promise)
+        _require(_close(torch.cat(gradients), whole_gradient[order]), promise)
+
+
+def _require_empty_part(case: _LossCase, mode: str, batch: Columns) -> None:
+    """Checks that a mini-batch without tokens has loss 0 and gradient 0."""
+    without_tokens = batch | {"response_mask": torch.zeros_like(batch["response_mask"])}
+    loss, gradient = case.compute(mode, (0, 0), without_tokens)
+    promise = f"a part without a token has loss 0 ({mode}): clamp divisors to at least 1"
+    _require(not loss.any() and not gradient.any(), promise)
+
+
+def _require_no_padding_in_metrics(case: _LossCase, counts: tuple[int, int], batch: Columns) -> None:
+    """Checks that metrics do not change if a column of padding is added."""
+    padded = dict(batch)
+    for name, column in batch.items():
+        if column.dim() == 2:
+            padded[name] = torch.nn.functional.pad(column, (0, 1))
+    expected = case.metrics(counts, batch)
+    for name, value in case.metrics(counts, padded).items():
+        is_close = math.isclose(value, expected[name], rel_tol=1e-9, abs_tol=1e-9)
+        _require(is_close, f"metrics do not count tokens under mask 0: {name} changes with padding")
 
 
 def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:

@@ -3,13 +3,13 @@
 This module exports the names that verl's users import, except `compute_policy_loss_reinforce` and
 `compute_policy_loss_bypass_mode` (use `algorithm.rollout_correction` with any loss), `compute_pf_ppo_reweight_data`
 (`verl_lite.pf_ppo`) and the functions for images (`verl_lite.flow_sde`). The folder `algos` implements them: estimators
-in `advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`, `reinforce_losses` and
-`covariance_losses`, masked and group sums and `agg_loss` in `masked`. The guide, README.md in this folder, lists every
-name with its formula, key and source.
+in `advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`, `reinforce_losses`,
+`covariance_losses` and `value_loss`, their argument in `loss_inputs`, masked and group sums and `agg_loss` in `masked`.
+The guide, README.md in this folder, lists every name with its formula, key and source.
 
 All functions are pure. Shapes are (B, T) with T response tokens; `response_mask` is 1 on the policy's tokens. Three
 rules hold for all functions. A value under mask 0, even NaN, has no effect. A row whose mask is all 0 (padding, a
-failed reward) has weight zero in every loss, count and group statistic. Losses take their denominators as arguments,
+failed reward) has weight zero in every loss, count and group statistic. Losses get their denominators as arguments,
 counted once over the whole mini-batch before it is split. The losses of all parts thus sum to the loss of the
 mini-batch, and the gradient does not depend on micro-batches, ranks or packing.
 
@@ -49,8 +49,10 @@ from verl_lite.algos.agentic_advantages import (
     compute_reinforce_return,
     compute_step_reinforce_advantage,
 )
-from verl_lite.algos.covariance_losses import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
+from verl_lite.algos.covariance_losses import clip_cov, kl_cov
+from verl_lite.algos.loss_inputs import Aggregation, LossInputs, LossResult, clip_range
 from verl_lite.algos.masked import (
+    LOG_RATIO_BOUND,
     LOSS_AGG_MODES,
     Count,
     RunningMoments,
@@ -61,36 +63,35 @@ from verl_lite.algos.masked import (
     compute_segment_masked_mean,
     group_ids,
     group_mean_std,
+    masked_log_ratio,
     masked_mean,
     masked_normalize,
     masked_sum,
     masked_var,
     masked_whiten,
 )
-from verl_lite.algos.policy_losses import (
-    LOG_RATIO_BOUND,
+from verl_lite.algos.policy_loss_registry import (
+    LOSS_COLUMNS,
     POLICY_LOSS_REGISTRY,
+    PolicyLoss,
     PolicyLossFn,
-    clip_range,
+    VerlPolicyLoss,
+    VerlPolicyLossFn,
+    get_policy_loss,
+    get_policy_loss_fn,
+    register_policy_loss,
+)
+from verl_lite.algos.policy_losses import (
+    a3po,
     clipped_surrogate,
     compute_policy_loss,
-    compute_policy_loss_a3po,
-    compute_policy_loss_geo_mean,
-    compute_policy_loss_gspo,
-    compute_policy_loss_sapo,
-    compute_policy_loss_vanilla,
-    masked_log_ratio,
+    geo_mean,
+    gspo,
+    sapo,
+    vanilla,
 )
-from verl_lite.algos.reinforce_losses import (
-    compute_policy_loss_cispo,
-    compute_policy_loss_dppo_kl,
-    compute_policy_loss_dppo_tv,
-    compute_policy_loss_dro,
-    compute_policy_loss_gpg,
-    compute_policy_loss_kimi15,
-    compute_policy_loss_tis,
-    compute_policy_loss_topr,
-)
+from verl_lite.algos.reinforce_losses import cispo, dppo_kl, dppo_tv, dro, gpg, kimi15, tis, topr
+from verl_lite.algos.value_loss import ValueLossInputs, value_loss
 
 AdvantageEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -118,32 +119,26 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
     return ADV_ESTIMATOR_REGISTRY.get_fn(name_or_enum)
 
 
-def register_policy_loss(
-    name: str | Enum,
-    *,
-    needs: tuple[str, ...] = (),
-    loss_agg_mode: str | None = None,
-    bounds_ratio: bool = False,
-) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Returns a decorator that registers a policy loss as `actor.policy_loss.loss_mode=name`.
-
-    Args:
-        needs: options of `actor.policy_loss` that must not be null.
-        loss_agg_mode: the only aggregation mode that the loss supports; None = all modes.
-        bounds_ratio: True if the weight of a token is bounded however much the policy has changed since it was sampled.
-            async_training.max_off_policy_threshold above 0 requires it.
-    """
-    return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=loss_agg_mode, bounds_ratio=bounds_ratio)
-
-
-def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
-    """Returns the policy loss by name or path pkg.module:function. Raises UserError if there is none."""
-    return POLICY_LOSS_REGISTRY.get_fn(name)
-
-
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})  # type: ignore[misc]
 """verl's enum of estimator names. The registry accepts a member or its name."""
+
+# the policy losses under verl's names, with verl's arguments
+compute_policy_loss_a3po = VerlPolicyLoss(a3po)
+compute_policy_loss_cispo = VerlPolicyLoss(cispo)
+compute_policy_loss_clip_cov = VerlPolicyLoss(clip_cov)
+compute_policy_loss_dppo_kl = VerlPolicyLoss(dppo_kl)
+compute_policy_loss_dppo_tv = VerlPolicyLoss(dppo_tv)
+compute_policy_loss_dro = VerlPolicyLoss(dro)
+compute_policy_loss_geo_mean = VerlPolicyLoss(geo_mean)
+compute_policy_loss_gpg = VerlPolicyLoss(gpg)
+compute_policy_loss_gspo = VerlPolicyLoss(gspo)
+compute_policy_loss_kimi15 = VerlPolicyLoss(kimi15)
+compute_policy_loss_kl_cov = VerlPolicyLoss(kl_cov)
+compute_policy_loss_sapo = VerlPolicyLoss(sapo)
+compute_policy_loss_tis = VerlPolicyLoss(tis)
+compute_policy_loss_topr = VerlPolicyLoss(topr)
+compute_policy_loss_vanilla = VerlPolicyLoss(vanilla)
 
 
 def compute_value_loss(
@@ -158,29 +153,22 @@ def compute_value_loss(
     global_batch_size: Count | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the clipped value loss 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), aggregated.
+    """Computes `value_loss` from verl's arguments.
 
-    vpreds v, returns G, values v_old, response_mask: (B, T); c = cliprange_value. Denominators, dp_size and mode: see
+    vpreds, returns, values, response_mask: (B, T); see `ValueLossInputs`. Denominators, dp_size and mode: see
     `agg_loss`. The gradient does not depend on the split; ROLL averages over each micro-batch. Returns (loss, share of
-    these tokens whose clip was active). Raises ValueError for c <= 0 or shapes that differ.
+    these tokens whose clip was active). Raises ValueError for cliprange_value <= 0 or shapes that differ.
     """
-    if cliprange_value <= 0:
-        raise ValueError(f"compute_value_loss: cliprange_value={cliprange_value}: expected a number above 0.")
-    check_shapes("compute_value_loss", vpreds=vpreds, returns=returns, values=values, response_mask=response_mask)
-    is_valid = response_mask.bool()
-    new, target, old = (torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in (vpreds, returns, values))
-    plain = (new - target).square()
-    clipped = (torch.clamp(new, old - cliprange_value, old + cliprange_value) - target).square()
-    loss = 0.5 * agg_loss(
-        torch.maximum(plain, clipped),
-        response_mask,
-        loss_agg_mode,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
+    aggregation = Aggregation(loss_agg_mode, batch_num_tokens, global_batch_size, loss_scale_factor, dp_size)
+    inputs = ValueLossInputs(
+        vpreds=vpreds,
+        returns=returns,
+        values=values,
+        response_mask=response_mask,
+        cliprange_value=cliprange_value,
+        aggregation=aggregation,
     )
-    return loss, masked_mean((clipped > plain).to(loss.dtype), response_mask)
+    return value_loss(inputs)
 
 
 KL_ALIASES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}

@@ -17,8 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_lite.algos.masked import at_least_fp32, check_shapes, compute_segment_masked_mean
-from verl_lite.algos.policy_losses import LOG_RATIO_BOUND, masked_log_ratio
+from verl_lite.algos.masked import (
+    LOG_RATIO_BOUND,
+    at_least_fp32,
+    check_shapes,
+    compute_segment_masked_mean,
+    masked_log_ratio,
+)
 from verl_lite.config.rollout_correction import WEIGHT_LEVELS, Correction, Rejection, Weighting, correction_of
 from verl_lite.metrics import Metric
 

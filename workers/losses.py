@@ -14,9 +14,9 @@ import torch
 
 from verl_lite import core_algos
 from verl_lite.algos.distillation import divergence, sampled_reverse_kl
-from verl_lite.algos.policy_losses import call_policy_loss, clip_range, importance_log_ratio
 from verl_lite.config import ActorConfig, CriticConfig, PPOConfig, RolloutCorrectionConfig
 from verl_lite.config.distillation import SAMPLED, DistillationLossConfig
+from verl_lite.core_algos import Aggregation, LossInputs, LossResult, PolicyLoss, ValueLossInputs, clip_range
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, declared
 from verl_lite.protocol import DataProto
@@ -28,21 +28,26 @@ REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce multiplies by its weights."""
 ROLL_COLUMNS = {"ref_log_probs": "ref_log_prob", "infer_logprobs": "rollout_log_probs"}
 ROLL_COUNTS = {"batch_num_tokens": "num_tokens", "global_valid_samples": "num_sequences"}
-LossFunc = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, Any]]]
-LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
-_additive_losses: set[Any] = set()
+POLICY_LOSS_REMEDY = (
+    "divide by batch_num_tokens or global_batch_size, as LossInputs.aggregate and agg_loss do, not by counts of its "
+    "own arguments"
+)
+Outputs = dict[str, torch.Tensor]
+LossFunc = Callable[[DataProto, Outputs], tuple[torch.Tensor, Mapping[str, Any]]]
+_additive_losses: set[Callable[..., object]] = set()
 """Users' policy losses that passed `check_loss_is_additive` in this process."""
-LOSS_COLUMNS = ("selected", "scores", "staleness")
-"""Columns that the driver sends if the policy loss has parameters of these names: see `trainer.requirements`."""
+
+
+# ---------------------------------------------------------------------------------------------------- the actor's loss
 
 
 def actor_loss(
     data: DataProto,
-    outputs: dict[str, torch.Tensor],
+    outputs: Outputs,
     config: ActorConfig,
     correction: RolloutCorrectionConfig | None = None,
     distillation: DistillationLossConfig | None = None,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+) -> LossResult:
     """Computes the actor's loss of one micro-batch, to be summed over micro-batches and ranks.
 
     Args:
@@ -61,169 +66,211 @@ def actor_loss(
         The loss, and metrics: those of `loss_metrics` and of the policy loss; entropy, entropy_loss and
         router_aux_loss if computed; kl_loss if there is a reference, even if it is not part of the loss.
     """
-    batch = data.batch
-    log_probs = outputs["log_probs"]
-    mask = data.batch["response_mask"]
-    old_log_probs = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_probs.detach()
-    tokens = data.meta_info.get("num_tokens")
-    sequences = data.meta_info.get("num_sequences")
-    counts: dict[str, Any] = {"batch_num_tokens": tokens, "global_batch_size": sequences}
+    inputs = _policy_loss_inputs(data, outputs["log_probs"], config)
+    loss, metrics = _policy_loss(inputs, config, correction)
+    parts = {"pg_loss": loss}
+    token_values = {}
 
-    def aggregate(values: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"loss_scale_factor": config.loss_scale_factor, **counts}
-        return core_algos.agg_loss(values, mask, config.loss_agg_mode, **options)
-
-    loss, metrics = _policy_loss(data, log_probs, old_log_probs, config, counts, correction)
-    parts, token_values = {"pg_loss": loss}, {}
     if distillation is not None:
-        parts["distillation_loss"], more = distillation_loss(data, outputs, old_log_probs, config, distillation)
-        metrics |= more
-        loss = loss * distillation.use_task_rewards + distillation.distillation_loss_coef * parts["distillation_loss"]
+        distilled, distillation_metrics = distillation_loss(data, outputs, inputs.old_log_prob, config, distillation)
+        loss = loss * distillation.use_task_rewards + distillation.distillation_loss_coef * distilled
+        parts["distillation_loss"] = distilled
+        metrics |= distillation_metrics
+
     if config.router_aux_loss_coef:
-        count = int(mask.any(-1).sum()) if sequences is None else sequences
-        parts["router_aux_loss"] = outputs["router_aux_loss"].sum() / max(1, count)
+        parts["router_aux_loss"] = _router_aux_loss(data, outputs)
         loss = loss + config.router_aux_loss_coef * parts["router_aux_loss"]
     if "router_replay" in outputs:
         changed, pairs = outputs["router_replay"].sum(0)
         metrics["router_replay_changed"] = Metric.mean(changed, pairs)
+
     if "entropys" in outputs:
         token_values["entropy"] = outputs["entropys"]
-        parts["entropy_loss"] = aggregate(outputs["entropys"])
+        parts["entropy_loss"] = inputs.aggregation(outputs["entropys"], inputs.response_mask)
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * parts["entropy_loss"]
-    kl = outputs.get("kl")
-    if kl is None and (config.use_kl_loss or "ref_log_prob" in batch.keys()):
-        check(data, ["ref_log_prob"], "actor.use_kl_loss=true")
-        kl = core_algos.kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type, mask)
+
+    kl = _kl_to_reference(data, outputs, config)
     if kl is not None:
-        parts["kl_loss"] = aggregate(kl)
+        parts["kl_loss"] = inputs.aggregation(kl, inputs.response_mask)
     if config.use_kl_loss:
         loss = loss + config.kl_loss_coef * parts["kl_loss"]
         metrics["kl_coef"] = Metric.last(config.kl_loss_coef)
+
     parts |= {"loss": loss, "total_loss": loss}
-    moved = log_probs, old_log_probs, batch["advantages"], mask
-    metrics |= loss_metrics(parts, token_values, *moved, config, tokens, aggregate)
-    if "rollout_log_probs" in batch.keys():
-        metrics |= rollout_probs_diff(log_probs.detach(), batch["rollout_log_probs"], mask)
-        metrics |= mismatch_metrics(log_probs.detach(), batch["rollout_log_probs"], mask)
+    metrics |= loss_metrics(parts, token_values, inputs)
+    if "rollout_log_probs" in data.batch.keys():
+        columns = outputs["log_probs"].detach(), data.batch["rollout_log_probs"], inputs.response_mask
+        metrics |= rollout_probs_diff(*columns)
+        metrics |= mismatch_metrics(*columns)
     return loss, metrics
+
+
+def _policy_loss_inputs(data: DataProto, log_probs: torch.Tensor, config: ActorConfig) -> LossInputs:
+    """Returns the inputs of the policy loss of a micro-batch, before the correction of bypass_mode."""
+    batch = data.batch
+    aggregation = Aggregation(
+        config.loss_agg_mode,
+        batch_num_tokens=data.meta_info.get("num_tokens"),
+        global_batch_size=data.meta_info.get("num_sequences"),
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    return LossInputs(
+        log_prob=log_probs,
+        old_log_prob=batch.get("old_log_probs", log_probs.detach()),
+        advantages=batch["advantages"],
+        response_mask=batch["response_mask"],
+        config=config,
+        aggregation=aggregation,
+        rollout_is_weights=batch.get("rollout_is_weights", None),
+        selected=batch.get("selected", None),
+        scores=batch.get("scores", None),
+        staleness=batch.get("staleness", None),
+    )
+
+
+def _policy_loss(inputs: LossInputs, config: ActorConfig, correction: RolloutCorrectionConfig | None) -> LossResult:
+    """Computes the registered policy loss. With bypass_mode also applies the rollout correction."""
+    loss_mode = config.policy_loss.loss_mode
+    correction_metrics: dict[str, Metric] = {}
+    if correction is not None and correction.bypass_mode:
+        inputs, correction_metrics = _corrected(inputs, correction)
+        if correction.loss_type == "reinforce":
+            loss_mode = REINFORCE
+
+    policy_loss = core_algos.get_policy_loss(loss_mode)
+    _require_additive(policy_loss, inputs, f"actor.policy_loss.loss_mode={loss_mode}")
+    loss, metrics = policy_loss(inputs)
+    return loss, metrics | correction_metrics
+
+
+def _corrected(inputs: LossInputs, correction: RolloutCorrectionConfig) -> tuple[LossInputs, dict[str, Metric]]:
+    """Applies the rollout correction to inputs whose old_log_prob is the rollout's. Returns the inputs with its weights
+    and without rejected tokens, and its metrics."""
+    mask = inputs.response_mask
+    log_prob = inputs.log_prob.detach()
+    weights, kept_mask, metrics = correct_rollout(log_prob, inputs.old_log_prob, mask, correction)
+
+    # The denominators are counted before rejection, because no rank has the rejections of the others. A rejected
+    # answer (with token-mean: token) counts with loss 0, and the gradient does not depend on the split.
+    lengths = (mask != 0).sum(dim=-1)
+    aggregation = inputs.aggregation
+    if aggregation.batch_num_tokens is None:
+        aggregation = replace(aggregation, batch_num_tokens=int(lengths.sum()))
+    if aggregation.global_batch_size is None:
+        aggregation = replace(aggregation, global_batch_size=int((lengths > 0).sum()))
+    corrected = replace(inputs, response_mask=kept_mask, rollout_is_weights=weights, aggregation=aggregation)
+
+    # metrics with reduction "last", such as standard deviations, need the whole batch
+    metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
+    return corrected, metrics | rollout_probs_diff(log_prob, inputs.old_log_prob, mask)
+
+
+def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) -> None:
+    """Raises UserError if a user's policy loss depends on how a mini-batch is split. Checks a function once in each
+    process, as soon as its gradient is not zero."""
+    function = policy_loss.function
+    is_checked = is_own(function) or function in _additive_losses
+    is_whole = inputs.aggregation.batch_num_tokens is None
+    if is_checked or is_whole or not inputs.log_prob.requires_grad:
+        return
+
+    def loss_of_part(part: DataProto, outputs: Outputs) -> LossResult:
+        columns = {str(column): part.batch[column] for column in part.batch.keys()}
+        return policy_loss(replace(inputs, log_prob=outputs["log_probs"], **columns))
+
+    columns = {
+        "old_log_prob": inputs.old_log_prob,
+        "advantages": inputs.advantages,
+        "response_mask": inputs.response_mask,
+        "rollout_is_weights": inputs.rollout_is_weights,
+        "selected": inputs.selected,
+        "scores": inputs.scores,
+        "staleness": inputs.staleness,
+    }
+    data = DataProto.from_dict({column: values for column, values in columns.items() if values is not None})
+    if check_loss_is_additive(loss_of_part, data, {"log_probs": inputs.log_prob}, name, POLICY_LOSS_REMEDY):
+        _additive_losses.add(function)
+
+
+def _router_aux_loss(data: DataProto, outputs: Outputs) -> torch.Tensor:
+    """Returns the mean of the load balancing loss over the sequences of the mini-batch."""
+    sequences = data.meta_info.get("num_sequences")
+    if sequences is None:
+        sequences = int(data.batch["response_mask"].any(-1).sum())
+    return outputs["router_aux_loss"].sum() / max(1, sequences)
+
+
+def _kl_to_reference(data: DataProto, outputs: Outputs, config: ActorConfig) -> torch.Tensor | None:
+    """Returns the KL to the reference (b, R): the policy's, else an estimate; None without a reference."""
+    if "kl" in outputs:
+        return outputs["kl"]
+    if not config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
+        return None
+    check(data, ["ref_log_prob"], "actor.use_kl_loss=true")
+    columns = data.batch["ref_log_prob"], config.kl_loss_type, data.batch["response_mask"]
+    return core_algos.kl_penalty(outputs["log_probs"], *columns)
 
 
 def distillation_loss(
     data: DataProto,
-    outputs: dict[str, torch.Tensor],
+    outputs: Outputs,
     old_log_probs: torch.Tensor,
     config: ActorConfig,
     options: DistillationLossConfig,
-) -> LossAndMetrics:
+) -> LossResult:
     """Computes the mean loss against the teachers over all tokens that have a teacher.
 
-    data: teacher_log_probs (b, R), or teacher_topk_log_probs (b, R, K) for a divergence; has_teacher (b,); meta_info
-    num_distilled, the tokens with a teacher in the whole mini-batch. outputs: log_probs (b, R), and log_probs_at_ids
-    (b, R, K) for a divergence. Also returns distillation/teacher_mass and distillation/student_mass, the means of the
-    probability of the K tokens.
+    Args:
+        data: teacher_log_probs (b, R), or teacher_topk_log_probs (b, R, K) for a divergence; has_teacher (b,);
+            meta_info num_distilled, the tokens with a teacher in the whole mini-batch.
+        outputs: log_probs (b, R), and log_probs_at_ids (b, R, K) for a divergence.
+        old_log_probs: (b, R) before the update.
+
+    Returns:
+        The loss, and for a divergence the metrics distillation/teacher_mass and distillation/student_mass, the means
+        of the probability of the K tokens.
     """
-    name = "teacher_log_probs" if options.loss_mode == SAMPLED else "teacher_topk_log_probs"
-    check(data, [name, "has_teacher"], f"distillation.distillation_loss.loss_mode={options.loss_mode}")
-    teacher = data.batch[name]
+    column = "teacher_log_probs" if options.loss_mode == SAMPLED else "teacher_topk_log_probs"
+    check(data, [column, "has_teacher"], f"distillation.distillation_loss.loss_mode={options.loss_mode}")
+    teacher = data.batch[column]
     mask = data.batch["response_mask"] * data.batch["has_teacher"].unsqueeze(1)
-    found = mask.sum()
+    tokens = mask.sum()
     metrics = {}
+
     if options.loss_mode == SAMPLED:
         low, high = clip_range(config)
-        log_probs, bound = outputs["log_probs"], options.loss_max_clamp
         values = sampled_reverse_kl(
-            log_probs, old_log_probs, teacher, max_advantage=bound, clip_low=low, clip_high=high
+            outputs["log_probs"],
+            old_log_probs,
+            teacher,
+            max_advantage=options.loss_max_clamp,
+            clip_low=low,
+            clip_high=high,
         )
     else:
         student = outputs["log_probs_at_ids"]
         values = divergence(student, teacher, options.loss_mode.removesuffix("_topk"), with_rest=options.topk != -1)
-        for name, log_probs in (("teacher", teacher), ("student", student.detach())):
+        for role, log_probs in (("teacher", teacher), ("student", student.detach())):
             mass = core_algos.masked_sum(log_probs.exp().sum(-1), mask)
-            metrics[f"distillation/{name}_mass"] = Metric.mean(mass, found)
-    return core_algos.masked_sum(values, mask) / max(1, data.meta_info.get("num_distilled", int(found))), metrics
+            metrics[f"distillation/{role}_mass"] = Metric.mean(mass, tokens)
 
-
-def _policy_loss(
-    data: DataProto,
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    config: ActorConfig,
-    counts: dict[str, Any],
-    correction: RolloutCorrectionConfig | None,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Computes the registered policy loss with the columns that it takes and the global denominators. With bypass_mode
-    also applies the rollout correction."""
-    batch, loss_mode = data.batch, config.policy_loss.loss_mode
-    mask, weights = batch["response_mask"], batch.get("rollout_is_weights", None)
-    correction_metrics: dict[str, Metric] = {}
-    if correction is not None and correction.bypass_mode:  # old_log_probs come from the rollout
-        # The denominators are counted before rejection, because no rank has the rejections of the others. A rejected
-        # answer (with token-mean: token) counts with loss 0, and the gradient does not depend on the split.
-        lengths, current = (mask != 0).sum(dim=-1), log_probs.detach()
-        whole = {"batch_num_tokens": int(lengths.sum()), "global_batch_size": int((lengths > 0).sum())}
-        counts = {name: whole[name] if count is None else count for name, count in counts.items()}
-        weights, kept, metrics = correct_rollout(current, old_log_probs, mask, correction)
-        # metrics with reduction "last", such as standard deviations, need the whole batch
-        correction_metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
-        correction_metrics |= rollout_probs_diff(current, old_log_probs, mask)
-        mask = kept
-        loss_mode = REINFORCE if correction.loss_type == "reinforce" else loss_mode
-    function = core_algos.get_policy_loss_fn(loss_mode)
-    given = {"old_log_probs": old_log_probs, "advantages": batch["advantages"], "response_mask": mask}
-    given |= {} if weights is None else {"rollout_is_weights": weights}
-    given |= {name: batch[name] for name in LOSS_COLUMNS if name in batch.keys()}
-
-    def loss_of(part: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> LossAndMetrics:
-        return call_policy_loss(
-            function,
-            part["old_log_probs"],
-            log_probs,
-            part["advantages"],
-            part["response_mask"],
-            config.loss_agg_mode,
-            config,
-            part.get("rollout_is_weights"),
-            counts=counts,
-            columns={name: part[name] for name in LOSS_COLUMNS if name in part},
-        )
-
-    is_checked = is_own(function) or function in _additive_losses
-    if counts["batch_num_tokens"] is not None and log_probs.requires_grad and not is_checked:
-        name = f"actor.policy_loss.loss_mode={loss_mode}"
-        remedy = "divide by batch_num_tokens or global_batch_size, as agg_loss does, not by counts of its own arguments"
-        data, outputs = DataProto.from_dict(given), {"log_probs": log_probs}
-
-        def part_loss(part: DataProto, of: dict[str, torch.Tensor]) -> LossAndMetrics:
-            return loss_of(dict(part.batch), of["log_probs"])
-
-        if check_loss_is_additive(part_loss, data, outputs, name, remedy):
-            _additive_losses.add(function)
-    loss, metrics = loss_of(given, log_probs)
-    return loss, metrics | correction_metrics
+    distilled_tokens = data.meta_info.get("num_distilled", int(tokens))
+    return core_algos.masked_sum(values, mask) / max(1, distilled_tokens), metrics
 
 
 @torch.no_grad()
 def loss_metrics(
-    parts: dict[str, torch.Tensor],
-    token_values: dict[str, torch.Tensor],
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any,
-    num_tokens: int | None,
-    aggregate: Callable[[torch.Tensor], torch.Tensor],
+    parts: dict[str, torch.Tensor], token_values: dict[str, torch.Tensor], inputs: LossInputs
 ) -> dict[str, Metric]:
     """Metrics of the actor's update on one micro-batch: parts of the loss, and distances between the current policy and
     the policy that sampled. They stay on the device (`verl_lite.metrics.to_host`); names as in ROLL's agentic actor.
 
     Args:
         parts: scalars whose sum over micro-batches and ranks is the value of a mini-batch, reported as the mean over
-            the mini-batches of a step. Their weight is the micro-batch's share of num_tokens.
+            the mini-batches of a step. Their weight is the micro-batch's share of the mini-batch's tokens.
         token_values: (b, R) values, reported as means over valid tokens.
-        num_tokens: valid tokens of the mini-batch; None = this is the whole mini-batch.
-        aggregate: aggregation of (b, R) values to a scalar, the same as for the loss.
+        inputs: those of the policy loss.
 
     Returns:
         All parts and token_values, and these metrics:
@@ -234,41 +281,48 @@ def loss_metrics(
         over sequences of the sequence's mean), ratio_max, ratio_min, and the shares of tokens outside of the clip
         range: ppo_ratio_high_clipfrac, ppo_ratio_low_clipfrac, ppo_ratio_clipfrac.
     """
-    low, high = clip_range(config)
-    ratio = importance_log_ratio(log_probs, old_log_probs, response_mask, config).exp()
-    is_clipped = ratio.clamp(1 - low, 1 + high) * advantages < ratio * advantages
-    is_valid = response_mask != 0
-    difference = torch.where(is_valid, log_probs - old_log_probs, 0)
+    low, high = clip_range(inputs.config)
+    mask, aggregate = inputs.response_mask, inputs.aggregation
+    ratio = inputs.importance_log_ratio.exp()
+    is_clipped = ratio.clamp(1 - low, 1 + high) * inputs.advantages < ratio * inputs.advantages
+    difference = inputs.log_prob - inputs.old_log_prob
     parts = parts | {
-        "clipfrac": aggregate(is_clipped.to(ratio.dtype)),
-        "approxkl": aggregate(0.5 * difference.square()),
-        "policykl": aggregate(difference),
+        "clipfrac": aggregate(is_clipped.to(ratio.dtype), mask),
+        "approxkl": aggregate(0.5 * difference.square(), mask),
+        "policykl": aggregate(difference, mask),
     }
-    is_high, is_low = ratio > 1 + high, ratio < 1 - low
+
+    is_high = ratio > 1 + high
+    is_low = ratio < 1 - low
     token_values = token_values | {
         "ppo_ratio_high_clipfrac": is_high,
         "ppo_ratio_low_clipfrac": is_low,
         "ppo_ratio_clipfrac": is_high | is_low,
     }
+
+    is_valid = mask != 0
     lengths = is_valid.sum(dim=-1)
     tokens = lengths.sum()
-    share = tokens.double() / (tokens.clamp(min=1) if num_tokens is None else max(1, num_tokens))
-    by_sequence = core_algos.masked_sum(ratio, response_mask, axis=-1) / lengths.clamp(min=1)
-    return {
-        "ratio_mean": Metric.mean(by_sequence.sum(), (lengths > 0).sum()),
+    sequence_means = core_algos.masked_sum(ratio, mask, axis=-1) / lengths.clamp(min=1)
+    metrics = {
+        "ratio_mean": Metric.mean(sequence_means.sum(), (lengths > 0).sum()),
         "ratio_max": Metric.max(torch.where(is_valid, ratio, -torch.inf).amax(), tokens),
         "ratio_min": Metric.min(torch.where(is_valid, ratio, torch.inf).amin(), tokens),
-        **{
-            name: Metric.mean(core_algos.masked_sum(values.to(ratio.dtype), response_mask), tokens)
-            for name, values in token_values.items()
-        },
-        **{name: Metric.mean(value, share) for name, value in parts.items()},
     }
+    for name, values in token_values.items():
+        metrics[name] = Metric.mean(core_algos.masked_sum(values.to(ratio.dtype), mask), tokens)
+
+    num_tokens = inputs.aggregation.batch_num_tokens
+    share = tokens.double() / (tokens.clamp(min=1) if num_tokens is None else max(1, num_tokens))
+    for name, value in parts.items():
+        metrics[name] = Metric.mean(value, share)
+    return metrics
 
 
-def loss_of_batch(
-    data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor, config: PPOConfig
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+# ---------------------------------------------------------------------------------------------------- ROLL and users
+
+
+def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config: PPOConfig) -> LossResult:
     """Computes `actor_loss` and the rollout correction of a batch that the driver did not plan, in ROLL's layout or
     ours.
 
@@ -280,63 +334,109 @@ def loss_of_batch(
         output_tensor: the policy's outputs (b, R) by name, or logits (b, S, V).
     """
     is_planned = "num_tokens" in data.meta_info  # by the driver, which has applied the correction
-    data, correction, actor = _convert_roll_batch(data), config.algorithm.rollout_correction, config.actor
-    batch, outputs = data.batch, output_tensor
+    data = _convert_roll_batch(data)
+    correction = config.algorithm.rollout_correction
+    actor = config.actor
+    batch = data.batch
+
+    if isinstance(output_tensor, torch.Tensor):
+        outputs = _outputs_of_roll_logits(data, output_tensor, actor)
+    else:
+        outputs = output_tensor
+
     correction_metrics: dict[str, Metric] = {}
-    if isinstance(outputs, torch.Tensor):
-        if actor.router_aux_loss_coef:
-            raise ValueError("loss_func: actor.router_aux_loss_coef needs outputs by name; logits do not have routes")
-        if SAMPLING_CANDIDATES in batch.keys():
-            raise ValueError("loss_func: rollout.top_k needs outputs by name; logits are those of the whole vocabulary")
-        outputs = outputs_of_logits(data, outputs, actor.calculate_entropy or actor.entropy_coeff != 0)
     corrects = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
     if corrects and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():
-        log_probs = batch.get("old_log_probs", outputs["log_probs"].detach()), batch["rollout_log_probs"]
-        weights, kept, correction_metrics = correct_rollout(*log_probs, batch["response_mask"], correction)
-        batch.update({"response_mask": kept} | ({} if weights is None else {"rollout_is_weights": weights}))
+        old_log_probs = batch.get("old_log_probs", outputs["log_probs"].detach())
+        weights, kept_mask, correction_metrics = correct_rollout(
+            old_log_probs, batch["rollout_log_probs"], batch["response_mask"], correction
+        )
+        batch["response_mask"] = kept_mask
+        if weights is not None:
+            batch["rollout_is_weights"] = weights
+
     if actor.loss_scale_factor is None:  # the mask may be wider than a response
         actor = replace(actor, loss_scale_factor=float(config.data.max_response_length))
     loss, metrics = actor_loss(data, outputs, actor, correction, config.distillation.active_loss)
     return loss, metrics | correction_metrics
 
 
-def user_loss(loss_func: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor]) -> LossAndMetrics:
+def _outputs_of_roll_logits(data: DataProto, logits: torch.Tensor, actor: ActorConfig) -> Outputs:
+    """Returns the outputs that the actor's loss needs. Raises ValueError if logits cannot provide them."""
+    if actor.router_aux_loss_coef:
+        raise ValueError("loss_func: actor.router_aux_loss_coef needs outputs by name; logits do not have routes")
+    if SAMPLING_CANDIDATES in data.batch.keys():
+        raise ValueError("loss_func: rollout.top_k needs outputs by name; logits are those of the whole vocabulary")
+    return outputs_of_logits(data, logits, actor.calculate_entropy or actor.entropy_coeff != 0)
+
+
+def user_loss(loss_func: LossFunc, data: DataProto, outputs: Outputs) -> LossResult:
     """Calls a user's `loss_func` on a micro-batch. meta_info has the mini-batch's counts under our names and ROLL's;
     `declared` converts the metrics."""
-    counts = {theirs: {"response_mask": data.meta_info[ours]} for theirs, ours in ROLL_COUNTS.items()}
-    loss, metrics = loss_func(DataProto(data.batch, data.non_tensor_batch, data.meta_info | counts), outputs)
+    num_tokens = data.meta_info["num_tokens"]
+    roll_counts = {theirs: {"response_mask": data.meta_info[ours]} for theirs, ours in ROLL_COUNTS.items()}
+    roll_data = DataProto(data.batch, data.non_tensor_batch, data.meta_info | roll_counts)
+    loss, metrics = loss_func(roll_data, outputs)
     tokens = data.batch["response_mask"].bool().sum().double()
-    return loss, declared(metrics, tokens, data.meta_info["num_tokens"])
+    return loss, declared(metrics, tokens, num_tokens)
 
 
-def check_loss_is_additive(
-    loss: LossFunc, data: DataProto, outputs: dict[str, torch.Tensor], name: str, remedy: str
-) -> bool:
-    """Raises UserError if splitting a micro-batch in two changes the gradient of the summed losses with respect to the
-    outputs. A single row is used twice. Returns False if the gradients are zero, which proves nothing. name, remedy:
-    texts for the message."""
-    rows = data.batch["response_mask"].any(-1).nonzero().flatten().tolist()
-    parts = [slice(rows[1]), slice(rows[1], None)] if len(rows) > 1 else [slice(None)] * 2
-    leaves = [{name: each[part].detach() for name, each in outputs.items()} for part in parts]
-    whole = {
-        name: torch.cat([leaf[name] for leaf in leaves]).requires_grad_(outputs[name].requires_grad) for name in outputs
-    }
-    trained = [leaf for leaf in whole.values() if leaf.requires_grad]
-    cut, pieces = len(leaves[0]["log_probs"]), [data[part] for part in parts]
-    together = loss(DataProto.concat(pieces), whole)[0]
-    apart = [{name: leaf[part] for name, leaf in whole.items()} for part in (slice(cut), slice(cut, None))]
-    added = torch.stack([loss(*part)[0] for part in zip(pieces, apart, strict=True)]).sum()
-    found = (torch.autograd.grad(each, trained, materialize_grads=True) for each in (together, added))
-    one, other = (torch.cat([gradient.flatten() for gradient in gradients]) for gradients in found)
-    if not torch.allclose(one, other, rtol=1e-3, atol=1e-4 * float(one.abs().max())):
+def check_loss_is_additive(loss_fn: LossFunc, data: DataProto, outputs: Outputs, name: str, remedy: str) -> bool:
+    """Compares the gradient of a micro-batch's loss with that of the summed losses of its two parts.
+
+    Args:
+        loss_fn: returns the loss first.
+        data, outputs: the micro-batch. A single row with a token is used as both parts.
+        name, remedy: texts for the message.
+
+    Returns:
+        False if the gradients are zero, which proves nothing.
+
+    Raises:
+        UserError: if the gradients with respect to the outputs differ.
+    """
+    first_rows, second_rows = _two_parts_with_tokens(data.batch["response_mask"])
+    first, second = data[first_rows], data[second_rows]
+
+    # new leaves, so that the check leaves no gradient in the graph of the training step
+    leaves = {}
+    for output, values in outputs.items():
+        joined = torch.cat([values[first_rows], values[second_rows]]).detach()
+        leaves[output] = joined.requires_grad_(values.requires_grad)
+    first_outputs = {output: leaf[: len(first)] for output, leaf in leaves.items()}
+    second_outputs = {output: leaf[len(first) :] for output, leaf in leaves.items()}
+
+    whole_loss = loss_fn(DataProto.concat([first, second]), leaves)[0]
+    first_loss = loss_fn(first, first_outputs)[0]
+    second_loss = loss_fn(second, second_outputs)[0]
+
+    expected = _flat_gradient(whole_loss, leaves)
+    actual = _flat_gradient(first_loss + second_loss, leaves)
+    if not torch.allclose(expected, actual, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
         raise UserError(f"the gradient of {name} depends on how the batch is split into micro-batches: {remedy}")
-    return bool(one.any())
+    return bool(expected.any())
+
+
+def _two_parts_with_tokens(response_mask: torch.Tensor) -> tuple[slice, slice]:
+    """Returns the rows of two parts that both have a token; both are all rows if only one row has a token."""
+    rows = response_mask.any(-1).nonzero().flatten().tolist()
+    if len(rows) < 2:
+        return slice(None), slice(None)
+    return slice(rows[1]), slice(rows[1], None)
+
+
+def _flat_gradient(loss: torch.Tensor, leaves: Outputs) -> torch.Tensor:
+    """Returns the gradients of all leaves that require one, as one vector."""
+    trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def _convert_roll_batch(data: DataProto) -> DataProto:
     """Converts ROLL's names and shapes to ours; entries in our layout are unchanged."""
     columns = {ROLL_COLUMNS.get(name, name): data.batch[name] for name in map(str, data.batch.keys())}
-    mask, meta_info = columns["response_mask"], dict(data.meta_info)
+    meta_info = data.meta_info
+    mask = columns["response_mask"]
     if mask.shape[1] == columns["advantages"].shape[1] + 1:
         columns["response_mask"] = mask[:, 1:]
     counts = {ours: meta_info[theirs]["response_mask"] for theirs, ours in ROLL_COUNTS.items() if theirs in meta_info}
@@ -363,31 +463,40 @@ def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: 
     return outputs
 
 
-def critic_loss(
-    data: DataProto, outputs: dict[str, torch.Tensor], critic: CriticConfig, actor: ActorConfig
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+# ---------------------------------------------------------------------------------------------------- the critic's loss
+
+
+def critic_loss(data: DataProto, outputs: Outputs, critic: CriticConfig, actor: ActorConfig) -> LossResult:
     """Computes the clipped value loss of one micro-batch, to be summed over micro-batches and ranks.
 
-    data: response_mask, returns (b, R) and values (b, R) from before the update; meta_info as in `actor_loss`. outputs:
-    values (b, R) with gradient. actor: provides loss_scale_factor, and loss_agg_mode if the critic has none.
+    Args:
+        data: response_mask, returns (b, R) and values (b, R) from before the update; meta_info as in `actor_loss`.
+        outputs: values (b, R) with gradient.
+        actor: provides loss_scale_factor, and loss_agg_mode if the critic has none.
     """
-    new_values, mask = outputs["values"], data.batch["response_mask"]
-    tokens, valid = data.meta_info["num_tokens"], mask.sum().double()
-    loss, clipped_share = core_algos.compute_value_loss(
-        new_values,
-        data.batch["returns"],
-        data.batch["values"],
-        mask,
-        critic.cliprange_value,
+    mask = data.batch["response_mask"]
+    num_tokens = data.meta_info["num_tokens"]
+    aggregation = Aggregation(
         critic.loss_agg_mode or actor.loss_agg_mode,
-        batch_num_tokens=tokens,
+        batch_num_tokens=num_tokens,
         global_batch_size=data.meta_info["num_sequences"],
         loss_scale_factor=actor.loss_scale_factor,
     )
-    value = Metric.mean(loss, valid / max(1, tokens))
+    inputs = ValueLossInputs(
+        vpreds=outputs["values"],
+        returns=data.batch["returns"],
+        values=data.batch["values"],
+        response_mask=mask,
+        cliprange_value=critic.cliprange_value,
+        aggregation=aggregation,
+    )
+    loss, clipped_share = core_algos.value_loss(inputs)
+
+    tokens = mask.sum().double()
+    weighted_loss = Metric.mean(loss, tokens / max(1, num_tokens))
     return loss, {
-        "vf_loss": value,
-        "vf_clipfrac": Metric.mean(clipped_share * valid, valid),
-        "vpred_mean": Metric.mean(core_algos.masked_sum(new_values.detach(), mask), valid),
-        "loss": value,
+        "vf_loss": weighted_loss,
+        "vf_clipfrac": Metric.mean(clipped_share * tokens, tokens),
+        "vpred_mean": Metric.mean(core_algos.masked_sum(outputs["values"].detach(), mask), tokens),
+        "loss": weighted_loss,
     }

@@ -114,7 +114,7 @@ def policy_loss(name: str) -> Case:
 
     def run(algos: Any, config: Any, columns: Columns) -> Numbers:
         given = chosen(columns, names, "log_prob")
-        loss, _ = algos.POLICY_LOSS_REGISTRY[name](**given, loss_agg_mode=MODE, config=config)
+        loss, _ = algos.get_policy_loss_fn(name)(**given, loss_agg_mode=MODE, config=config)
         loss.backward()
         return [loss]
 

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.workers.engine_cases import Batch, ragged_batch
 from verl_lite.config import ActorConfig, CriticConfig, PolicyLossConfig
-from verl_lite.core_algos import POLICY_LOSS_REGISTRY
+from verl_lite.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss
 from verl_lite.protocol import DataProto
-from verl_lite.registry import takes
 from workers.engine import packing
 from workers.engine.packing import PACKED_ATTENTION, pack
 from workers.losses import actor_loss, critic_loss
@@ -45,7 +44,7 @@ def learn(loss: torch.Tensor, outputs: dict[str, torch.Tensor]) -> None:
 def test_policy_losses(mode: str) -> None:
     columns = drawn("advantages", "old_log_probs", "rollout_log_probs", "ref_log_prob")
     optional = {"selected": torch.ones(ROWS, WIDTH).bool().to(META), "scores": torch.randn(ROWS, device=META)}
-    columns |= {name: value for name, value in optional.items() if takes(POLICY_LOSS_REGISTRY[mode], name)}
+    columns |= {name: value for name, value in optional.items() if name in get_policy_loss(mode).columns}
     outputs = drawn("log_probs", "entropys", requires_grad=True)
     outputs["router_aux_loss"] = torch.rand(ROWS, device=META, requires_grad=True)
     outputs["router_replay"] = torch.ones(ROWS, 2, device=META)

@@ -17,9 +17,9 @@ from recipes.quickstart.data import write_data
 from recipes.quickstart.recipe import START
 from tests.e2e.test_main_job import metrics
 from trainer.recipe import load_recipe
-from verl_lite.config import load_config
+from verl_lite.config import ActorConfig, load_config
 from verl_lite.contracts import check_adv_estimator, check_policy_loss
-from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
 from verl_lite.envs import env_templates
 from verl_lite.group_filters import make_group_filter
 from verl_lite.protocol import DataProto
@@ -72,8 +72,8 @@ def test_the_estimator_and_the_loss_keep_their_promises(folder: Path) -> None:
     assert advantages.tolist() == [[1, 1], [-0.5, 0]]  # the mean of 3 and 1 is 2
     new = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     old = torch.tensor([[-1.0, -5.0]])  # ratios 1 and e^3, which is held at 2
-    loss, _ = POLICY_LOSS_REGISTRY["truncated"](
-        old, new, torch.ones(1, 2), torch.ones(1, 2), "token-mean", None, None, batch_num_tokens=2
+    loss, _ = get_policy_loss_fn("truncated")(
+        old, new, torch.ones(1, 2), torch.ones(1, 2), "token-mean", ActorConfig(), None, batch_num_tokens=2
     )
     loss.backward()
     assert new.grad is not None and new.grad.tolist() == [[-0.5, -1.0]]

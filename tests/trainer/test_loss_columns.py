@@ -13,6 +13,7 @@ from tests.set_keys import set_keys
 from trainer.requirements import needs_old_log_prob
 from trainer.roles import ActorRole, CriticRole, loss_columns
 from verl_lite.config import PPOConfig
+from verl_lite.core_algos import LossInputs, LossResult, PolicyLoss
 from verl_lite.protocol import DataProto
 
 ROWS, PROMPT, RESPONSE = 8, 2, 5
@@ -107,10 +108,11 @@ def test_topr_gets_scores_and_others_get_neither() -> None:
 
 
 def test_a_loss_of_ones_own_that_nobody_chooses_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss(old_log_prob: Any, log_prob: Any, selected: Any) -> None: ...
+    def loss(inputs: LossInputs) -> LossResult: ...
 
-    monkeypatch.setattr("trainer.requirements.get_policy_loss_fn", lambda name: loss)
-    with pytest.raises(Exception, match="loss_mode=mine:loss takes `selected`.*TOKEN_SELECTIONS"):
+    declared = PolicyLoss(loss, columns=("selected",))
+    monkeypatch.setattr("trainer.roles.get_policy_loss", lambda name: declared)
+    with pytest.raises(Exception, match="loss_mode=mine:loss reads `selected`.*TOKEN_SELECTIONS"):
         loss_columns(batch(), config_of("mine:loss"), 1)
 
 

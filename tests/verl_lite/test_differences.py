@@ -14,7 +14,6 @@ import torch
 from tests.trainer.test_fit import Parts, make
 from trainer.advantage import compute_advantage
 from verl_lite.algos.covariance_losses import select_clip_cov, select_kl_cov
-from verl_lite.algos.policy_losses import clip_range
 from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl_lite.contracts import check_policy_loss, estimator_batch, hide, loss_batch
 from verl_lite.core_algos import (
@@ -23,8 +22,10 @@ from verl_lite.core_algos import (
     AdaptiveKLController,
     agg_loss,
     apply_kl_penalty,
+    clip_range,
     compute_gae_advantage_return,
     compute_value_loss,
+    get_policy_loss_fn,
     masked_whiten,
 )
 from verl_lite.protocol import DataProto, as_column
@@ -38,7 +39,7 @@ def estimate(name: str, rewards: Any, mask: Any, **more: Any) -> torch.Tensor:
 
 
 def loss_of(name: str, columns: dict[str, Any], config: Any, **more: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    return POLICY_LOSS_REGISTRY[name](*(columns[key] for key in LOSS_ARGUMENTS), "token-mean", config, **more)
+    return get_policy_loss_fn(name)(*(columns[key] for key in LOSS_ARGUMENTS), "token-mean", config, **more)
 
 
 def one_token(log_ratio: float, advantage: float) -> dict[str, torch.Tensor]:
@@ -219,7 +220,8 @@ def test_19_bf16_columns_are_computed_in_fp32() -> None:
 def test_20_gspo_is_a_mean_over_sequences_whatever_the_mode() -> None:
     columns, config = loss_batch(), ActorConfig()
     arguments = [columns[key] for key in LOSS_ARGUMENTS]
-    by_mode = [POLICY_LOSS_REGISTRY["gspo"](*arguments, mode, config)[0] for mode in ("token-mean", "token-sum")]
+    gspo = get_policy_loss_fn("gspo")
+    by_mode = [gspo(*arguments, mode, config)[0] for mode in ("token-mean", "token-sum")]
     assert by_mode[0] == by_mode[1]
 
 

@@ -40,15 +40,14 @@ from tests.workers.engine_cases import (
 )
 from tests.workers.ranks import Ranks
 from verl_lite.config import ActorConfig, CriticConfig, ModelConfig, PolicyLossConfig
-from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, get_policy_loss_fn, masked_whiten
+from verl_lite.core_algos import LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, get_policy_loss, masked_whiten
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from verl_lite.registry import takes
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers import losses
 from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
 from workers.engine.sequence_parallel import SequenceGroup, sequence_group
-from workers.losses import LOSS_COLUMNS, actor_loss, critic_loss
+from workers.losses import actor_loss, critic_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, load_model_config
 from workers.policy.value_head import value_head
@@ -162,8 +161,7 @@ class PolicyCase:
 
     def batch(self, data: DataProto) -> DataProto:
         """The columns that the driver would send for it."""
-        loss = get_policy_loss_fn(self.name)
-        extras = [name for name in LOSS_COLUMNS if takes(loss, name)] + list(TERMS if self.with_terms else ())
+        extras = [*get_policy_loss(self.name).columns, *(TERMS if self.with_terms else ())]
         extras += [SAMPLING_CANDIDATES] * self.truncated
         return data.select(batch_keys=[*COLUMNS, "advantages", "old_log_probs", *extras])
 

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from verl_lite.algos.policy_losses import bounded_log_ratio
+from verl_lite.algos.masked import bounded_log_ratio
 
 MIN_LOG_PROB = -100.0
 """Lower bound of the log-probs of a divergence and of the teacher's in k1, so that a token that only one of the two

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Count = int | float | Tensor
+LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: larger ratios carry no information and soon overflow
 Labels = np.ndarray | Tensor | list[Any]
 """Labels (B,), one for each row, of any hashable type."""
 
@@ -118,6 +119,21 @@ def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
         variance = torch.linalg.vector_norm(kept, dtype=torch.float64) ** 2 / (count - 1)
         kept.mul_(torch.rsqrt(variance + 1e-8))
     return kept
+
+
+# ---------------------------------------------------------------------------------------------------- log-ratios
+
+
+def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """Returns log_prob - old_log_prob clamped to +-20, for log-probs that are already masked."""
+    return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def masked_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
+    """Returns log_prob - old_log_prob clamped to +-20, and 0 under mask 0, where NaN thus has no gradient."""
+    difference = at_least_fp32(log_prob) - at_least_fp32(old_log_prob)
+    log_ratio = torch.where(response_mask.bool(), difference, 0)
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 # ---------------------------------------------------------------------------------------------------- along a row

@@ -1,239 +1,132 @@
 """Policy losses of verl and ROLL: compute a scalar loss and its metrics from log-probs and advantages.
 
-Each loss is a formula for one token. The decorator `policy_loss` turns it into a `PolicyLossFn` and applies the mask,
-the importance weights and the denominators. Notation: d = log_prob - old_log_prob clamped to +-20, r = exp(d), A the
-advantage, sg = stop gradient. Formulas receive tensors (B, T) of at least fp32 that are 0 under mask 0, and a bool
-mask. Each loss has the metric ppo_kl, the mean of -d, unless its formula returns its own.
+Each loss is a function of `LossInputs`. Notation: d = log_prob - old_log_prob clamped to +-20, r = exp(d), A the
+advantage, sg = stop gradient. Each loss has the metric ppo_kl, the mean of -d, unless it returns its own.
 
 No loss depends on how the batch is split: formulas read a token or its row, and rows are never split. This file has the
 losses whose gradient flows through the ratio. `reinforce_losses` has the losses of REINFORCE's form,
-`covariance_losses` the losses that compare a token with all others.
+`covariance_losses` the losses that compare a token with all others. `core_algos` has all of them under verl's names.
 """
 
-import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from verl_lite.algos.masked import (
-    Count,
-    agg_loss,
-    at_least_fp32,
-    check_shapes,
-    compute_segment_masked_mean,
-    masked_mean,
-    masked_sum,
-)
-from verl_lite.metrics import Metric, declared
-from verl_lite.registry import Registry, accepts, takes
+from verl_lite.algos.loss_inputs import LossInputs, LossResult, clip_range, require_clip_range
+from verl_lite.algos.masked import agg_loss, at_least_fp32, check_shapes, masked_log_ratio, masked_mean
+from verl_lite.algos.policy_loss_registry import register_policy_loss
 
-LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: larger ratios carry no information and soon overflow
-FORMULA_ARGUMENTS = 5  # old_log_prob, log_prob, advantages, response_mask, config
-
-TokenLosses = tuple[Tensor, dict[str, Tensor]]
-"""Losses (B, T), and tensors (B, T) by metric name whose mean over the valid tokens is the metric."""
+SEQUENCE_MEAN = "seq-mean-token-mean"
+"""The aggregation mode with which gspo, sapo and geo_mean are defined."""
 
 
-class PolicyLossFn(Protocol):
-    """The signature of a policy loss. Returns (scalar loss, metrics).
+@register_policy_loss("vanilla", bounds_ratio=True)
+def vanilla(inputs: LossInputs) -> LossResult:
+    """PPO with asymmetric and dual clip: see `clipped_surrogate`.
 
-    old_log_prob, log_prob, advantages, response_mask: (B, T). loss_agg_mode, batch_num_tokens, global_batch_size (both
-    of the whole mini-batch): see `agg_loss`. config: an object with the loss's options as attributes, such as
-    ActorConfig. rollout_is_weights: (B, T) factors of the token losses, or None. A loss may name two more arguments:
-    `selected` (B, T) bool, tokens selected from the whole batch (`covariance_losses`), and `scores` (B,), the score of
-    each response.
+    config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c (ROLL's dual_clip_loss: 1 + 2 clip_ratio),
+    loss_scale_factor, ratio_type (segment: one ratio per run of response tokens).
+    Metrics: pg_clipfrac, pg_clipfrac_lower (shares of tokens).
     """
-
-    def __call__(
-        self,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str,
-        config: Any,
-        rollout_is_weights: Tensor | None = None,
-        *,
-        batch_num_tokens: Count | None = None,
-        global_batch_size: Count | None = None,
-    ) -> tuple[Tensor, dict[str, Metric]]: ...
+    low, high = clip_range(inputs.config)
+    losses, is_clipped, is_bounded = clipped_surrogate(
+        inputs.importance_log_ratio, inputs.advantages, low, high, inputs.config.clip_ratio_c
+    )
+    return inputs.aggregate(losses), inputs.token_means(pg_clipfrac=is_clipped, pg_clipfrac_lower=is_bounded)
 
 
-POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
+@register_policy_loss("a3po", columns=("staleness",), bounds_ratio=True)
+def a3po(inputs: LossInputs) -> LossResult:
+    """A-3PO: decoupled PPO with an interpolated proximal policy (arXiv:2512.06547; AReaL's prox_logp_method=loglinear).
 
-
-def policy_loss(
-    name: str,
-    *,
-    needs: tuple[str, ...] = (),
-    always: str | None = None,
-    row_weights: bool = False,
-    bounds_ratio: bool = True,
-) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
-    """Returns a decorator that turns a formula f(old_log_prob, log_prob, advantages, response_mask, config) into a
-    `PolicyLossFn` and registers it.
-
-    needs, bounds_ratio: see `core_algos.register_policy_loss`. always: aggregation mode that replaces the argument
-    loss_agg_mode, for losses that are defined with a mode. row_weights: weight each row by the geometric mean of its
-    rollout_is_weights.
-
-    The loss takes further arguments of the formula by keyword. If the formula names `selected` (B, T) and it is not
-    passed, the loss raises ValueError unless it gets the whole mini-batch, because the selection would depend on the
-    split. The loss raises ValueError, naming the argument, for shapes that do not match.
+    old_log_prob is that of the policy that sampled the token, s weight updates ago. The proximal policy is not
+    computed: log pi_prox = old_log_prob + a sg(d) with a = (s - 1) / s, and a = 0 for s = 0. The loss is
+    sg(pi_prox / pi_old) times `clipped_surrogate` of pi / pi_prox. For example, s = 2, pi / pi_old = 1.44 and A = 1
+    give pi_prox / pi_old = 1.2 and the loss -1.2 min(1.2, 1 + high). staleness: s; None = 0, which gives PPO.
+    config: as for vanilla, without ratio_type. Metrics: pg_clipfrac, pg_clipfrac_lower.
     """
+    low, high = clip_range(inputs.config)
+    log_ratio = inputs.log_ratio
+    proximal = torch.zeros_like(log_ratio)  # log pi_prox - log pi_old
+    if inputs.staleness is not None:
+        updates = inputs.staleness.clamp(min=1).to(log_ratio.dtype)
+        proximal = log_ratio.detach() * (1 - 1 / updates)
 
-    def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:
-        def loss_function(
-            old_log_prob: Tensor,
-            log_prob: Tensor,
-            advantages: Tensor,
-            response_mask: Tensor,
-            loss_agg_mode: str = "token-mean",
-            config: Any = None,
-            rollout_is_weights: Tensor | None = None,
-            *,
-            batch_num_tokens: Count | None = None,
-            global_batch_size: Count | None = None,
-            **extras: Any,
-        ) -> tuple[Tensor, dict[str, Metric]]:
-            if config is None:  # optional only in the signature, as in verl
-                raise ValueError(f"{formula.__name__}: config is missing; an ActorConfig or its like is expected.")
-            given = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
-            optional = {"rollout_is_weights": rollout_is_weights, "selected": extras.get("selected")}
-            checked = given | {name: tensor for name, tensor in optional.items() if tensor is not None}
-            check_shapes(formula.__name__, response_mask=response_mask, **checked)
-            is_valid = response_mask.bool()
-            tokens = is_valid.sum()
-            if takes(formula, "selected") and extras.get("selected") is None:
-                _require_whole(formula.__name__, int(tokens), batch_num_tokens)
-            masked = [torch.where(is_valid, at_least_fp32(tensor), 0) for tensor in given.values()]
-            old, new, _advantages = (tensor.detach() for tensor in masked)
-            losses, averages = formula(*masked, is_valid, config, **extras)
-            if rollout_is_weights is not None:
-                weights = at_least_fp32(rollout_is_weights)
-                if row_weights:
-                    weights = masked_mean(torch.log(weights + 1e-10), is_valid, axis=-1).exp().unsqueeze(-1)
-                losses = losses * weights
-            loss = agg_loss(
-                losses,
-                is_valid,
-                always or loss_agg_mode,
-                batch_num_tokens=batch_num_tokens,
-                global_batch_size=global_batch_size,
-                loss_scale_factor=config.loss_scale_factor,
-            )
-            averages = {"ppo_kl": bounded_log_ratio(old, new)} | averages
-            totals = {name: masked_sum(x.detach(), is_valid) for name, x in averages.items()}
-            return loss, {name: Metric.mean(total, tokens) for name, total in totals.items()}
-
-        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
-            setattr(loss_function, attribute, getattr(formula, attribute))
-        own = [*inspect.signature(formula).parameters.values()][FORMULA_ARGUMENTS:]
-        signature = inspect.signature(loss_function)
-        named = [*signature.parameters.values()][:-1] + [each.replace(kind=each.KEYWORD_ONLY) for each in own]
-        loss_function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
-        return POLICY_LOSS_REGISTRY.register(name, needs=needs, loss_agg_mode=always, bounds_ratio=bounds_ratio)(
-            loss_function
-        )
-
-    return decorate
+    surrogate, is_clipped, is_bounded = clipped_surrogate(
+        log_ratio - proximal, inputs.advantages, low, high, inputs.config.clip_ratio_c
+    )
+    losses = proximal.exp() * surrogate
+    return inputs.aggregate(losses), inputs.token_means(pg_clipfrac=is_clipped, pg_clipfrac_lower=is_bounded)
 
 
-def _require_whole(name: str, here: int, batch_num_tokens: Count | None) -> None:
-    if batch_num_tokens is not None and int(batch_num_tokens) != here:
-        raise ValueError(
-            f"{name}: {here} of the mini-batch's {int(batch_num_tokens)} tokens are here, and the choice of tokens "
-            "would depend on how it was cut: choose over the whole batch and hand it in as selected (B, T)."
-        )
+@register_policy_loss("gspo", loss_agg_mode=SEQUENCE_MEAN, bounds_ratio=True)
+def gspo(inputs: LossInputs) -> LossResult:
+    """GSPO: max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean of d over the row) (arXiv:2507.18071).
 
-
-def call_policy_loss(
-    loss_fn: Callable[..., tuple[Tensor, Mapping[str, Any]]],
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    counts: Mapping[str, Count | None],
-    columns: Mapping[str, Tensor],
-) -> tuple[Tensor, dict[str, Metric]]:
-    """Calls a policy loss, either a `PolicyLossFn` or a function with verl's signature, and returns (loss, metrics).
-
-    counts: batch_num_tokens and global_batch_size. A function with verl's signature gets them in
-    config.global_batch_info of a wrapped config, as verl passes them. `declared` converts its metrics, which are plain
-    numbers. columns: the arguments that the loss names beyond the usual arguments.
+    Computed per token as s = sg(s) exp(log_prob - sg(log_prob)), so that advantages may differ within a row
+    (GSPO-token); log s is at most 10. The aggregation mode is always seq-mean-token-mean, as in the paper (verl 0.9.1:
+    loss_agg_mode).
     """
-    options, given = config, {**columns, **counts}
-    if not accepts(loss_fn, "batch_num_tokens"):
-        options, given = _VerlConfig(config, counts), {**columns}
-    arguments = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, options, rollout_is_weights)
-    loss, metrics = loss_fn(*arguments, **given)
-    if all(isinstance(value, Metric) for value in metrics.values()):
-        return loss, dict(metrics)
-    return loss, declared(metrics, response_mask.bool().sum().double(), counts.get("batch_num_tokens"))
+    low, high = clip_range(inputs.config)
+    log_prob, advantages = inputs.log_prob, inputs.advantages
+    row_log_ratio = masked_mean(inputs.log_ratio.detach(), inputs.response_mask, axis=-1).unsqueeze(-1)
+    ratio = (log_prob - log_prob.detach() + row_log_ratio).clamp(max=10.0).exp()
+
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    losses = torch.maximum(plain, clipped)
+    metrics = inputs.token_means(pg_clipfrac=clipped > plain)
+    return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), metrics
 
 
-class _VerlConfig:
-    """Wraps an actor's config for verl's losses: adds global_batch_info with the denominators of the mini-batch."""
+@register_policy_loss("sapo", loss_agg_mode=SEQUENCE_MEAN, bounds_ratio=True)
+def sapo(inputs: LossInputs) -> LossResult:
+    """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a soft gate instead of the clip (arXiv:2511.20347).
 
-    def __init__(self, config: Any, counts: Mapping[str, Count | None]) -> None:
-        self._config = config
-        self.global_batch_info = {"dp_size": 1, "loss_scale_factor": config.loss_scale_factor, **counts}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
-# ---------------------------------------------------------------------------------------------------- ratios
-
-
-def masked_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns log_prob - old_log_prob clamped to +-20, and 0 under mask 0, where NaN thus has no gradient."""
-    difference = at_least_fp32(log_prob) - at_least_fp32(old_log_prob)
-    log_ratio = torch.where(response_mask.bool(), difference, 0)
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
-def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """Returns log_prob - old_log_prob clamped to +-20, for log-probs that are already masked."""
-    return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
-def importance_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor, config: Any) -> Tensor:
-    """Returns `masked_log_ratio` or, for config.ratio_type=segment, the mean over each run of valid tokens (ROLL).
-
-    A config without ratio_type, such as verl's, is treated as ratio_type=token.
+    tau = config.tau_pos where A > 0, else config.tau_neg. The aggregation mode is always seq-mean-token-mean. There are
+    no clip fractions, because nothing is clipped (verl reports 0).
     """
-    if getattr(config, "ratio_type", "token") == "segment":
-        segments = compute_segment_masked_mean(log_prob - old_log_prob, response_mask)
-        return segments.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return masked_log_ratio(log_prob, old_log_prob, response_mask)
+    tau_pos, tau_neg = inputs.config.tau_pos, inputs.config.tau_neg
+    if tau_pos <= 0 or tau_neg <= 0:
+        raise ValueError(f"tau_pos={tau_pos}, tau_neg={tau_neg}: sapo needs both above 0.")
+    advantages = inputs.advantages
+    ratio = inputs.log_ratio.exp()
+    tau = torch.where(advantages > 0, tau_pos, torch.full_like(advantages, tau_neg))
+    losses = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
+    return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), inputs.token_means()
 
 
-def clip_range(config: Any) -> tuple[float, float]:
-    """Returns the clip ranges (low, high) of an actor's config; each falls back to clip_ratio if it is null.
+@register_policy_loss("geo_mean", loss_agg_mode=SEQUENCE_MEAN, bounds_ratio=True)
+def geo_mean(inputs: LossInputs) -> LossResult:
+    """GMPO: -A_row exp(mean over the row of clipped d), A_row the row's mean advantage (arXiv:2507.20673).
 
-    Raises ValueError if a range is negative, because [1 - low, 1 + high] would not contain the ratio 1.
+    Each token's d is clipped to [-low, high] if that makes the objective worse for the sign of A. Rows are averaged
+    over the whole mini-batch; verl averages over each micro-batch, so its gradient grows with their number. A row is
+    weighted by the geometric mean of its rollout_is_weights. Metrics: pg_clipfrac and pg_clipfrac_lower, the shares of
+    tokens out of range with A > 0 and with A < 0.
     """
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    low = config.clip_ratio if low is None else low
-    high = config.clip_ratio if high is None else high
-    _check_range("clip_ratio", low, high)
-    return low, high
+    low, high = clip_range(inputs.config)
+    mask, advantages, log_ratio = inputs.response_mask, inputs.advantages, inputs.log_ratio
+    clamped = log_ratio.clamp(-low, high)
+    sign = advantages.sign()
+    worse = sign * torch.minimum(sign * log_ratio, sign * clamped)
+
+    row_ratio = masked_mean(worse, mask, axis=-1).exp()
+    row_advantage = masked_mean(advantages, mask, axis=-1)
+    losses = (-row_advantage * row_ratio).unsqueeze(-1).expand_as(log_ratio)
+    row_weights = None
+    if inputs.rollout_is_weights is not None:
+        log_weights = torch.log(inputs.rollout_is_weights + 1e-10)
+        row_weights = masked_mean(log_weights, mask, axis=-1).exp().unsqueeze(-1)
+    loss = inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN, weights=row_weights)
+
+    is_out = log_ratio != clamped
+    metrics = inputs.token_means(pg_clipfrac=is_out & (advantages > 0), pg_clipfrac_lower=is_out & (advantages < 0))
+    return loss, metrics
 
 
-def _check_range(name: str, low: float, high: float) -> None:
-    if low < 0 or high < 0:
-        raise ValueError(
-            f"{name}_low={low}, {name}_high={high} (each is {name} where it is not given): both are expected to be at "
-            "least 0, or the clip range [1 - low, 1 + high] would not hold the ratio 1."
-        )
+# ---------------------------------------------------------------------------------------------------- clipping
 
 
 def clipped_surrogate(
@@ -249,7 +142,8 @@ def clipped_surrogate(
     if clip_ratio_c is not None and clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
     advantages = at_least_fp32(advantages)
-    ratio, cost = log_ratio.exp(), -advantages
+    ratio = log_ratio.exp()
+    cost = -advantages
     plain = cost * ratio
     clipped = cost * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     pessimistic = torch.maximum(plain, clipped)
@@ -261,23 +155,7 @@ def clipped_surrogate(
     return loss, clipped > plain, is_bounded
 
 
-# ---------------------------------------------------------------------------------------------------- clipped ratios
-
-
-@policy_loss("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
-) -> TokenLosses:
-    """PPO with asymmetric and dual clip: see `clipped_surrogate`.
-
-    config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c (ROLL's dual_clip_loss: 1 + 2 clip_ratio),
-    loss_scale_factor, ratio_type (segment: one ratio per run of response tokens).
-    Metrics: pg_clipfrac, pg_clipfrac_lower (shares of tokens).
-    """
-    low, high = clip_range(config)
-    log_ratio = importance_log_ratio(log_prob, old_log_prob, response_mask, config)
-    losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, config.clip_ratio_c)
-    return losses, {"pg_clipfrac": is_clipped, "pg_clipfrac_lower": is_bounded}
+# ---------------------------------------------------------------------------------------------------- deprecated
 
 
 def compute_policy_loss(
@@ -291,7 +169,7 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the loss of `compute_policy_loss_vanilla` for a whole mini-batch. Deprecated, as in verl.
+    """Computes the loss `vanilla` for a whole mini-batch. Deprecated, as in verl.
 
     All tensors are (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
     Raises ValueError if a clip range is negative or missing (without a `cliprange` to fall back to), if clip_ratio_c is
@@ -302,7 +180,7 @@ def compute_policy_loss(
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
         raise ValueError("compute_policy_loss: give cliprange, or both cliprange_low and cliprange_high.")
-    _check_range("cliprange", low, high)
+    require_clip_range("cliprange", low, high)
     check_shapes(
         "compute_policy_loss",
         response_mask=response_mask,
@@ -318,88 +196,3 @@ def compute_policy_loss(
         masked_mean(-log_ratio, response_mask),
         masked_mean(is_bounded.to(losses.dtype), response_mask),
     )
-
-
-@policy_loss("a3po")
-def compute_policy_loss_a3po(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    config: Any,
-    staleness: Tensor | None = None,
-) -> TokenLosses:
-    """A-3PO: decoupled PPO with an interpolated proximal policy (arXiv:2512.06547; AReaL's prox_logp_method=loglinear).
-
-    old_log_prob is that of the policy that sampled the token, s weight updates ago. The proximal policy is not
-    computed: log pi_prox = old_log_prob + a sg(d) with a = (s - 1) / s, and a = 0 for s = 0. The loss is
-    sg(pi_prox / pi_old) times `clipped_surrogate` of pi / pi_prox. For example, s = 2, pi / pi_old = 1.44 and A = 1
-    give pi_prox / pi_old = 1.2 and the loss -1.2 min(1.2, 1 + high). staleness: (B, T) s; None = 0, which gives PPO.
-    config: as for vanilla, without ratio_type. Metrics: pg_clipfrac, pg_clipfrac_lower.
-    """
-    low, high = clip_range(config)
-    log_ratio = bounded_log_ratio(log_prob, old_log_prob)
-    proximal = torch.zeros_like(log_ratio)
-    if staleness is not None:
-        check_shapes("a3po", response_mask=response_mask, staleness=staleness)
-        proximal = log_ratio.detach() * (1 - 1 / staleness.clamp(min=1).to(log_ratio.dtype))
-    surrogate = clipped_surrogate(log_ratio - proximal, advantages, low, high, config.clip_ratio_c)
-    losses, is_clipped, is_bounded = surrogate
-    return proximal.exp() * losses, {"pg_clipfrac": is_clipped, "pg_clipfrac_lower": is_bounded}
-
-
-@policy_loss("gspo", always="seq-mean-token-mean")
-def compute_policy_loss_gspo(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
-) -> TokenLosses:
-    """GSPO: max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean of d over the row) (arXiv:2507.18071).
-
-    Computed per token as s = sg(s) exp(log_prob - sg(log_prob)), so that advantages may differ within a row
-    (GSPO-token); log s is at most 10. The aggregation mode is always seq-mean-token-mean, as in the paper (verl 0.9.1:
-    loss_agg_mode).
-    """
-    low, high = clip_range(config)
-    log_ratio = bounded_log_ratio(log_prob.detach(), old_log_prob)
-    by_row = masked_mean(log_ratio, response_mask, axis=-1).unsqueeze(-1)
-    ratio = (log_prob - log_prob.detach() + by_row).clamp(max=10.0).exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain}
-
-
-@policy_loss("sapo", always="seq-mean-token-mean")
-def compute_policy_loss_sapo(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
-) -> TokenLosses:
-    """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a soft gate instead of the clip (arXiv:2511.20347).
-
-    tau = config.tau_pos where A > 0, else config.tau_neg. The aggregation mode is always seq-mean-token-mean. There are
-    no clip fractions, because nothing is clipped (verl reports 0).
-    """
-    if config.tau_pos <= 0 or config.tau_neg <= 0:
-        raise ValueError(f"tau_pos={config.tau_pos}, tau_neg={config.tau_neg}: sapo needs both above 0.")
-    ratio = bounded_log_ratio(log_prob, old_log_prob).exp()
-    tau = torch.where(advantages > 0, config.tau_pos, torch.full_like(advantages, config.tau_neg))
-    return -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)), {}
-
-
-@policy_loss("geo_mean", always="seq-mean-token-mean", row_weights=True)
-def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
-) -> TokenLosses:
-    """GMPO: -A_row exp(mean over the row of clipped d), A_row the row's mean advantage (arXiv:2507.20673).
-
-    Each token's d is clipped to [-low, high] if that makes the objective worse for the sign of A. Rows are averaged
-    over the whole mini-batch; verl averages over each micro-batch, so its gradient grows with their number. Metrics:
-    pg_clipfrac and pg_clipfrac_lower, the shares of tokens out of range with A > 0 and with A < 0.
-    """
-    low, high = clip_range(config)
-    log_ratio = bounded_log_ratio(log_prob, old_log_prob)
-    clamped = log_ratio.clamp(-low, high)
-    sign = advantages.sign()
-    worse = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    ratio = masked_mean(worse, response_mask, axis=-1).exp()
-    advantage = masked_mean(advantages, response_mask, axis=-1)
-    is_out = log_ratio != clamped
-    averages = {"pg_clipfrac": is_out & (advantages > 0), "pg_clipfrac_lower": is_out & (advantages < 0)}
-    return (-advantage * ratio).unsqueeze(-1).expand_as(log_ratio), averages

@@ -169,7 +169,7 @@ def test_a_shape_that_does_not_match_is_named(name: str, column: str) -> None:
     if column not in columns:
         return
     columns[column] = columns[column][:, :1]
-    with pytest.raises(ValueError, match=rf"{name}: {column} has shape \({ROWS}, 1\), expected .*{WIDTH}\)"):
+    with pytest.raises(ValueError, match=rf"policy loss: {column} has shape \({ROWS}, 1\), expected .*{WIDTH}\)"):
         call(name, columns)
 
 
@@ -235,7 +235,7 @@ def test_value_loss_names_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="cliprange_value=0"):
         compute_value_loss(**columns, cliprange_value=0.0)
     for name in columns:
-        with pytest.raises(ValueError, match=r"compute_value_loss: \w+ has shape .* expected \(B, T\)"):
+        with pytest.raises(ValueError, match=r"value loss: \w+ has shape .* expected \(B, T\)"):
             compute_value_loss(**columns | {name: torch.zeros(ROWS, 1)}, cliprange_value=0.5)
     with pytest.raises(ValueError, match="loss_mask keeps no token"):
         compute_value_loss(**columns | {"response_mask": torch.zeros(ROWS, WIDTH)}, cliprange_value=0.5)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from verl_lite.algos.policy_losses import call_policy_loss
 from verl_lite.config import ActorConfig, PolicyLossConfig, PPOConfig, RewardTrainingConfig, SFTConfig, load_schema
 from verl_lite.config.idle_options import (
     PPO_ROWS,
@@ -23,7 +22,13 @@ from verl_lite.config.idle_options import (
 )
 from verl_lite.config.option_table import schema_of
 from verl_lite.contracts import estimator_batch
-from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl_lite.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    Aggregation,
+    LossInputs,
+    get_policy_loss,
+)
 from verl_lite.registry import takes
 
 BASE = ["model.path=model", "data.train_files=train.parquet", "trainer.device=cpu", "rollout.name=hf"]
@@ -290,21 +295,19 @@ def test_no_option_that_a_loss_reads_is_called_idle(mode: str) -> None:
     options = ActorConfig(
         ratio_type="segment", loss_agg_mode=aggregation, policy_loss=PolicyLossConfig(loss_mode=mode, dro_beta=0.5)
     )
-    loss = POLICY_LOSS_REGISTRY[mode]
+    loss = get_policy_loss(mode)
     log_probs = torch.randn(4, 5, requires_grad=True)
     columns = {"selected": torch.ones(4, 5).bool(), "scores": torch.ones(4), "staleness": torch.zeros(4, 5)}
-    call_policy_loss(
-        loss,
-        log_probs.detach() + 0.1,
-        log_probs,
-        torch.randn(4, 5),
-        torch.ones(4, 5),
-        aggregation,
-        _Recorder(options, read, "actor"),
-        counts={"batch_num_tokens": 20, "global_batch_size": 4},
-        columns={name: column for name, column in columns.items() if takes(loss, name)},
+    inputs = LossInputs(
+        old_log_prob=log_probs.detach() + 0.1,
+        log_prob=log_probs,
+        advantages=torch.randn(4, 5),
+        response_mask=torch.ones(4, 5),
+        config=_Recorder(options, read, "actor"),
+        aggregation=Aggregation(aggregation, batch_num_tokens=20, global_batch_size=4),
+        **{name: columns[name] for name in loss.columns},
     )
-    read.discard("actor.loss_scale_factor")  # read for every mode, used for one
+    loss(inputs)
     assert read or mode == "gpg"
     assert not _idle_keys({"actor.policy_loss.loss_mode": mode}, read)
 
