@@ -132,10 +132,8 @@ class _LossCase:
         gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
         promise = f"the loss is finite, also with empty rows and extreme log-ratios: use agg_loss and clamp ({mode})"
         _require(_finite(loss) and _finite(gradient), promise)
-        _require(
-            all(map(math.isfinite, reduce_metrics(metrics).values())),
-            "metrics are finite numbers: clamp divisors to at least 1",
-        )
+        are_finite = all(map(math.isfinite, reduce_metrics(metrics).values()))
+        _require(are_finite, "metrics are finite numbers: clamp divisors to at least 1")
         return loss.detach(), gradient
 
     def metrics(self, counts: tuple[int, int], columns: Columns) -> dict[str, float]:

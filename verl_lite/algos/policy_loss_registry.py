@@ -163,10 +163,9 @@ def get_policy_loss_fn(name: str | Enum) -> VerlPolicyLossFn:
 
 
 def has_verl_signature(function: Callable[..., object]) -> bool:
-    """Returns True if a policy loss can be called with verl's arguments by position; a function of `LossInputs` has a
-    single required parameter."""
+    """Returns True if a policy loss accepts verl's arguments by position. A function of `LossInputs` does not."""
     try:
-        inspect.signature(function).bind(*range(_NUM_VERL_ARGUMENTS))
+        inspect.signature(function).bind_partial(*range(_NUM_VERL_ARGUMENTS))
     except TypeError:
         return False
     return True

@@ -3,7 +3,9 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Self
 
+from verl_lite.algos.policy_loss_registry import LOSS_COLUMNS
 from verl_lite.config.fields import Problems, unknown_value
 from verl_lite.errors import UserError
 from verl_lite.registry import accepts, is_own, object_at, require_call
@@ -13,14 +15,19 @@ from verl_lite.registry import accepts, is_own, object_at, require_call
 class UserCall:
     """How the trainer calls a function or class of the user.
 
-    words: the call in words. positional: number of positional arguments. named: keywords that are always passed.
-    offered: keywords that are passed if the signature accepts them.
+    Attributes:
+        words: the call in words.
+        positional: number of positional arguments.
+        named: keywords that are always passed.
+        offered: keywords that are passed if the signature accepts them.
+        otherwise: the call of a function that does not fit.
     """
 
     words: str
     positional: int = 0
     named: tuple[str, ...] = ()
     offered: tuple[str, ...] = ()
+    otherwise: Self | None = None
 
     def require(self, function: Callable[..., object]) -> None:
         """Raises UserError if the call would fail."""
@@ -29,7 +36,12 @@ class UserCall:
         except (TypeError, ValueError):
             raise UserError(f"{function} has no signature that Python can read. Expected {self.words}") from None
         names = [*self.named, *(name for name in self.offered if accepts(function, name))]
-        require_call(function, self.words, *range(self.positional), **dict.fromkeys(names))
+        try:
+            require_call(function, self.words, *range(self.positional), **dict.fromkeys(names))
+        except UserError:
+            if self.otherwise is None:
+                raise
+            self.otherwise.require(function)
 
 
 ESTIMATOR_CALL = UserCall(
@@ -43,7 +55,12 @@ ESTIMATOR_CALL = UserCall(
 LOSS_CALL = UserCall(
     "f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weights) -> (loss, metrics)",
     positional=7,
-    offered=("batch_num_tokens", "global_batch_size", "selected", "scores", "staleness"),
+    offered=("batch_num_tokens", "global_batch_size", *LOSS_COLUMNS),
+    otherwise=UserCall(
+        "f(inputs: LossInputs) -> (loss, metrics), or with verl's arguments f(old_log_prob, log_prob, advantages, "
+        "response_mask, loss_agg_mode, config, weights)",
+        positional=1,
+    ),
 )
 ENGINE_CALL = UserCall(
     "Class(model_path, config, *, max_model_len, device, dtype, seed, override_config, trust_remote_code)",

@@ -85,7 +85,12 @@ def test_an_exception_at_import_shows_the_users_lines(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "call", "reason"),
     [
-        ("users_code:two", LOSS_CALL, "two(first, second) cannot be called as needed: too many positional arguments"),
+        (
+            "users_code:two",
+            LOSS_CALL,
+            "two(first, second) cannot be called as needed: missing a required argument: 'second'",
+        ),
+        ("users_code:two", LOSS_CALL, "Expected f(inputs: LossInputs) -> (loss, metrics), or with verl's arguments"),
         ("users_code:needs_weights", ESTIMATOR_CALL, "missing a required argument: 'weights'"),
         ("users_code:two", FILTER_CALL, "Expected Class(config, env_manager_config, mode)"),
         ("users_code:two", ENGINE_CALL, "Expected Class(model_path, config, *, max_model_len"),
