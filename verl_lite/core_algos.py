@@ -76,7 +76,6 @@ from verl_lite.algos.policy_loss_registry import (
     PolicyLoss,
     PolicyLossFn,
     VerlPolicyLoss,
-    VerlPolicyLossFn,
     get_policy_loss,
     get_policy_loss_fn,
     register_policy_loss,

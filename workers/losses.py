@@ -300,15 +300,8 @@ def loss_metrics(
         "ppo_ratio_clipfrac": is_high | is_low,
     }
 
-    is_valid = mask != 0
-    lengths = is_valid.sum(dim=-1)
-    tokens = lengths.sum()
-    sequence_means = core_algos.masked_sum(ratio, mask, axis=-1) / lengths.clamp(min=1)
-    metrics = {
-        "ratio_mean": Metric.mean(sequence_means.sum(), (lengths > 0).sum()),
-        "ratio_max": Metric.max(torch.where(is_valid, ratio, -torch.inf).amax(), tokens),
-        "ratio_min": Metric.min(torch.where(is_valid, ratio, torch.inf).amin(), tokens),
-    }
+    metrics = _ratio_metrics(ratio, mask)
+    tokens = (mask != 0).sum()
     for name, values in token_values.items():
         metrics[name] = Metric.mean(core_algos.masked_sum(values.to(ratio.dtype), mask), tokens)
 
@@ -317,6 +310,19 @@ def loss_metrics(
     for name, value in parts.items():
         metrics[name] = Metric.mean(value, share)
     return metrics
+
+
+def _ratio_metrics(ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+    """Returns ratio_mean, ratio_max and ratio_min; see `loss_metrics`."""
+    is_valid = mask != 0
+    lengths = is_valid.sum(dim=-1)
+    tokens = lengths.sum()
+    sequence_means = core_algos.masked_sum(ratio, mask, axis=-1) / lengths.clamp(min=1)
+    return {
+        "ratio_mean": Metric.mean(sequence_means.sum(), (lengths > 0).sum()),
+        "ratio_max": Metric.max(torch.where(is_valid, ratio, -torch.inf).amax(), tokens),
+        "ratio_min": Metric.min(torch.where(is_valid, ratio, torch.inf).amin(), tokens),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- ROLL and users

@@ -6,7 +6,7 @@ select tokens once over the whole batch, with the log-probs before the update, a
 mini-batch.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,25 +14,6 @@ from torch import Tensor
 from verl_lite.algos.loss_inputs import LossConfig, LossInputs, LossResult, clip_range
 from verl_lite.algos.masked import masked_log_ratio, masked_mean
 from verl_lite.algos.policy_loss_registry import register_policy_loss
-
-
-class TokenSelection(Protocol):
-    """Selects tokens, (B, T) bool, of a whole batch.
-
-    log_prob: log-probs under the current policy; None = old_log_prob, the policy before the update. generator: source
-    of random choices; None = torch's default.
-    """
-
-    def __call__(
-        self,
-        old_log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        config: LossConfig,
-        *,
-        log_prob: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor: ...
 
 
 @register_policy_loss("clip_cov", columns=("selected",), bounds_ratio=True)
@@ -95,7 +76,7 @@ def select_clip_cov(
 
     Draws max(clip_cov_ratio * valid tokens, 1) tokens at random from those whose covariance (A - mean A)(log_prob -
     mean log_prob) is between clip_cov_lb and clip_cov_ub and whose loss PPO's clip does not drop (options in
-    config.policy_loss).
+    config.policy_loss). log_prob: None = old_log_prob, the policy before the update. generator: None = torch's default.
     """
     options = config.policy_loss
     is_valid = response_mask.bool()
@@ -148,5 +129,5 @@ def _covariance(log_prob: Tensor, advantages: Tensor, is_valid: Tensor) -> Tenso
     return (advantages - masked_mean(advantages, is_valid)) * (log_prob - masked_mean(log_prob, is_valid))
 
 
-TOKEN_SELECTIONS: dict[str, TokenSelection] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
+TOKEN_SELECTIONS: dict[str, Callable[..., Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 """The function that selects the tokens of each loss from the whole batch."""

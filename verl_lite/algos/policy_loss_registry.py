@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,30 +23,8 @@ LOSS_COLUMNS = ("selected", "scores", "staleness")
 _NUM_VERL_ARGUMENTS = 7  # from old_log_prob to rollout_is_weights
 
 PolicyLossFn = Callable[[LossInputs], LossResult]
-"""The signature of a policy loss."""
-
-
-class VerlPolicyLossFn(Protocol):
-    """A policy loss with verl's signature.
-
-    It finds the denominators of the mini-batch in config.global_batch_info, or gets them as batch_num_tokens and
-    global_batch_size if it accepts these keywords. Columns from LOSS_COLUMNS that it names are passed by keyword.
-    """
-
-    def __call__(
-        self,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str,
-        config: Any,
-        rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, Mapping[str, Any]]: ...
-
-
 AnyPolicyLossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
-"""A `PolicyLossFn` or a `VerlPolicyLossFn`, also of a user, whose metrics can be plain numbers."""
+"""A policy loss of `LossInputs` or with verl's arguments, whose metrics can be plain numbers."""
 Registered = TypeVar("Registered", bound=AnyPolicyLossFn)
 
 POLICY_LOSS_REGISTRY: Registry[AnyPolicyLossFn] = Registry("policy loss")
@@ -54,13 +32,10 @@ POLICY_LOSS_REGISTRY: Registry[AnyPolicyLossFn] = Registry("policy loss")
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss with what its registration declares; see `register_policy_loss`."""
+    """A policy loss as the trainer calls it, and the columns of LOSS_COLUMNS that it reads."""
 
     function: AnyPolicyLossFn
     columns: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    loss_agg_mode: str | None = None
-    bounds_ratio: bool = False
 
     def __call__(self, inputs: LossInputs) -> LossResult:
         """Computes the loss and its metrics. Metrics that are plain numbers are converted by `declared`."""
@@ -106,12 +81,14 @@ def register_policy_loss(
 ) -> Callable[[Registered], Registered]:
     """Returns a decorator that registers a policy loss as `actor.policy_loss.loss_mode=name`.
 
-    The loss is a function f(inputs: LossInputs) -> (loss, metrics), or a function with verl's arguments; see
-    `VerlPolicyLossFn`.
+    The loss is a function f(inputs: LossInputs) -> (loss, metrics), or a function with verl's arguments
+    f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights). The latter finds
+    the denominators of the mini-batch in config.global_batch_info, or gets them as batch_num_tokens and
+    global_batch_size if it accepts these keywords.
 
     Args:
-        columns: the columns of LOSS_COLUMNS that the loss reads. A function with verl's arguments also requests those
-            that it names as parameters.
+        columns: the columns of LOSS_COLUMNS that the loss reads. A function with verl's arguments gets them by keyword,
+            and also those that it names as parameters.
         needs: options of `actor.policy_loss` that must not be null.
         loss_agg_mode: the only aggregation mode that the loss supports; None = all modes.
         bounds_ratio: True if the weight of a token is bounded however much the policy has changed since it was sampled.
@@ -146,16 +123,16 @@ def get_policy_loss(name: str | Enum) -> PolicyLoss:
 
 
 def policy_loss_of(function: AnyPolicyLossFn) -> PolicyLoss:
-    """Returns a loss with what its registration declares, if it is registered."""
+    """Returns a loss with the columns that its registration declares."""
     if isinstance(function, VerlPolicyLoss):
         return policy_loss_of(function.function)
     for name, registered in POLICY_LOSS_REGISTRY.items():
         if registered is function:
-            return PolicyLoss(function, **POLICY_LOSS_REGISTRY.facts.get(name, {}))
-    return PolicyLoss(function, columns=_named_columns(function))
+            return PolicyLoss(function, POLICY_LOSS_REGISTRY.facts[name]["columns"])
+    return PolicyLoss(function, _named_columns(function))
 
 
-def get_policy_loss_fn(name: str | Enum) -> VerlPolicyLossFn:
+def get_policy_loss_fn(name: str | Enum) -> AnyPolicyLossFn:
     """Returns the policy loss by name or path pkg.module:function as a function with verl's arguments. Raises UserError
     if there is none."""
     function = POLICY_LOSS_REGISTRY.get_fn(name)
