@@ -52,11 +52,13 @@ class PolicyLoss:
     def _call_with_verl_arguments(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Any]]:
         aggregation = inputs.aggregation
         keywords = {name: getattr(inputs, name) for name in self.columns if getattr(inputs, name) is not None}
+        counts = {
+            "batch_num_tokens": aggregation.batch_num_tokens,
+            "global_batch_size": aggregation.global_batch_size,
+        }
+        keywords |= {name: count for name, count in counts.items() if accepts(self.function, name)}
         config: Any = inputs.config
-        if accepts(self.function, "batch_num_tokens"):
-            keywords["batch_num_tokens"] = aggregation.batch_num_tokens
-            keywords["global_batch_size"] = aggregation.global_batch_size
-        else:
+        if "batch_num_tokens" not in keywords:
             config = _VerlConfig(inputs.config, aggregation)
 
         return self.function(
