@@ -100,9 +100,9 @@ def actor_loss(
     parts |= {"loss": loss, "total_loss": loss}
     metrics |= loss_metrics(parts, token_values, inputs)
     if "rollout_log_probs" in data.batch.keys():
-        columns = outputs["log_probs"].detach(), data.batch["rollout_log_probs"], inputs.response_mask
-        metrics |= rollout_probs_diff(*columns)
-        metrics |= mismatch_metrics(*columns)
+        log_probs, rollout_log_probs = outputs["log_probs"].detach(), data.batch["rollout_log_probs"]
+        metrics |= rollout_probs_diff(log_probs, rollout_log_probs, inputs.response_mask)
+        metrics |= mismatch_metrics(log_probs, rollout_log_probs, inputs.response_mask)
     return loss, metrics
 
 
@@ -208,8 +208,10 @@ def _kl_to_reference(data: DataProto, outputs: Outputs, config: ActorConfig) -> 
     if not config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
         return None
     check(data, ["ref_log_prob"], "actor.use_kl_loss=true")
-    columns = data.batch["ref_log_prob"], config.kl_loss_type, data.batch["response_mask"]
-    return core_algos.kl_penalty(outputs["log_probs"], *columns)
+    batch = data.batch
+    return core_algos.kl_penalty(
+        outputs["log_probs"], batch["ref_log_prob"], config.kl_loss_type, batch["response_mask"]
+    )
 
 
 def distillation_loss(

@@ -162,6 +162,7 @@ class VerlPolicyLoss:
 
     def __init__(self, function: PolicyLossFn) -> None:
         self.function = function
+        self.__name__ = f"compute_policy_loss_{function.__name__}"
         self.__doc__ = function.__doc__
 
     def __call__(
@@ -191,7 +192,7 @@ class VerlPolicyLoss:
             ValueError: if `config` is missing or a tensor has another shape than `response_mask`.
         """
         if config is None:  # optional only in the signature, as in verl
-            raise ValueError(f"{self.function.__name__}: config is missing; an ActorConfig or its like is expected.")
+            raise ValueError(f"{self.__name__}: config is missing; an ActorConfig or its like is expected.")
         aggregation = Aggregation(loss_agg_mode, batch_num_tokens, global_batch_size, config.loss_scale_factor)
         inputs = LossInputs(
             old_log_prob=old_log_prob,
