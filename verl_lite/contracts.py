@@ -19,7 +19,7 @@ import torch
 
 from verl_lite.algos.loss_inputs import Aggregation, LossConfig, LossInputs
 from verl_lite.algos.masked import LOSS_AGG_MODES
-from verl_lite.algos.policy_loss_registry import AnyPolicyLossFn, PolicyLoss, policy_loss_of
+from verl_lite.algos.policy_loss_registry import PolicyLoss, PolicyLossFn, policy_loss_of
 from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl_lite.metrics import reduce_metrics
 
@@ -81,7 +81,7 @@ def _require_same_rows(
         _require(_close(values, expected[rows]), promise)
 
 
-def check_policy_loss(function: AnyPolicyLossFn, config: LossConfig | None = None, **columns: torch.Tensor) -> None:
+def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, **columns: torch.Tensor) -> None:
     """Raises `BrokenPromise` unless a policy loss keeps all promises that the trainer relies on.
 
     Args:

@@ -22,19 +22,18 @@ LOSS_COLUMNS = ("selected", "scores", "staleness")
 """The columns that a registration can request; see `LossInputs`."""
 _NUM_VERL_ARGUMENTS = 7  # from old_log_prob to rollout_is_weights
 
-PolicyLossFn = Callable[[LossInputs], LossResult]
-AnyPolicyLossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
+PolicyLossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
 """A policy loss of `LossInputs` or with verl's arguments, whose metrics can be plain numbers."""
-Registered = TypeVar("Registered", bound=AnyPolicyLossFn)
+Registered = TypeVar("Registered", bound=PolicyLossFn)
 
-POLICY_LOSS_REGISTRY: Registry[AnyPolicyLossFn] = Registry("policy loss")
+POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """A policy loss as the trainer calls it, and the columns of LOSS_COLUMNS that it reads."""
 
-    function: AnyPolicyLossFn
+    function: PolicyLossFn
     columns: tuple[str, ...] = ()
 
     def __call__(self, inputs: LossInputs) -> LossResult:
@@ -124,7 +123,7 @@ def get_policy_loss(name: str | Enum) -> PolicyLoss:
     return policy_loss_of(POLICY_LOSS_REGISTRY.get_fn(name))
 
 
-def policy_loss_of(function: AnyPolicyLossFn) -> PolicyLoss:
+def policy_loss_of(function: PolicyLossFn) -> PolicyLoss:
     """Returns a loss with the columns that its registration declares."""
     if isinstance(function, VerlPolicyLoss):
         return policy_loss_of(function.function)
@@ -134,7 +133,7 @@ def policy_loss_of(function: AnyPolicyLossFn) -> PolicyLoss:
     return PolicyLoss(function, _named_columns(function))
 
 
-def get_policy_loss_fn(name: str | Enum) -> AnyPolicyLossFn:
+def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
     """Returns the policy loss by name or path pkg.module:function as a function with verl's arguments. Raises UserError
     if there is none."""
     function = POLICY_LOSS_REGISTRY.get_fn(name)
@@ -204,7 +203,7 @@ class VerlPolicyLoss:
             rollout_is_weights=rollout_is_weights,
             **columns,
         )
-        return self.function(inputs)
+        return PolicyLoss(self.function)(inputs)
 
 
 class _VerlConfig:
