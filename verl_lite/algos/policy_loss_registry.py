@@ -127,9 +127,9 @@ def policy_loss_of(function: PolicyLossFn) -> PolicyLoss:
     """Returns a loss with the columns that its registration declares."""
     if isinstance(function, VerlPolicyLoss):
         return policy_loss_of(function.function)
-    for name, registered in POLICY_LOSS_REGISTRY.items():
-        if registered is function:
-            return PolicyLoss(function, POLICY_LOSS_REGISTRY.facts[name]["columns"])
+    for name, facts in POLICY_LOSS_REGISTRY.facts.items():
+        if POLICY_LOSS_REGISTRY.get(name) is function:
+            return PolicyLoss(function, facts["columns"])
     return PolicyLoss(function, _named_columns(function))
 
 
