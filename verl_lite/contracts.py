@@ -77,7 +77,8 @@ def _require_same_rows(
     function: Callable[..., Any], batch: Columns, result: Sequence[torch.Tensor], rows: torch.Tensor, promise: str
 ) -> None:
     """Checks that the estimates of these rows alone are those of the whole batch."""
-    for values, expected in zip(function(**take_rows(batch, rows)), result, strict=True):
+    estimates = function(**take_rows(batch, rows))
+    for values, expected in zip(estimates, result, strict=True):
         _require(_close(values, expected[rows]), promise)
 
 
@@ -233,25 +234,34 @@ def loss_batch(seed: int = 0, spread: float = 0.6) -> Columns:
 def take_rows(columns: Columns, rows: torch.Tensor) -> Columns:
     """Selects rows (k,) from every column with ROWS entries."""
 
-    def select(value: Any) -> Any:
+    selected: Columns = {}
+    for name, value in columns.items():
         if isinstance(value, dict):
-            return take_rows(value, rows)
-        has_rows = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0 and len(value) == ROWS
-        return value[rows if isinstance(value, torch.Tensor) else rows.numpy()] if has_rows else value
-
-    return {name: select(value) for name, value in columns.items()}
+            selected[name] = take_rows(value, rows)
+        elif isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == ROWS:
+            selected[name] = value[rows]
+        elif isinstance(value, np.ndarray) and value.ndim > 0 and len(value) == ROWS:
+            selected[name] = value[rows.numpy()]
+        else:
+            selected[name] = value
+    return selected
 
 
 def hide(columns: Columns, value: float) -> Columns:
     """Writes `value` into every floating-point column (B, T) where the mask is 0."""
-    hidden = columns["response_mask"] == 0
-    tensors = {name: x for name, x in columns.items() if isinstance(x, torch.Tensor) and x.dim() == 2}
-    return columns | {k: torch.where(hidden, value, x) for k, x in tensors.items() if x.dtype.is_floating_point}
+    is_hidden = columns["response_mask"] == 0
+    changed = dict(columns)
+    for name, column in columns.items():
+        if isinstance(column, torch.Tensor) and column.dim() == 2 and column.dtype.is_floating_point:
+            changed[name] = torch.where(is_hidden, value, column)
+    return changed
 
 
 def _ragged_mask(generator: torch.Generator) -> torch.Tensor:
     lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
-    mask = (torch.arange(WIDTH) < lengths[:, None]) & (torch.rand(ROWS, WIDTH, generator=generator) > 0.25)
+    is_in_row = torch.arange(WIDTH) < lengths[:, None]
+    is_valid = torch.rand(ROWS, WIDTH, generator=generator) > 0.25
+    mask = is_in_row & is_valid
     mask[list(EMPTY_ROWS)] = False
     mask[-1] = True
     return mask.long()
@@ -267,10 +277,12 @@ def _require(holds: bool, promise: str) -> None:
 
 
 def _call_unchanged(function: Callable[..., Any], columns: Columns) -> Any:
-    before = {name: x.clone() for name, x in columns.items() if isinstance(x, torch.Tensor)}
+    tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
     result = function(**columns)
-    changed = ", ".join(name for name, x in before.items() if not torch.equal(x, columns[name]))
-    _require(not changed, f"the function does not modify its arguments: {changed}; replace clamp_ by clamp")
+    for name, tensor in tensors.items():
+        is_same = torch.equal(tensor, copies[name])
+        _require(is_same, f"the function does not modify its arguments: {name}; replace clamp_ by clamp")
     return result
 
 
@@ -279,15 +291,16 @@ def _require_own_device(call: Callable[[], Sequence[torch.Tensor]], expected: Se
     promise = "new tensors are created on the arguments' device: torch.zeros(..., device=x.device), torch.zeros_like"
     try:
         with torch.device("meta"):
-            found = call()
+            results = call()
     except (RuntimeError, NotImplementedError) as error:
         raise BrokenPromise(f"{promise} ({error})") from error
-    _require(all(x.device == y.device for x, y in zip(found, expected, strict=True)), promise)
+    for result, tensor in zip(results, expected, strict=True):
+        _require(result.device == tensor.device, promise)
 
 
 def _finite(values: torch.Tensor) -> bool:
     return bool(values.isfinite().all())
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(actual, expected, rtol=1e-9, atol=1e-9)

@@ -381,12 +381,14 @@ def _outputs_of_roll_logits(data: DataProto, logits: torch.Tensor, actor: ActorC
 def user_loss(loss_func: LossFunc, data: DataProto, outputs: Outputs) -> LossResult:
     """Calls a user's `loss_func` on a micro-batch. meta_info has the mini-batch's counts under our names and ROLL's;
     `declared` converts the metrics."""
-    num_tokens = data.meta_info["num_tokens"]
-    roll_counts = {theirs: {"response_mask": data.meta_info[ours]} for theirs, ours in ROLL_COUNTS.items()}
-    roll_data = DataProto(data.batch, data.non_tensor_batch, data.meta_info | roll_counts)
+    meta_info = dict(data.meta_info)
+    for roll_name, name in ROLL_COUNTS.items():
+        meta_info[roll_name] = {"response_mask": data.meta_info[name]}
+    roll_data = DataProto(data.batch, data.non_tensor_batch, meta_info)
+
     loss, metrics = loss_func(roll_data, outputs)
     tokens = data.batch["response_mask"].bool().sum().double()
-    return loss, declared(metrics, tokens, num_tokens)
+    return loss, declared(metrics, tokens, data.meta_info["num_tokens"])
 
 
 def check_loss_is_additive(loss_fn: LossFunc, data: DataProto, outputs: Outputs, name: str, remedy: str) -> bool:
@@ -442,13 +444,18 @@ def _flat_gradient(loss: torch.Tensor, leaves: Outputs) -> torch.Tensor:
 
 def _convert_roll_batch(data: DataProto) -> DataProto:
     """Converts ROLL's names and shapes to ours; entries in our layout are unchanged."""
-    columns = {ROLL_COLUMNS.get(name, name): data.batch[name] for name in map(str, data.batch.keys())}
-    meta_info = data.meta_info
+    columns = {}
+    for name in map(str, data.batch.keys()):
+        columns[ROLL_COLUMNS.get(name, name)] = data.batch[name]
     mask = columns["response_mask"]
     if mask.shape[1] == columns["advantages"].shape[1] + 1:
         columns["response_mask"] = mask[:, 1:]
-    counts = {ours: meta_info[theirs]["response_mask"] for theirs, ours in ROLL_COUNTS.items() if theirs in meta_info}
-    return DataProto.from_dict(columns, meta_info=meta_info | counts)
+
+    meta_info = dict(data.meta_info)
+    for roll_name, name in ROLL_COUNTS.items():
+        if roll_name in meta_info:
+            meta_info[name] = meta_info[roll_name]["response_mask"]
+    return DataProto.from_dict(columns, meta_info=meta_info)
 
 
 def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: bool) -> dict[str, torch.Tensor]:
@@ -458,7 +465,8 @@ def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: 
     data: input_ids (b, S), whose last R tokens are the response; response_mask (b, R); meta_info temperature, default
     1. Raises ValueError if the shape of the logits does not match input_ids.
     """
-    input_ids, width = data.batch["input_ids"], data.batch["response_mask"].shape[1]
+    input_ids = data.batch["input_ids"]
+    width = data.batch["response_mask"].shape[1]
     if logits.shape[:2] != input_ids.shape:
         raise ValueError(
             f"loss_func: output_tensor has shape {tuple(logits.shape)}, expected logits (b, S, V) with (b, S) = "
