@@ -16,7 +16,7 @@ from trainer.rollout_scheduler import Group, RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
+from workers.rollout.specs import GroupPlan, GroupReport, GroupResults
 
 TICKS = 400  # parts of the time of the longest possible answer
 

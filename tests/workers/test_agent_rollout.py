@@ -29,9 +29,9 @@ from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import LocalTransport
-from workers.agent_rollout import AgentRolloutWorker
+from workers.actor_rollout import ActorWorker
 from workers.rollout.base import SamplingParams
-from workers.rollout.episodes import EpisodeCounts
+from workers.rollout.specs import EpisodeCounts
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ class Agent:
     """Worker group, role and scheduler of one slot."""
 
     def __init__(self, config: PPOConfig, log_dir: Path) -> None:
-        recipe = ClassWithInitArgs(AgentRolloutWorker, config, 10, (), str(log_dir))
+        recipe = ClassWithInitArgs(ActorWorker, config, 10, None, (), str(log_dir))
         self.group = create_worker_groups("inline", ResourcePool([1], use_gpu=False), {"actor_rollout": recipe})[
             "actor_rollout"
         ]
@@ -78,7 +78,7 @@ class Agent:
         self.scheduler = RolloutScheduler(config, source, self.role, sampling, chosen, last_step=10)
         transport = self.group._transport
         assert isinstance(transport, LocalTransport)
-        self.worker: AgentRolloutWorker = transport._slots[0].roles["actor_rollout"]
+        self.worker: ActorWorker = transport._slots[0].roles["actor_rollout"]
 
     def update_weights(self, version: int) -> None:
         self.scheduler.version = version

@@ -17,6 +17,7 @@ from workers.rollout.base import ExtraOutputs
 from workers.rollout.conversation import Message, Turn
 from workers.rollout.episodes import Trajectory, messages_of
 from workers.rollout.rows import Response, left_padded, of_response, right_padded, write_rows
+from workers.rollout.specs import EpisodeSpec, ProgramSpec
 
 
 @dataclass
@@ -144,7 +145,7 @@ def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
 def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
     """Returns the columns that are not tensors."""
     trajectories = [row.trajectory for row in rows]
-    specs = [one.spec for one in trajectories]
+    specs = [trajectory.spec for trajectory in trajectories]
     numbers: dict[str, int] = {}
     sample_ids = []
     for spec in specs:
@@ -157,19 +158,32 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
         "state_hash": [row.state_hash for row in rows],
         "data_source": [spec.tag for spec in specs],
         "tags": [spec.tag for spec in specs],
-        "env_ids": [spec.env_id for spec in specs],
-        "group_ids": [spec.group_id for spec in specs],
         "raw_prompt": [row.raw_prompt for row in rows],
         "messages": [row.messages for row in rows],
-        "reward_model": [{"ground_truth": "", **spec.row.get("reward_model", {})} for spec in specs],
-        "extra_info": [spec.row.get("extra_info") or {} for spec in specs],
         "step_scores": [row.step_scores for row in rows],
-        "env_metrics": [one.metrics for one in trajectories],
+        "env_metrics": [trajectory.metrics for trajectory in trajectories],
         "reward_failed": [not row.response_ids for row in rows],
-        "stop": [one.stop for one in trajectories],
-        "env_error": [one.error for one in trajectories],
-        "env_timeout": [one.is_timeout for one in trajectories],
+        "stop": [trajectory.stop for trajectory in trajectories],
+        "env_error": [trajectory.error for trajectory in trajectories],
+        "env_timeout": [trajectory.is_timeout for trajectory in trajectories],
+        **_columns_of_kind(trajectories),
     }
-    if any(one.requests is not None for one in trajectories):
-        columns["requests"] = [one.requests for one in trajectories]
     return {name: as_column(values) for name, values in columns.items()}
+
+
+def _columns_of_kind(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Returns the columns that come from the specification: of a program's task, or of an environment."""
+    tasks = [trajectory.spec.row for trajectory in trajectories if isinstance(trajectory.spec, ProgramSpec)]
+    if tasks:
+        return {
+            "reward_model": [{"ground_truth": "", **task.get("reward_model", {})} for task in tasks],
+            "extra_info": [task.get("extra_info") or {} for task in tasks],
+            "requests": [trajectory.requests for trajectory in trajectories],
+        }
+    specs = [trajectory.spec for trajectory in trajectories if isinstance(trajectory.spec, EpisodeSpec)]
+    return {
+        "reward_model": [{"ground_truth": ""} for _ in specs],
+        "extra_info": [{} for _ in specs],
+        "env_ids": [spec.env_id for spec in specs],
+        "group_ids": [spec.group_id for spec in specs],
+    }

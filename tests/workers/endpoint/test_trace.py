@@ -16,7 +16,8 @@ from workers.endpoint.trace import Answer, ContextOverflow, Conversation, Node, 
 from workers.policy.chat_template import render_chats
 from workers.rollout.base import Completion
 from workers.rollout.conversation import Message
-from workers.rollout.episodes import EpisodeSpec, TokenLimits, Trajectory
+from workers.rollout.episodes import TokenLimits, Trajectory
+from workers.rollout.specs import ProgramSpec
 from workers.rollout.trajectories import trajectory_rows
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
@@ -330,7 +331,7 @@ def test_the_rows_of_an_episode_fit_the_columns_and_carry_its_score_once_per_row
     for node in trace.nodes:
         assert node.completion is not None
         node.completion.extra = {SAMPLING_CANDIDATES: torch.tensor(node.completion.token_ids).int()[:, None]}
-    spec = EpisodeSpec("e", "g", "t", 0, 0, 0, 0, 1, 1, row={"reward_model": {"ground_truth": "4"}})
+    spec = ProgramSpec("e", "g", "t", start_step=1, row={"reward_model": {"ground_truth": "4"}})
     episode = Trajectory(spec, False, stop="terminated", is_kept=True, rows=trace.rows(0.5), outcome=0.5)
     episode.turns, episode.requests = [*chain.from_iterable(episode.rows or [])], trace.described()
     columns: Any = {"prompt_length": 20, "response_length": 200, "extra_outputs": {SAMPLING_CANDIDATES: (1,)}}
