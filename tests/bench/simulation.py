@@ -61,8 +61,9 @@ class SimulatedEngines:
                 engines[number] = running.argmin()
                 running[engines[number]] += self.work.samples
         self.keys += [plan.key for plan in plans]
-        self.lengths |= {plan.key: plan.samples for plan in plans}
-        self.left = np.concatenate([self.left, np.array([plan.samples for plan in plans], dtype=float)])
+        lengths: list[Any] = [plan.samples for plan in plans]  # a simulated sample is its length
+        self.lengths |= {plan.key: numbers for plan, numbers in zip(plans, lengths, strict=True)}
+        self.left = np.concatenate([self.left, np.array(lengths, dtype=float)])
         self.of = np.concatenate([self.of, engines])
         self.order = np.argsort(self.of, kind="stable")
 

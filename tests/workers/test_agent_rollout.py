@@ -30,7 +30,9 @@ from verl_lite.protocol import DataProto
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import LocalTransport
 from workers.actor_rollout import ActorWorker
+from workers.rollout.answers import AnswerRunner
 from workers.rollout.base import SamplingParams
+from workers.rollout.episodes import EpisodeRunner
 from workers.rollout.specs import EpisodeCounts
 
 
@@ -187,6 +189,17 @@ def test_a_loop_without_a_trainer_gets_answers_in_the_order_of_its_rows(model: s
     assert lengths != sorted(lengths) and found.batch["policy_version"].tolist() == [5] * 6
     for name in ("prompts", "responses", "response_mask", "attention_mask"):
         assert torch.equal(found.batch[name], expected.batch[name])
+
+
+def test_a_worker_runs_the_samples_of_its_run(model: str, tmp_path: Path) -> None:
+    with agent(settings(model), tmp_path) as subject:
+        worker = subject.worker
+        assert isinstance(worker.groups._runner, EpisodeRunner)
+        worker.runner.leads = False
+        assert isinstance(worker.sample_runner(), AnswerRunner), "the rank only repeats the calls of the first rank"
+        worker.runner.leads = True
+        worker.config.agentic.train_env_manager.tags = []
+        assert isinstance(worker.sample_runner(), AnswerRunner)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ ROLL counts steps from 0; `fit` and the log count from 1.
 
 import time
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, overload
 
 from trainer.agentic.agent_trainer import AgentTrainer
 from trainer.evaluate.chunks import val_samplings
@@ -66,17 +66,29 @@ class RollCluster:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.role, name)
 
-    def compute_log_probs(self, batch: DataProto, blocking: bool = True) -> Any:
+    @overload
+    def compute_log_probs(self, batch: DataProto) -> DataProto: ...
+    @overload
+    def compute_log_probs(self, batch: DataProto, blocking: Literal[False]) -> DataProtoFuture: ...
+    def compute_log_probs(self, batch: DataProto, blocking: bool = True) -> DataProto | DataProtoFuture:
         """Computes the log-probs of the policy or of the reference."""
         is_policy = isinstance(self.role, ActorRole)
         compute = self.role.compute_log_prob if is_policy else self.role.compute_ref_log_prob
         return _answer(compute(batch), blocking)
 
-    def compute_values(self, batch: DataProto, blocking: bool = True) -> Any:
+    @overload
+    def compute_values(self, batch: DataProto) -> DataProto: ...
+    @overload
+    def compute_values(self, batch: DataProto, blocking: Literal[False]) -> DataProtoFuture: ...
+    def compute_values(self, batch: DataProto, blocking: bool = True) -> DataProto | DataProtoFuture:
         """Computes the values of the critic."""
         return _answer(self.role.compute_values(batch), blocking)
 
-    def train_step(self, batch: DataProto, blocking: bool = True) -> Any:
+    @overload
+    def train_step(self, batch: DataProto) -> DataProto: ...
+    @overload
+    def train_step(self, batch: DataProto, blocking: Literal[False]) -> DataProtoFuture: ...
+    def train_step(self, batch: DataProto, blocking: bool = True) -> DataProto | DataProtoFuture:
         """Trains on a batch, whose meta_info has global_step, counted from 0. Returns the metrics in meta_info."""
         if "global_step" not in batch.meta_info:
             raise ValueError(

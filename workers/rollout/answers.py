@@ -35,7 +35,7 @@ def answer_plans(
             decoded greedily. Rewards read sample_id, data_source, reward_model, extra_info and raw_prompt.
         sizes, keys: number of rows and name of each group.
     """
-    tensors = dict(rows.batch.items())
+    tensors = {str(name): rows.batch[name] for name in rows.batch.keys()}
     start = 0
     for size, key in zip(sizes, keys, strict=True):
         numbers = range(start, start + size)

@@ -406,8 +406,11 @@ def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
         modes = turn.info.get("metrics_agg_mode") or modes
         for name, value in (turn.info.get("metrics") or {}).items():
             values.setdefault(name, []).append(float(value))
-    found = {name: _COMBINE[modes.get(name, "mean")](several) for name, several in values.items()}
-    return {"num_actions": float(len(turns))} | found
+    metrics = {"num_actions": float(len(turns))}
+    for name, values_of_turns in values.items():
+        combine = _COMBINE[modes.get(name, "mean")]
+        metrics[name] = combine(values_of_turns)
+    return metrics
 
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {

@@ -117,10 +117,12 @@ class GroupRun:
     def take(self, with_metrics: bool) -> GroupResults:
         """Returns the complete groups, and the metrics since they were last taken."""
         complete, self._complete = self._complete, []
-        rows = DataProto.concat([rows for _, rows in complete]) if complete else None
-        if rows is not None:
+        rows = None
+        if complete:
+            rows = DataProto.concat([group_rows for _, group_rows in complete])
             count_moved(sum(column.nbytes for column in rows.batch.values() if isinstance(column, torch.Tensor)))
-        return GroupResults([report for report, _ in complete], rows, self._take_metrics() if with_metrics else {})
+        metrics = self._take_metrics() if with_metrics else {}
+        return GroupResults([report for report, _ in complete], rows, metrics)
 
     def snapshot(self) -> list[GroupPlan]:
         """Returns plans that continue the running groups, as far as their samples can be continued."""

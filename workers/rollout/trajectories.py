@@ -58,12 +58,19 @@ def trajectory_rows(
         extra_outputs: extra outputs of the engine that sampled the turns.
     """
     rows: list[_Row] = []
-    for one in trajectories:
-        if one.is_kept and (one.stop == "failed" or not one.turns):
-            rows.append(_row(one, []))
-        elif one.is_kept:
-            parts = one.rows or ([[turn] for turn in one.turns] if one.by_step else [one.turns])
-            rows += [_row(one, part, step) for step, part in enumerate(parts)]
+    for trajectory in trajectories:
+        if not trajectory.is_kept:
+            continue
+        if trajectory.stop == "failed" or not trajectory.turns:
+            rows.append(_row(trajectory, []))
+            continue
+        if trajectory.rows:
+            turns_of_rows = trajectory.rows
+        elif trajectory.by_step:
+            turns_of_rows = [[turn] for turn in trajectory.turns]
+        else:
+            turns_of_rows = [trajectory.turns]
+        rows += [_row(trajectory, turns, step) for step, turns in enumerate(turns_of_rows)]
     for row in rows:
         if row.response_ids and (excess := len(row.prompt_ids) - prompt_length) > 0:  # see `Trace.rows`
             _move_to_response(row, excess)
@@ -79,7 +86,8 @@ def trajectory_rows(
 
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
     """Returns the row of these turns. A row without turns has no token to train on."""
-    of_step, told = bool(turns) and trajectory.by_step, turns or trajectory.turns
+    of_step = bool(turns) and trajectory.by_step
+    first_turns = turns or trajectory.turns
     if trajectory.stop == "failed":
         finish_reason = "abort"
     else:
@@ -89,7 +97,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
     row = _Row(
         trajectory,
         step=step,
-        state_hash=told[0].state_hash if told else "",
+        state_hash=first_turns[0].state_hash if first_turns else "",
         prompt_ids=turns[0].prompt_ids if turns else trajectory.prompt_ids,
         raw_prompt=turns[0].messages if turns else trajectory.prompt_messages,
         messages=messages_of(turns) if of_step or trajectory.rows else trajectory.messages,
@@ -111,10 +119,15 @@ def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
     """Returns the extra outputs of a row: of the last turn for columns (B, P+R, ...), of all turns for (B, R, ...)."""
     parts: dict[str, list[torch.Tensor]] = {}
     for number, turn in enumerate(turns):
-        kept = {name: values[: len(turn.response_ids)] for name, values in of_response(turn.extra).items()}
-        for name, values in of_response(kept, len(turn.prompt_ids) if number else 0).items():
+        sampled = {name: values[: len(turn.response_ids)] for name, values in of_response(turn.extra).items()}
+        num_joined = len(turn.prompt_ids) if number else 0  # tokens between two turns have no values
+        for name, values in of_response(sampled, num_joined).items():
             parts.setdefault(name, []).append(values)
-    return dict(turns[-1].extra if turns else {}) | {name: torch.cat(values) for name, values in parts.items()}
+
+    extra = dict(turns[-1].extra) if turns else {}
+    for name, values_of_turns in parts.items():
+        extra[name] = torch.cat(values_of_turns)
+    return extra
 
 
 def _move_to_response(row: _Row, excess: int) -> None:

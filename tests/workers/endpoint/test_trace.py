@@ -337,6 +337,7 @@ def test_the_rows_of_an_episode_fit_the_columns_and_carry_its_score_once_per_row
     columns: Any = {"prompt_length": 20, "response_length": 200, "extra_outputs": {SAMPLING_CANDIDATES: (1,)}}
     batch = trajectory_rows([episode], pad_token_id=0, **columns)
     tensors = batch.batch
+    assert "env_ids" not in batch and list(batch.non_tensor_batch["requests"]) == [trace.described()] * 2
     assert len(batch) == 2 and tensors["token_level_scores"].sum(1).tolist() == [0.5, 0.5]
     assert tensors["episode_scores"].tolist() == [0.5, 0.5] and tensors["step"].tolist() == [0, 1]
     for row, turns in enumerate(trace.rows(0.5)):
