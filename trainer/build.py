@@ -73,7 +73,6 @@ from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_
 from verl_lite.single_controller.guard import preload
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.actor_rollout import ActorWorker
-from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
 from workers.critic import CriticWorker, critic_network
 from workers.envs.env_pool import THREADS
 from workers.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWorker, teacher_network
@@ -213,6 +212,8 @@ class PPOJob(Job[PPOConfig]):
             self.console.note(f"rollout.name=auto chooses {config.rollout.name}: {reason}")
             validate(config, engines=engine_names(), slots=self.slots, available=available)
         preload("workers.actor_rollout")
+        if config.agentic.has_program:
+            preload("workers.rollout.programs")
         if resolve_engine_name(config.rollout.name) == "vllm":
             preload("workers.rollout.vllm_engine:import_vllm")
         for note in sampling_notes(config, self.slots):
@@ -494,11 +495,8 @@ def worker_classes(
     if kind.scores and config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
-    if config.is_agentic and config.hybrid_engine:
-        modules, log_dir = env_modules(), str(run_dir / "logs")
-        roles["actor_rollout"] = ClassWithInitArgs(AgentRolloutWorker, config, actor_steps, modules, log_dir, pool)
-    else:
-        roles["actor_rollout"] = ClassWithInitArgs(ActorWorker, config, actor_steps, pool)
+    log_dir = str(run_dir / "logs")
+    roles["actor_rollout"] = ClassWithInitArgs(ActorWorker, config, actor_steps, pool, env_modules(), log_dir)
     return roles
 
 
@@ -525,11 +523,7 @@ def start_engines(
     stack.callback(queue.stop)
 
     def start(engine: int) -> WorkerGroup:
-        if config.is_agentic:
-            modules = env_modules()
-            recipe = ClassWithInitArgs(AgentEngineWorker, kept, queue, engine, count, modules, str(log_dir), pool)
-        else:
-            recipe = ClassWithInitArgs(RolloutWorker, kept, pool, queue, engine, count)
+        recipe = ClassWithInitArgs(RolloutWorker, kept, pool, queue, engine, count, env_modules(), str(log_dir))
         roles = {f"engine_{engine}": recipe}
         if config.ray_kwargs.ray_init.address is not None and device_type(trainer.device) == "cuda":
             roles = {f"devices_{engine}": device_holder(config)} | roles

@@ -16,12 +16,12 @@ from trainer.roles import ActorRole, Metrics
 from verl_lite.config import PPOConfig
 from verl_lite.errors import NoRoomError, StalledError, TransferError, WorkerDiedError
 from verl_lite.metrics import combine
-from verl_lite.protocol import chunk_bounds
+from verl_lite.protocol import DataProto, chunk_bounds
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_queue import QueuedGroup
-from workers.rollout.group_run import GroupPlan, GroupResults
+from workers.rollout.specs import AnswerSpec, GroupPlan, GroupResults
 from workers.weight_transfer import ChannelEnd
 
 POLL_S = 0.1
@@ -97,7 +97,12 @@ class SeparateActorRole(ActorRole):
     """
 
     def __init__(
-        self, group: WorkerGroup, config: PPOConfig, engines: EnginePool, queue: ServiceHandle, rewards: Any
+        self,
+        group: WorkerGroup,
+        config: PPOConfig,
+        engines: EnginePool,
+        queue: ServiceHandle,
+        rewards: ServiceHandle | None,
     ) -> None:
         super().__init__(group, config)
         self.engines, self._queue, self._rewards = engines, queue, rewards
@@ -161,12 +166,21 @@ class SeparateActorRole(ActorRole):
     def _requeue(self, replaced: Sequence[int]) -> None:
         for engine in replaced:
             lost = [key for key in self._queue.call("taken_by", engine) if key in self._open]
-            samples = [spec for key in lost for spec in self._open[key][0].samples]
-            items = [spec.item.key for spec in samples if getattr(spec, "item", None) is not None]
-            if self._rewards is not None and items:
-                self._rewards.call("cancel", items)
+            if self._rewards is not None:
+                self._cancel_rewards(lost, self._rewards)
             owner = None if self.config.async_training.max_off_policy_threshold else engine
             self._queue.call("put", [self._queued(key, owner) for key in lost], first=True)
+
+    def _cancel_rewards(self, keys: Sequence[str], rewards: ServiceHandle) -> None:
+        """Cancels the rewards of answers that will be sampled again."""
+        items = []
+        for key in keys:
+            plan, _ = self._open[key]
+            for spec in plan.samples:
+                if isinstance(spec, AnswerSpec) and spec.item is not None:
+                    items.append(spec.item.key)
+        if items:
+            rewards.call("cancel", items)
 
     def snapshot_groups(self) -> list[GroupPlan]:
         found, replaced = self.engines.call("snapshot_groups")
@@ -182,9 +196,9 @@ class SeparateActorRole(ActorRole):
         self._restore(replaced)
         return sum(tokens)
 
-    def train_step(self, batch: Any, step: int, blocking: bool = True) -> Any:
+    def update(self, batch: DataProto, step: int) -> Metrics:
         self._trained = step
-        return super().train_step(batch, step, blocking)
+        return super().update(batch, step)
 
     def update_weights(self, version: int) -> Metrics:
         self._version = version

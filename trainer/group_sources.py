@@ -19,8 +19,7 @@ from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.answers import answer_plans
 from workers.rollout.base import derive_seed
-from workers.rollout.episodes import EpisodeSpec
-from workers.rollout.group_run import GroupPlan
+from workers.rollout.specs import EpisodeSpec, GroupPlan, ProgramSpec
 
 ANSWERS = "answers_per_prompt"
 SEEDS = 2**31
@@ -37,21 +36,24 @@ def prompt_groups(
         seed, step: determine the random numbers, together with uid and sample.
         greedy_too: True to add a greedy answer per prompt, marked in the column is_greedy.
     """
-    counts = np.broadcast_to(n, len(prompts))
-    sizes = counts + greedy_too
+    answers = np.broadcast_to(n, len(prompts))
+    sizes = answers + greedy_too
     rows = prompts.sample_level_repeat(sizes)
     sample = np.concatenate([np.arange(size) for size in sizes])
-    names = [f"{name}/{uid}/{k}" for uid, k in zip(rows.non_tensor_batch["uid"], sample, strict=True)]
+    names = [f"{name}/{uid}/{number}" for uid, number in zip(rows.non_tensor_batch["uid"], sample, strict=True)]
     rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
-    rows.non_tensor_batch |= {"is_greedy": sample == counts.repeat(sizes)} if greedy_too else {}
-    keys = [f"{name}/{uid}" for uid in prompts.non_tensor_batch["uid"]]
+    if greedy_too:  # the last answer of each prompt
+        rows.non_tensor_batch["is_greedy"] = sample == answers.repeat(sizes)
+
     columns = rows.select(batch_keys=[ANSWERS] if ANSWERS in rows else [], meta_info_keys=[])
-    plans = answer_plans(rows, sizes.tolist(), keys, seed, step)
-    stops = sizes.cumsum().tolist()
-    return [
-        Group(plan, Rows(columns, stop - size, stop))
-        for plan, size, stop in zip(plans, sizes.tolist(), stops, strict=True)
-    ]
+    keys = [f"{name}/{uid}" for uid in prompts.non_tensor_batch["uid"]]
+    groups = []
+    start = 0
+    for plan in answer_plans(rows, sizes.tolist(), keys, seed, step):
+        stop = start + len(plan.samples)
+        groups.append(Group(plan, Rows(columns, start, stop)))
+        start = stop
+    return groups
 
 
 class PromptSource:
@@ -65,31 +67,40 @@ class PromptSource:
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         self.config, self.epoch = config, 0
         self.order = build_order(data, config)
-        self.loader: Any = build_train_loader(data, config, self.order)
+        self.loader = build_train_loader(data, config, self.order)
         self._prompts, self._greedy_too = len(data), needs_greedy_baseline(config)
         self._cuts = config.algorithm.filter_groups.enable or config.rollout.oversample > 1
         self._batches = self._epochs()
         self._waiting: DataProto | None = None
-        self._asked: dict[int, dict[str, int]] = {}  # prompts of the batches being filled: uid -> row in the dataset
+        self._drawn: dict[int, dict[str, int]] = {}  # prompts of the batches being filled: uid -> row in the dataset
 
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
         if not self._cuts:
             return self._groups(next(self._batches), step)
         oldest = step - self.config.async_training.depth
-        self._asked = {of: asked for of, asked in self._asked.items() if of >= oldest}
+        self._drawn = {batch_step: drawn for batch_step, drawn in self._drawn.items() if batch_step >= oldest}
         return self.draw(self.config.data.train_batch_size, step)
 
     def draw(self, number: int, step: int) -> list[Group]:
-        asked, groups, idle = self._asked.setdefault(step, {}), list[Group](), 0
-        while number and len(set(asked.values())) < self._prompts and idle <= len(self.loader):
+        drawn = self._drawn.setdefault(step, {})
+        groups: list[Group] = []
+        batches_without_new = 0
+        while number and len(set(drawn.values())) < self._prompts and batches_without_new <= len(self.loader):
             batch = self._waiting or next(self._batches)
             uids, rows = batch.non_tensor_batch["uid"], batch.non_tensor_batch["index"]
-            new = np.flatnonzero([uid not in asked for uid in uids])[:number]
-            asked |= dict(zip(uids[new], rows[new].tolist(), strict=True))
+            new = np.flatnonzero([uid not in drawn for uid in uids])[:number]
+            drawn |= dict(zip(uids[new], rows[new].tolist(), strict=True))
+
+            # the prompts after the last one that is needed wait for the next draw
             end = new[-1] + 1 if len(new) == number else len(batch)
             self._waiting = batch.select_idxs(np.arange(end, len(batch))) if end < len(batch) else None
-            groups += self._groups(batch.select_idxs(new), step) if len(new) else []
-            number, idle = number - len(new), 0 if len(new) else idle + 1
+
+            number -= len(new)
+            if len(new):
+                groups += self._groups(batch.select_idxs(new), step)
+                batches_without_new = 0
+            else:
+                batches_without_new += 1
         return groups
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -101,14 +112,14 @@ class PromptSource:
         if not self._cuts:
             return state
         waiting = self._waiting and (dict(self._waiting.batch.items()), self._waiting.non_tensor_batch)
-        return state | {"waiting": waiting, "asked": {step: dict(asked) for step, asked in self._asked.items()}}
+        return state | {"waiting": waiting, "asked": {step: dict(drawn) for step, drawn in self._drawn.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self._batches = state["epoch"], self._epochs()
         self.loader.load_state_dict(state["loader"])
         waiting = state.get("waiting")
         self._waiting = None if waiting is None else DataProto.from_dict(*waiting)
-        self._asked = {step: dict(asked) for step, asked in state.get("asked", {}).items()}
+        self._drawn = {step: dict(drawn) for step, drawn in state.get("asked", {}).items()}
 
     def _groups(self, prompts: DataProto, step: int) -> list[Group]:
         n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
@@ -144,39 +155,25 @@ class ProgramValidation:
 
     def draw_validation(self, n: int) -> list[Group]:
         """Returns all prompts, each with `n` episodes."""
-        return program_groups(next(self.data.batches()), n, "val", 1, "val")
+        return program_groups(next(self.data.batches()), n, "val", 1)
 
 
-def program_groups(
-    prompts: DataProto, n: int | np.ndarray, name: str, step: int, purpose: str = "train"
-) -> list[Group]:
+def program_groups(prompts: DataProto, n: int | np.ndarray, name: str, step: int) -> list[Group]:
     """Returns a group for each prompt, with `n` episodes of the program (n[i] for prompt i). name: prefix of the names
     of groups and episodes. step: step in which they start."""
-    columns, groups = prompts.non_tensor_batch, []
-    for place, size in enumerate(np.broadcast_to(n, len(prompts)).tolist()):
-        row = {
-            "prompt": plain_value(columns["raw_prompt"][place]),
-            "index": int(columns["index"][place]),
-            **{key: plain_value(columns[key][place]) for key in ("data_source", "reward_model", "extra_info")},
-        }
-        uid = f"{name}/{columns['uid'][place]}"
-        specs = tuple(
-            EpisodeSpec(
-                traj_id=f"{uid}/{number}",
-                traj_group_id=uid,
-                tag=str(row["data_source"]),
-                env_id=number,
-                group_id=row["index"],
-                episode_id=step,
-                seed=0,
-                group_size=size,
-                start_step=step,
-                purpose=purpose,
-                row=row,
-            )
+    columns = prompts.non_tensor_batch
+    sizes = np.broadcast_to(n, len(prompts)).tolist()
+    groups = []
+    for row, size in enumerate(sizes):
+        task = {"prompt": plain_value(columns["raw_prompt"][row]), "index": int(columns["index"][row])}
+        for key in ("data_source", "reward_model", "extra_info"):
+            task[key] = plain_value(columns[key][row])
+        uid = f"{name}/{columns['uid'][row]}"
+        specs = [
+            ProgramSpec(f"{uid}/{number}", uid, tag=str(task["data_source"]), start_step=step, row=task)
             for number in range(size)
-        )
-        groups.append(Group(GroupPlan(uid, specs)))
+        ]
+        groups.append(Group(GroupPlan(uid, tuple(specs))))
     return groups
 
 

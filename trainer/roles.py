@@ -5,9 +5,8 @@ and the global denominators of the loss. Ranks only execute the plan.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from verl_lite.config import PPOConfig
 from verl_lite.core_algos import get_policy_loss, outcome_scores
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric, combine
-from verl_lite.protocol import DataProto, DataProtoFuture, chunk_bounds
+from verl_lite.protocol import DataProto, chunk_bounds
 from verl_lite.rewards import RewardResult
 from verl_lite.schema import SAMPLING_CANDIDATES
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
@@ -36,32 +35,47 @@ from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.policy.causal_lm import TEACHER_IDS, CausalLMPolicy
 from workers.policy.loading import Policy
 from workers.rollout.base import SamplingParams
-from workers.rollout.group_run import GroupPlan, GroupResults
+from workers.rollout.specs import GroupPlan, GroupResults
 
 Metrics = dict[str, Metric]
 
 TRAIN_COLUMNS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
 
-def rows_of_prompts(
-    batch: DataProto, prompts: int, n: int, groups: Sequence[Sequence[Any]] | None = None
-) -> int | list[int]:
-    """Returns the number of rows of `prompts` prompts: prompts * n, or, if the batch has the column answers_per_prompt,
-    a list with the row count of each consecutive chunk of `prompts` prompts. The rows of a prompt must be adjacent.
-    groups: rows of each prompt, if their number varies for another reason."""
-    sizes, row = [len(group) for group in groups or ()], 0
-    if groups is None:
-        if "answers_per_prompt" not in batch:
-            return prompts * n
-        counts = batch.batch["answers_per_prompt"].tolist()
-        while row < len(counts):
-            sizes.append(counts[row])
-            row += counts[row]
-    return [sum(sizes[start : start + prompts]) for start in range(0, len(sizes), prompts)]
+def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
+    """Returns the number of rows of `prompts` prompts with `n` answers each.
+
+    If the batch has the column answers_per_prompt, returns a list with the number of rows of each consecutive chunk of
+    `prompts` prompts. The rows of a prompt must be adjacent.
+    """
+    if "answers_per_prompt" not in batch:
+        return prompts * n
+    counts = batch.batch["answers_per_prompt"].tolist()
+    rows_of_prompt = []
+    row = 0
+    while row < len(counts):
+        rows_of_prompt.append(counts[row])
+        row += counts[row]
+    return _chunk_sums(rows_of_prompt, prompts)
+
+
+def rows_of_tasks(batch: DataProto, tasks: int) -> list[int]:
+    """Returns the number of rows of each consecutive chunk of `tasks` tasks of a program, whose episodes vary in their
+    number of rows. The rows of a task must be adjacent."""
+    rows_of_task = [len(list(rows)) for _, rows in groupby(batch.non_tensor_batch["uid"])]
+    return _chunk_sums(rows_of_task, tasks)
+
+
+def _chunk_sums(counts: Sequence[int], size: int) -> list[int]:
+    return [sum(counts[start : start + size]) for start in range(0, len(counts), size)]
 
 
 class ModelRole:
     """Base of all roles with a model: holds the worker group and plans batches for its ranks.
+
+    Every pass over a batch is written out: `plan` assigns the rows to the ranks, `planned_rows` orders what the network
+    reads, a method of the worker group runs the pass, and `BatchPlan.restore` puts its results in the order of the
+    batch.
 
     section: section of the configuration with the options of the training engine.
     """
@@ -77,23 +91,6 @@ class ModelRole:
         """Number of devices."""
         return self.group.world_size
 
-    def infer(
-        self, call: Callable[..., Any], batch: DataProto, stage: str, blocking: bool = True, **meta_info: Any
-    ) -> Any:
-        """Runs a worker group method over all rows without gradients. The batch carries `meta_info` to the ranks."""
-        plan = self.plan(batch, stage)
-        return dispatch_planned(call, self.apply_plan(batch, plan, **meta_info), plan.restore, blocking)
-
-    def apply_plan(self, batch: DataProto, plan: BatchPlan, more: Iterable[str] = (), **meta_info: Any) -> DataProto:
-        """Returns the columns that the network reads, and `more`, with their rows in the order of the plan, as the
-        ranks receive them."""
-        columns, objects = [*TRAIN_COLUMNS, *more], list[str]()
-        for name in filter(batch.__contains__, self.extra_inputs):
-            (objects if name in batch.non_tensor_batch else columns).append(name)
-        data = plan.apply(batch.select(batch_keys=columns, non_tensor_batch_keys=objects, meta_info_keys=[]))
-        data.meta_info |= meta_info
-        return data
-
     def plan(
         self,
         batch: DataProto,
@@ -103,64 +100,63 @@ class ModelRole:
         epochs: int = 1,
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
-        """Plans the batch for the ranks. stage: the pass, as named in `micro_batching`. mini_batch_size: prompts per
-        optimizer step; -1 = all. shuffle_seed: seed of the row order; None = keep the order."""
-        ranks_per_sequence = self.config.sequence_parallel_size(self.section)
-        return plan_pass(
-            batch,
-            self.config,
-            stage,
-            lengths=batch.batch["attention_mask"].sum(1).numpy(),
-            world_size=self.group.world_size // ranks_per_sequence,
-            ranks_per_sequence=ranks_per_sequence,
-            mini_batch_size=mini_batch_size,
+        """Plans a pass over the batch.
+
+        Args:
+            stage: The pass, as named in `trainer.requirements.micro_batching`.
+            mini_batch_size: Prompts per optimizer step; -1 = all in one step.
+            epochs: Number of passes.
+            shuffle_seed: Seed of the row order; None keeps the order.
+        """
+        config, has_program = self.config, self.config.agentic.has_program
+        rows_per_step: int | list[int] | None = None
+        if mini_batch_size != -1 and has_program:
+            rows_per_step = rows_of_tasks(batch, mini_batch_size)
+        elif mini_batch_size != -1:
+            rows_per_step = rows_of_prompts(batch, mini_batch_size, config.rollout.n)
+
+        # the ranks that share a sequence hold the tokens of a micro-batch together
+        ranks_per_sequence = config.sequence_parallel_size(self.section)
+        limits = micro_batching(config, stage)
+        max_token_len = None if limits.max_token_len is None else limits.max_token_len * ranks_per_sequence
+
+        num_tokens = batch.batch["response_mask"].sum(1)
+        num_distilled = (num_tokens * batch.batch["has_teacher"]).numpy() if "has_teacher" in batch else None
+        return plan_batch(
+            batch.batch["attention_mask"].sum(1).numpy(),
+            world_size=self.world_size // ranks_per_sequence,
+            mini_batch_size=rows_per_step,
+            max_token_len=max_token_len,
+            micro_batch_size=limits.micro_batch_size,
             epochs=epochs,
             shuffle_seed=shuffle_seed,
-            balance=self.config.trainer.balance_batch,
+            balance=config.trainer.balance_batch,
+            num_tokens=num_tokens.numpy(),
+            num_distilled=num_distilled,
+            # the loss counts an episode of a program once, also if it has several rows
+            samples=batch.non_tensor_batch["traj_id"].tolist() if has_program else None,
         )
 
+    def planned_rows(
+        self, batch: DataProto, plan: BatchPlan, columns: Iterable[str] = (), **options: float
+    ) -> DataProto:
+        """Returns the rows in the order of the plan, as the ranks receive them.
 
-def plan_pass(
-    batch: DataProto,
-    config: PPOConfig,
-    stage: str,
-    *,
-    lengths: np.ndarray,
-    mini_batch_size: int = -1,
-    ranks_per_sequence: int = 1,
-    **options: Any,
-) -> BatchPlan:
-    """Plans a pass; see `ModelRole.plan`. lengths: (B,) tokens of each row. ranks_per_sequence: number of ranks that
-    share a micro-batch, which then holds the tokens of all of them. options: arguments of `plan_batch`."""
-    cut = micro_batching(config, stage)
-    has_program = "requests" in batch  # the rows of a prompt vary in number
-    groups = [list(rows) for _, rows in groupby(batch.non_tensor_batch["uid"])] if has_program else None
-    steps = None if mini_batch_size == -1 else rows_of_prompts(batch, mini_batch_size, config.rollout.n, groups)
-    return plan_batch(
-        lengths,
-        mini_batch_size=steps,
-        samples=batch.non_tensor_batch["traj_id"].tolist() if has_program else None,
-        max_token_len=None if cut.max_token_len is None else cut.max_token_len * ranks_per_sequence,
-        micro_batch_size=cut.micro_batch_size,
-        num_tokens=(tokens := batch.batch["response_mask"].sum(1)).numpy(),
-        num_distilled=(tokens * batch.batch["has_teacher"]).numpy() if "has_teacher" in batch else None,
-        **options,
-    )
+        Args:
+            columns: Columns besides those that the network reads.
+            options: Entries of meta_info, which the worker's method reads.
+        """
+        inputs = [name for name in self.extra_inputs if name in batch]
+        objects = [name for name in inputs if name in batch.non_tensor_batch]
+        tensors = [*TRAIN_COLUMNS, *columns, *(name for name in inputs if name not in objects)]
+        rows = plan.apply(batch.select(batch_keys=tensors, non_tensor_batch_keys=objects, meta_info_keys=[]))
+        rows.meta_info |= options
+        return rows
 
 
-def dispatch_planned(
-    call: Callable[..., Any], data: DataProto, then: Callable[[Any], DataProto], blocking: bool
-) -> Any:
-    """Calls a worker group's method and applies `then` to its result. blocking=False returns a future at once."""
-    if blocking:
-        return then(call(data))
-    answer = call(data, blocking=False)
-    return DataProtoFuture(lambda: then(answer.get()))
-
-
-def joined_metrics(results: Iterable[DataProto], more: Metrics) -> DataProto:
-    """Returns a batch whose meta_info holds the combined metrics of all ranks, plus `more`."""
-    return DataProto(meta_info={"metrics": combine([result.meta_info["metrics"] for result in results]) | more})
+def combined_metrics(results: Iterable[DataProto]) -> Metrics:
+    """Combines the metrics in meta_info of all ranks."""
+    return combine([result.meta_info["metrics"] for result in results])
 
 
 class ActorRole(ModelRole, SavedByWorkers):
@@ -212,50 +208,56 @@ class ActorRole(ModelRole, SavedByWorkers):
             del self._engine_of[key]
         return sum(self.group.abort_groups(list(keys)))
 
-    def compute_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
-        """Computes old_log_probs and entropys under the current weights, and sum_pi_squared if the estimator takes it.
-        blocking=False returns a future."""
-        return self.infer(
-            self.group.compute_log_prob,
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Computes old_log_probs and entropys under the current weights, and sum_pi_squared if the estimator takes
+        it."""
+        config = self.config
+        plan = self.plan(batch, "log_prob")
+        rows = self.planned_rows(
             batch,
-            "log_prob",
-            blocking,
-            temperature=self.config.rollout.temperature,
+            plan,
+            temperature=config.rollout.temperature,
             calculate_entropy=True,
-            calculate_sum_pi_squared=estimator_takes(self.config, "sum_pi_squared"),
-            calculate_topk=distilled_tokens(self.config) if self.config.distillation.takes_student_topk else 0,
+            calculate_sum_pi_squared=estimator_takes(config, "sum_pi_squared"),
+            calculate_topk=distilled_tokens(config) if config.distillation.takes_student_topk else 0,
         )
+        return plan.restore(self.group.compute_log_prob(rows))
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Trains on the batch. actor.ppo_mini_batch_size and actor.ppo_epochs set the number of optimizer steps."""
-        return self.train_step(batch, step).meta_info["metrics"]
-
-    def train_step(self, batch: DataProto, step: int, blocking: bool = True) -> Any:
-        """Trains as `update`. Returns a batch with the metrics in meta_info; blocking=False returns a future."""
-        config, correction = self.config, self.config.algorithm.rollout_correction
+        config, actor = self.config, self.config.actor
         plan = self.plan(
             batch,
             "update_actor",
-            mini_batch_size=config.actor.ppo_mini_batch_size,
-            epochs=config.actor.ppo_epochs,
-            shuffle_seed=config.trainer.seed + step if config.actor.shuffle else None,
+            mini_batch_size=actor.ppo_mini_batch_size,
+            epochs=actor.ppo_epochs,
+            shuffle_seed=config.trainer.seed + step if actor.shuffle else None,
         )
+        computed = loss_columns(batch, config, step)
+        columns = [*self._columns_of_loss(batch), *computed]
+        batch = batch | DataProto.from_dict(computed)
+        rows = self.planned_rows(batch, plan, columns, temperature=config.rollout.temperature)
+        metrics = combined_metrics(self.group.update_actor(rows))
+        shape = compute_seqlen_metrics(plan, batch.batch["attention_mask"].sum(1).numpy())
+        return metrics | {name: Metric.last(value) for name, value in shape.items()}
+
+    def _columns_of_loss(self, batch: DataProto) -> list[str]:
+        """Returns the columns of the batch that the loss reads, besides those of the network."""
+        config, correction = self.config, self.config.algorithm.rollout_correction
         columns = ["advantages"]
         # strictly on-policy, old_log_probs are not computed: the update compares the trainer with the rollout instead
         if not is_on_policy(config) or correction.bypass_mode:
             columns.append("old_log_probs")
         elif config.rollout.calculate_log_probs:
             columns.append("rollout_log_probs")
-        chosen = loss_columns(batch, config, step)
-        columns += ["ref_log_prob"] if config.actor.use_kl_loss else []
-        taught = ("teacher_log_probs", "teacher_topk_log_probs", "has_teacher")
-        columns += filter(batch.__contains__, taught) if config.distillation.is_active else []
-        columns += ["rollout_is_weights"] if correction.rollout_is and not correction.bypass_mode else []
-        batch = batch | DataProto.from_dict(chosen)
-        data = self.apply_plan(batch, plan, [*columns, *chosen], temperature=config.rollout.temperature)
-        lengths = batch.batch["attention_mask"].sum(1).numpy()
-        shape = {name: Metric.last(x) for name, x in compute_seqlen_metrics(plan, lengths).items()}
-        return dispatch_planned(self.group.update_actor, data, lambda results: joined_metrics(results, shape), blocking)
+        if config.actor.use_kl_loss:
+            columns.append("ref_log_prob")
+        if config.distillation.is_active:
+            taught = ("teacher_log_probs", "teacher_topk_log_probs", "has_teacher")
+            columns += [name for name in taught if name in batch]
+        if correction.rollout_is and not correction.bypass_mode:
+            columns.append("rollout_is_weights")
+        return columns
 
     def update_weights(self, version: int) -> Metrics:
         """Copies the trained weights to the rollout engines. New samples carry `version`."""
@@ -303,16 +305,13 @@ class CriticRole(ModelRole, SavedByWorkers):
 
     section = "critic"
 
-    def compute_values(self, batch: DataProto, blocking: bool = True) -> Any:
-        """Computes values under the critic's current weights; blocking=False returns a future."""
-        return self.infer(self.group.compute_values, batch, "values", blocking)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Computes values under the critic's current weights."""
+        plan = self.plan(batch, "values")
+        return plan.restore(self.group.compute_values(self.planned_rows(batch, plan)))
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Fits the values to the returns. Mini-batch size and epochs come from `critic`, else from `actor`."""
-        return self.train_step(batch, step).meta_info["metrics"]
-
-    def train_step(self, batch: DataProto, step: int, blocking: bool = True) -> Any:
-        """Trains as `update`; see `ActorRole.train_step`."""
         critic, actor = self.config.critic, self.config.actor
         shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
         plan = self.plan(
@@ -322,8 +321,8 @@ class CriticRole(ModelRole, SavedByWorkers):
             epochs=critic.ppo_epochs or actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
         )
-        data = self.apply_plan(batch, plan, ["values", "returns"])
-        return dispatch_planned(self.group.update_critic, data, lambda results: joined_metrics(results, {}), blocking)
+        rows = self.planned_rows(batch, plan, ["values", "returns"])
+        return combined_metrics(self.group.update_critic(rows))
 
 
 class ReferenceRole(ModelRole):
@@ -335,10 +334,11 @@ class ReferenceRole(ModelRole):
     def section(self) -> str:  # type: ignore[override]
         return "ref" if needs_reference_model(self.config) else "actor"
 
-    def compute_ref_log_prob(self, batch: DataProto, blocking: bool = True) -> Any:
-        """Computes ref_log_prob of the batch; blocking=False returns a future."""
-        temperature = self.config.rollout.temperature
-        return self.infer(self.group.compute_ref_log_prob, batch, "ref", blocking, temperature=temperature)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Computes ref_log_prob of the batch."""
+        plan = self.plan(batch, "ref")
+        rows = self.planned_rows(batch, plan, temperature=self.config.rollout.temperature)
+        return plan.restore(self.group.compute_ref_log_prob(rows))
 
 
 class TeacherRole(ModelRole):
@@ -352,9 +352,10 @@ class TeacherRole(ModelRole):
 
     def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
         """Computes the columns of `workers.frozen_models.teacher_log_probs`."""
-        temperature, topk = self.config.rollout.temperature, distilled_tokens(self.config)
-        call, stage = self.group.compute_teacher_log_prob, "log_prob" if self.section == "actor" else "ref"
-        return self.infer(call, batch, stage, temperature=temperature, topk=topk)
+        config = self.config
+        plan = self.plan(batch, "log_prob" if self.section == "actor" else "ref")
+        rows = self.planned_rows(batch, plan, temperature=config.rollout.temperature, topk=distilled_tokens(config))
+        return plan.restore(self.group.compute_teacher_log_prob(rows))
 
 
 class RewardModelRole(ModelRole):
@@ -372,8 +373,9 @@ class RewardModelRole(ModelRole):
     def score(self, batch: DataProto) -> list[RewardResult]:
         """Returns one result per row; an empty response scores 0. A row fails if the model cannot read it or returns a
         number that is not finite."""
-        rows, errors = self.inputs(batch)
-        scored = self.infer(self.group.compute_rm_score, rows, "reward_model")
+        inputs, errors = self.inputs(batch)
+        plan = self.plan(inputs, "reward_model")
+        scored = plan.restore(self.group.compute_rm_score(self.planned_rows(inputs, plan)))
         scores = scored.batch["rm_scores"].tolist()
         return [
             RewardResult.scored("The reward model", score) if error is None else RewardResult.failure(error)

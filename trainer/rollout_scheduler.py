@@ -30,13 +30,12 @@ from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.episodes import EpisodeCounts
-from workers.rollout.group_run import GroupPlan, GroupResults
+from workers.rollout.specs import EpisodeCounts, GroupPlan, GroupResults
 
 SLICE_S = 0.1
 """Seconds between two checks of the scores of complete groups while other groups are running."""
 
-torch.serialization.add_safe_globals([Metric, EpisodeCounts])  # complete groups are part of a checkpoint
+torch.serialization.add_safe_globals([Metric])  # the metrics since the last batch are part of a checkpoint
 
 
 class Rows(NamedTuple):

@@ -8,7 +8,6 @@ change meanwhile.
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from verl_lite.metrics import Metric, values
 from verl_lite.profiling import count_moved
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_lite.single_controller.resource_pool import ServiceHandle
 from verl_lite.single_controller.worker import host_store
 from workers.engine.fsdp import FSDPEngine
 from workers.frozen_models import ref_log_prob, teacher_log_probs
@@ -30,7 +30,8 @@ from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer
 from workers.rollout.answers import answer_plans
 from workers.rollout.base import RolloutEngine, SamplingParams
-from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
+from workers.rollout.group_run import GroupRun
+from workers.rollout.specs import GroupPlan, GroupResults
 from workers.sampling_worker import SamplingWorker
 from workers.training_worker import COMPUTE_METRIC, COMPUTE_PROTO, TrainingWorker
 from workers.weight_transfer import ChannelEnd, WeightChannel
@@ -42,16 +43,20 @@ USER_LOSS_REMEDY = (
 
 
 class ActorWorker(SamplingWorker, TrainingWorker):
-    """Generates with the policy and trains it.
-
-    rewards: see `SamplingWorker`. The other arguments are those of `ModelWorker`.
-    """
+    """Generates with the policy and trains it. For the arguments see `ModelWorker` and `SamplingWorker`."""
 
     config: PPOConfig
 
-    def __init__(self, config: PPOConfig, total_training_steps: int, rewards: Any) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        total_training_steps: int,
+        rewards: ServiceHandle | None,
+        env_modules: Sequence[str] = (),
+        log_dir: str | None = None,
+    ) -> None:
         super().__init__(config, total_training_steps)
-        self.rewards = rewards
+        self.rewards, self.env_modules, self.log_dir = rewards, tuple(env_modules), log_dir
         self.version = 0
         self._channel: WeightChannel | None = None  # to engines in separate pools, on the first rank
         self._channel_address: tuple[str, int] | None = None  # on all ranks
@@ -145,7 +150,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
                 raise RuntimeError(
                     "groups are running, and generate_sequences would take their completions: end them first"
                 )
-            groups = GroupRun(ActorWorker.sample_runner(self))
+            groups = GroupRun(self.answer_runner())
             groups.begin(list(plans), meta["sampling"])
             results = groups.run(keys)
         order = {report.key: row for row, report in enumerate(results.reports)}

@@ -28,7 +28,7 @@ from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.policy.adapter import KeptBase, sends_adapter
 from workers.policy.tokenizer import load_tokenizer
 from workers.rollout.base import SamplingParams
-from workers.rollout.group_run import GroupPlan, GroupResults
+from workers.rollout.specs import GroupPlan, GroupResults
 from workers.sampling_worker import SamplingWorker
 from workers.weight_transfer import ChannelEnd, WeightChannel
 
@@ -46,12 +46,21 @@ class RolloutWorker(SamplingWorker):
         groups_queue: the queue from which this engine pulls groups (`workers.rollout.group_queue`).
         engine: index of this engine, from 0.
         num_engines: number of engines of the run.
+        rewards, env_modules, log_dir: see `SamplingWorker`.
     """
 
     def __init__(
-        self, config: PPOConfig, rewards: Any, groups_queue: ServiceHandle, engine: int, num_engines: int
+        self,
+        config: PPOConfig,
+        rewards: ServiceHandle | None,
+        groups_queue: ServiceHandle,
+        engine: int,
+        num_engines: int,
+        env_modules: Sequence[str] = (),
+        log_dir: str | None = None,
     ) -> None:
-        self.config, self.rewards, self.engine_index, self.num_engines = config, rewards, engine, num_engines
+        self.config, self.engine_index, self.num_engines = config, engine, num_engines
+        self.rewards, self.env_modules, self.log_dir = rewards, tuple(env_modules), log_dir
         self._groups_queue = groups_queue
         self._channel: WeightChannel | None = None
         self._address: tuple[str, int] | None = None

@@ -15,13 +15,15 @@ import torch
 from trainer.advantage import estimate_advantages, reward_postprocess
 from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
 from trainer.evaluate.validation_metrics import name_metrics, process_validation_metrics
-from trainer.roles import loss_columns, plan_pass
+from trainer.requirements import micro_batching
+from trainer.roles import loss_columns
 from trainer.step_metrics import frac_reward_zero_std, summary
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.scoring import is_score
+from verl_lite.seqlen_balance import plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup
 
 SOURCE = "prompts"
@@ -158,22 +160,24 @@ class FlowActor(DiffusionRole):
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Trains on the batch; `actor.ppo_mini_batch_size` and `actor.ppo_epochs` set the number of optimizer steps."""
         actor, mask = self.config.actor, batch.batch["response_mask"]
-        config = cast("Any", self.config)  # has the sections that `loss_columns` and `plan_pass` read
-        chosen = loss_columns(batch, config, step)
-        columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *chosen]
+        config = cast("Any", self.config)  # has the sections that `loss_columns` and `micro_batching` read
+        computed = loss_columns(batch, config, step)
+        columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *computed]
         is_whole = actor.ppo_mini_batch_size == -1 or actor.ppo_mini_batch_size >= self.config.data.train_batch_size
         if actor.ppo_epochs > 1 or not is_whole:
             columns.append("old_log_probs")  # not needed for a single optimizer step, where every ratio is 1
-        data = (batch | DataProto.from_dict(chosen)) if chosen else batch
-        plan = plan_pass(
-            batch,
-            config,
-            "update_actor",
-            lengths=np.full(len(batch), mask.shape[1]),
+        data = (batch | DataProto.from_dict(computed)) if computed else batch
+        limits = micro_batching(config, "update_actor")
+        paths_per_step = actor.ppo_mini_batch_size * self.config.rollout.n
+        plan = plan_batch(
+            np.full(len(batch), mask.shape[1]),
             world_size=self.group.world_size,
-            mini_batch_size=actor.ppo_mini_batch_size,
+            mini_batch_size=None if actor.ppo_mini_batch_size == -1 else paths_per_step,
+            max_token_len=limits.max_token_len,
+            micro_batch_size=limits.micro_batch_size,
             epochs=actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if actor.shuffle else None,
+            num_tokens=mask.sum(1).numpy(),
         )
         data = plan.apply(data.select(batch_keys=columns, non_tensor_batch_keys=["prompt"], meta_info_keys=[]))
         return combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])

@@ -124,8 +124,9 @@ class Bench:
         from verl_lite.envs import EnvTemplate
         from workers.envs.env_pool import EnvPool
         from workers.rollout.base import SamplingParams
-        from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits
+        from workers.rollout.episodes import EpisodeRunner, TokenLimits
         from workers.rollout.runner import Runner
+        from workers.rollout.specs import EpisodeSpec, GroupPlan
 
         env_config = {"latency_s": latency_ms / 1000, "turns": 4}
         options: dict[str, Any] = {"env_config": env_config, "max_tokens_per_step": TURN_TOKENS}
@@ -147,7 +148,7 @@ class Bench:
         names = [str(n) for n in range(ENVIRONMENTS * EPISODES_EACH)]
         for n, name in enumerate(names):
             spec = EpisodeSpec(name, name, "slow", n % ENVIRONMENTS, n, n // ENVIRONMENTS, n, 1, 1)
-            runner.begin(name, [spec], SamplingParams(max_tokens=TURN_TOKENS))
+            runner.begin(GroupPlan(name, (spec,)), SamplingParams(max_tokens=TURN_TOKENS))
         recorder.started = time.perf_counter()
         while not all(map(runner.is_finished, names)):
             runner.advance(1.0)

@@ -103,12 +103,12 @@ def make_runner(
 
 def begin(runner: Any, number: int, max_tokens: int, ignore_eos: bool = False, **row: Any) -> list[str]:
     from workers.rollout.base import SamplingParams
-    from workers.rollout.episodes import EpisodeSpec
+    from workers.rollout.specs import GroupPlan, ProgramSpec
 
     names = [str(n) for n in range(number)]
     for n, name in enumerate(names):
-        spec = EpisodeSpec(name, name, "bench", 0, n, 0, n, 1, 1, row={"number": n, **row})
-        runner.begin(name, [spec], SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos))
+        spec = ProgramSpec(name, name, "bench", start_step=1, row={"number": n, **row})
+        runner.begin(GroupPlan(name, (spec,)), SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos))
     return names
 
 
@@ -215,7 +215,7 @@ def episodes() -> None:
     while not all(map(runner.is_finished, names)):
         runner.advance(0.05)
     seconds = time.perf_counter() - started
-    trajectories = [one for name in names for one in runner.take(name)[0]]
+    trajectories = [one for name in names for one in runner.take(name).rows]
     whole = [one for one in trajectories if one.rows and [len(turns) for turns in one.rows] == [EPISODE_TURNS]]
     endpoint.close()
     pool.close()

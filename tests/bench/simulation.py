@@ -16,7 +16,7 @@ from trainer.rollout_scheduler import Group, RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
+from workers.rollout.specs import GroupPlan, GroupReport, GroupResults
 
 TICKS = 400  # parts of the time of the longest possible answer
 
@@ -61,8 +61,9 @@ class SimulatedEngines:
                 engines[number] = running.argmin()
                 running[engines[number]] += self.work.samples
         self.keys += [plan.key for plan in plans]
-        self.lengths |= {plan.key: plan.samples for plan in plans}
-        self.left = np.concatenate([self.left, np.array([plan.samples for plan in plans], dtype=float)])
+        lengths: list[Any] = [plan.samples for plan in plans]  # a simulated sample is its length
+        self.lengths |= {plan.key: numbers for plan, numbers in zip(plans, lengths, strict=True)}
+        self.left = np.concatenate([self.left, np.array(lengths, dtype=float)])
         self.of = np.concatenate([self.of, engines])
         self.order = np.argsort(self.of, kind="stable")
 

@@ -23,7 +23,7 @@ from trainer.rollout_scheduler import Group, Rows, assembled
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto, as_column
-from workers.rollout.group_run import GroupPlan, GroupResults
+from workers.rollout.specs import GroupPlan, GroupResults
 
 FILTERED: dict[str, Any] = {
     "algorithm__filter_groups__enable": True,

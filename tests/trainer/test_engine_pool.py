@@ -15,10 +15,9 @@ from verl_lite.errors import StalledError, TransferError, WorkerDiedError
 from verl_lite.metrics import Metric
 from verl_lite.rewards import RewardItem
 from verl_lite.single_controller.resource_pool import LocalService
-from workers.rollout.answers import AnswerSpec
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_queue import GroupQueue
-from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
+from workers.rollout.specs import AnswerSpec, GroupPlan, GroupReport, GroupResults
 from workers.weight_transfer import ChannelEnd
 
 SAMPLING = SamplingParams()

@@ -26,8 +26,8 @@ from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
 from workers.rollout.base import SamplingParams
-from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
 from workers.rollout.rows import Response, left_padded, write_rows
+from workers.rollout.specs import GroupPlan, GroupReport, GroupResults
 
 PROMPTS, RESPONSE = 3, 4
 QUIET: dict[str, Any] = {"trainer__val_before_train": False, "trainer__test_freq": 0}

@@ -34,8 +34,9 @@ from verl_lite.protocol import DataProto
 from verl_lite.safe_state import read_state, write_state
 from workers.rollout.answers import AnswerRunner
 from workers.rollout.base import Completion, Request, Sampled, SamplingParams
-from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
+from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
+from workers.rollout.specs import GroupPlan, GroupResults
 
 LONGEST = 12
 END = 1

@@ -25,8 +25,7 @@ from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.episodes import EpisodeCounts
-from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
+from workers.rollout.specs import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 
 class Continued(NamedTuple):

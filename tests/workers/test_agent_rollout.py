@@ -29,9 +29,11 @@ from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import LocalTransport
-from workers.agent_rollout import AgentRolloutWorker
+from workers.actor_rollout import ActorWorker
+from workers.rollout.answers import AnswerRunner
 from workers.rollout.base import SamplingParams
-from workers.rollout.episodes import EpisodeCounts
+from workers.rollout.episodes import EpisodeRunner
+from workers.rollout.specs import EpisodeCounts
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ class Agent:
     """Worker group, role and scheduler of one slot."""
 
     def __init__(self, config: PPOConfig, log_dir: Path) -> None:
-        recipe = ClassWithInitArgs(AgentRolloutWorker, config, 10, (), str(log_dir))
+        recipe = ClassWithInitArgs(ActorWorker, config, 10, None, (), str(log_dir))
         self.group = create_worker_groups("inline", ResourcePool([1], use_gpu=False), {"actor_rollout": recipe})[
             "actor_rollout"
         ]
@@ -78,7 +80,7 @@ class Agent:
         self.scheduler = RolloutScheduler(config, source, self.role, sampling, chosen, last_step=10)
         transport = self.group._transport
         assert isinstance(transport, LocalTransport)
-        self.worker: AgentRolloutWorker = transport._slots[0].roles["actor_rollout"]
+        self.worker: ActorWorker = transport._slots[0].roles["actor_rollout"]
 
     def update_weights(self, version: int) -> None:
         self.scheduler.version = version
@@ -187,6 +189,17 @@ def test_a_loop_without_a_trainer_gets_answers_in_the_order_of_its_rows(model: s
     assert lengths != sorted(lengths) and found.batch["policy_version"].tolist() == [5] * 6
     for name in ("prompts", "responses", "response_mask", "attention_mask"):
         assert torch.equal(found.batch[name], expected.batch[name])
+
+
+def test_a_worker_runs_the_samples_of_its_run(model: str, tmp_path: Path) -> None:
+    with agent(settings(model), tmp_path) as subject:
+        worker = subject.worker
+        assert isinstance(worker.groups._runner, EpisodeRunner)
+        worker.runner.leads = False
+        assert isinstance(worker.sample_runner(), AnswerRunner), "the rank only repeats the calls of the first rank"
+        worker.runner.leads = True
+        worker.config.agentic.train_env_manager.tags = []
+        assert isinstance(worker.sample_runner(), AnswerRunner)
 
 
 @pytest.mark.slow

@@ -18,10 +18,9 @@ from verl_lite.config import ModelConfig, PPOConfig
 from verl_lite.errors import TransferError
 from verl_lite.single_controller.resource_pool import LocalService
 from verl_lite.single_controller.worker import host_store
-from workers.rollout.answers import AnswerSpec
 from workers.rollout.base import SamplingParams
 from workers.rollout.group_queue import GroupQueue, QueuedGroup
-from workers.rollout.group_run import GroupPlan
+from workers.rollout.specs import AnswerSpec, GroupPlan
 from workers.rollout_worker import RolloutWorker
 from workers.weight_transfer import ChannelEnd
 

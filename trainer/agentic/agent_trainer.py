@@ -1,7 +1,7 @@
 """Trains agents: `RayPPOTrainer` with batches of episodes, in environments or of programs.
 
 `group_sources.EnvSource` or `ProgramSource` chooses the episodes of a batch, and the ranks run them
-(`workers.agent_rollout`). All other stages (log-probs, values, advantages, updates, checkpoints) are those of
+(`workers.rollout`). All other stages (log-probs, values, advantages, updates, checkpoints) are those of
 `RayPPOTrainer`.
 """
 
@@ -39,7 +39,7 @@ from workers.endpoint.protocols import check_ignored_fields
 from workers.envs.env_pool import EnvPool
 from workers.pool.process_pool import ProcessPool
 from workers.rollout.conversation import ChatJoins
-from workers.rollout.episodes import EpisodeCounts
+from workers.rollout.specs import EpisodeCounts
 
 EPISODES_SHOWN = 2
 

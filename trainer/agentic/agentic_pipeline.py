@@ -5,7 +5,7 @@ ROLL counts steps from 0; `fit` and the log count from 1.
 
 import time
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, overload
 
 from trainer.agentic.agent_trainer import AgentTrainer
 from trainer.evaluate.chunks import val_samplings
@@ -16,7 +16,7 @@ from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from verl_lite.config import PPOConfig
 from verl_lite.config.spellings import ppo_keys
 from verl_lite.metrics import Metric
-from verl_lite.protocol import DataProto
+from verl_lite.protocol import DataProto, DataProtoFuture
 
 BasePipeline = RayPPOTrainer
 
@@ -54,7 +54,11 @@ class RollScheduler:
 
 
 class RollCluster:
-    """A role under the names of ROLL's clusters. Other attributes are those of the role."""
+    """A role under the names of ROLL's clusters. Other attributes are those of the role.
+
+    With blocking=False, the calls return a future as in ROLL. Its result is already computed: all roles share the
+    devices, which run one call after the other.
+    """
 
     def __init__(self, role: ActorRole | CriticRole | ReferenceRole) -> None:
         self.role: Any = role
@@ -62,18 +66,40 @@ class RollCluster:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.role, name)
 
-    def compute_log_probs(self, batch: DataProto, blocking: bool = True) -> Any:
+    @overload
+    def compute_log_probs(self, batch: DataProto) -> DataProto: ...
+    @overload
+    def compute_log_probs(self, batch: DataProto, blocking: Literal[False]) -> DataProtoFuture: ...
+    def compute_log_probs(self, batch: DataProto, blocking: bool = True) -> DataProto | DataProtoFuture:
         """Computes the log-probs of the policy or of the reference."""
-        call = self.role.compute_log_prob if hasattr(self.role, "compute_log_prob") else self.role.compute_ref_log_prob
-        return call(batch, blocking)
+        is_policy = isinstance(self.role, ActorRole)
+        compute = self.role.compute_log_prob if is_policy else self.role.compute_ref_log_prob
+        return _answer(compute(batch), blocking)
 
-    def train_step(self, batch: DataProto, blocking: bool = True) -> Any:
-        """Trains on a batch, whose meta_info has global_step, counted from 0."""
+    @overload
+    def compute_values(self, batch: DataProto) -> DataProto: ...
+    @overload
+    def compute_values(self, batch: DataProto, blocking: Literal[False]) -> DataProtoFuture: ...
+    def compute_values(self, batch: DataProto, blocking: bool = True) -> DataProto | DataProtoFuture:
+        """Computes the values of the critic."""
+        return _answer(self.role.compute_values(batch), blocking)
+
+    @overload
+    def train_step(self, batch: DataProto) -> DataProto: ...
+    @overload
+    def train_step(self, batch: DataProto, blocking: Literal[False]) -> DataProtoFuture: ...
+    def train_step(self, batch: DataProto, blocking: bool = True) -> DataProto | DataProtoFuture:
+        """Trains on a batch, whose meta_info has global_step, counted from 0. Returns the metrics in meta_info."""
         if "global_step" not in batch.meta_info:
             raise ValueError(
                 "train_step: the batch has no meta_info['global_step'], counted from 0, as get_batch gives it"
             )
-        return self.role.train_step(batch, int(batch.meta_info["global_step"]) + 1, blocking)
+        metrics = self.role.update(batch, int(batch.meta_info["global_step"]) + 1)
+        return _answer(DataProto(meta_info={"metrics": metrics}), blocking)
+
+
+def _answer(result: DataProto, blocking: bool) -> DataProto | DataProtoFuture:
+    return result if blocking else DataProtoFuture(lambda: result)
 
 
 class AgenticPipeline(AgentTrainer):

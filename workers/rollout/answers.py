@@ -4,9 +4,8 @@ Finished answers are reported while others still decode, so that their rewards a
 ids are trained on as they are; they are never decoded and encoded again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,36 +14,13 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import READ_BY_REWARDS, RewardItem
 from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
-from workers.rollout.base import Completion, FinishReason, Request, Sampled, SamplingParams, derive_seed
-from workers.rollout.group_run import GroupPlan
+from workers.rollout.base import Completion, Request, Sampled, SamplingParams, derive_seed
+from workers.rollout.group_run import CompleteGroup
 from workers.rollout.rows import Response, left_padded, write_rows
 from workers.rollout.runner import Runner
+from workers.rollout.specs import AnswerSpec, GroupPlan
 
 EMPTY = Response([], [], [], [], "", {})
-
-
-@dataclass(frozen=True)
-class AnswerSpec:
-    """The specification of an answer.
-
-    prompt_length: width P of the columns of its row. is_greedy: True to decode greedily instead of as the sampling
-    parameters say. is_padding: True for a row that is not sampled. item: arguments of the reward function, without the
-    answer; None = no reward function is called. sampled: tokens that were sampled before, for example before the
-    checkpoint from which a run resumes. finish_reason: None unless these are the whole answer. images: of the prompt.
-    """
-
-    prompt_ids: tuple[int, ...]
-    prompt_length: int
-    seed: int
-    is_greedy: bool = False
-    is_padding: bool = False
-    item: RewardItem | None = None
-    sampled: Sampled = Sampled()
-    finish_reason: FinishReason | None = None
-    images: ImageInputs | None = None
-
-
-torch.serialization.add_safe_globals([AnswerSpec, RewardItem, Sampled, GroupPlan])  # running groups in checkpoints
 
 
 def answer_plans(
@@ -59,28 +35,50 @@ def answer_plans(
             decoded greedily. Rewards read sample_id, data_source, reward_model, extra_info and raw_prompt.
         sizes, keys: number of rows and name of each group.
     """
-    ids, mask = rows.batch["prompts"], rows.batch["prompt_mask"].bool()
-    columns, absent = rows.non_tensor_batch, np.zeros(len(rows), dtype=bool)
-    greedy = columns.get("is_greedy", absent)
-    images: Any = columns.get(MULTI_MODAL_INPUTS, [None] * len(rows))
-    is_scored = "sample_id" in columns and "reward_model" in columns
-    padding = rows.batch["is_padding"].numpy() if "is_padding" in rows.batch.keys() else absent
-
-    def spec(row: int) -> AnswerSpec:
-        item = None
-        if is_scored:
-            values = {name: columns[name][row] for name in READ_BY_REWARDS}
-            files = () if images[row] is None else images[row].files
-            item = RewardItem.of_row(columns["sample_id"][row], values, "", files)
-        prompt_ids = tuple(ids[row][mask[row]].tolist())
-        number = derive_seed(seed, step, columns["uid"][row], int(columns["sample"][row]))
-        shape = ids.shape[1], number, bool(greedy[row]), bool(padding[row])
-        return AnswerSpec(prompt_ids, *shape, item, images=images[row])
-
+    tensors = {str(name): rows.batch[name] for name in rows.batch.keys()}
     start = 0
     for size, key in zip(sizes, keys, strict=True):
-        yield GroupPlan(key, tuple(map(spec, range(start, start + size))))
+        numbers = range(start, start + size)
+        samples = [_answer_spec(tensors, rows.non_tensor_batch, row, seed, step) for row in numbers]
+        yield GroupPlan(key, tuple(samples))
         start += size
+
+
+def _answer_spec(
+    tensors: Mapping[str, torch.Tensor], columns: Mapping[str, np.ndarray], row: int, seed: int, step: int
+) -> AnswerSpec:
+    """Returns the specification of one row; see `answer_plans`."""
+    images: ImageInputs | None = columns[MULTI_MODAL_INPUTS][row] if MULTI_MODAL_INPUTS in columns else None
+
+    # without these columns, as in a loop of the user, no reward function is called
+    item = None
+    if "sample_id" in columns and "reward_model" in columns:
+        values = {name: columns[name][row] for name in READ_BY_REWARDS}
+        files = () if images is None else images.files
+        item = RewardItem.of_row(columns["sample_id"][row], values, "", files)
+
+    prompt_mask = tensors["prompt_mask"][row].bool()
+    return AnswerSpec(
+        prompt_ids=tuple(tensors["prompts"][row][prompt_mask].tolist()),
+        prompt_length=tensors["prompts"].shape[1],
+        seed=derive_seed(seed, step, columns["uid"][row], int(columns["sample"][row])),
+        is_greedy="is_greedy" in columns and bool(columns["is_greedy"][row]),
+        is_padding="is_padding" in tensors and bool(tensors["is_padding"][row]),
+        item=item,
+        images=images,
+    )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A running group. completions: the answers that have ended, by their number in the group."""
+
+    samples: tuple[AnswerSpec, ...]
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+    def unfinished(self) -> list[int]:
+        """Returns the numbers of the answers that the engine is still to sample."""
+        return [n for n, spec in enumerate(self.samples) if not (spec.is_padding or n in self.completions)]
 
 
 class AnswerRunner:
@@ -101,22 +99,25 @@ class AnswerRunner:
         self._runner, self._on_finished = runner, on_finished
         self._response_length, self._pad_token_id = response_length, pad_token_id
         self._stop_token_ids = stop_token_ids
-        self._groups: dict[str, tuple[Sequence[AnswerSpec], dict[int, Completion]]] = {}
+        self._groups: dict[str, _Group] = {}
 
-    def begin(self, key: str, samples: Sequence[AnswerSpec], sampling: SamplingParams) -> None:
-        self._groups[key] = samples, {}
+    def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
+        group = self._groups[plan.key] = _Group(plan.samples_of(AnswerSpec))
         sampled = replace(sampling, stop_token_ids=self._stop_token_ids)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-        done: list[tuple[tuple[str, int], Completion]] = []
-        for number, spec in enumerate(samples):
-            name, chosen = f"{key}/{number}", replace(greedy if spec.is_greedy else sampled, seed=spec.seed)
+
+        whole_answers: list[tuple[tuple[str, int], Completion]] = []
+        for number, spec in enumerate(group.samples):
+            name = f"{plan.key}/{number}"
             if spec.finish_reason is not None:
                 tokens, log_probs, versions = spec.sampled.lists()
-                done.append(((key, number), Completion(name, tokens, log_probs, spec.finish_reason, versions)))
+                completion = Completion(name, tokens, log_probs, spec.finish_reason, versions)
+                whole_answers.append(((plan.key, number), completion))
             elif not spec.is_padding:
+                chosen = replace(greedy if spec.is_greedy else sampled, seed=spec.seed)
                 request = Request(name, spec.prompt_ids, chosen, spec.sampled, images=spec.images)
-                self._runner.submit(request, (key, number))
-        self._store(done)
+                self._runner.submit(request, (plan.key, number))
+        self._store(whole_answers)
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         if not self._runner.is_decoding:
@@ -125,49 +126,53 @@ class AnswerRunner:
 
     def _store(self, finished: Iterable[tuple[tuple[str, int], Completion]]) -> None:
         """Stores completions and reports those with a reward function."""
-        done: list[tuple[RewardItem, list[int]]] = []
+        answers: list[tuple[RewardItem, list[int]]] = []
         for (key, number), completion in finished:
-            samples, completions = self._groups[key]
-            completions[number] = completion
-            if (item := samples[number].item) is not None:
-                done.append((item, completion.token_ids))
-        if done:
-            self._on_finished(done)
+            group = self._groups[key]
+            group.completions[number] = completion
+            if (item := group.samples[number].item) is not None:
+                answers.append((item, completion.token_ids))
+        if answers:
+            self._on_finished(answers)
 
     def is_finished(self, key: str) -> bool:
-        samples, completions = self._groups[key]
-        return len(completions) == sum(not spec.is_padding for spec in samples)
+        return not self._groups[key].unfinished()
 
-    def snapshot(self, key: str) -> tuple[AnswerSpec, ...]:
-        (samples, completions), running, result = self._groups[key], self._unfinished(key), list[AnswerSpec]()
-        for number, spec in enumerate(samples):
-            if (done := completions.get(number)) is not None:
-                whole = Sampled(tuple(done.token_ids), tuple(done.log_probs), tuple(done.versions))
-                result.append(replace(spec, sampled=whole, finish_reason=done.finish_reason))
-            else:
-                result.append(replace(spec, sampled=running[number].sampled) if number in running else spec)
-        return tuple(result)
+    def snapshot(self, key: str) -> GroupPlan:
+        group = self._groups[key]
+        requests = dict(zip(group.unfinished(), self._unfinished_requests(key), strict=True))
+        samples = []
+        for number, spec in enumerate(group.samples):
+            if number in group.completions:
+                completion = group.completions[number]
+                whole = Sampled(tuple(completion.token_ids), tuple(completion.log_probs), tuple(completion.versions))
+                spec = replace(spec, sampled=whole, finish_reason=completion.finish_reason)
+            elif number in requests:
+                spec = replace(spec, sampled=requests[number].sampled)
+            samples.append(spec)
+        return GroupPlan(key, tuple(samples))
 
-    def _unfinished(self, key: str) -> dict[int, Request]:
-        """Returns requests that continue the running answers of a group, by their number."""
-        samples, completions = self._groups[key]
-        numbers = [n for n, spec in enumerate(samples) if not (spec.is_padding or n in completions)]
-        requests = self._runner.engine.snapshot([f"{key}/{number}" for number in numbers])
-        return dict(zip(numbers, requests, strict=True))
+    def _unfinished_requests(self, key: str) -> list[Request]:
+        """Returns requests that continue the running answers of a group."""
+        return self._runner.engine.snapshot([f"{key}/{number}" for number in self._groups[key].unfinished()])
 
     def abort(self, key: str) -> int:
-        running = self._unfinished(key).values()
+        running = self._unfinished_requests(key)
         self._runner.abort([request.request_id for request in running])
-        _, completions = self._groups.pop(key)
-        lengths = [len(request.sampled.token_ids) for request in running]
-        return sum(lengths) + sum(len(done.token_ids) for done in completions.values())
+        group = self._groups.pop(key)
+        num_running = sum(len(request.sampled.token_ids) for request in running)
+        return num_running + sum(len(completion.token_ids) for completion in group.completions.values())
 
-    def take(self, key: str) -> tuple[DataProto, None]:
-        samples, completions = self._groups.pop(key)
+    def take(self, key: str) -> CompleteGroup:
+        group = self._groups.pop(key)
+        samples = group.samples
         prompts, mask = left_padded([spec.prompt_ids for spec in samples], samples[0].prompt_length, self._pad_token_id)
-        responses = [_response(completions[n]) if n in completions else EMPTY for n in range(len(samples))]
+        responses = []
+        for number in range(len(samples)):
+            completion = group.completions.get(number)
+            responses.append(EMPTY if completion is None else _response(completion))
         outputs = self._runner.engine.extra_outputs
-        return write_rows(prompts, mask, responses, self._response_length, self._pad_token_id, outputs), None
+        return CompleteGroup(write_rows(prompts, mask, responses, self._response_length, self._pad_token_id, outputs))
 
     @property
     def is_decoding(self) -> bool:
@@ -176,7 +181,16 @@ class AnswerRunner:
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
         return self._runner.take_metrics(seconds)
 
+    def close(self) -> None:
+        """Does nothing: answers need only the engine."""
 
-def _response(done: Completion) -> Response:
-    ones = [1] * len(done.token_ids)
-    return Response(done.token_ids, ones, done.log_probs, done.versions, done.finish_reason, done.extra)
+
+def _response(completion: Completion) -> Response:
+    return Response(
+        token_ids=completion.token_ids,
+        mask=[1] * len(completion.token_ids),
+        log_probs=completion.log_probs,
+        versions=completion.versions,
+        finish_reason=completion.finish_reason,
+        extra=completion.extra,
+    )

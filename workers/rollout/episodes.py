@@ -27,33 +27,12 @@ from workers.envs.env_host import EnvReply
 from workers.envs.env_pool import EnvPool
 from workers.rollout.base import Completion, Request, SamplingParams, derive_seed
 from workers.rollout.conversation import ChatJoins, Message, Turn, turn_messages
+from workers.rollout.group_run import CompleteGroup
 from workers.rollout.rows import of_response
 from workers.rollout.runner import Runner
+from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, ProgramSpec
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]  # see Trajectory.stop
-
-
-@dataclass(frozen=True)
-class EpisodeSpec:
-    """The specification of an episode.
-
-    traj_id: identifier, unique among the episodes of a runner that were not taken yet. traj_group_id: identifier of the
-    group, whose members also share the seed. group_size: number of members that are kept, the first ones to end.
-    start_step: step in which the episode starts, from 1; the random numbers depend on it. row: row of the dataset, for
-    the episode of a program.
-    """
-
-    traj_id: str
-    traj_group_id: str
-    tag: str
-    env_id: int
-    group_id: int
-    episode_id: int
-    seed: int
-    group_size: int
-    start_step: int
-    purpose: str = "train"
-    row: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass
@@ -70,7 +49,7 @@ class Trajectory:
     `requests` of a program's episode.
     """
 
-    spec: EpisodeSpec
+    spec: EpisodeSpec | ProgramSpec
     by_step: bool
     turns: list[Turn] = field(default_factory=list)
     stop: Stop = "surplus"
@@ -124,6 +103,7 @@ class _Episode:
     """
 
     key: str
+    spec: EpisodeSpec
     trajectory: Trajectory
     template: EnvTemplate
     sampling: SamplingParams
@@ -147,40 +127,22 @@ class _Group:
     kept: int = 0
 
 
-@dataclass(frozen=True)
-class EpisodeCounts:
-    """Numbers of episodes that ended in a group or batch; of failed ones; of those that exceeded a deadline; and the
-    text of the first failure.
-
-    first_prompts: number of tokens of each first prompt of a program's conversations.
-    """
-
-    episodes: int = 0
-    failed: int = 0
-    timeouts: int = 0
-    first_failure: str | None = None
-    first_prompts: tuple[int, ...] = ()
-
-    def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
-        return EpisodeCounts(
-            self.episodes + other.episodes,
-            self.failed + other.failed,
-            self.timeouts + other.timeouts,
-            self.first_failure or other.first_failure,
-            (*self.first_prompts, *other.first_prompts),
-        )
-
-    @classmethod
-    def of(cls, trajectories: Sequence[Trajectory]) -> EpisodeCounts:
-        """Counts the episodes that were not ended as surplus."""
-        ended = [one for one in trajectories if one.stop != "surplus"]
-        failed = [one for one in ended if one.stop == "failed"]
-        kind = {True: "program", False: "environment"}
-        names = (f"episode {one.spec.traj_id} of the {kind[bool(one.spec.row)]} {one.spec.tag!r}" for one in failed)
-        told = (f"{name}:\n{one.error}" for name, one in zip(names, failed, strict=True))
-        timeouts = sum(bool(one.is_timeout) for one in failed)
-        first_prompts = tuple(length for one in ended for length in one.first_prompts)
-        return cls(len(ended), len(failed), timeouts, next(told, None), first_prompts)
+def count_episodes(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
+    """Counts the episodes that were not ended as surplus."""
+    ended = [trajectory for trajectory in trajectories if trajectory.stop != "surplus"]
+    failed = [trajectory for trajectory in ended if trajectory.stop == "failed"]
+    first_failure = None
+    if failed:
+        spec = failed[0].spec
+        kind = "program" if isinstance(spec, ProgramSpec) else "environment"
+        first_failure = f"episode {spec.traj_id} of the {kind} {spec.tag!r}:\n{failed[0].error}"
+    return EpisodeCounts(
+        episodes=len(ended),
+        failed=len(failed),
+        timeouts=sum(trajectory.is_timeout for trajectory in failed),
+        first_failure=first_failure,
+        first_prompts=tuple(length for trajectory in ended for length in trajectory.first_prompts),
+    )
 
 
 class EpisodeRunner:
@@ -229,24 +191,25 @@ class EpisodeRunner:
         self._groups: dict[str, list[_Episode]] = {}
         self._env_seconds: list[float] = []
 
-    def begin(self, key: str, samples: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
+    def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
         """Queues the episodes of a group. sampling: sampling parameters of their turns; its seed and stop tokens are
         ignored, and max_tokens applies to each turn."""
-        group = _Group(samples[0].group_size)
-        for spec in samples:
+        specs = plan.samples_of(EpisodeSpec)
+        group = _Group(specs[0].group_size)
+        for spec in specs:
             template = self._templates[spec.tag]
             self._number += 1
             name = f"{self._number}/{spec.traj_id}"
-            group.open.append(_Episode(name, Trajectory(spec, template.by_step), template, sampling, group))
+            group.open.append(_Episode(name, spec, Trajectory(spec, template.by_step), template, sampling, group))
         self._queue.extend(group.open)
-        self._groups[key] = list(group.open)
+        self._groups[plan.key] = list(group.open)
 
     def is_finished(self, key: str) -> bool:
         return all(episode.is_ended for episode in self._groups[key])
 
-    def take(self, key: str) -> tuple[DataProto, EpisodeCounts]:
+    def take(self, key: str) -> CompleteGroup:
         trajectories = [episode.trajectory for episode in self._groups.pop(key)]
-        return self._to_rows(trajectories), EpisodeCounts.of(trajectories)
+        return CompleteGroup(self._to_rows(trajectories), count_episodes(trajectories))
 
     def snapshot(self, key: str) -> None:
         """Returns None, because a running environment cannot be copied."""
@@ -295,14 +258,17 @@ class EpisodeRunner:
         self._env_seconds = []
         return metrics
 
+    def close(self) -> None:
+        """Ends the processes of the environments."""
+        self._pool.close()
+
     def _admit(self) -> None:
         while self._queue and len(self._live) < self._max_live:
             episode = self._queue.popleft()
             if episode.is_ended:
                 continue
-            spec = episode.trajectory.spec
             self._live[episode.key] = episode
-            self._pool.reset(episode.key, spec.tag, spec.seed)
+            self._pool.reset(episode.key, episode.spec.tag, episode.spec.seed)
 
     def _on_env_reply(self, episode: _Episode, reply: EnvReply) -> None:
         """Processes the reply of an environment to a reset or an action: ends the episode or submits its next turn."""
@@ -316,7 +282,7 @@ class EpisodeRunner:
             return self._submit_turn(episode)
         turn = trajectory.turns[-1]
         turn.is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
-        penalty = 0.0 if turn.is_valid else self._format_penalty.get(trajectory.spec.purpose, 0.0)
+        penalty = 0.0 if turn.is_valid else self._format_penalty.get(episode.spec.purpose, 0.0)
         turn.reward, turn.info = reply.reward + penalty, reply.info
         if not is_score(trajectory.score):
             trajectory.error = f"The rewards of the episode sum to {trajectory.score:g}; expected {SCORE}."
@@ -330,7 +296,7 @@ class EpisodeRunner:
     def _submit_turn(self, episode: _Episode) -> None:
         """Submits the next turn to the engine, or ends the episode if the turn does not fit."""
         trajectory, template, limits = episode.trajectory, episode.template, self._limits
-        spec, turn, most = trajectory.spec, len(trajectory.turns), limits.max_response_length
+        spec, turn, most = episode.spec, len(trajectory.turns), limits.max_response_length
         messages = turn_messages(
             template,
             episode.observation,
@@ -440,8 +406,11 @@ def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
         modes = turn.info.get("metrics_agg_mode") or modes
         for name, value in (turn.info.get("metrics") or {}).items():
             values.setdefault(name, []).append(float(value))
-    found = {name: _COMBINE[modes.get(name, "mean")](several) for name, several in values.items()}
-    return {"num_actions": float(len(turns))} | found
+    metrics = {"num_actions": float(len(turns))}
+    for name, values_of_turns in values.items():
+        combine = _COMBINE[modes.get(name, "mean")]
+        metrics[name] = combine(values_of_turns)
+    return metrics
 
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {

@@ -7,8 +7,7 @@ nothing else (`run_for`), and returns the groups that are complete.
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,44 +15,24 @@ from verl_lite.metrics import Metric
 from verl_lite.profiling import count_moved
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
+from workers.rollout.specs import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 MOST_SLICE_S = 1.0
 WAIT_S = 0.05
 
 
-@dataclass(frozen=True)
-class GroupPlan:
-    """A group to sample. key: name that no running group has. samples: specifications (`answers.AnswerSpec` or
-    `episodes.EpisodeSpec`) of its members."""
+class CompleteGroup(NamedTuple):
+    """The rows of a group in which no sample is running. counts: counts of its episodes; None for answers."""
 
-    key: str
-    samples: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """A complete group: its key, its number of rows, and for episodes an `episodes.EpisodeCounts`."""
-
-    key: str
-    num_rows: int
-    counts: Any = None
-
-
-@dataclass(frozen=True)
-class GroupResults:
-    """The groups that one engine completed. rows: rows of the groups in the order of the reports; None if there is no
-    group. metrics: metrics of the engine since the last call that returned any; empty if the call had a time limit."""
-
-    reports: list[GroupReport]
-    rows: DataProto | None
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    rows: DataProto
+    counts: EpisodeCounts | None = None
 
 
 class SampleRunner(Protocol):
-    """Runs one kind of samples: `answers.AnswerRunner` or `episodes.EpisodeRunner`."""
+    """Runs one kind of samples: `answers.AnswerRunner`, `episodes.EpisodeRunner` or `programs.ProgramRunner`."""
 
-    def begin(self, key: str, samples: Sequence[Any], sampling: SamplingParams) -> None:
-        """Starts the samples of a group."""
+    def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
+        """Starts the samples of a group. Raises TypeError if they are of another kind."""
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         """Makes at most one engine step. wait_s: seconds to wait for other processes if there is nothing to decode.
@@ -62,14 +41,14 @@ class SampleRunner(Protocol):
     def is_finished(self, key: str) -> bool:
         """Returns True if no sample of the group is running."""
 
-    def snapshot(self, key: str) -> tuple[Any, ...] | None:
-        """Returns specifications that continue the samples of a running group; None if they cannot be continued."""
+    def snapshot(self, key: str) -> GroupPlan | None:
+        """Returns a plan that continues a running group; None if its samples cannot be continued."""
 
     def abort(self, key: str) -> int:
         """Ends a group without rows. Returns the number of tokens that it had sampled."""
 
-    def take(self, key: str) -> tuple[DataProto, Any]:
-        """Removes a finished group. Returns its rows and the counts of its report."""
+    def take(self, key: str) -> CompleteGroup:
+        """Removes a group in which no sample is running, and returns its rows."""
 
     @property
     def is_decoding(self) -> bool:
@@ -77,6 +56,9 @@ class SampleRunner(Protocol):
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
         """Returns the metrics since the last call. seconds: time spent sampling in that period."""
+
+    def close(self) -> None:
+        """Ends the processes and threads that the runner uses besides the engine."""
 
 
 class GroupRun:
@@ -108,7 +90,7 @@ class GroupRun:
         """Starts these groups."""
         started = time.perf_counter()
         for plan in plans:
-            self._runner.begin(plan.key, plan.samples, sampling)
+            self._runner.begin(plan, sampling)
             self._open[plan.key] = len(plan.samples)
         if plans:
             self.advance()
@@ -135,15 +117,17 @@ class GroupRun:
     def take(self, with_metrics: bool) -> GroupResults:
         """Returns the complete groups, and the metrics since they were last taken."""
         complete, self._complete = self._complete, []
-        rows = DataProto.concat([rows for _, rows in complete]) if complete else None
-        if rows is not None:
+        rows = None
+        if complete:
+            rows = DataProto.concat([group_rows for _, group_rows in complete])
             count_moved(sum(column.nbytes for column in rows.batch.values() if isinstance(column, torch.Tensor)))
-        return GroupResults([report for report, _ in complete], rows, self._take_metrics() if with_metrics else {})
+        metrics = self._take_metrics() if with_metrics else {}
+        return GroupResults([report for report, _ in complete], rows, metrics)
 
     def snapshot(self) -> list[GroupPlan]:
         """Returns plans that continue the running groups, as far as their samples can be continued."""
-        found = {key: self._runner.snapshot(key) for key in self._open}
-        return [GroupPlan(key, samples) for key, samples in found.items() if samples is not None]
+        plans = [self._runner.snapshot(key) for key in self._open]
+        return [plan for plan in plans if plan is not None]
 
     def abort(self, keys: Collection[str]) -> int:
         """Ends running groups without rows, and forgets complete ones. Returns the number of tokens of the former."""
@@ -171,8 +155,12 @@ class GroupRun:
         self._runner.advance(wait_s, until_completion)
         for key in [key for key in self._open if self._runner.is_finished(key)]:
             del self._open[key]
-            rows, counts = self._runner.take(key)
-            self._complete.append((GroupReport(key, len(rows), counts), rows))
+            group = self._runner.take(key)
+            self._complete.append((GroupReport(key, len(group.rows), group.counts), group.rows))
+
+    def close(self) -> None:
+        """Ends the processes and threads of the runner."""
+        self._runner.close()
 
     def _take_metrics(self) -> dict[str, Metric]:
         active, beside = self._active_s, self._beside_s

@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl_lite.errors import printable
 from verl_lite.metrics import Metric
@@ -22,14 +22,17 @@ from verl_lite.protocol import DataProto
 from verl_lite.registry import did_you_mean
 from verl_lite.rewards import RewardItem, RewardResult
 from verl_lite.rewards.scoring import SCORE, is_score
+from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.endpoint.callers import Verdict
 from workers.endpoint.program_host import Result, Run
 from workers.endpoint.server import Call, Endpoint
 from workers.endpoint.trace import Trace
 from workers.pool.channel import Reply
 from workers.rollout.base import Request, SamplingParams, derive_seed
-from workers.rollout.episodes import EpisodeCounts, EpisodeSpec, Trajectory
+from workers.rollout.episodes import Trajectory, count_episodes
+from workers.rollout.group_run import CompleteGroup
 from workers.rollout.runner import Runner
+from workers.rollout.specs import GroupPlan, ProgramSpec
 
 REWARD_CHECK_S = 0.05
 """Seconds between two checks for results of the reward function."""
@@ -42,9 +45,11 @@ class Programs(Protocol):
 
     processes_replaced: int
 
-    def submit(self, number: int, payload: Any) -> None: ...
+    def submit(self, number: int, payload: Run) -> None: ...
 
     def poll(self, timeout_s: float) -> list[Reply]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -55,6 +60,7 @@ class _Episode:
 
     number: int
     name: str
+    spec: ProgramSpec
     trajectory: Trajectory
     sampling: SamplingParams
     trace: Trace
@@ -86,7 +92,7 @@ class ProgramRunner:
         *,
         new_trace: Callable[[], Trace],
         stop_token_ids: Sequence[int],
-        rewards: Any,
+        rewards: ServiceHandle | None,
         engine: int,
         seed: int,
         max_live: int,
@@ -106,20 +112,22 @@ class ProgramRunner:
         self._metric_names: set[str] = set()
         self._named_entries: set[str] = set()  # entries of results without a score
 
-    def begin(self, key: str, samples: Sequence[EpisodeSpec], sampling: SamplingParams) -> None:
+    def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
         """Queues the episodes of a group."""
-        episodes, sampling = [], replace(sampling, stop_token_ids=self._stop_token_ids)
-        for spec in samples:
+        sampling = replace(sampling, stop_token_ids=self._stop_token_ids)
+        episodes = []
+        for spec in plan.samples_of(ProgramSpec):
             number = next(self._numbers)
             name = f"{self._engine}.{number}/{spec.traj_id}"
-            episodes.append(_Episode(number, name, Trajectory(spec, by_step=False), sampling, self._new_trace()))
-        self._groups[key] = episodes
+            trajectory = Trajectory(spec, by_step=False)
+            episodes.append(_Episode(number, name, spec, trajectory, sampling, self._new_trace()))
+        self._groups[plan.key] = episodes
         self._queue.extend(episodes)
 
     def is_finished(self, key: str) -> bool:
         return all(episode.is_ended for episode in self._groups[key])
 
-    def take(self, key: str) -> tuple[DataProto, EpisodeCounts]:
+    def take(self, key: str) -> CompleteGroup:
         episodes = self._groups.pop(key)
         for episode in episodes:
             counts = episode.counts + episode.trace.counts
@@ -131,7 +139,7 @@ class ProgramRunner:
             self._counts["requests"] += len(episode.trace.nodes)
         self._counts["episodes"] += len(episodes)
         trajectories = [episode.trajectory for episode in episodes]
-        return self._to_rows(trajectories), EpisodeCounts.of(trajectories)
+        return CompleteGroup(self._to_rows(trajectories), count_episodes(trajectories))
 
     def snapshot(self, key: str) -> None:
         """Returns None, because a running program cannot be copied."""
@@ -143,6 +151,7 @@ class ProgramRunner:
             self._close(episode)
             self._running.pop(episode.number, None)
             if episode.score_key is not None and self._scoring.pop(episode.score_key, None) is not None:
+                assert self._rewards is not None
                 self._rewards.call("cancel", [episode.score_key])
             episode.is_ended = True
             tokens += episode.trace.counts["sampled"]
@@ -211,18 +220,23 @@ class ProgramRunner:
             **{f"program/refused/{kind}": Metric.sum(number) for kind, number in self._endpoint.take_refused().items()},
         }
 
+    def close(self) -> None:
+        """Ends the endpoint and the processes of the programs."""
+        self._endpoint.close()
+        self._programs.close()
+
     def _admit(self) -> None:
         while self._queue and len(self._running) < self._max_live:
             episode = self._queue.popleft()
             if not episode.is_ended:
                 self._running[episode.number] = episode
                 self._open(episode)
-                run = Run(self._endpoint.url, str(episode.api_key), episode.trajectory.spec.row)
+                run = Run(self._endpoint.url, str(episode.api_key), episode.spec.row)
                 self._programs.submit(episode.number, run)
 
     def _open(self, episode: _Episode, key: str | None = None) -> None:
         """Opens the episode at the endpoint. key: its key if it was open before."""
-        spec, name = episode.trajectory.spec, f"{episode.name}+{episode.starts}"
+        spec, name = episode.spec, f"{episode.name}+{episode.starts}"
         seed = derive_seed(self._seed, spec.start_step - 1, spec.traj_id, 0)
         episode.api_key = self._endpoint.open(name, episode.trace, episode.sampling, seed, key)
 
@@ -274,13 +288,13 @@ class ProgramRunner:
         if new_names and len(self._named_entries) < METRIC_NAMES_MAX:
             self._named_entries.update(new_names)
             print(_without_score(new_names), flush=True)
-        row, node = trajectory.spec.row, answered[-1]
+        row, node = episode.spec.row, answered[-1]
         assert node.answer is not None
         episode.score_key = episode.name
         self._scoring[episode.name] = episode
         messages = [*node.conversation.messages, node.answer.message]
         extra_info = {**(row.get("extra_info") or {}), "messages": messages, "num_turns": len(answered)}
-        scored_row = {**row, "data_source": trajectory.spec.tag, "extra_info": extra_info}
+        scored_row = {**row, "data_source": episode.spec.tag, "extra_info": extra_info}
         self._rewards.send("submit", [RewardItem.of_row(episode.name, scored_row, node.answer.text)])
 
     def _take_scores(self) -> None:
@@ -288,7 +302,9 @@ class ProgramRunner:
         if time.monotonic() < self._checked_at + REWARD_CHECK_S:
             return
         self._checked_at = time.monotonic()
-        if not (ready := self._rewards.call("ready", list(self._scoring))):
+        assert self._rewards is not None
+        ready = self._rewards.call("ready", list(self._scoring))
+        if not ready:
             return
         results: dict[str, RewardResult] = self._rewards.call("collect", list(ready))
         for key, result in results.items():

@@ -17,6 +17,7 @@ from workers.rollout.base import ExtraOutputs
 from workers.rollout.conversation import Message, Turn
 from workers.rollout.episodes import Trajectory, messages_of
 from workers.rollout.rows import Response, left_padded, of_response, right_padded, write_rows
+from workers.rollout.specs import EpisodeSpec, ProgramSpec
 
 
 @dataclass
@@ -57,12 +58,19 @@ def trajectory_rows(
         extra_outputs: extra outputs of the engine that sampled the turns.
     """
     rows: list[_Row] = []
-    for one in trajectories:
-        if one.is_kept and (one.stop == "failed" or not one.turns):
-            rows.append(_row(one, []))
-        elif one.is_kept:
-            parts = one.rows or ([[turn] for turn in one.turns] if one.by_step else [one.turns])
-            rows += [_row(one, part, step) for step, part in enumerate(parts)]
+    for trajectory in trajectories:
+        if not trajectory.is_kept:
+            continue
+        if trajectory.stop == "failed" or not trajectory.turns:
+            rows.append(_row(trajectory, []))
+            continue
+        if trajectory.rows:
+            turns_of_rows = trajectory.rows
+        elif trajectory.by_step:
+            turns_of_rows = [[turn] for turn in trajectory.turns]
+        else:
+            turns_of_rows = [trajectory.turns]
+        rows += [_row(trajectory, turns, step) for step, turns in enumerate(turns_of_rows)]
     for row in rows:
         if row.response_ids and (excess := len(row.prompt_ids) - prompt_length) > 0:  # see `Trace.rows`
             _move_to_response(row, excess)
@@ -78,7 +86,8 @@ def trajectory_rows(
 
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
     """Returns the row of these turns. A row without turns has no token to train on."""
-    of_step, told = bool(turns) and trajectory.by_step, turns or trajectory.turns
+    of_step = bool(turns) and trajectory.by_step
+    first_turns = turns or trajectory.turns
     if trajectory.stop == "failed":
         finish_reason = "abort"
     else:
@@ -88,7 +97,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
     row = _Row(
         trajectory,
         step=step,
-        state_hash=told[0].state_hash if told else "",
+        state_hash=first_turns[0].state_hash if first_turns else "",
         prompt_ids=turns[0].prompt_ids if turns else trajectory.prompt_ids,
         raw_prompt=turns[0].messages if turns else trajectory.prompt_messages,
         messages=messages_of(turns) if of_step or trajectory.rows else trajectory.messages,
@@ -110,10 +119,15 @@ def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
     """Returns the extra outputs of a row: of the last turn for columns (B, P+R, ...), of all turns for (B, R, ...)."""
     parts: dict[str, list[torch.Tensor]] = {}
     for number, turn in enumerate(turns):
-        kept = {name: values[: len(turn.response_ids)] for name, values in of_response(turn.extra).items()}
-        for name, values in of_response(kept, len(turn.prompt_ids) if number else 0).items():
+        sampled = {name: values[: len(turn.response_ids)] for name, values in of_response(turn.extra).items()}
+        num_joined = len(turn.prompt_ids) if number else 0  # tokens between two turns have no values
+        for name, values in of_response(sampled, num_joined).items():
             parts.setdefault(name, []).append(values)
-    return dict(turns[-1].extra if turns else {}) | {name: torch.cat(values) for name, values in parts.items()}
+
+    extra = dict(turns[-1].extra) if turns else {}
+    for name, values_of_turns in parts.items():
+        extra[name] = torch.cat(values_of_turns)
+    return extra
 
 
 def _move_to_response(row: _Row, excess: int) -> None:
@@ -144,7 +158,7 @@ def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
 def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
     """Returns the columns that are not tensors."""
     trajectories = [row.trajectory for row in rows]
-    specs = [one.spec for one in trajectories]
+    specs = [trajectory.spec for trajectory in trajectories]
     numbers: dict[str, int] = {}
     sample_ids = []
     for spec in specs:
@@ -157,19 +171,32 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
         "state_hash": [row.state_hash for row in rows],
         "data_source": [spec.tag for spec in specs],
         "tags": [spec.tag for spec in specs],
-        "env_ids": [spec.env_id for spec in specs],
-        "group_ids": [spec.group_id for spec in specs],
         "raw_prompt": [row.raw_prompt for row in rows],
         "messages": [row.messages for row in rows],
-        "reward_model": [{"ground_truth": "", **spec.row.get("reward_model", {})} for spec in specs],
-        "extra_info": [spec.row.get("extra_info") or {} for spec in specs],
         "step_scores": [row.step_scores for row in rows],
-        "env_metrics": [one.metrics for one in trajectories],
+        "env_metrics": [trajectory.metrics for trajectory in trajectories],
         "reward_failed": [not row.response_ids for row in rows],
-        "stop": [one.stop for one in trajectories],
-        "env_error": [one.error for one in trajectories],
-        "env_timeout": [one.is_timeout for one in trajectories],
+        "stop": [trajectory.stop for trajectory in trajectories],
+        "env_error": [trajectory.error for trajectory in trajectories],
+        "env_timeout": [trajectory.is_timeout for trajectory in trajectories],
+        **_columns_of_kind(trajectories),
     }
-    if any(one.requests is not None for one in trajectories):
-        columns["requests"] = [one.requests for one in trajectories]
     return {name: as_column(values) for name, values in columns.items()}
+
+
+def _columns_of_kind(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Returns the columns that come from the specification: of a program's task, or of an environment."""
+    tasks = [trajectory.spec.row for trajectory in trajectories if isinstance(trajectory.spec, ProgramSpec)]
+    if tasks:
+        return {
+            "reward_model": [{"ground_truth": "", **task.get("reward_model", {})} for task in tasks],
+            "extra_info": [task.get("extra_info") or {} for task in tasks],
+            "requests": [trajectory.requests for trajectory in trajectories],
+        }
+    specs = [trajectory.spec for trajectory in trajectories if isinstance(trajectory.spec, EpisodeSpec)]
+    return {
+        "reward_model": [{"ground_truth": ""} for _ in specs],
+        "extra_info": [{} for _ in specs],
+        "env_ids": [spec.env_id for spec in specs],
+        "group_ids": [spec.group_id for spec in specs],
+    }

@@ -30,8 +30,8 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
 from workers.rollout.conversation import Turn
-from workers.rollout.episodes import EpisodeCounts, EpisodeSpec, Trajectory
-from workers.rollout.group_run import GroupPlan, GroupReport, GroupResults
+from workers.rollout.episodes import Trajectory
+from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
 from workers.rollout.trajectories import trajectory_rows
 
 P, R = 4, 8

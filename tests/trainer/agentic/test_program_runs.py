@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ from tests.workers.endpoint.programs import ask
 from trainer.agentic.agent_trainer import AgentTrainer, EpisodeFilter
 from trainer.build import run_ppo
 from trainer.group_sources import program_groups
-from trainer.roles import plan_pass
+from trainer.roles import ActorRole
 from trainer.rollout_scheduler import Group, Rows
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import agg_loss
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
-from workers.rollout.group_run import GroupPlan
+from workers.rollout.specs import GroupPlan
 
 HERE = __name__
 WIDTH = 12
@@ -68,7 +69,7 @@ def loss_gradients(batch: DataProto, config: PPOConfig, mode: str) -> dict[tuple
     trainer.config, trainer.metrics, trainer.running_moments = config, {}, {}
     trainer.needs_old_log_prob = False
     trained = trainer.estimate_advantages(batch)
-    plan = plan_pass(trained, config, "update_actor", lengths=np.full(len(batch), WIDTH), world_size=1)
+    plan = role_of(config).plan(trained, "update_actor")
     [[step]] = plan.schedule
     found: dict[tuple[str, int], float] = {}
     for row in range(len(trained)):
@@ -82,6 +83,11 @@ def loss_gradients(batch: DataProto, config: PPOConfig, mode: str) -> dict[tuple
         for token in mask[0].nonzero().flatten().tolist():
             found[(trained.non_tensor_batch["traj_id"][row], token)] = float(gradient[0, token])
     return found
+
+
+def role_of(config: PPOConfig, world_size: int = 1) -> ActorRole:
+    group: Any = SimpleNamespace(world_size=world_size)
+    return ActorRole(group, config)
 
 
 def program_config(*options: str) -> PPOConfig:
@@ -103,7 +109,7 @@ def test_an_episode_has_the_same_weight_for_any_number_of_rows(mode: str, estima
     config = program_config(f"estimator={estimator}")
     one, three = loss_gradients(whole, config, mode), loss_gradients(split, config, mode)
     assert one == pytest.approx(three) and any(one.values())
-    [step] = plan_pass(split, config, "log_prob", lengths=np.full(7, WIDTH), world_size=2).schedule[0]
+    [step] = role_of(config, world_size=2).plan(split, "log_prob").schedule[0]
     assert (step.num_sequences, step.num_tokens) == (5, 20)
 
 
@@ -118,9 +124,7 @@ def test_a_masked_episode_counts_neither_in_its_group_nor_in_the_denominators() 
 
 def test_mini_batches_consist_of_whole_prompts_with_all_their_rows() -> None:
     batch = episodes(*[("a", "g", 1.0, 0, 2)] * 3, ("b", "g", 0.0, 0, 2), ("c", "h", 1.0, 0, 2), ("d", "i", 1.0, 0, 2))
-    plan = plan_pass(
-        batch, program_config(), "update_actor", lengths=np.full(6, WIDTH), world_size=1, mini_batch_size=2
-    )
+    plan = role_of(program_config()).plan(batch, "update_actor", mini_batch_size=2)
     assert [step.num_sequences for step in plan.schedule[0]] == [3, 1]
     assert [step.num_tokens for step in plan.schedule[0]] == [10, 2]
 

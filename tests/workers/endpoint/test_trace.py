@@ -16,7 +16,8 @@ from workers.endpoint.trace import Answer, ContextOverflow, Conversation, Node, 
 from workers.policy.chat_template import render_chats
 from workers.rollout.base import Completion
 from workers.rollout.conversation import Message
-from workers.rollout.episodes import EpisodeSpec, TokenLimits, Trajectory
+from workers.rollout.episodes import TokenLimits, Trajectory
+from workers.rollout.specs import ProgramSpec
 from workers.rollout.trajectories import trajectory_rows
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
@@ -330,12 +331,13 @@ def test_the_rows_of_an_episode_fit_the_columns_and_carry_its_score_once_per_row
     for node in trace.nodes:
         assert node.completion is not None
         node.completion.extra = {SAMPLING_CANDIDATES: torch.tensor(node.completion.token_ids).int()[:, None]}
-    spec = EpisodeSpec("e", "g", "t", 0, 0, 0, 0, 1, 1, row={"reward_model": {"ground_truth": "4"}})
+    spec = ProgramSpec("e", "g", "t", start_step=1, row={"reward_model": {"ground_truth": "4"}})
     episode = Trajectory(spec, False, stop="terminated", is_kept=True, rows=trace.rows(0.5), outcome=0.5)
     episode.turns, episode.requests = [*chain.from_iterable(episode.rows or [])], trace.described()
     columns: Any = {"prompt_length": 20, "response_length": 200, "extra_outputs": {SAMPLING_CANDIDATES: (1,)}}
     batch = trajectory_rows([episode], pad_token_id=0, **columns)
     tensors = batch.batch
+    assert "env_ids" not in batch and list(batch.non_tensor_batch["requests"]) == [trace.described()] * 2
     assert len(batch) == 2 and tensors["token_level_scores"].sum(1).tolist() == [0.5, 0.5]
     assert tensors["episode_scores"].tolist() == [0.5, 0.5] and tensors["step"].tolist() == [0, 1]
     for row, turns in enumerate(trace.rows(0.5)):

@@ -15,9 +15,10 @@ from verl_lite.protocol import DataProto
 from workers.envs.env_host import EnvReply
 from workers.rollout.answers import AnswerRunner, answer_plans
 from workers.rollout.base import Completion, Request, SamplingParams
-from workers.rollout.episodes import EpisodeRunner, EpisodeSpec, TokenLimits, Trajectory
+from workers.rollout.episodes import EpisodeRunner, TokenLimits, Trajectory
 from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
+from workers.rollout.specs import EpisodeSpec, GroupPlan
 from workers.rollout.trajectories import trajectory_rows
 
 START, END = 1, 2  # <|im_start|> and <|im_end|> of the tiny tokenizer; "0" is 3, "a" is 28, one character a token
@@ -154,12 +155,12 @@ def make_runner(engine: Any, pool: Any, templates: Sequence[EnvTemplate] = (), *
 
 def run_groups(runner: Any, specs: Sequence[EpisodeSpec], sampling: SamplingParams) -> list[Trajectory]:
     """Runs the groups of these episodes until they are complete. runner: the result of `make_runner`."""
-    groups = {name: list(group) for name, group in itertools.groupby(specs, key=lambda one: one.traj_group_id)}
+    groups = {name: tuple(group) for name, group in itertools.groupby(specs, key=lambda one: one.traj_group_id)}
     for name, members in groups.items():
-        runner.begin(name, members, sampling)
+        runner.begin(GroupPlan(name, members), sampling)
     while not all(map(runner.is_finished, groups)):
         runner.advance(wait_s=9.0)
-    return [one for name in groups for one in runner.take(name)[0]]
+    return [one for name in groups for one in runner.take(name).rows]
 
 
 def answer(

@@ -16,8 +16,9 @@ from verl_lite.rewards import RewardItem
 from verl_lite.safe_state import read_state, write_state
 from workers.rollout.answers import AnswerRunner, answer_plans
 from workers.rollout.base import Completion, ExtraOutputs, Request, Sampled, SamplingParams, derive_seed
-from workers.rollout.group_run import GroupPlan, GroupRun
+from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
+from workers.rollout.specs import GroupPlan
 
 SAMPLING = SamplingParams(max_tokens=4, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(2,))
 

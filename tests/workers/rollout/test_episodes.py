@@ -11,6 +11,7 @@ from tests.workers.rollout.scripted import END, SAMPLING, ScriptedEngine, Script
 from workers.rollout.base import Request, SamplingParams, derive_seed
 from workers.rollout.conversation import Turn
 from workers.rollout.episodes import TokenLimits, aggregate_metrics
+from workers.rollout.specs import GroupPlan
 
 LONG = TokenLimits(max_prompt_length=200, max_response_length=400, max_model_len=600)
 
@@ -220,21 +221,21 @@ def test_turns_do_not_wait_for_each_other() -> None:
 
     engine, pool = ScriptedEngine(says_b), Slow(ending(5))
     runner = make_runner(engine, pool, limits=LONG)
-    runner.begin("slow", [spec("slow_0")], SAMPLING)
-    runner.begin("fast", [spec("fast_0")], SAMPLING)
+    runner.begin(GroupPlan("slow", (spec("slow_0"),)), SAMPLING)
+    runner.begin(GroupPlan("fast", (spec("fast_0"),)), SAMPLING)
     while not runner.is_finished("fast"):
         runner.advance()
-    assert len(runner.take("fast")[0][0].turns) == 5
+    assert len(runner.take("fast").rows[0].turns) == 5
     assert not any("slow" in request.request_id for request in engine.requests)
     while not runner.is_finished("slow"):
         runner.advance()
-    assert len(runner.take("slow")[0][0].turns) == 5
+    assert len(runner.take("slow").rows[0].turns) == 5
 
 
 def test_it_waits_for_environments_only_when_nothing_decodes() -> None:
     engine, pool = ScriptedEngine(lambda *_: [*ids_of("bbb"), END]), ScriptedPool(ending(2), latency=(2, 2))
     runner = make_runner(engine, pool)
-    runner.begin("g", [spec()], SAMPLING)
+    runner.begin(GroupPlan("g", (spec(),)), SAMPLING)
     waits_while_decoding: list[float] = []
     while not runner.is_finished("g"):
         busy, before = engine.unfinished > 0, len(pool.waits)
@@ -249,16 +250,16 @@ def test_it_waits_for_environments_only_when_nothing_decodes() -> None:
 def test_each_group_has_its_own_sampling_and_is_taken_once() -> None:
     engine, pool = ScriptedEngine(says_b), ScriptedPool(ending(1), latency=(0, 5))
     runner = make_runner(engine, pool)
-    members = [spec(f"g_{number}", group_size=5) for number in range(5)]
-    runner.begin("g", members, SAMPLING)
+    members = tuple(spec(f"g_{number}", group_size=5) for number in range(5))
+    runner.begin(GroupPlan("g", members), SAMPLING)
     runner.advance()
-    runner.begin("h", [spec("h_0")], SamplingParams(temperature=0.0, max_tokens=1))
+    runner.begin(GroupPlan("h", (spec("h_0"),)), SamplingParams(temperature=0.0, max_tokens=1))
     assert not runner.is_finished("g") and not runner.is_finished("h")
     while not (runner.is_finished("g") and runner.is_finished("h")):
         runner.advance()
     episodes, counts = runner.take("g")
-    assert [one.spec for one in episodes] == members and counts.episodes == 5
-    assert [one.spec.traj_id for one in runner.take("h")[0]] == ["h_0"]
+    assert tuple(one.spec for one in episodes) == members and counts.episodes == 5
+    assert [one.spec.traj_id for one in runner.take("h").rows] == ["h_0"]
     by_name = {request.request_id.split("/")[1]: request.sampling for request in engine.requests}
     assert (by_name["h_0"].temperature, by_name["h_0"].max_tokens) == (0.0, 1)
     assert (by_name["g_0"].temperature, by_name["g_0"].max_tokens) == (1.0, 16)

@@ -20,8 +20,9 @@ from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Mesh, PerRank
 from workers.rollout.base import Request, SamplingParams
-from workers.rollout.episodes import EpisodeCounts, EpisodeSpec, TokenLimits
-from workers.rollout.group_run import GroupPlan, GroupResults, GroupRun
+from workers.rollout.episodes import TokenLimits
+from workers.rollout.group_run import GroupRun
+from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, GroupResults
 
 TURNS = 3
 TEMPLATE = template("world", max_steps=TURNS)

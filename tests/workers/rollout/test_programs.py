@@ -25,10 +25,10 @@ from workers.endpoint.program_host import ProgramError, episodes_per_process, is
 from workers.endpoint.server import Endpoint
 from workers.pool.process_pool import ProcessPool
 from workers.rollout.base import Completion, Request
-from workers.rollout.episodes import EpisodeSpec
-from workers.rollout.group_run import GroupPlan, GroupRun
+from workers.rollout.group_run import GroupRun
 from workers.rollout.programs import ProgramRunner
 from workers.rollout.runner import Runner
+from workers.rollout.specs import GroupPlan, ProgramSpec
 from workers.rollout.trajectories import trajectory_rows
 
 pytestmark = pytest.mark.slow  # each starts processes
@@ -123,10 +123,7 @@ class World:
 
     def run(self, *rows: dict[str, Any], seconds: float = 60.0) -> Any:
         """Runs one group with an episode for each row. Returns its columns."""
-        specs = tuple(
-            EpisodeSpec(f"e{number}", "g", "t", number, 0, 0, 0, len(rows), 1, row=row)
-            for number, row in enumerate(rows)
-        )
+        specs = tuple(ProgramSpec(f"e{number}", "g", "t", start_step=1, row=row) for number, row in enumerate(rows))
         self.groups.begin([GroupPlan("g", specs)], SAMPLING)
         until, results = time.monotonic() + seconds, self.groups.run(["g"], 0.05)
         while not results.reports:
@@ -142,8 +139,7 @@ def world(program: str, workers: int = 1, threads: int = 8, rewards: Any = None,
     try:
         yield made
     finally:
-        made.endpoint.close()
-        made.pool.close()
+        made.groups.close()
 
 
 def scores(rows: Any) -> list[float]:
@@ -367,7 +363,7 @@ def test_what_a_command_leaves_in_its_folder_does_not_change_its_score(
 def test_the_folders_of_a_process_that_is_replaced_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with world(COMMAND, timeout_s=20.0) as made:
-        specs = (EpisodeSpec("e", "g", "t", 0, 0, 0, 0, 1, 1, row={"do": "hangs"}),)
+        specs = (ProgramSpec("e", "g", "t", start_step=1, row={"do": "hangs"}),)
         made.groups.begin([GroupPlan("g", specs)], SAMPLING)
         waited(lambda: made.groups.run(["g"], 0.05) and list(tmp_path.glob("*/verl_lite-program-*")))
         [process] = made.pool._processes
@@ -436,7 +432,7 @@ def test_an_engine_that_fails_ends_the_run_and_answers_503() -> None:
 
 def test_an_aborted_group_leaves_no_request_and_no_reward(tmp_path: Path) -> None:
     with world(f"{HERE}:run") as made:
-        specs = (EpisodeSpec("e", "g", "t", 0, 0, 0, 0, 1, 1, row={"question": "slow"}),)
+        specs = (ProgramSpec("e", "g", "t", start_step=1, row={"question": "slow"}),)
         made.groups.begin([GroupPlan("g", specs)], SAMPLING)
         waited(lambda: made.groups.run(["g"], 0.05) and made.engine.running)
         assert made.groups.abort(["g"]) == 0 and not made.engine.running

@@ -15,7 +15,7 @@ from tests.workers.rollout.scripted import LIMITS, ids_of, log_prob, play, rows,
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check, column
 from workers.rollout.base import Request
-from workers.rollout.episodes import EpisodeCounts, TokenLimits
+from workers.rollout.episodes import TokenLimits, count_episodes
 
 A, B, C, D, E = 28, 29, 30, 31, 32
 
@@ -150,7 +150,7 @@ def test_an_overlong_prompt_or_a_score_beyond_float32_fails_the_episode_not_the_
 
     episodes, _, _ = play(script, worded("b!", "b!"), [spec("g_0"), spec("h_0", seed=8)])
     assert [one.stop for one in episodes] == ["failed", "terminated"]
-    counts = EpisodeCounts.of(episodes)
+    counts = count_episodes(episodes)
     assert (counts.episodes, counts.failed) == (2, 1)
     assert re.search(f"(?s)episode g_0 of the environment 't'.*{error}", str(counts.first_failure))
     data = rows(episodes)
