@@ -378,9 +378,12 @@ def _response_mask(data: DataProto, width: int | None = None) -> torch.Tensor:
     batch's other response columns."""
     mask = data.batch["response_mask"]
     if width is None:
-        others = [name for name in ("old_log_probs", "token_level_scores") if name in data]
-        width = data.batch[others[0]].shape[-1] if others else mask.shape[-1]
-    return mask[:, 1:] if mask.shape[-1] == width + 1 else mask
+        width = mask.shape[-1]
+        for name in ("token_level_scores", "old_log_probs"):
+            if name in data:
+                width = data.batch[name].shape[-1]
+    is_wider = mask.shape[-1] == width + 1
+    return mask[:, 1:] if is_wider else mask
 
 
 def response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -410,5 +413,6 @@ def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> t
     """Returns the values clipped to +-bound, and the fraction of `counted` values outside of it."""
     if bound is None:
         return values, 0.0
-    beyond = (values.abs() > bound) & counted
-    return values.clamp(-bound, bound), float(beyond.sum()) / max(1, int(counted.sum()))
+    num_beyond = ((values.abs() > bound) & counted).sum()
+    num_counted = max(1, int(counted.sum()))
+    return values.clamp(-bound, bound), float(num_beyond) / num_counted

@@ -39,10 +39,16 @@ class DynamicSampling(GroupFilter):
     def judge(self, groups: Sequence[Group]) -> None:
         rows = self.score(assembled(groups))
         outcomes = groups_of(rows, self.config.algorithm.filter_groups.metric)
-        bounds = np.searchsorted(outcomes.of_row.numpy(), np.arange(len(groups) + 1)).tolist()
-        for number, group in enumerate(groups):
-            group.kind = next(kind for kind in KINDS if outcomes.kinds[kind][number])
-            group.sampled = Rows(rows, bounds[number], bounds[number + 1])
+        for kind in KINDS:
+            for number in outcomes.kinds[kind].nonzero().flatten().tolist():
+                groups[number].kind = kind
+
+        # the rows of a group are adjacent
+        sizes = outcomes.of_row.bincount(minlength=len(groups)).tolist()
+        start = 0
+        for group, size in zip(groups, sizes, strict=True):
+            group.sampled = Rows(rows, start, start + size)
+            start += size
 
     def most(self, wanted: int) -> float:
         return self.config.algorithm.filter_groups.max_num_gen_batches * wanted or math.inf

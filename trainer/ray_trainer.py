@@ -45,13 +45,24 @@ from workers.rollout.base import SamplingParams
 class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     """The trainer: holds the components of a run, which `trainer.build` creates from the configuration.
 
-    ref is None if no KL term is configured; critic is None if the estimator needs no values; teachers is None without
-    distillation. source: draws the training
-    samples. total_steps: last step. trains: True if the class updates the policy; if False it has neither critic nor
-    training prompts. scores: True if it computes rewards.
+    Args:
+        actor: the policy and its rollout engines.
+        ref: the reference model; None if no KL term is configured.
+        critic: the value model; None if the estimator needs no values.
+        teachers: teachers of distillation; None without distillation.
+        rewards: scores the samples.
+        source: draws the training samples.
+        total_steps: last step.
+        val_data: prompts of validations; None without validation.
+        samples: writes samples to files.
+        saver: writes and restores checkpoints.
+        run_dir: the run folder.
     """
 
-    trains = scores = True
+    trains = True
+    """False for subclasses that do not update the policy. They have neither critic nor training prompts."""
+    scores = True
+    """False for subclasses that compute no rewards."""
     metrics: Metrics
 
     @classmethod
@@ -322,15 +333,15 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def generate_validation_set(self) -> dict[chunks.ValSampling, list[Sample]]:
         """Generates and scores the validation prompts. The scores do not depend on data.val_batch_size."""
         assert self.val_data is not None
-        kept = self.kept_answers()
-        engines = self.actor.num_engines
+        store = self.kept_answers()
+        num_prompts = len(self.val_data)
         return chunks.generate_in_chunks(
             self.val_data,
             chunks.val_samplings(self.config),
-            chunks.chunk_size(self.config, len(self.val_data), engines, are_kept=kept is not None),
+            chunks.chunk_size(self.config, num_prompts, self.actor.num_engines, are_kept=store is not None),
             self.generate_for_validation,
             self.score_for_validation,
-            kept,
+            store,
             self.tracking.show,
         )
 
@@ -341,8 +352,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
         """Samples sampling.n responses to each validation prompt."""
         self.samples.write_images(prompts)
-        name, seed = f"{sampling.purpose}/{self.steps.global_step}", self.config.trainer.seed
-        groups = prompt_groups(prompts, sampling.n, name, seed, step=0)
+        name = f"{sampling.purpose}/{self.steps.global_step}"
+        groups = prompt_groups(prompts, sampling.n, name, self.config.trainer.seed, step=0)
         return self.scheduler.run(groups, sampling.params).select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:
@@ -388,8 +399,9 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
         """Returns the metrics of the training batch. Also updates the data sampler."""
-        shown = step_metrics.compute_data_metrics(batch, use_critic=self.critic is not None)
-        return {"training/epoch": float(self.steps.epoch), **shown, **self.steps.update(batch)}
+        epoch = {"training/epoch": float(self.steps.epoch)}
+        batch_metrics = step_metrics.compute_data_metrics(batch, use_critic=self.critic is not None)
+        return epoch | batch_metrics | self.steps.update(batch)
 
     def mfu(self, batch: DataProto) -> dict[str, float]:
         """Returns perf/mfu/actor if the model's shape and the peak FLOP/s of the devices are known, else nothing."""

@@ -261,11 +261,13 @@ class RolloutScheduler:
     def run(self, groups: Sequence[Group], sampling: SamplingParams) -> DataProto:
         """Samples these groups and returns their rows, for example of a validation. Running training
         groups continue during the call."""
-        of_training, self._metrics = self._metrics, []
+        training_metrics = self._metrics
+        self._metrics = []
         self.engines.begin_groups([group.plan for group in groups], sampling)
         self._collect([group.plan.key for group in groups], [*groups, *self.groups])
         batch = assembled(groups)
-        batch.meta_info["metrics"], self._metrics = self._take_metrics(), of_training
+        batch.meta_info["metrics"] = self._take_metrics()
+        self._metrics = training_metrics
         _add_counts(batch, groups)
         return batch
 
@@ -530,8 +532,10 @@ class RolloutScheduler:
         """Restores a snapshot, in this process or in another one. The next `get_batch` starts the groups again that
         were not complete."""
         self.source.load_state_dict(snapshot["source"])
-        self.groups, self.sizes = list(snapshot["groups"]), dict(snapshot["sizes"])
-        self.counts, self._metrics = Counter(snapshot["counts"]), list(snapshot["metrics"])
+        self.groups = list(snapshot["groups"])
+        self.sizes = dict(snapshot["sizes"])
+        self.counts = Counter(snapshot["counts"])
+        self._metrics = list(snapshot["metrics"])
         self._is_restored = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -602,8 +606,9 @@ def _with_columns(columns: Rows | None, sampled: Rows) -> Rows:
     """Adds the columns of the source, if there are any, to the rows that an engine returned."""
     if columns is None:
         return sampled
-    known = columns.batch.slice(columns.start, columns.stop)
-    rows = known | sampled.batch.slice(sampled.start, sampled.stop)
+    source_rows = columns.batch.slice(columns.start, columns.stop)
+    engine_rows = sampled.batch.slice(sampled.start, sampled.stop)
+    rows = source_rows | engine_rows
     return Rows(rows, 0, len(rows))
 
 

@@ -64,11 +64,14 @@ def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, flo
 
     scores, uid: (B,).
     """
-    groups, number = group_ids(uid, scores.device)
-    lowest = torch.full((number,), torch.inf).scatter_reduce(0, groups, scores.float(), "amin")
-    highest = torch.full((number,), -torch.inf).scatter_reduce(0, groups, scores.float(), "amax")
-    several = torch.bincount(groups, minlength=number) > 1
-    return {"frac_reward_zero_std": _mean((lowest == highest)[several])} if several.any() else {}
+    groups, num_groups = group_ids(uid, scores.device)
+    has_several = torch.bincount(groups, minlength=num_groups) > 1
+    if not has_several.any():
+        return {}
+    lowest = torch.full((num_groups,), torch.inf).scatter_reduce(0, groups, scores.float(), "amin")
+    highest = torch.full((num_groups,), -torch.inf).scatter_reduce(0, groups, scores.float(), "amax")
+    is_equal = lowest == highest
+    return {"frac_reward_zero_std": _mean(is_equal[has_several])}
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
@@ -135,9 +138,12 @@ def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, fl
     are those of the plan.
     """
     in_order = np.array([part.sum() for part in np.array_split(lengths, plan.world_size)])
-    balanced = np.where(plan.is_padding, 0, lengths[plan.order]).reshape(plan.world_size, -1).sum(1)
-    metrics = {f"global_seqlen/{name}": float(getattr(in_order, name)()) for name in ("min", "max", "mean")}
-    return metrics | {
+    planned_lengths = np.where(plan.is_padding, 0, lengths[plan.order])
+    balanced = planned_lengths.reshape(plan.world_size, -1).sum(1)
+    return {
+        "global_seqlen/min": float(in_order.min()),
+        "global_seqlen/max": float(in_order.max()),
+        "global_seqlen/mean": float(in_order.mean()),
         "global_seqlen/minmax_diff": float(np.ptp(in_order)),
         "global_seqlen/balanced_min": float(balanced.min()),
         "global_seqlen/balanced_max": float(balanced.max()),
@@ -159,14 +165,16 @@ def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     tokens include those of tools and environments.
     """
     tensors = batch.batch
-    attention = tensors["attention_mask"]
     width = tensors["responses"].shape[-1]
+    prompt_mask = tensors["attention_mask"][:, :-width]
+    answer_mask = tensors["attention_mask"][:, -width:]
     counted = (tensors["response_mask"] != 0).any(-1)
     if "reward_failed" in batch.non_tensor_batch:
-        is_answered = (attention[:, -width:] != 0).any(-1)
-        counted = is_answered & ~torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
+        is_answered = (answer_mask != 0).any(-1)
+        failed = torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
+        counted = is_answered & ~failed
     counted = counted & ~_padding_rows(batch)
-    return counted, attention[counted, :-width].sum(-1), attention[counted, -width:].sum(-1)
+    return counted, prompt_mask[counted].sum(-1), answer_mask[counted].sum(-1)
 
 
 def _mean(values: torch.Tensor) -> float:
@@ -178,4 +186,8 @@ def summary(name: str, values: torch.Tensor | np.ndarray) -> dict[str, float]:
     if not len(values):
         return {}
     mean = _mean(values) if isinstance(values, torch.Tensor) else float(values.mean())
-    return {f"{name}/mean": mean, f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    return {
+        f"{name}/mean": mean,
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

@@ -136,10 +136,13 @@ class EpisodeFilter(GroupFilter):
     def most(self, wanted: int) -> float:
         if self._compares:
             return self._options.max_num_gen_batches * wanted or math.inf
-        manager, replaced = self.manager, self.manager.max_replaced_groups
-        most = wanted + (4 * manager.num_env_groups if replaced < 0 else replaced)
-        limit = manager.max_traj_per_env
-        return most if limit < 0 else max(wanted, min(most, limit * manager.num_env_groups))
+        num_groups = self.manager.num_env_groups
+        replaced = self.manager.max_replaced_groups
+        most = wanted + (replaced if replaced >= 0 else 4 * num_groups)
+        episodes_of_env = self.manager.max_traj_per_env
+        if episodes_of_env >= 0:
+            most = max(wanted, min(most, episodes_of_env * num_groups))
+        return most
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
         dropped = [group for group in groups if group.is_dropped]
@@ -148,7 +151,8 @@ class EpisodeFilter(GroupFilter):
         self._kept_though_dropped += missing
 
     def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
-        kept, self._kept_though_dropped = self._kept_though_dropped, 0
+        kept = self._kept_though_dropped
+        self._kept_though_dropped = 0
         oldest = max(min(group.version for group in chosen), self.warmup)  # version 0 does not age during the warm-up
         return {
             "scheduler/group_filter_count": Metric.last(len(dropped) + kept),
@@ -229,43 +233,48 @@ class AgentTrainer(RayPPOTrainer):
 
     def validate(self, result: FitResult) -> dict[str, float]:
         """Runs the validation episodes with the newest weights, and stores some samples in `result`."""
-        metrics = dict[str, float]()
         assert self.val_source is not None
         self.weight_sync.before_validation()
+        step = self.steps.global_step
+        metrics: dict[str, float] = {}
         for sampling in val_samplings(self.config):
             prefix = sampling.prefix
-            batch = self.scheduler.run(self.val_source.draw_validation(sampling.n), sampling.params)
+            groups = self.val_source.draw_validation(sampling.n)
+            batch = self.scheduler.run(groups, sampling.params)
             self.rewards.score(batch)
             counts: EpisodeCounts = batch.meta_info["episodes"]
-            metrics |= {f"val/{prefix}env/error_rate": counts.failed / max(1, counts.episodes)}
+            metrics[f"val/{prefix}env/error_rate"] = counts.failed / max(1, counts.episodes)
             metrics |= validation_metrics(batch, prefix)
-            episodes = samples_of(batch, self.steps.global_step)
-            self.samples.write_validation(episodes, self.steps.global_step, prefix.strip("/"))
+
+            episodes = samples_of(batch, step)
+            self.samples.write_validation(episodes, step, prefix.strip("/"))
             if not prefix:
                 result.samples = episodes[: self.config.trainer.log_val_generations]
-                self.tracking.log_samples(result.samples, step=self.steps.global_step)
+                self.tracking.log_samples(result.samples, step=step)
         return metrics
 
     # --------------------------------------------------------------------------------------------- logging, the end
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
         """Returns the metrics of the training batch, by row and by episode."""
-        config, of_sampler = self.config, self.steps.update(batch)
-        size = config.data.train_batch_size * config.rollout.n
+        config = self.config
+        sampler_metrics = self.steps.update(batch)
         if config.reads_prompts:
-            of_sampler["training/epoch"] = float(self.steps.epoch)
+            episodes_of_step = config.data.train_batch_size * config.rollout.n
+            sampler_metrics["training/epoch"] = float(self.steps.epoch)
         else:
-            size = config.agentic.rollout_batch_size
+            episodes_of_step = config.agentic.rollout_batch_size
         return {
             **compute_data_metrics(batch, use_critic=self.critic is not None),
-            **of_sampler,
-            "system/samples": float(self.steps.global_step * size),
+            **sampler_metrics,
+            "system/samples": float(self.steps.global_step * episodes_of_step),
             "system/tps": int(batch.batch["attention_mask"].sum()) / self.timing["step"],
         }
 
     def keep_samples(self, batch: DataProto) -> None:
         """Writes the episodes of this step to files and, every logging_steps steps, some of them to the log."""
-        step, every = self.steps.global_step, self.config.agentic.logging_steps
+        step = self.steps.global_step
+        every = self.config.agentic.logging_steps
         episodes = samples_of(batch, step)
         self.samples.write_training(episodes, step)
         if every and step % every == 0:

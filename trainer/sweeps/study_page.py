@@ -26,43 +26,39 @@ def read_study(folder: Path) -> Json:
     metric = study.spec.metric
     parameters = [parameter.name for parameter in study.spec.space]
 
-    rows: list[list[object]] = []
     curves: list[Json] = []
     are_shares: list[bool] = []
     for trial in study.trials:
-        values = [_as_number(trial.parameters[name]) for name in parameters]
-        steps = max(run.steps for run in trial.runs)
-        seconds = sum(run.seconds for run in trial.runs)
-        rows.append([trial.number, trial.state, trial.value, trial.half_width, *values, steps, seconds, trial.error])
         for number, run in enumerate(trial.runs):
             metrics = read_metrics(run.folder / METRICS)
             are_shares.append(is_share(metric, metrics))
             curves.append(_curve(trial, metric_by_step(metrics, metric), is_first=number == 0))
-
-    charts = [
-        chart(
-            metric,
-            "one line per run",
-            curves,
-            wide=True,
-            layout={"hovermode": "closest", "showlegend": len(study.trials) <= MAX_LEGEND},
-        )
-    ]
+    layout = {"hovermode": "closest", "showlegend": len(study.trials) <= MAX_LEGEND}
+    charts = [chart(metric, "one line per run", curves, wide=True, layout=layout)]
     for name in parameters:
-        if len({trial.parameters[name] for trial in study.trials}) > 1:
+        is_varied = len({trial.parameters[name] for trial in study.trials}) > 1
+        if is_varied:
             charts.append(_parameter_chart(study.trials, name, metric, is_share_metric=all(are_shares)))
 
     best = study.finished()
     first_folders = [trial.runs[0].folder for trial in best[:4]]
     states = Counter(trial.state for trial in study.trials)
     return {
-        "facts": {"trials": len(rows), **states, study.spec.mode: metric},
+        "facts": {"trials": len(study.trials), **states, study.spec.mode: metric},
         "best": [[_trial_text(trial), trial.commands] for trial in best[:MAX_BEST]],
         "columns": ["trial", "state", "value", "half width", *parameters, "steps", "seconds", "error"],
-        "trials": compact(rows),
+        "trials": [compact(_row(trial, parameters)) for trial in study.trials],
         "charts": charts,
         "runs": [folder for folder in first_folders if (folder / METRICS).is_file()],
     }
+
+
+def _row(trial: Trial, parameters: Sequence[str]) -> list[object]:
+    """Returns the trial's row of the table. parameters: names of the columns of parameters."""
+    values = [_as_number(trial.parameters[name]) for name in parameters]
+    steps = max(run.steps for run in trial.runs)
+    seconds = sum(run.seconds for run in trial.runs)
+    return [trial.number, trial.state, trial.value, trial.half_width, *values, steps, seconds, trial.error]
 
 
 def _curve(trial: Trial, points: dict[int, float], *, is_first: bool) -> Json:
@@ -109,12 +105,16 @@ def _axis_of(name: str, values: Sequence[str | float]) -> _Axis:
     numbers = [value for value in values if isinstance(value, float)]
     if not numbers or len(numbers) < len(values):
         words = list(dict.fromkeys(map(str, values)))
-        return _Axis([float(words.index(str(value))) for value in values], words, [], is_log=False)
+        positions = [float(words.index(str(value))) for value in values]
+        return _Axis(positions, words, numbers=[], is_log=False)
 
+    smallest = min(numbers)
+    largest = max(numbers)
     is_rate = name.rpartition(".")[2] in ("lr", "learning_rate")
-    is_log = min(numbers) > 0 and (is_rate or max(numbers) >= 10 * min(numbers))
+    is_log = smallest > 0 and (is_rate or largest >= 10 * smallest)
     positions = [log10(value) for value in numbers] if is_log else numbers
-    return _Axis(positions, [], list(dict.fromkeys(numbers)), is_log)
+    distinct = list(dict.fromkeys(numbers))
+    return _Axis(positions, [], distinct, is_log)
 
 
 def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, *, is_share_metric: bool) -> Json:
