@@ -664,7 +664,7 @@ def test_a_group_that_is_lost_or_repeated_or_too_old_is_an_error(threshold: int)
     for message, change in changes.items():
         subject = numbers(Engines(), threshold, sieve=Sieve(()))
         list(train(subject, range(1, 4)))
-        subject.begin_ahead(4 if threshold > 1 else 3)
+        subject.begin_ahead(3)
         subject.finish()
         change(subject.groups)
         with pytest.raises(RuntimeError, match=message):
