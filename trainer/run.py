@@ -25,8 +25,9 @@ from trainer.checkpoint import saved_steps, whole_checkpoint
 from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, file_mask, stopping_on_signal
 from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
-from trainer.inspect import closing_findings, findings_shown
+from trainer.final_report import FitResult
 from trainer.recipe import prepare_recipe
+from trainer.reports.findings import closing_findings, findings_table
 from trainer.reports.health import DIVERGED
 from trainer.resources import reserved_devices, resolve_slots
 from trainer.resume import refuse_another_run, refuse_missed_profiles
@@ -78,7 +79,9 @@ class Job(Generic[Options]):
     replays_steps: ClassVar[bool] = False
 
     def __init__(self, config: Options, slots: int, console: Console) -> None:
-        self.config, self.slots, self.console = config, slots, console
+        self.config = config
+        self.slots = slots
+        self.console = console
         self.run_dir = run_folder(config)
 
     def prepare(self) -> None:
@@ -167,11 +170,10 @@ def run(
             with ExitStack() as stack:
                 stack.enter_context(guarded())
                 return train(job, loaded, command, stack, callbacks)
-        except ClusterLostError as error:  # this process cannot join a second cluster
-            spec = getattr(sys.modules["__main__"], "__spec__", None)  # None under a debugger
-            if retries_left and spec is not None and spec.name.removesuffix(".__main__") == job.module:
-                error.again = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={retries_left - 1}"]
-                error.again += ["~trainer.resume_from_path", "trainer.resume_mode=auto"] if has_own(job) else []
+        except ClusterLostError as error:
+            # this process cannot join a second cluster, so `cli` starts the command again in its place
+            if retries_left and runs_as_command(job):
+                error.again = arguments_of_retry(job, retries_left - 1)
             raise
         except (WorkerDiedError, StalledError) as error:
             if not retries_left:
@@ -186,8 +188,23 @@ def run(
             raise lost from None
         Callbacks(callbacks).load_state_dict(first_states)
         if has_own(job):
-            trainer.resume_mode, trainer.resume_from_path = "auto", None
+            trainer.resume_mode = "auto"
+            trainer.resume_from_path = None
     raise AssertionError("the last try returns or raises")
+
+
+def runs_as_command(job: Job[Options]) -> bool:
+    """True if this process runs `python -m` of the job's module."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None under a debugger
+    return spec is not None and spec.name.removesuffix(".__main__") == job.module
+
+
+def arguments_of_retry(job: Job[Options], max_retries: int) -> list[str]:
+    """Returns the arguments that make the command line continue this run."""
+    arguments = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={max_retries}"]
+    if has_own(job):
+        arguments += ["~trainer.resume_from_path", "trainer.resume_mode=auto"]
+    return arguments
 
 
 def has_own(job: Job[Options]) -> bool:
@@ -212,20 +229,23 @@ def train(
     Returns:
         The exit status.
     """
-    config, console, run_dir = job.config, job.console, job.run_dir
+    config = job.config
+    console = job.console
     for note in loaded.notes:
         console.note(note)
     callbacks = Callbacks([*load_callbacks(config.trainer), *own_callbacks])
     job.prepare()
     if config.trainer.dry_run:
         return dry_run(job, loaded, stack)
+
     job.check(visible_devices(device_type(config.trainer.device)))
     job.check_models()
     tell_idle_options(job, loaded)
     stack.enter_context(reserved_devices(config, job.request(), console.note))
     total_steps = job.read_data()
     tell_idle_options(job, loaded)
-    make_run_dir(config, stack)
+
+    run_dir = make_run_dir(config, stack)
     folder = HeldFolder(run_dir, console.note, stack)
     check_run_dir(job, total_steps)
     plan = job.plan()
@@ -246,17 +266,25 @@ def train(
         trainer.callbacks = callbacks
         result = trainer.fit()
         folder.restore()
-    report = job.report(trainer, result)
-    findings = closing_findings(run_dir) if plan else []
-    for part in [*report.lines, findings_shown(findings, 2) if findings else None]:
-        if part:
-            console.print(part)
-    console.print(final_report.final_report(result, run_dir, report.pictures, report.commands))
-    if findings and findings[0].text.startswith(DIVERGED):
-        console.note(f"{findings[0].text}; {findings[0].advice}")
+    print_report(job, trainer, result, has_findings=bool(plan))
     if result.stopped:
         console.print(how_to_continue(command, run_dir))
     return INTERRUPTED if result.stopped else 0
+
+
+def print_report(job: Job[Options], trainer: TrainingLoop[Any, Any], result: FitResult, *, has_findings: bool) -> None:
+    """Prints the report of an ended run. has_findings: True to check the health of the run."""
+    console = job.console
+    report = job.report(trainer, result)
+    findings = closing_findings(job.run_dir) if has_findings else []
+    for line in report.lines:
+        if line:
+            console.print(line)
+    if findings:
+        console.print(findings_table(findings, 2))
+    console.print(final_report.final_report(result, job.run_dir, report.pictures, report.commands))
+    if findings and findings[0].text.startswith(DIVERGED):
+        console.note(f"{findings[0].text}; {findings[0].advice}")
 
 
 def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) -> int:
@@ -296,12 +324,16 @@ def how_to_continue(command: list[str], run_dir: Path) -> str:
 
     command: the words of the command line; empty for a call from Python.
     """
-    again = {"trainer.default_local_dir": f"{run_dir}", "trainer.resume_mode": "auto"}
-    kept = [word for word in command if word.partition("=")[0].lstrip("+~") not in (*again, "trainer.resume_from_path")]
-    none = "" if saved_steps(run_dir) else " No step is saved, since no checkpoint was due (trainer.save_freq)."
+    begin = "Stopped."
+    if not saved_steps(run_dir):
+        begin += " No step is saved, since no checkpoint was due (trainer.save_freq)."
     if not command:
-        return f"Stopped.{none} To continue, call train with the same arguments and run_dir={str(run_dir)!r}"
-    return f"Stopped.{none} To continue:\n  " + shlex.join([*kept, *(f"{key}={value}" for key, value in again.items())])
+        return f"{begin} To continue, call train with the same arguments and run_dir={str(run_dir)!r}"
+
+    replaced = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
+    words = [word for word in command if word.partition("=")[0].lstrip("+~") not in replaced]
+    words += [f"trainer.default_local_dir={run_dir}", "trainer.resume_mode=auto"]
+    return f"{begin} To continue:\n  {shlex.join(words)}"
 
 
 @contextmanager

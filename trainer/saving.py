@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer import checkpoint
-from trainer.requirements import needs_critic
 from trainer.resume import flat_config
 from trainer.steps import StepCounter
-from verl_lite.config import PPOConfig, RunConfig, RunOptions, SupervisedConfig
+from verl_lite.config import RunConfig, RunOptions
 from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.safe_state import write_state
 from verl_lite.single_controller.worker_group import WorkerGroup
-from workers.critic import critic_network
-from workers.policy.loading import count_parameters, count_trained
-
-BYTES_PER_PARAMETER = 12  # fp32: the parameter and AdamW's two moments
 
 
 class SavedByWorkers:
@@ -63,8 +58,12 @@ class Saver:
         expected_bytes: int,
         log: Callable[[str], None],
     ) -> None:
-        self.run_dir, self.config, self.trainer, self.learners = run_dir, config, config.trainer, learners
-        self.expected_bytes, self.log = expected_bytes, log
+        self.run_dir = run_dir
+        self.config = config
+        self.trainer = config.trainer
+        self.learners = learners
+        self.expected_bytes = expected_bytes
+        self.log = log
         self.newest: Path | None = None
         self._completed: list[Path] = []  # checkpoints that `take_completed` has not returned yet
         self.is_overdue = False
@@ -76,7 +75,8 @@ class Saver:
     def is_due(self, steps: StepCounter) -> bool:
         """Returns True if the current step ends with a checkpoint: it is due, the disk was full at the last one, or
         the run is being stopped."""
-        is_stopped, frequency = steps.must_stop(), self.trainer.save_freq
+        frequency = self.trainer.save_freq
+        is_stopped = steps.must_stop()
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
     def save(self, steps: StepCounter, state: Mapping[str, Any] | None = None) -> None:
@@ -85,15 +85,21 @@ class Saver:
         state: state of the trainer to save in addition to options, steps and random states. If the disk is full, the
         next step tries again (`is_due`); the last step raises DiskFull.
         """
-        step, is_last = steps.global_step, steps.is_last or steps.stopping
-        whole = {"config": flat_config(self.config), "steps": steps.state_dict(), "random": get_random_state()}
+        step = steps.global_step
+        is_last = steps.is_last or steps.stopping
+        driver_state = {
+            "config": flat_config(self.config),
+            "steps": steps.state_dict(),
+            "random": get_random_state(),
+            **(state or {}),
+        }
         try:
             self._collect()
             draft = checkpoint.open_draft(self.run_dir, step, self.expected_bytes)
             with checkpoint.removed_on_failure(draft):
                 for name, learner in self.learners.items():
                     learner.save(str(draft / name), background=self.trainer.async_save)
-                write_state(draft / checkpoint.STATE, whole | dict(state or {}))
+                write_state(draft / checkpoint.STATE, driver_state)
             self._written = draft
             if is_last:
                 self.finish()
@@ -121,17 +127,21 @@ class Saver:
         self._join()  # the previous checkpoint
         if self._written is None:
             return
-        draft, self._written = self._written, None
+        draft = self._written
+        self._written = None
         with checkpoint.removed_on_failure(draft):
             for learner in self.learners.values():
                 learner.finish_save()
         self._publishing = self._thread.submit(self._publish, draft)
 
     def _join(self) -> None:
-        if self._publishing is not None:
-            publishing, self._publishing = self._publishing, None
-            self.newest = publishing.result()
-            self._completed.append(self.newest)
+        """Waits for the thread that publishes a checkpoint, if one is running. Raises its error."""
+        if self._publishing is None:
+            return
+        publishing = self._publishing
+        self._publishing = None
+        self.newest = publishing.result()
+        self._completed.append(self.newest)
 
     def take_completed(self) -> list[Path]:
         """Returns the checkpoints that were completed since the last call, without waiting for one that is not. A
@@ -169,14 +179,6 @@ class Saver:
         return state
 
 
-def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
-    """Returns the estimated size of one checkpoint: weights and moments of the trained models."""
-    trained = count_trained(config.model)
-    if isinstance(config, PPOConfig) and needs_critic(config):
-        trained += count_parameters(critic_network(config))
-    return trained * BYTES_PER_PARAMETER
-
-
 def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
     """Returns the largest number of checkpoints in the run folder at a time: those kept and one being written."""
     if trainer.save_freq == 0:
@@ -185,11 +187,12 @@ def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
     return min(written, (trainer.max_actor_ckpt_to_keep or written) + 1)
 
 
-def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, one: int) -> None:
+def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, estimated_bytes: int) -> None:
     """Raises DiskFull, before anything heavy starts, unless the disk has room for all remaining checkpoints.
 
-    one: estimated bytes of one checkpoint, used if the folder contains none.
+    estimated_bytes: size of a checkpoint, used while the folder contains none.
     """
-    if most := most_checkpoints(trainer, total_steps):
+    most = most_checkpoints(trainer, total_steps)
+    if most:
         missing = max(1, most - len(checkpoint.saved_steps(run_dir)))
-        checkpoint.require_space(run_dir, missing * checkpoint.expected_size(run_dir, one))
+        checkpoint.require_space(run_dir, missing * checkpoint.expected_size(run_dir, estimated_bytes))

@@ -65,11 +65,16 @@ class EpochSteps(StepCounter):
     def __init__(
         self, rows: int, batch_size: int, options: RunConfig, *, shuffle: bool, repeat: int = 1, dataset: str = ""
     ) -> None:
-        self.rows, self.batch_size, self.repeat, self.shuffle = rows, batch_size, repeat, shuffle
-        self.seed, self.dataset = options.seed, dataset
-        self.per_epoch = -(-rows * repeat // batch_size)
-        limit = options.total_training_steps
-        self.total = options.total_epochs * self.per_epoch if limit is None else limit
+        self.rows = rows
+        self.batch_size = batch_size
+        self.repeat = repeat
+        self.shuffle = shuffle
+        self.seed = options.seed
+        self.dataset = dataset
+        self.per_epoch = math.ceil(rows * repeat / batch_size)
+        self.total = options.total_epochs * self.per_epoch
+        if options.total_training_steps is not None:
+            self.total = options.total_training_steps
 
     def __iter__(self) -> Iterator[int]:
         while self.global_step < self.total and not self.stopping:
@@ -86,7 +91,8 @@ class EpochSteps(StepCounter):
         order = np.tile(np.arange(self.rows), self.repeat)
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(order)
-        return order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
+        start = number * self.batch_size
+        return order[start : start + self.batch_size].tolist()
 
 
 def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
@@ -106,7 +112,9 @@ class TrainingSteps(StepCounter):
     """
 
     def __init__(self, config: PPOConfig, scheduler: RolloutScheduler, total: int) -> None:
-        self.config, self.scheduler, self.total = config, scheduler, total
+        self.config = config
+        self.scheduler = scheduler
+        self.total = total
 
     def __iter__(self) -> Iterator[DataProto]:
         while self.global_step < self.total and not self.stopping:
@@ -126,13 +134,15 @@ class TrainingSteps(StepCounter):
     def restrict_to_step(self, step: int, data: DataProto) -> None:
         """Restricts the iteration to one step with the data that it yielded."""
         self.scheduler.restore(data.meta_info["scheduler"])
-        self.global_step, self.total = step - 1, step
+        self.global_step = step - 1
+        self.total = step
 
     def give_up_step(self, data: DataProto) -> None:
         """Ends the run after the previous step, in the state that this step, which yielded `data`, started from."""
         self.scheduler.finish()
         self.scheduler.restore(data.meta_info["scheduler"])
-        self.global_step, self.stopping = self.global_step - 1, True
+        self.global_step -= 1
+        self.stopping = True
 
     @property
     def past_critic_warmup(self) -> bool:

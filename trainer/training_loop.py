@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from trainer import step_metrics
+from codetiming import Timer
+
 from trainer.callbacks import Callbacks, RunState
 from trainer.checkpoint import saved_steps
 from trainer.evaluate.sample import Sample
@@ -20,6 +21,7 @@ from trainer.steps import StepCounter
 from trainer.tracking import METRICS, Tracking, logged_validations
 from verl_lite import profiling
 from verl_lite.config import RunConfig
+from verl_lite.errors import during
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.worker_group import WorkerGroup
 
@@ -40,7 +42,10 @@ class TrainingLoop(Generic[Steps, Result]):
     val_only = False  # True: validate once, and run no step
 
     def __init__(self, options: RunConfig, steps: Steps, tracking: Tracking, saver: Saver, result: Result) -> None:
-        self.options, self.steps, self.tracking, self.saver = options, steps, tracking, saver
+        self.options = options
+        self.steps = steps
+        self.tracking = tracking
+        self.saver = saver
         self.result = result
         self.metrics: dict[str, Any] = {}
         self.timing: dict[str, float] = {}
@@ -65,14 +70,18 @@ class TrainingLoop(Generic[Steps, Result]):
         if self.callbacks.control.should_training_stop:
             self.end_early()
         for data in () if self.val_only else self.steps:
-            self.metrics, self.timing, self.usage = {}, {}, {}
-            self.step_data, self.scored_batch = data, None
+            self.metrics = {}
+            self.timing = {}
+            self.usage = {}
+            self.step_data = data
+            self.scored_batch = None
             if self.steps.global_step in self.options.profile_steps:
                 self.start_profile()
             yield data
         if self.callbacks:
             self.saver.finish()  # a callback may have requested a checkpoint shortly before the end
-        self.result.checkpoint, self.result.stopped = self.saver.newest, self.steps.stopping
+        self.result.checkpoint = self.saver.newest
+        self.result.stopped = self.steps.stopping
         if self.ended_early and not self.result.stopped:
             write_early_end(self.saver.run_dir, self.steps.global_step)
         self.report_checkpoints()
@@ -237,13 +246,20 @@ class TrainingLoop(Generic[Steps, Result]):
 
     @contextmanager
     def timed(self, name: str, within: str | None = None) -> Iterator[None]:
-        """Adds the block's seconds to timing_s/<name>, see `step_metrics.timed`, and its use of workers to `usage`."""
-        before = self.groups[0].usage
-        with step_metrics.timed(self.timing, name, self.steps.global_step, within), profiling.span(name):
+        """Adds the block's seconds to timing_s/<name>, and its use of workers to `usage`. Exceptions raised inside name
+        this phase and the step.
+
+        within: the enclosing phase, which is still running; seconds and use are subtracted from it.
+        """
+        usage_before = self.groups[0].usage
+        timer = Timer(name=name, logger=None)
+        with timer, during(name, self.steps.global_step), profiling.span(name):
             yield
-        used = self.groups[0].usage - before
+        used = self.groups[0].usage - usage_before
+        self.timing[name] = self.timing.get(name, 0.0) + timer.last
         self.usage[name] = self.usage.get(name, 0.0) + used
         if within is not None:
+            self.timing[within] = self.timing.get(within, 0.0) - timer.last
             self.usage[within] = self.usage.get(within, 0.0) - used
 
     @property
@@ -254,12 +270,15 @@ class TrainingLoop(Generic[Steps, Result]):
 
     def usage_metrics(self) -> dict[str, float]:
         """Returns perf/idle_frac and perf/moved_mb of the step and of each phase that called workers."""
-        metrics, ranks = {}, self.groups[0].world_size
-        for phase, (busy_s, moved) in self.usage.items():
-            if busy_s > 0:
-                end = "" if phase == "step" else f"/{phase}"
-                metrics[f"perf/idle_frac{end}"] = max(0.0, 1.0 - busy_s / (ranks * self.timing[phase]))
-                metrics[f"perf/moved_mb{end}"] = moved / 1e6
+        metrics: dict[str, float] = {}
+        num_ranks = self.groups[0].world_size
+        for phase, (busy_s, moved_bytes) in self.usage.items():
+            if busy_s <= 0:
+                continue
+            suffix = "" if phase == "step" else f"/{phase}"
+            busy_share = busy_s / (num_ranks * self.timing[phase])
+            metrics[f"perf/idle_frac{suffix}"] = max(0.0, 1.0 - busy_share)
+            metrics[f"perf/moved_mb{suffix}"] = moved_bytes / 1e6
         return metrics
 
     def start_profile(self) -> None:

@@ -138,7 +138,7 @@ def test_dynamic_sampling_drops_groups_whose_episodes_have_equal_scores(scores: 
         {"reward_failed": as_column([x is None for x in scores]), "traj_id": as_column(["a", "b"])},
     )
     group = Group(GroupPlan("train/1/x", ()), sampled=Rows(rows, 0, 2))
-    EpisodeFilter(config).judge([group], wait=True)
+    EpisodeFilter(config).judge([group])
     assert group.kind == kind
 
 
