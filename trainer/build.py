@@ -49,10 +49,10 @@ from trainer.requirements import (
     needs_reward_function,
 )
 from trainer.resources import DeviceHolder, create_groups, engine_devices, join_ray, start_workers
-from trainer.rewards.failures import LEAST_REWARDS, FailureLog
+from trainer.rewards.failures import LEAST_REWARDS, reward_failure_log
 from trainer.rewards.groups import ACCURACY, SCORE
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
-from trainer.rewards.scores import OVERLONG, Rewards
+from trainer.rewards.scores import OVERLONG, RewardManager
 from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.run import Job, Report, ResourceRequest, run
 from trainer.saving import Saver, checkpoint_bytes
@@ -579,8 +579,8 @@ def build_trainer(
             text: Any = partial(data.tokenizer.decode, skip_special_tokens=True)
             rows = config.data.train_batch_size * config.rollout.n if config.algorithm.filter_groups.enable else 0
             least = max(LEAST_REWARDS, rows)
-            failures = FailureLog(config.reward.max_error_rate, run_dir, text, tracking.note, least)
-            rewards = Rewards(pool, config.reward, run_dir, model, failures)
+            failures = reward_failure_log(config.reward.max_error_rate, run_dir, tracking.note, least)
+            rewards = RewardManager(pool, config.reward, failures, model, text)
             parts = {"rewards": rewards, "val_data": data.val, "source": PromptSource(config, data.train)}
         critic = CriticRole(groups["critic"], config) if "critic" in groups else None
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})

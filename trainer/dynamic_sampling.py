@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from trainer.rewards.groups import KINDS, groups_of
-from trainer.rewards.scores import Rewards
+from trainer.rewards.scores import RewardManager
 from trainer.rollout_scheduler import Group, GroupFilter, Rows, assembled
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
@@ -28,7 +28,7 @@ class AnswerGroups(GroupFilter):
     """Keeps all groups of answers. waits: True if groups may overtake each other; a group is then complete only when
     its rewards are available."""
 
-    def __init__(self, rewards: Rewards, waits: bool) -> None:
+    def __init__(self, rewards: RewardManager, waits: bool) -> None:
         self.rewards, self.waits = rewards, waits
 
     def judge(self, groups: Sequence[Group], wait: bool) -> None:
@@ -59,7 +59,7 @@ class DynamicSampling(AnswerGroups):
 
     drops = adds_scores = True
 
-    def __init__(self, config: PPOConfig, rewards: Rewards, score: Callable[[DataProto], DataProto]) -> None:
+    def __init__(self, config: PPOConfig, rewards: RewardManager, score: Callable[[DataProto], DataProto]) -> None:
         super().__init__(rewards, waits=True)
         self.config, self.score = config, score
 

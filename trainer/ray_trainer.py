@@ -24,7 +24,7 @@ from trainer.group_sources import ANSWERS, prompt_groups
 from trainer.planner.model_shape import ModelShape
 from trainer.requirements import needs_old_log_prob
 from trainer.rewards.groups import group_shares
-from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
+from trainer.rewards.scores import RewardStage, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.rollout_scheduler import GroupFilter, GroupSource, RolloutScheduler
 from trainer.saving import Saver
@@ -67,7 +67,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         ref: ReferenceRole | None,
         critic: CriticRole | None,
         teachers: Teachers | None = None,
-        rewards: Scorer,
+        rewards: RewardStage,
         source: GroupSource,
         total_steps: int,
         val_data: PromptDataset | None,
