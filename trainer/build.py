@@ -24,7 +24,6 @@ from trainer.data.images import image_processor
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.engine_pool import EnginePool, SeparateActorRole
-from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
 from trainer.model_checks import check_models, model_notes
 from trainer.planner.batch import check_context, launch_table
@@ -59,6 +58,7 @@ from trainer.saving import Saver, checkpoint_bytes
 from trainer.steps import count_steps
 from trainer.teachers import build_teachers, check_teachers, role_of
 from trainer.tracking import Tracking
+from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import NetworkConfig, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.config.idle_options import Situation

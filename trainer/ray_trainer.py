@@ -15,10 +15,6 @@ from trainer.advantage import ScalarMetrics, estimate_advantages, reward_postpro
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import AnswerGroups, DynamicSampling, FilterBudgetExceeded
-from trainer.evaluate import chunks
-from trainer.evaluate.sample import Sample, samples_of
-from trainer.evaluate.sample_files import SampleFiles
-from trainer.evaluate.validation_metrics import validation_metrics
 from trainer.final_report import FitResult
 from trainer.group_sources import ANSWERS, prompt_groups
 from trainer.planner.model_shape import ModelShape
@@ -33,6 +29,11 @@ from trainer.teacher_server import TeacherStopped
 from trainer.teachers import Teachers
 from trainer.tracking import Tracking
 from trainer.training_loop import TrainingLoop
+from trainer.validation.answers import ValSampling, chunk_size, generate_in_chunks, val_samplings
+from trainer.validation.metrics import validation_metrics
+from trainer.validation.sample import Sample, samples_of
+from trainer.validation.sample_files import SampleFiles
+from trainer.validation.stored_answers import AnswerStore
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metrics import Metric, combine, values
@@ -308,26 +309,26 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         self.tracking.log_samples(result.samples, step=self.steps.global_step)
         return metrics
 
-    def generate_validation_set(self) -> dict[chunks.ValSampling, list[Sample]]:
+    def generate_validation_set(self) -> dict[ValSampling, list[Sample]]:
         """Generates and scores the validation prompts. The scores do not depend on data.val_batch_size."""
         assert self.val_data is not None
-        kept = self.kept_answers()
+        store = self.answer_store()
         engines = self.actor.num_engines
-        return chunks.generate_in_chunks(
+        return generate_in_chunks(
             self.val_data,
-            chunks.val_samplings(self.config),
-            chunks.chunk_size(self.config, len(self.val_data), engines, are_kept=kept is not None),
+            val_samplings(self.config),
+            chunk_size(self.config, len(self.val_data), engines, are_stored=store is not None),
             self.generate_for_validation,
             self.score_for_validation,
-            kept,
+            store,
             self.tracking.show,
         )
 
-    def kept_answers(self) -> chunks.KeptAnswers | None:
+    def answer_store(self) -> AnswerStore | None:
         """The store from which an interrupted validation resumes; None in training, which always validates in full."""
         return None
 
-    def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
+    def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
         """Samples sampling.n responses to each validation prompt."""
         self.samples.write_images(prompts)
         name, seed = f"{sampling.purpose}/{self.steps.global_step}", self.config.trainer.seed

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import good_row, write_rows
 from trainer.data.prompts import PromptDataset
-from trainer.evaluate.sample import Sample
 from trainer.final_report import FitResult
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import reward_failure_log
 from trainer.rewards.scores import RewardManager
 from trainer.roles import ActorRole
+from trainer.validation.sample import Sample
 from verl_lite.config import PPOConfig
 from verl_lite.rewards import RewardItem
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups

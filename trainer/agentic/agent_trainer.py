@@ -23,12 +23,12 @@ from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import rows_of
-from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
 from trainer.group_sources import EnvSource, ProgramSource, ProgramValidation
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
 from trainer.rollout_scheduler import Group, GroupFilter
+from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.group_filters import make_group_filter

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from trainer.evaluate.sample import is_prediction
 from trainer.rewards.failures import FailureLog, note_failed_rewards
+from trainer.validation.sample import is_prediction
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
