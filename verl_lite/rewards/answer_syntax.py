@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from verl_lite.rewards.answer_tokens import FUNCTIONS, Token, UnknownSyntax, clean, tokens_of
 
 _GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
-    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
+    "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
 ).split()
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in"}
 _REVERSED = {">": "<", "\\ge": "\\le"}
@@ -21,8 +21,8 @@ _OPERATIONS = {"\\cup", "\\cap", "\\setminus"}
 _UNIT_TEXT = re.compile(r"(?i)[a-zµμΩåéèü.\s/²³^·\-]*[a-zµμΩ][a-zµμΩåéèü.\s/²³^·\-]*")
 _NO_UNITS = re.compile(r"(?i)\b(?:or|and|if|for|when|not|but|to|than|if)\b")
 _SHORT_UNITS = (
-    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol hr hrs min sec "
-    "ms mph kmh kph rad deg sq cu ha pts pt yr yrs am pm USD EUR units"
+    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol hr hrs min "
+    "sec ms mph kmh kph rad deg sq cu ha pts pt yr yrs am pm USD EUR units"
 ).split()
 _LONGEST_UNIT = 40
 

@@ -198,6 +198,7 @@ def _is_defined_name(node: Any) -> bool:
 
 
 def is_too_large(node: Any) -> bool:
+    """Returns True if an expression exceeds MOST_BITS or MOST_TERMS, so that comparing it would take too long."""
     bits, terms = _measure(node)
     return bits > MOST_BITS or terms > MOST_TERMS
 

@@ -51,6 +51,7 @@ def symbols_of(node: Node) -> set[str]:
 
 
 def names_of(node: Node) -> set[str]:
+    """Returns all symbols and words of an expression in lower case."""
     return {part.text.lower() for part in node.walk() if part.kind in ("symbol", "word")}
 
 
