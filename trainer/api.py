@@ -155,7 +155,7 @@ class TrainResult:
             For each prompt the list of its answers; one list for a single prompt.
         """
         from trainer.data.sources import read_rows
-        from trainer.main_generate import generate
+        from trainer.evaluate.generation import generate
 
         if type(n) is not int:
             raise UserError(f"n: found {n!r:.100}; expected the number of answers to each prompt, such as n=4")
@@ -178,8 +178,8 @@ class TrainResult:
             data: rows with ground truths; None = the validation data of the run.
             keywords: options as in `train`.
         """
-        from trainer.evaluate.evaluation import find_targets
-        from trainer.main_eval import evaluate
+        from trainer.evaluate.evaluation import evaluate
+        from trainer.evaluate.targets import find_targets
 
         inputs = self.run_dir / "inputs"
         with _as_caller_expects({"data.val_files": "data"}), _removed_if_refused(inputs):

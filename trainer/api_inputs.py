@@ -187,7 +187,7 @@ def _as_json_row(row: Mapping[str, Any], folder: Path, place: str) -> dict[str, 
     """Returns a row as JSON values, with a ground truth, and with its images as files in `folder`. place: the row's
     name in messages."""
     from trainer.data.images import read_image
-    from trainer.evaluate.sample import plain_value
+    from trainer.validation.sample import plain_value
 
     images = row.get("images")
     if not images and row.get("image") is not None:

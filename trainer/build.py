@@ -24,7 +24,6 @@ from trainer.data.images import image_processor
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.engine_pool import EnginePool, SeparateActorRole
-from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
 from trainer.model_checks import check_models, model_notes
 from trainer.planner.batch import check_context, launch_table
@@ -49,16 +48,17 @@ from trainer.requirements import (
     needs_reward_function,
 )
 from trainer.resources import DeviceHolder, create_groups, engine_devices, join_ray, start_workers
-from trainer.rewards.failures import LEAST_REWARDS, FailureLog
+from trainer.rewards.failures import LEAST_REWARDS, reward_failure_log
 from trainer.rewards.groups import ACCURACY, SCORE
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
-from trainer.rewards.scores import OVERLONG, Rewards
+from trainer.rewards.scores import OVERLONG, RewardManager
 from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.run import Job, Report, ResourceRequest, run
 from trainer.saving import Saver
 from trainer.steps import count_steps
 from trainer.teachers import build_teachers, check_teachers, role_of
 from trainer.tracking import Tracking
+from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import NetworkConfig, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.config.idle_options import Situation
@@ -674,6 +674,6 @@ def sample_parts(
     if config.algorithm.filter_groups.enable:
         least = max(least, config.data.train_batch_size * config.rollout.n)
     text: Any = partial(data.tokenizer.decode, skip_special_tokens=True)
-    failures = FailureLog(config.reward.max_error_rate, run_dir, text, note, least)
-    rewards = Rewards(pool, config.reward, run_dir, model, failures)
+    failures = reward_failure_log(config.reward.max_error_rate, run_dir, note, least)
+    rewards = RewardManager(pool, config.reward, failures, model, text)
     return {"rewards": rewards, "val_data": data.val, "source": PromptSource(config, data.train)}

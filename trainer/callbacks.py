@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainer.cli import NOTHING_LEFT
-from trainer.evaluate.sample import Sample
+from trainer.validation.sample import Sample
 from verl_lite.config import EarlyStoppingConfig, RunConfig
 from verl_lite.errors import FinishedRunError, UserError
 from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object, require_call

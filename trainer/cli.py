@@ -42,7 +42,8 @@ WORKERS = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-_LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+)\.py$")  # files above the training loop
+_LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+|evaluate/\w+)\.py$")
+"""Files above the training loop."""
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # vLLM 0.26 reads only the second
 DRIVER = {

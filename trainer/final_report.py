@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer.evaluate.sample import Sample
-from trainer.evaluate.validation_metrics import INTERVAL
+from trainer.validation.metrics import INTERVAL
+from trainer.validation.sample import Sample
 
 _TEXT_SHOWN = 300
 _EARLY_END = "ended_early"  # a file of the run folder with the step after which a callback ended the run

@@ -12,9 +12,9 @@ import numpy as np
 
 from trainer.data.order import build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
-from trainer.evaluate.sample import plain_value
 from trainer.requirements import needs_greedy_baseline
 from trainer.rollout_scheduler import Group, Rows
+from trainer.validation.sample import plain_value
 from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.answers import answer_plans

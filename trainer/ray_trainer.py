@@ -15,15 +15,11 @@ from trainer.advantage import ScalarMetrics, compute_token_reward, estimate_adva
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import DynamicSampling, FilterBudgetExceeded
-from trainer.evaluate import chunks
-from trainer.evaluate.sample import Sample, samples_of
-from trainer.evaluate.sample_files import SampleFiles
-from trainer.evaluate.validation_metrics import validation_metrics
 from trainer.final_report import FitResult
 from trainer.group_sources import ANSWERS, prompt_groups
 from trainer.requirements import needs_old_log_prob
 from trainer.rewards.groups import group_shares
-from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
+from trainer.rewards.scores import RewardStage, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.rollout_scheduler import AnswerRewards, GroupFilter, GroupSource, RolloutScheduler
 from trainer.saving import Saver
@@ -32,6 +28,11 @@ from trainer.teacher_server import TeacherStopped
 from trainer.teachers import Teachers
 from trainer.tracking import Tracking
 from trainer.training_loop import TrainingLoop
+from trainer.validation.answers import ValSampling, chunk_size, generate_in_chunks, val_samplings
+from trainer.validation.metrics import validation_metrics
+from trainer.validation.sample import Sample, samples_of
+from trainer.validation.sample_files import SampleFiles
+from trainer.validation.stored_answers import AnswerStore
 from trainer.weight_sync import WeightSync
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
@@ -78,7 +79,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         ref: ReferenceRole | None,
         critic: CriticRole | None,
         teachers: Teachers | None = None,
-        rewards: Scorer,
+        rewards: RewardStage,
         source: GroupSource,
         total_steps: int,
         val_data: PromptDataset | None,
@@ -330,26 +331,26 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         self.tracking.log_samples(result.samples, step=self.steps.global_step)
         return metrics
 
-    def generate_validation_set(self) -> dict[chunks.ValSampling, list[Sample]]:
+    def generate_validation_set(self) -> dict[ValSampling, list[Sample]]:
         """Generates and scores the validation prompts. The scores do not depend on data.val_batch_size."""
         assert self.val_data is not None
-        store = self.kept_answers()
-        num_prompts = len(self.val_data)
-        return chunks.generate_in_chunks(
+        store = self.answer_store()
+        engines = self.actor.num_engines
+        return generate_in_chunks(
             self.val_data,
-            chunks.val_samplings(self.config),
-            chunks.chunk_size(self.config, num_prompts, self.actor.num_engines, are_kept=store is not None),
+            val_samplings(self.config),
+            chunk_size(self.config, len(self.val_data), engines, are_stored=store is not None),
             self.generate_for_validation,
             self.score_for_validation,
             store,
             self.tracking.show,
         )
 
-    def kept_answers(self) -> chunks.KeptAnswers | None:
+    def answer_store(self) -> AnswerStore | None:
         """The store from which an interrupted validation resumes; None in training, which always validates in full."""
         return None
 
-    def generate_for_validation(self, prompts: DataProto, sampling: chunks.ValSampling) -> DataProto:
+    def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
         """Samples sampling.n responses to each validation prompt."""
         self.samples.write_images(prompts)
         name = f"{sampling.purpose}/{self.steps.global_step}"

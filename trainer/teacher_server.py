@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.rewards.failures import Failures
+from trainer.rewards.failures import FailureLog
 from verl_lite.config import PPOConfig
 from verl_lite.config.distillation import Teacher
 from verl_lite.protocol import DataProto
@@ -64,7 +64,7 @@ class TeacherServer:
     stop_requested: returns True if the run is to stop; may be replaced after construction.
     """
 
-    def __init__(self, teacher: Teacher, failures: Failures, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, teacher: Teacher, failures: FailureLog, tokenizer: PreTrainedTokenizerBase) -> None:
         self.teacher = teacher
         self.failures = failures
         self.tokenizer = tokenizer
@@ -282,5 +282,5 @@ def server_of(
     """
     path = run_dir / "teacher_failures.jsonl"
     limit = config.reward.max_error_rate
-    failures = Failures("request to a teacher", "reward.max_error_rate", limit, TeacherFailure, path, show)
+    failures = FailureLog("request to a teacher", "reward.max_error_rate", limit, TeacherFailure, path, show)
     return TeacherServer(teacher, failures, tokenizer)

@@ -13,12 +13,12 @@ from codetiming import Timer
 
 from trainer.callbacks import Callbacks, RunState
 from trainer.checkpoint import saved_steps
-from trainer.evaluate.sample import Sample
 from trainer.final_report import FitResult, write_early_end
 from trainer.resume import profile_folder
 from trainer.saving import Saver
 from trainer.steps import StepCounter
 from trainer.tracking import METRICS, Tracking, logged_validations
+from trainer.validation.sample import Sample
 from verl_lite import profiling
 from verl_lite.config import RunConfig
 from verl_lite.errors import during

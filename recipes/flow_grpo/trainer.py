@@ -14,10 +14,10 @@ import torch
 
 from trainer.advantage import compute_token_reward, estimate_advantages, reward_postprocess
 from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
-from trainer.evaluate.validation_metrics import name_metrics, process_validation_metrics
 from trainer.requirements import micro_batching
 from trainer.roles import loss_columns
 from trainer.step_metrics import frac_reward_zero_std, summary
+from trainer.validation.metrics import name_metrics, process_validation_metrics
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values

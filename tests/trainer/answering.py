@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import good_row, write_rows
 from trainer.data.prompts import PromptDataset
-from trainer.evaluate.sample import Sample
 from trainer.final_report import FitResult
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.rewards.scores import Rewards
+from trainer.rewards.failures import reward_failure_log
+from trainer.rewards.scores import RewardManager
 from trainer.roles import ActorRole
+from trainer.validation.sample import Sample
 from verl_lite.config import PPOConfig
 from verl_lite.rewards import RewardItem
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
@@ -137,9 +138,10 @@ def answering(
     group = create_worker_groups("inline", ResourcePool([ranks], use_gpu=False), recipe)["actor_rollout"]
     group.init_model()
     tokenizer, quiet = load_tokenizer(config.model), Quiet()
+    failures = reward_failure_log(config.reward.max_error_rate, folder)
     parts: Any = {
         "actor": ActorRole(group, config),
-        "rewards": Rewards(pool, config.reward, folder),  # type: ignore[arg-type]
+        "rewards": RewardManager(pool, config.reward, failures),  # type: ignore[arg-type]
         "source": None,
         "total_steps": 0,
         "val_data": PromptDataset(config.data.val_files, tokenizer, config.data, split="val"),

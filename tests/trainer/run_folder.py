@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.evaluate.sample import Sample
-from trainer.evaluate.sample_files import SampleFiles
 from trainer.sweeps.study import Study
 from trainer.sweeps.study_spec import Search, StudySpec
+from trainer.validation.sample import Sample
+from trainer.validation.sample_files import SampleFiles
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- \x1b[2J\u2028 <img src=x onerror=alert(1)>"
 SAMPLE = Sample(

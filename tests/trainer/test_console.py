@@ -17,10 +17,10 @@ from rich.text import Text
 from tests.trainer.run_folder import make_run
 from trainer import cli, inspect
 from trainer.console import Console, Terminal, following, format_seconds
-from trainer.evaluate.sample import Sample
-from trainer.evaluate.sample_files import SampleFiles
 from trainer.final_report import final_report, shortened, validation_line, validation_table
 from trainer.picture import draw_curve
+from trainer.validation.sample import Sample
+from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import ConfigError, SFTConfig, Verbosity, load_config, load_schema
 from verl_lite.errors import UserError, printable
 

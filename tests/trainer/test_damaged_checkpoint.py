@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.trainer.evaluate.test_chunks import sample
+from tests.trainer.validation.test_answers import sample
 from tests.trainer.written_checkpoint import write_checkpoint
 from trainer.checkpoint import (
     MARKER,
@@ -34,8 +34,8 @@ from trainer.checkpoint import (
 )
 from trainer.cli import failure_text
 from trainer.crash_dump import dump_on_failure
-from trainer.evaluate.sample_files import SampleFiles
 from trainer.saving import most_checkpoints, require_room_for_checkpoints
+from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import RunConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

@@ -19,7 +19,8 @@ from tests.set_keys import set_keys
 from trainer.checkpoint import DiskFull
 from trainer.group_sources import PromptSource
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.rewards.scores import Rewards
+from trainer.rewards.failures import reward_failure_log
+from trainer.rewards.scores import RewardManager
 from trainer.saving import Saver
 from trainer.steps import StepCounter
 from verl_lite.config import PPOConfig
@@ -175,13 +176,14 @@ def make(
     set_keys(config, **settings)
     fake: Any = parts
     value_model: Any = FakeCritic(parts) if critic else None
+    failures = reward_failure_log(config.reward.max_error_rate, tmp_path)
     learners: dict[str, Any] = {"actor": fake} | ({"critic": value_model} if critic else {})
     trainer = RayPPOTrainer(
         config,
         actor=fake,
         ref=fake if ref else None,
         critic=value_model,
-        rewards=Rewards(fake, config.reward, tmp_path),
+        rewards=RewardManager(fake, config.reward, failures),
         source=PromptSource(config, prompts or FakePrompts(PROMPTS)),  # type: ignore[arg-type]
         total_steps=steps,
         val_data=FakePrompts(2),  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import torch
 
 from tests.trainer.tracking.scripted import SAMPLE
 from tests.unlogged_metrics import unlogged
-from trainer.evaluate.validation_metrics import validation_metrics
 from trainer.metric_docs import PAGE, Metric, find, metrics
+from trainer.validation.metrics import validation_metrics
 from verl_lite.config.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig
 from verl_lite.rollout_correction import correct_rollout
 

@@ -19,11 +19,11 @@ from tests.trainer.tiny_run import samples
 from trainer.build import run_ppo
 from trainer.checkpoint import saved_steps
 from trainer.cli import failure_text, run_command
+from trainer.evaluate.scoring import score
 from trainer.export import main as export
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.report import main as report
 from trainer.rewards.failures import RewardFailure
-from trainer.score import score
 from verl_lite.config import load_config
 from verl_lite.protocol import DataProto
 

@@ -27,7 +27,8 @@ from tests.trainer.test_fit import FakePrompts
 from tests.trainer.test_rollout_scheduler import give, train
 from trainer.dynamic_sampling import DynamicSampling
 from trainer.group_sources import ANSWERS, PromptSource
-from trainer.rewards.scores import Rewards, mask_failed
+from trainer.rewards.failures import reward_failure_log
+from trainer.rewards.scores import RewardManager, mask_failed
 from trainer.rollout_scheduler import Group, RolloutScheduler
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.protocol import DataProto
@@ -215,7 +216,9 @@ class Life:
     def __post_init__(self) -> None:
         self.pool = Pool(self.random, self.slow_rewards)
         pool: Any = self.pool
-        self.rewards = Rewards(pool, RewardConfig(), self.folder)
+        config = RewardConfig()
+        failures = reward_failure_log(config.max_error_rate, self.folder)
+        self.rewards = RewardManager(pool, config, failures)
         engines, seats = int(self.random.integers(1, 3)), int(self.random.integers(1, 4))
         self.engines = LocalEngines(self.pool, engines, seats, self.steps)
         self.source = RecordedSource(self.config, Prompts(10))

@@ -23,12 +23,12 @@ from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
 from trainer.data.prompts import PromptDataset
 from trainer.dynamic_sampling import rows_of
-from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
 from trainer.group_sources import EnvSource, ProgramSource, ProgramValidation
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.rewards.failures import Failures
+from trainer.rewards.failures import FailureLog
 from trainer.rollout_scheduler import Group, GroupFilter
+from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.group_filters import make_group_filter
@@ -65,12 +65,12 @@ class EpisodeRewards:
     ) -> None:
         self._max_prompt_length, self._show, self._has_shown_length = max_prompt_length, show, False
         path, option = run_dir / "env_failures.jsonl", "agentic.env_pool.max_error_rate"
-        self._failures = Failures("episode", option, max_error_rate, EnvironmentFailure, path, show)
+        self._failures = FailureLog("episode", option, max_error_rate, EnvironmentFailure, path, show)
 
     def score(self, batch: DataProto) -> DataProto:
         """Returns the metrics env/error_rate and env/timeout_rate of meta_info `episodes`.
 
-        Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; see `Failures.note`.
+        Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; see `FailureLog.note`.
         """
         counts: EpisodeCounts = batch.meta_info["episodes"]
         row = {name: getattr(counts, name) for name in ("failed", "timeouts", "episodes", "first_failure")}

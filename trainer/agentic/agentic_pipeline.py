@@ -8,11 +8,11 @@ from operator import attrgetter
 from typing import Any, Literal, overload
 
 from trainer.agentic.agent_trainer import AgentTrainer
-from trainer.evaluate.chunks import val_samplings
 from trainer.final_report import FitResult
 from trainer.group_sources import EnvSource
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
+from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.config.spellings import ppo_keys
 from verl_lite.metrics import Metric

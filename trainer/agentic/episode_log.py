@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.evaluate.sample import Sample, plain_value
+from trainer.validation.sample import Sample, plain_value
 from verl_lite.errors import printable
 from verl_lite.protocol import DataProto
 

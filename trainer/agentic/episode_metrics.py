@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from trainer import step_metrics
 from trainer.agentic.episode_log import column_of, rows_by_episode
-from trainer.evaluate.validation_metrics import name_metrics, process_validation_metrics
 from trainer.step_metrics import summary
+from trainer.validation.metrics import name_metrics, process_validation_metrics
 from verl_lite.algos.agentic_rewards import build_state_groups
 from verl_lite.protocol import DataProto
 

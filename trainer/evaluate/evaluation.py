@@ -1,180 +1,129 @@
-"""Targets of `main_eval` and `main_generate`, and trainers that only generate and score answers.
+"""Evaluation of policies: answers to the validation prompts with scores, their metrics, and a table of several."""
 
-A target (a run, a checkpoint or a model) is translated to the first arguments of a command line: the settings saved
-with the run, or only the model, with everything that belongs to training switched off. `Evaluation` validates and
-writes results.json; `Generation` writes a file of answers. Both store each chunk of answers in the run folder, so that
-an interrupted command can continue without generating an answer twice.
-"""
-
+import hashlib
 import json
-import os
-import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import find_checkpoint, read_state, whole_steps, write_atomically
-from trainer.data.prompts import PromptDataset
-from trainer.evaluate.chunks import KeptAnswers, ValSampling, claim_folder, content_of, read_settings
-from trainer.evaluate.sample import Sample, samples_of
-from trainer.evaluate.sample_files import table_of, write_table
-from trainer.final_report import FitResult
-from trainer.ray_trainer import RayPPOTrainer
-from trainer.resume import flat_config, is_bound
-from verl_lite.config import PPOConfig
+from trainer.build import run_ppo
+from trainer.checkpoint import write_atomically
+from trainer.console import Console
+from trainer.evaluate.answering import CHUNKS, FOLDER, AnsweringTrainer, answer_settings, answering_config
+from trainer.evaluate.targets import Target, find_targets, titles
+from trainer.final_report import FitResult, validation_table
+from trainer.tracking import read_metrics
+from trainer.validation.stored_answers import read_settings
 from verl_lite.errors import UserError
-from verl_lite.protocol import DataProto
 
-RESULTS, CHUNKS = "results.json", "answers"
-FOLDER = "trainer.default_local_dir="
-MODELS = Path("runs/eval")
-"""Parent folder of the results of models that do not belong to a run."""
-
-ONLY_ANSWERS = (
-    "trainer.val_only=true",
-    "trainer.save_freq=0",
-    "data.train_files=[]",
-    "~data.sources",
-    "~data.sampler",
-    "~algorithm.filter_groups",
-    "~distillation",
-    "~trainer.validation_data_dir",
-    "~trainer.rollout_data_dir",
-    "~trainer.resume_allow",
-    "~trainer.callbacks",
-    "~trainer.early_stopping",
-)
-"""Arguments that switch off training and saving, so that files written by the training stay unchanged."""
-
-_SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
-_ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
-_TRAINING = ("data.train_", "data.shuffle", "data.sampler.", "data.sources", "rollout.log_prob_", "reward.overlong_")
-_TRAINING_ALONE = tuple(f"rollout.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos"))
+RESULTS = "results.json"
 
 
-@dataclass(frozen=True)
-class Target:
-    """A policy to evaluate. name: display name, also for folders. path: its folder, or its name on the hub. folder:
-    parent folder of its results. arguments: command line of a run that only generates answers with it. is_model: True
-    for a model that is not part of a run, and so has no data."""
+def evaluate_all(names: Sequence[str], options: list[str], *, all_checkpoints: bool) -> int:
+    """Validates all targets that the names denote, and prints a table if there are several.
 
-    name: str
-    path: str
-    folder: Path
-    arguments: tuple[str, ...]
-    is_model: bool = False
+    Args:
+        names: see `find_targets`.
+        options: the user's options.
+        all_checkpoints: see `find_targets`.
 
-
-def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
-    """Returns the policies that `text` names.
-
-    `text` is a run folder (its newest complete checkpoint, or all complete ones), a global_step_N folder, a model
-    folder, or the name of a model on the hub. Raises UserError for any other text.
+    Returns:
+        The exit status.
     """
-    path = Path(text).expanduser().absolute()
-    if (path / "data.pt").exists():
-        return [_checkpoint(path)]
-    if (path / "config.yaml").exists():
-        found = list(islice(whole_steps(path, print), None if all_checkpoints else 1))
-        if not found:
-            raise UserError(f"{path} is a run without a checkpoint; train it with trainer.save_freq=-1 or above 0")
-        return [_checkpoint(folder) for folder in reversed(found)]
-    if all_checkpoints:
-        raise UserError(f"{path}: --all-checkpoints requires a run folder, but there is no config.yaml in it")
-    name, model = path.name, str(path)
-    # a name on the hub; the check of the options finds out whether it exists
-    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
-        name, model = text.replace("/", "--"), text
-    elif not (path / "config.json").exists():
-        raise UserError(f"{path}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
-    return [Target(name, model, MODELS.absolute(), (f"model.path={model}", *ONLY_ANSWERS), is_model=True)]
+    targets = []
+    for name in names:
+        targets += find_targets(name, all_checkpoints=all_checkpoints)
+    folder_options = [option for option in options if option.startswith(FOLDER)]
+    if folder_options and len(targets) > 1:
+        raise UserError(
+            f"{folder_options[-1]}: each of the {len(targets)} targets gets its own folder; remove this option"
+        )
+
+    evaluations: dict[str, dict[str, float]] = {}
+    for target, title in zip(targets, titles(targets), strict=True):
+        status, metrics = evaluate(target, options)
+        if status:
+            return status
+        evaluations[title] = metrics
+    if len(targets) > 1:
+        Console().print(validation_table(evaluations))
+    return 0
 
 
-def _checkpoint(path: Path) -> Target:
-    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
-    arguments = ("--config", str(path.parent / "config.yaml"), *ONLY_ANSWERS, *resume)
-    return Target(path.name, str(path), path.parent / "eval", arguments)
+def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float]]:
+    """Validates one target, or shows the result of an earlier call with the same settings.
+
+    An agentic evaluation stores no episodes, so the same command runs them again in a new folder.
+
+    Returns:
+        The exit status, and the metrics if it is 0.
+
+    Raises:
+        UserError: if there is nothing to validate.
+    """
+    arguments = eval_arguments(target, overrides)
+    config = answering_config(arguments)
+    if config is None:
+        return run_ppo(arguments), {}
+    if config.is_agentic:
+        folder = _folder_of(target, time.strftime("%Y%m%d-%H%M%S"), overrides)
+        return _evaluate_agent([*arguments, f"{FOLDER}{folder}"], folder)
+
+    settings = answer_settings(config)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    folder = _folder_of(target, digest[:8], overrides)
+    arguments.append(f"{FOLDER}{folder}")
+    earlier_metrics = finished_metrics(folder, settings)
+    if earlier_metrics is not None:
+        console = Console()
+        console.note(f"{target.name} was evaluated before under the same settings: {folder}")
+        console.print(validation_table({"mean": earlier_metrics}))
+        return 0, earlier_metrics
+
+    if target.is_model:  # continues a folder that already has answers; Evaluation loads no weights from it
+        arguments.append("trainer.resume_mode=auto")
+    status = run_ppo(arguments, trainer_class=Evaluation)
+    return status, {} if status else _read_results(folder)
 
 
-def titles(targets: Sequence[Target]) -> list[str]:
-    """Returns a distinct title for each target: its name, or for equal names the differing part of its path."""
-
-    def title(target: Target) -> str:
-        same_name = {os.path.abspath(each.path) for each in targets if each.name == target.name}
-        return target.name if len(same_name) == 1 else os.path.relpath(target.path, os.path.commonpath(same_name))
-
-    return list(map(title, targets))
-
-
-def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into the targets at its beginning and the options after them."""
-    count = next((i for i, item in enumerate(argv) if item[0:1] in ("-", "+", "~") or "=" in item), len(argv))
-    return list(argv[:count]), list(argv[count:])
+def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
+    """Returns the command line of the run that validates `target`. Raises UserError without validation data."""
+    has_data = any(item.startswith(("data.val_files=", "agentic.", "--config", "recipe=")) for item in overrides)
+    if target.is_model and not has_data:
+        raise UserError(
+            f"{target.name} is a model: name what to validate on, data.val_files=PATH, or the environments: "
+            "--config FILE or recipe=NAME"
+        )
+    return [*target.arguments, "trainer.experiment_name=eval", *overrides]
 
 
-def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, Any]:
-    """Returns everything that the answers depend on, as json values: options by key, and digests of the named files."""
-
-    def is_relevant(name: str) -> bool:
-        if name in _TRAINING_ALONE or name.startswith(_TRAINING):
-            return False
-        if not are_scored and name.startswith(("reward.", "reward_model.")):
-            return False
-        return name.startswith(_ALSO) or (name.startswith(_SECTIONS) and is_bound(name, config))
-
-    settings = {name: value for name, value in flat_config(config).items() if is_relevant(name)}
-    files = dict.fromkeys(config.data.val_files)
-    if are_scored:
-        functions = (entry.get("path") for entry in config.reward.functions.values() if isinstance(entry, Mapping))
-        paths = (config.reward.custom_reward_function.path, *functions)
-        files |= dict.fromkeys(path for path in paths if path and not path.startswith("pkg://"))
-    settings |= {f"content of {path}": content_of(path) for path in files}
-    checkpoint = _checkpoint_of(config)
-    if checkpoint is not None:
-        settings |= {"checkpoint": str(checkpoint), "content of the checkpoint": content_of(checkpoint)}
-    else:
-        settings["content of model.path"] = content_of(config.model.path or "")
-    return json.loads(json.dumps(settings, default=str))
-
-
-def _checkpoint_of(config: PPOConfig) -> Path | None:
-    """Returns the checkpoint folder trainer.resume_from_path, or None unless trainer.resume_mode=resume_path."""
-    if config.trainer.resume_mode != "resume_path":
+def finished_metrics(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, float] | None:
+    """Returns the metrics of a finished evaluation with these settings in the folder, or None without one."""
+    if read_settings(run_dir / CHUNKS) != settings or not (run_dir / RESULTS).exists():
         return None
-    return find_checkpoint(Path(), "resume_path", config.trainer.resume_from_path)
+    return _read_results(run_dir)
 
 
-class AnsweringTrainer(RayPPOTrainer):
-    """A trainer that only generates answers with one policy, and stores them in the run folder."""
+def _folder_of(target: Target, name: str, overrides: Sequence[str]) -> Path:
+    """Returns the run folder of an evaluation: the one that the user chose, else TARGET-NAME in the target's folder."""
+    chosen = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
+    if chosen:
+        return Path(chosen[-1]).expanduser()
+    return target.folder / f"{target.name}-{name}"
 
-    trains = False
 
-    @classmethod
-    def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
-        """Raises UserError if the folder contains answers generated with other settings."""
-        claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=cls.scores))
+def _evaluate_agent(arguments: list[str], folder: Path) -> tuple[int, dict[str, float]]:
+    """Runs the episodes of an agent. Returns the exit status and the metrics of the only step."""
+    status = run_ppo(arguments)
+    if status:
+        return status, {}
+    metrics_by_step = read_metrics(folder / "metrics.jsonl")
+    return 0, list(metrics_by_step.values())[-1] if metrics_by_step else {}
 
-    def kept_answers(self) -> KeptAnswers:
-        """Returns the store of answers in the run folder."""
-        return KeptAnswers(self.run_dir / CHUNKS)
 
-    def resume(self) -> None:
-        """Loads the policy and the step of the checkpoint trainer.resume_from_path, if it is set.
-
-        The state of the training is not loaded, so its data need not exist.
-        """
-        folder = _checkpoint_of(self.config)
-        if folder is not None:
-            self.saver.learners["actor"].load(str(folder / "actor"))
-            self.steps.global_step = read_state(folder)["steps"]["global_step"]
-
-    def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
-        """Generates the answers to one chunk of prompts, or raises KeyboardInterrupt if the run was asked to stop."""
-        if self.steps.stop_asked:  # earlier chunks are stored, so stopping between chunks loses nothing
-            raise KeyboardInterrupt
-        return super().generate_for_validation(prompts, sampling)
+def _read_results(run_dir: Path) -> dict[str, float]:
+    return json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))["metrics"]
 
 
 class Evaluation(AnsweringTrainer):
@@ -186,38 +135,3 @@ class Evaluation(AnsweringTrainer):
         results = {"step": self.steps.global_step, "metrics": result.before}
         write_atomically(self.run_dir / RESULTS, json.dumps(results, indent=1, default=float))
         return result
-
-
-def finished_metrics(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, float] | None:
-    """Returns the metrics of a finished evaluation with these settings in the folder, or None without one."""
-    if read_settings(run_dir / CHUNKS) != settings or not (run_dir / RESULTS).exists():
-        return None
-    return json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))["metrics"]
-
-
-class Generation(AnsweringTrainer):
-    """A run that generates answers to every prompt and writes them to one file.
-
-    The rows have the order of the dataset and the columns of `trainer.evaluate.sample_files`. The run folder of FILE is
-    FILE.run; an interrupted generation continues there.
-    """
-
-    scores = False
-
-    def fit(self) -> FitResult:
-        """Loads the weights, generates the answers, and writes the file."""
-        self.resume()
-        self.weight_sync.start()
-        [answers] = self.generate_validation_set().values()
-        write_table(table_of(answers), self.run_dir.with_suffix(""))
-        self.kept_answers().clear()
-        return FitResult()
-
-    def score_for_validation(self, answers: DataProto) -> list[Sample]:
-        """Converts answers to samples without scores."""
-        return samples_of(answers, self.tokenizer, self.steps.global_step)
-
-
-def folder_of(output: Path) -> Path:
-    """Returns the run folder of a file of answers."""
-    return output.with_name(f"{output.name}.run")

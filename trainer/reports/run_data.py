@@ -1,8 +1,8 @@
 """Reads a run folder: metrics by step, the configuration with the source of each value, the run's state and samples.
 
 The run may be active, killed or finished, of any command that writes metrics.jsonl. This module only reads files: it
-takes no lock, loads no model, and does not disturb the run. Samples (`trainer.evaluate.sample_files`) are read lazily:
-first their scores, then only the requested rows. A run without text samples (reward flow) has none.
+takes no lock, loads no model, and does not disturb the run. Samples (`trainer.validation.sample_files`) are read
+lazily: first their scores, then only the requested rows. A run without text samples (reward flow) has none.
 """
 
 import json
@@ -18,10 +18,10 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 
-from trainer.evaluate.sample import valid_image_names
-from trainer.evaluate.sample_files import FOLDER, IMAGES, JSON, REWARD, TRAIN, VAL, as_text, step_of
 from trainer.final_report import read_early_end, shortened
 from trainer.tracking import METRICS, read_metrics
+from trainer.validation.sample import valid_image_names
+from trainer.validation.sample_files import FOLDER, IMAGES, JSON, REWARD, TRAIN, VAL, as_text, step_of
 from verl_lite.errors import UserError
 
 Points = list[tuple[int, float]]

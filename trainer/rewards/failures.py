@@ -1,6 +1,7 @@
-"""Handles samples whose reward failed: logs them to a file, shows the first, and stops the run if too many fail.
+"""The log of failed items of a run: it writes them to a file, shows the first, and stops the run if too many fail.
 
-The results of every training and validation batch pass through this module.
+Rewards, episodes and requests to teachers each have a `FailureLog`. The results of every training and validation batch
+pass through the one of the rewards.
 """
 
 import json
@@ -17,7 +18,7 @@ from verl_lite.rewards import RewardResult
 LEAST_REWARDS = 20
 """Smallest number of rewards for the share of failures, so that one failure among four answers does not stop a run."""
 
-_KEPT_PER_BATCH = 100
+_LOGGED_PER_BATCH = 100
 _SHOWN_CHARACTERS = 1000
 
 
@@ -26,7 +27,7 @@ class RewardFailure(RuntimeError):
 
 
 @dataclass
-class Failures:
+class FailureLog:
     """Counts the failures in recent batches and compares them with a limit.
 
     what: name of the kind of failed item. option: configuration key of max_error_rate, the limit. error: exception
@@ -42,26 +43,32 @@ class Failures:
     show: Callable[[str], None]
     least: int = LEAST_REWARDS
     _recent: deque[tuple[int, int]] = field(default_factory=deque)  # (failed, total) of the last batches
-    _shown: bool = False
+    _has_shown: bool = False
 
     def note(self, failed: int, total: int, rows: Iterable[dict[str, Any]], first: str | None) -> None:
-        """Adds the failures of a batch. rows: rows for the file. first: first failure of the batch as text.
+        """Adds the failures of a batch.
 
-        Raises the error if the share of failures is above the limit. The share is computed over the most recent batches
-        that together have at least `least` items, and over `least` while there are fewer.
+        The share of failures is computed over the most recent batches that together have at least `least` items, and
+        over `least` while there are fewer.
+
+        Args:
+            failed: number of failed items of the batch.
+            total: number of items of the batch.
+            rows: rows for the file.
+            first: the first failure of the batch as text.
+
+        Raises:
+            The error of the log: if the share of failures is above the limit.
         """
         self._recent.append((failed, total))
         while sum(items for _, items in self._recent) - self._recent[0][1] >= self.least:
             self._recent.popleft()
         if not failed:
             return
-        where = f"See {self.path}"
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-        except OSError as error:  # a full disk does not end a run
-            where = f"They could not be written to {self.path} ({error.strerror})"
-        failures, items = (sum(column) for column in zip(*self._recent, strict=True))
+
+        where = self._write(rows)
+        failures = sum(batch_failed for batch_failed, _ in self._recent)
+        items = sum(batch_total for _, batch_total in self._recent)
         allowed = self.max_error_rate * max(self.least, items)
         if failures > allowed:
             failure = self.error(
@@ -70,51 +77,83 @@ class Failures:
             )
             add_circumstances(failure, traceback=printable(str(first)))
             raise failure
-        if not self._shown:
-            self._shown = True
+
+        if not self._has_shown:
+            self._has_shown = True
             article = "an" if self.what[0] in "aeiou" else "a"
             self.show(
                 f"{article} {self.what} failed: its sample is left out of loss, groups and metrics, and counted. Later "
                 f"failures are not shown. {where}. The failure was {printable(str(first))}"
             )
 
+    def _write(self, rows: Iterable[dict[str, Any]]) -> str:
+        """Appends rows to the file. Returns the sentence that says where they are."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+        except OSError as error:  # a full disk does not end a run
+            return f"They could not be written to {self.path} ({error.strerror})"
+        return f"See {self.path}"
 
-class FailureLog:
-    """Counts failed rewards against `max_error_rate` and writes them to reward_failures.jsonl in `run_dir`.
 
-    decode: converts token ids to text, for the answers in the file. show: called with the first failure as text. least:
-    see `Failures`; with dynamic sampling, groups are scored a few at a time.
+def reward_failure_log(
+    max_error_rate: float, run_dir: Path, show: Callable[[str], None] = print, least: int = LEAST_REWARDS
+) -> FailureLog:
+    """Returns the log of failed rewards, which writes reward_failures.jsonl in `run_dir`.
+
+    Args:
+        max_error_rate: the option reward.max_error_rate.
+        run_dir: the run folder.
+        show: called with the first failure as text.
+        least: see `FailureLog`; with dynamic sampling, groups are scored a few at a time.
     """
+    path = run_dir / "reward_failures.jsonl"
+    return FailureLog("reward", "reward.max_error_rate", max_error_rate, RewardFailure, path, show, least)
 
-    def __init__(
-        self,
-        max_error_rate: float,
-        run_dir: Path,
-        decode: Callable[[list[int]], str] = str,
-        show: Callable[[str], None] = print,
-        least: int = LEAST_REWARDS,
-    ) -> None:
-        path = run_dir / "reward_failures.jsonl"
-        self._failures = Failures("reward", "reward.max_error_rate", max_error_rate, RewardFailure, path, show, least)
-        self.decode = decode
 
-    def check(self, batch: DataProto, results: Sequence[RewardResult]) -> None:
-        """Adds the results of a batch's rows. Reads sample_id, data_source, responses and response_mask.
+def note_failed_rewards(
+    log: FailureLog, batch: DataProto, results: Sequence[RewardResult], decode: Callable[[list[int]], str]
+) -> None:
+    """Adds the results of a batch's rows to the log.
 
-        Raises RewardFailure if more than `max_error_rate` of them failed; see `Failures.note`.
-        """
-        columns, rows, first = batch.non_tensor_batch, [], None
-        failed = [row for row, result in enumerate(results) if result.failed]
-        for row in failed[:_KEPT_PER_BATCH]:
-            ids = batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
-            reward_model = columns["reward_model"][row] if "reward_model" in columns else {}
-            kept = {name: columns[name][row] for name in ("sample_id", "data_source")}
-            kept |= {"ground_truth": reward_model.get("ground_truth")}
-            kept |= {"response": self.decode(ids), "response_ids": ids}
-            rows.append(kept | {"timed_out": results[row].timed_out, "error": results[row].error})
-        if rows:
-            answer = rows[0]["response"]
-            cut = answer if len(answer) <= _SHOWN_CHARACTERS else answer[:_SHOWN_CHARACTERS] + " ..."
-            where = f"sample {rows[0]['sample_id']} of data_source={rows[0]['data_source']!r}"
-            first = f"{where}, with the answer\n{cut}\nand the error\n{rows[0]['error']}"
-        self._failures.note(len(failed), len(results), rows, first)
+    Args:
+        log: log of failed rewards.
+        batch: reads sample_id, data_source, responses, response_mask, and reward_model if present.
+        results: one result per row.
+        decode: converts the token ids of an answer to text.
+
+    Raises:
+        RewardFailure: if more than `max_error_rate` of the rewards failed; see `FailureLog.note`.
+    """
+    failed_rows = [row for row, result in enumerate(results) if result.failed]
+    entries = []
+    for row in failed_rows[:_LOGGED_PER_BATCH]:
+        entries.append(_entry(batch, row, results[row], decode))
+    first = _first_failure(entries[0]) if entries else None
+    log.note(len(failed_rows), len(results), entries, first)
+
+
+def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """Returns the entry of a failed row in the file."""
+    columns = batch.non_tensor_batch
+    reward_model = columns["reward_model"][row] if "reward_model" in columns else {}
+    is_answer = batch.batch["response_mask"][row].bool()
+    ids = batch.batch["responses"][row][is_answer].tolist()
+    return {
+        "sample_id": columns["sample_id"][row],
+        "data_source": columns["data_source"][row],
+        "ground_truth": reward_model.get("ground_truth"),
+        "response": decode(ids),
+        "response_ids": ids,
+        "timed_out": result.timed_out,
+        "error": result.error,
+    }
+
+
+def _first_failure(entry: dict[str, Any]) -> str:
+    """Returns an entry of the file as text, with the beginning of its answer."""
+    answer = entry["response"]
+    if len(answer) > _SHOWN_CHARACTERS:
+        answer = f"{answer[:_SHOWN_CHARACTERS]} ..."
+    sample = f"sample {entry['sample_id']} of data_source={entry['data_source']!r}"
+    return f"{sample}, with the answer\n{answer}\nand the error\n{entry['error']}"

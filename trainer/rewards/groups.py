@@ -20,11 +20,14 @@ KINDS = ("kept", "all_right", "all_wrong", "unjudged")
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a batch. of_row: (B,) group index of each row, in order of first appearance. kinds: for each kind
-    in KINDS a bool tensor (G,); each group is of exactly one kind.
+    """The groups of a batch, of which each has exactly one kind.
 
-    kept: at least two counted answers, with different outcomes. all_right, all_wrong: at least two counted answers
-    with the same outcome, which is above 0 (right) or not (wrong). unjudged: fewer than two counted answers.
+    The kinds are: kept, at least two counted answers with different outcomes; all_right and all_wrong, at least two
+    counted answers with the same outcome, which is above 0 (right) or not (wrong); unjudged, fewer than two counted
+    answers.
+
+    of_row: (B,) group index of each row, in order of first appearance. kinds: for each kind in KINDS a bool tensor
+    (G,), which is True for the groups of the kind.
     """
 
     of_row: torch.Tensor
@@ -39,36 +42,55 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
     compared directly, because rounding can leave the standard deviation of equal outcomes above 0.
 
     Args:
+        batch: scored rows.
         metric: "score", or an entry of the reward function's dict. None and "acc" use the entry `acc`, and the score in
             rows without it (in verl, a reward function's plain number is acc).
     """
-    values, counted = outcomes_of(batch, metric)
-    of_row, number = group_ids(batch.non_tensor_batch["uid"], values.device)
-    lowest, highest = (
-        values.new_full((number,), empty).scatter_reduce(0, of_row, values.masked_fill(~counted, empty), extreme)
-        for empty, extreme in ((torch.inf, "amin"), (-torch.inf, "amax"))
-    )
-    several = of_row.new_zeros(number).index_add(0, of_row, counted.long()) > 1
-    equal = several & (lowest == highest)
-    kinds = (several & (lowest < highest), equal & (highest > 0), equal & (highest <= 0), ~several)
-    return Groups(of_row, dict(zip(KINDS, kinds, strict=True)))
+    outcomes, counted = outcomes_of(batch, metric)
+    of_row, size = group_ids(batch.non_tensor_batch["uid"], outcomes.device)
+    num_counted = of_row.new_zeros(size).index_add(0, of_row, counted.long())
+    lowest = outcomes.new_full((size,), torch.inf)
+    lowest = lowest.scatter_reduce(0, of_row, outcomes.masked_fill(~counted, torch.inf), "amin")
+    highest = outcomes.new_full((size,), -torch.inf)
+    highest = highest.scatter_reduce(0, of_row, outcomes.masked_fill(~counted, -torch.inf), "amax")
+
+    has_several = num_counted > 1
+    is_equal = has_several & (lowest == highest)
+    kinds = {
+        "kept": has_several & (lowest < highest),
+        "all_right": is_equal & (highest > 0),
+        "all_wrong": is_equal & (highest <= 0),
+        "unjudged": ~has_several,
+    }
+    return Groups(of_row, kinds)
 
 
 def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the (B,) fp64 outcomes and a (B,) bool mask of the answers that have an outcome; see `groups_of`."""
     mask = batch.batch["response_mask"]
-    has_outcomes = "outcomes" in batch
-    scores = batch.batch["outcomes"] if has_outcomes else outcome_scores(batch.batch["token_level_scores"], mask)
-    answered, is_accuracy = (mask != 0).any(1), metric in (None, ACCURACY)
+    is_answered = (mask != 0).any(1)
+    if "outcomes" in batch:
+        scores = batch.batch["outcomes"].double()
+    else:
+        scores = outcome_scores(batch.batch["token_level_scores"], mask).double()
+
+    is_accuracy = metric in (None, ACCURACY)
     name = f"reward/{ACCURACY if is_accuracy else metric}"
     if metric == SCORE or (is_accuracy and name not in batch):
-        return scores.double(), answered
-    column = batch.non_tensor_batch[name] if name in batch else np.full(len(batch), None)
-    numbers = (bool, int, float, np.number, np.bool_)
-    values = torch.tensor([float(x) if isinstance(x, numbers) else np.nan for x in column], dtype=torch.float64)
+        return scores, is_answered
+
+    entries = batch.non_tensor_batch[name] if name in batch else np.full(len(batch), None)
+    values = torch.tensor([_number(entry) for entry in entries], dtype=torch.float64)
     if is_accuracy:
-        values = torch.where(values.isnan(), scores.double(), values)
-    return values, answered & ~values.isnan()
+        values = torch.where(values.isnan(), scores, values)
+    return values, is_answered & ~values.isnan()
+
+
+def _number(entry: object) -> float:
+    """Returns an entry of a reward's result as a number, NaN if it is none."""
+    if isinstance(entry, bool | int | float | np.number | np.bool_):
+        return float(entry)  # type: ignore[arg-type]
+    return np.nan
 
 
 def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:

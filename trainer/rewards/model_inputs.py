@@ -24,7 +24,12 @@ RewardInputs = Callable[[DataProto], tuple[DataProto, list[str | None]]]
 def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> RewardInputs:
     """Returns the function that converts batches to inputs of the reward model.
 
-    tokenizer: the policy's tokenizer. Raises UserError if the model has no score, or cannot read the policy's tokens.
+    Args:
+        config: configuration of the run.
+        tokenizer: the policy's tokenizer.
+
+    Raises:
+        UserError: if the model has no score, or cannot read the policy's tokens.
     """
     path = str(config.reward_model.model.path)
     try:
@@ -37,15 +42,11 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
         reward_tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise UserError(f"reward_model.model.path={path!r}: its tokenizer cannot be read ({error})") from error
+
     context = longest_context(model)
     if config.reward_model.retokenize:
-        options, actor = config.reward_model, config.actor
-        limits = [] if context is None else [(context, "the context of reward_model.model.path")]
-        if actor.use_dynamic_bsz if options.use_dynamic_bsz is None else options.use_dynamic_bsz:
-            limit = options.forward_max_token_len_per_gpu
-            key = "actor.ppo_max_token_len_per_gpu" if limit is None else "reward_model.forward_max_token_len_per_gpu"
-            limits.append((limit or actor.ppo_max_token_len_per_gpu, key))
-        return Retokenizer(tokenizer, reward_tokenizer, *min(limits, default=(None, "")))
+        longest, reason = _longest_row(config, context)
+        return Retokenizer(tokenizer, reward_tokenizer, longest, reason)
     problem = f"reward_model.retokenize=false passes the policy's token ids to reward_model.model.path={path!r}"
     check_same_vocabulary(tokenizer, reward_tokenizer, problem, "reward model", "Set reward_model.retokenize=true")
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -57,11 +58,37 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
     return lambda batch: (batch, [None] * len(batch))
 
 
+def _longest_row(config: PPOConfig, context: int | None) -> tuple[int | None, str]:
+    """Returns the largest number of tokens of a row of the reward model, and the option or model that sets it.
+
+    context: the longest sequence that the model reads; None: no limit.
+    """
+    options = config.reward_model
+    actor = config.actor
+    limits = []
+    if context is not None:
+        limits.append((context, "the context of reward_model.model.path"))
+    use_dynamic_bsz = actor.use_dynamic_bsz if options.use_dynamic_bsz is None else options.use_dynamic_bsz
+    if use_dynamic_bsz:
+        own_limit = options.forward_max_token_len_per_gpu
+        if own_limit is None:
+            limits.append((actor.ppo_max_token_len_per_gpu, "actor.ppo_max_token_len_per_gpu"))
+        else:
+            limits.append((own_limit, "reward_model.forward_max_token_len_per_gpu"))
+    return min(limits, default=(None, ""))
+
+
 class Retokenizer:
     """Converts the rows of a batch to another tokenizer and chat template.
 
-    tokenizer: the policy's tokenizer. reward_tokenizer: the reward model's tokenizer; UserError if it has no chat
-    template. longest: largest number of tokens of a row; None: no limit. reason: the option or model that sets it.
+    Args:
+        tokenizer: the policy's tokenizer.
+        reward_tokenizer: the reward model's tokenizer.
+        longest: largest number of tokens of a row; None: no limit.
+        reason: the option or model that sets `longest`.
+
+    Raises:
+        UserError: if the reward model's tokenizer has no chat template.
     """
 
     def __init__(
@@ -76,7 +103,10 @@ class Retokenizer:
                 f"reward_model.retokenize=true: the tokenizer in {reward_tokenizer.name_or_path!r} (reward_model.model."
                 "path) has no chat template; add chat_template to its tokenizer_config.json"
             )
-        self._policy, self._reward, self._longest, self._reason = tokenizer, reward_tokenizer, longest, reason
+        self._policy_tokenizer = tokenizer
+        self._reward_tokenizer = reward_tokenizer
+        self._longest = longest
+        self._reason = reason
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, list[str | None]]:
         """Returns the token columns and errors of a batch. Reads raw_prompt, responses, attention_mask, response_mask.
@@ -84,50 +114,65 @@ class Retokenizer:
         Rows are right-padded. They have no separate prompt: `responses` equals input_ids, and response_mask is 1 on
         every token of a row that can be scored. A row longer than the limit is cut and not scored.
         """
-        tokens = self._reward(self.texts(batch), add_special_tokens=False)["input_ids"]
-        longest = max(map(len, tokens)) if self._longest is None else self._longest
-        errors = [
-            f"The reward model did not score the answer: prompt and answer have {len(row)} tokens in its "
-            f"tokenizer, but {self._reason} allows {longest}."
-            if len(row) > longest
-            else None
-            for row in tokens
-        ]
-        answered = batch.batch["response_mask"].any(1) & torch.tensor([error is None for error in errors])
-        rows = [torch.tensor(row[:longest], dtype=torch.long) for row in tokens]
+        tokens = self._reward_tokenizer(self.texts(batch), add_special_tokens=False)["input_ids"]
+        errors = [self._length_error(len(row)) for row in tokens]
+        is_readable = torch.tensor([error is None for error in errors])
+        is_scored = batch.batch["response_mask"].any(1) & is_readable
+
+        rows = [torch.tensor(row[: self._longest], dtype=torch.long) for row in tokens]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        real = (torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]).long()
+        lengths = torch.tensor([len(row) for row in rows])
+        attention_mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
         columns = {
             "input_ids": ids,
-            "attention_mask": real,
-            "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
             "responses": ids,
-            "response_mask": real * answered[:, None],
+            "response_mask": attention_mask * is_scored[:, None],
         }
         return DataProto.from_dict(tensors=columns), errors
+
+    def _length_error(self, length: int) -> str | None:
+        """Returns the error of a row that is too long, None for other rows."""
+        if self._longest is None or length <= self._longest:
+            return None
+        return (
+            f"The reward model did not score the answer: prompt and answer have {length} tokens in its "
+            f"tokenizer, but {self._reason} allows {self._longest}."
+        )
 
     def texts(self, batch: DataProto) -> list[str]:
         """Renders each chat, with the answer as assistant message, by the chat template of the reward model."""
         answers = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -answers.shape[1] :].sum(1).tolist()
-        written = [row[:length] for row, length in zip(answers.tolist(), lengths, strict=True)]
-        texts = self._policy.batch_decode(written, skip_special_tokens=True)
-        prompts = batch.non_tensor_batch["raw_prompt"]
-        chats = [[*p, {"role": "assistant", "content": text}] for p, text in zip(prompts, texts, strict=True)]
-        return render_chats(self._reward, chats, add_generation_prompt=False)
+        answer_ids = [row[:length] for row, length in zip(answers.tolist(), lengths, strict=True)]
+        texts = self._policy_tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
+        chats = []
+        for prompt, text in zip(batch.non_tensor_batch["raw_prompt"], texts, strict=True):
+            chats.append([*prompt, {"role": "assistant", "content": text}])
+        return render_chats(self._reward_tokenizer, chats, add_generation_prompt=False)
 
 
 def check_same_vocabulary(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, problem: str, reader: str, remedy: str
 ) -> None:
-    """Raises UserError unless each token of the policy has the same id in the vocabulary of another model. problem,
-    reader, remedy: beginning of the message, kind of the model, and end of the message."""
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    differing = sorted((token for token, number in ours.items() if theirs.get(token) != number), key=lambda t: ours[t])
-    if differing:
-        token = differing[0]
-        found = f"has id {theirs[token]}" if token in theirs else "does not exist"
-        raise UserError(
-            f"{problem}, but the vocabularies differ in {len(differing)} of {len(ours)} tokens: {token!r} is "
-            f"{ours[token]} for the policy and {found} in the {reader}. {remedy}"
-        )
+    """Raises UserError unless each token of the policy has the same id in the vocabulary of another model.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        other: tokenizer of the other model.
+        problem: beginning of the message.
+        reader: kind of the other model, for the message.
+        remedy: end of the message.
+    """
+    policy_ids = tokenizer.get_vocab()
+    other_ids = other.get_vocab()
+    differing = [token for token, number in policy_ids.items() if other_ids.get(token) != number]
+    if not differing:
+        return
+    first = min(differing, key=lambda token: policy_ids[token])
+    there = f"has id {other_ids[first]}" if first in other_ids else "does not exist"
+    raise UserError(
+        f"{problem}, but the vocabularies differ in {len(differing)} of {len(policy_ids)} tokens: {first!r} is "
+        f"{policy_ids[first]} for the policy and {there} in the {reader}. {remedy}"
+    )

@@ -5,16 +5,17 @@ Workers send finished samples to the pool of reward functions while other sample
 runs the reward model and collects the remaining results of the pool. A sample whose reward failed has no weight.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from trainer.evaluate.sample import is_prediction
-from trainer.rewards.failures import FailureLog
-from trainer.roles import RewardModelRole
+from trainer.rewards.failures import FailureLog, note_failed_rewards
+from trainer.validation.sample import is_prediction
 from verl_lite.algos.advantages import outcome_scores
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
@@ -28,56 +29,75 @@ OVERLONG = ("overlong_reward", "overlong")
 """verl's names of the columns `reward/<name>` with the penalty of a long answer, and with 1 if there is a penalty."""
 
 OVERLONG_TAKEN = "a column of reward.overlong_buffer.log: rename the entry, or set reward.overlong_buffer.log=false"
+_SOURCE_TAKEN = "the name of a part of the score with a reward model: rename the entry"
 
 
-class Scorer(Protocol):
-    """The trainer's interface for scoring a batch."""
+class RewardStage(Protocol):
+    """Scores the batches of a trainer: a `RewardManager`, or the rewards that episodes bring with them."""
 
     def score(self, batch: DataProto) -> DataProto:
         """Returns columns to add to the batch, such as token_level_scores and reward_failed, and meta_info metrics."""
         ...
 
 
-class Rewards:
-    """Collects the scores of a batch from the reward functions, the reward model, or both.
+class RewardModel(Protocol):
+    """A reward model. weight: factor of its score in the sum with the score of the reward function."""
 
-    pool: service of `workers.rewards.reward_pool.RewardPool`; None: no reward function. model: None: no reward model.
-    Without both every score is 0, as in distillation without task rewards. failures: log of failed rewards; None: a new
-    log in `run_dir`.
+    weight: float
+
+    def score(self, batch: DataProto) -> list[RewardResult]:
+        """Returns one result per row."""
+        ...
+
+
+class RewardManager:
+    """Collects the scores of a batch from the reward function, the reward model, or both.
+
+    Without both every score is 0, as in distillation without task rewards.
+
+    Args:
+        pool: service of `workers.rewards.reward_pool.RewardPool`; None: no reward function.
+        config: section `reward`.
+        failures: log of failed rewards.
+        model: the reward model; None: no reward model.
+        decode: converts the token ids of an answer to text.
     """
 
     def __init__(
         self,
         pool: ServiceHandle | None,
         config: RewardConfig,
-        run_dir: Path,
-        model: RewardModelRole | None = None,
-        failures: FailureLog | None = None,
+        failures: FailureLog,
+        model: RewardModel | None = None,
+        decode: Callable[[list[int]], str] = str,
     ) -> None:
         self.pool = pool
         self.config = config
+        self.failures = failures
         self.model = model
-        self.failures = failures or FailureLog(config.max_error_rate, run_dir)
+        self.decode = decode
 
     def are_ready(self, batch: DataProto) -> np.ndarray:
         """Returns (B,) bool: True where `score` would not wait. A reward model scores only when it has the devices."""
         if self.pool is None or self.model is not None:
             return np.zeros(len(batch), dtype=bool)
-        ready = self.pool.call("ready", list(batch.non_tensor_batch["sample_id"]))
-        return np.array([key in ready for key in batch.non_tensor_batch["sample_id"]], dtype=bool)
+        keys = list(batch.non_tensor_batch["sample_id"])
+        ready = self.pool.call("ready", keys)
+        return np.array([key in ready for key in keys], dtype=bool)
 
     def submit(self, batch: DataProto) -> None:
         """Sends sampled answers to the reward functions, as workers do when an answer is complete."""
         if self.pool is None:
             return
         columns = batch.non_tensor_batch
-        inputs: Any = columns.get(MULTI_MODAL_INPUTS, [None] * len(batch))
+        image_inputs = columns.get(MULTI_MODAL_INPUTS)
         items = []
         for number, key in enumerate(columns["sample_id"]):
             is_answer = batch.batch["response_mask"][number].bool()
-            answer = self.failures.decode(batch.batch["responses"][number][is_answer].tolist())
+            answer = self.decode(batch.batch["responses"][number][is_answer].tolist())
             row = {name: columns[name][number] for name in READ_BY_REWARDS}
-            images = () if inputs[number] is None else inputs[number].files
+            row_images = None if image_inputs is None else image_inputs[number]
+            images = () if row_images is None else row_images.files
             items.append(RewardItem.of_row(key, row, answer, images))
         self.pool.call("submit", items)
 
@@ -99,18 +119,12 @@ class Rewards:
 
         Raises RewardFailure if too many rewards failed, and UserError if an entry has the name of a written column.
         """
-        parts: dict[str, tuple[float, list[RewardResult]]] = {}
-        if self.model is not None:  # the pool continues in parallel while the model scores
-            parts["model"] = (self.model.weight, self.model.score(batch))
-        if self.pool is not None:
-            keys = list(batch.non_tensor_batch["sample_id"])
-            found = self.pool.call("collect", keys)
-            parts["function"] = (self.config.function_weight, [found[key] for key in keys])
-        weights = [weight for weight, _ in parts.values()]
-        rows = zip(*(each for _, each in parts.values()), strict=True) if parts else [()] * len(batch)
-        results = [_weighted_sum(weights, row) for row in rows]
-        self.failures.check(batch, results)
-        failed, timed_out = (np.array([getattr(x, name) for x in results], bool) for name in ("failed", "timed_out"))
+        sources = self._collect(batch)
+        results = _weighted_sums(sources, len(batch))
+        note_failed_rewards(self.failures, batch, results, self.decode)
+
+        failed = np.array([result.failed for result in results], dtype=bool)
+        timed_out = np.array([result.timed_out for result in results], dtype=bool)
         metrics = {
             "reward/error_rate": Metric.mean(int(failed.sum()), len(results)),
             "reward/timeout_rate": Metric.mean(int(timed_out.sum()), len(results)),
@@ -118,29 +132,125 @@ class Rewards:
         if self.pool is not None:
             metrics["reward/processes_replaced"] = Metric.last(self.pool.call("processes_replaced"))
 
-        scores = torch.tensor([0.0 if result.failed else result.score for result in results])
-        mask = batch.batch["response_mask"]
-        answered = mask.sum(1) > 0
-        token_level_scores = torch.zeros(mask.shape)
-        token_level_scores[torch.arange(len(mask)), (mask.sum(1) - 1).clamp(min=0)] = scores * answered
-        is_greedy = batch.non_tensor_batch.get("is_greedy", np.zeros(len(mask), bool)).astype(bool)
-        counted = answered.numpy() & ~is_greedy
-        extras = sorted({name for result in results for name in result.extra})
-        columns = {f"reward/{name}": as_column([result.extra.get(name) for result in results]) for name in extras}
-        metrics |= _means(columns, counted)
+        counted = _counted_rows(batch)
+        entries = _entries_as_columns(results)
+        metrics |= _means(entries, counted)
+        columns = {"reward_failed": failed, "reward_timed_out": timed_out, **entries}
         if self.model is not None:
-            check_no_such_entry(parts, columns, "the name of a part of the score with a reward model: rename the entry")
-            by_part = {
-                f"reward/{name}": as_column([None if each.failed else each.score for each in part])
-                for name, (_, part) in parts.items()
-            }
-            metrics |= _means(by_part, counted, with_extremes=True)
-            columns |= by_part
+            check_no_such_entry([source.name for source in sources], entries, _SOURCE_TAKEN)
+            scores_of_sources = {f"reward/{source.name}": source.score_column() for source in sources}
+            metrics |= _means(scores_of_sources, counted, with_extremes=True)
+            columns |= scores_of_sources
         return DataProto.from_dict(
-            tensors={"token_level_scores": token_level_scores},
-            non_tensors={"reward_failed": failed, "reward_timed_out": timed_out, **columns},
+            tensors={"token_level_scores": _token_level_scores(results, batch.batch["response_mask"])},
+            non_tensors=columns,
             meta_info={"metrics": metrics},
         )
+
+    def _collect(self, batch: DataProto) -> list[_SourceResults]:
+        """Returns the results of the reward model and of the reward function, of those that the run has."""
+        sources = []
+        if self.model is not None:  # the pool continues in parallel while the model scores
+            sources.append(_SourceResults("model", self.model.weight, self.model.score(batch)))
+        if self.pool is not None:
+            keys = list(batch.non_tensor_batch["sample_id"])
+            results_by_key = self.pool.call("collect", keys)
+            results = [results_by_key[key] for key in keys]
+            sources.append(_SourceResults("function", self.config.function_weight, results))
+        return sources
+
+
+@dataclass(frozen=True)
+class _SourceResults:
+    """The results of one source of the score for the rows of a batch.
+
+    name: "model" or "function". weight: factor of the source's score in the sum.
+    """
+
+    name: str
+    weight: float
+    results: list[RewardResult]
+
+    def score_column(self) -> np.ndarray:
+        """Returns the scores (B,) before the weight; None for a failed row."""
+        scores = []
+        for result in self.results:
+            scores.append(None if result.failed else result.score)
+        return as_column(scores)
+
+
+def _weighted_sums(sources: Sequence[_SourceResults], size: int) -> list[RewardResult]:
+    """Returns for each of `size` rows the weighted sum of its results, or the first failed one of them."""
+    sums = []
+    for row in range(size):
+        score = 0.0
+        extra: dict[str, float | str] = {}
+        failure = None
+        for source in sources:
+            result = source.results[row]
+            if result.failed:
+                failure = result
+                break
+            score += source.weight * result.score
+            extra |= result.extra
+        if failure is None:
+            sums.append(RewardResult.scored("The weighted sum of reward function and reward model", score, extra))
+        else:
+            sums.append(failure)
+    return sums
+
+
+def _token_level_scores(results: Sequence[RewardResult], mask: torch.Tensor) -> torch.Tensor:
+    """Returns (B, R) scores on the last token of each answer. Failed rewards and empty answers have only zeros."""
+    scores = torch.tensor([0.0 if result.failed else result.score for result in results])
+    lengths = mask.sum(1)
+    last_tokens = (lengths - 1).clamp(min=0)
+    token_level_scores = torch.zeros(mask.shape)
+    token_level_scores[torch.arange(len(mask)), last_tokens] = scores * (lengths > 0)
+    return token_level_scores
+
+
+def _counted_rows(batch: DataProto) -> np.ndarray:
+    """Returns (B,) bool: True for the rows whose entries count in the means, answers with tokens that were sampled."""
+    is_answered = (batch.batch["response_mask"].sum(1) > 0).numpy()
+    if "is_greedy" not in batch:
+        return is_answered
+    return is_answered & ~batch.non_tensor_batch["is_greedy"].astype(bool)
+
+
+def _entries_as_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
+    """Returns a column `reward/<name>` (B,) for each further entry of the results; None in rows without it."""
+    names = {name for result in results for name in result.extra}
+    columns = {}
+    for name in sorted(names):
+        columns[f"reward/{name}"] = as_column([result.extra.get(name) for result in results])
+    return columns
+
+
+def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes: bool = False) -> dict[str, Metric]:
+    """Returns the mean of each numeric column over the counted rows with a value.
+
+    Predictions have no mean, even if they are numbers.
+
+    Args:
+        columns: columns (B,) by their names.
+        counted: (B,) bool.
+        with_extremes: True to also return the maximum and the minimum.
+    """
+    metrics = {}
+    for name, column in columns.items():
+        values = [value for value in column[counted] if value is not None]
+        are_numbers = not any(isinstance(value, str) for value in values)
+        if not values or not are_numbers or is_prediction(name.removeprefix("reward/")):
+            continue
+        metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
+        if with_extremes:
+            metrics[f"{name}/max"] = Metric.max(max(values))
+            metrics[f"{name}/min"] = Metric.min(min(values))
+    return metrics
+
+
+# -------------------------------------------------------------------------------------------- adjustments of the scores
 
 
 def mask_failed(batch: DataProto) -> DataProto:
@@ -166,8 +276,11 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
     if not options.enable:
         return batch, {}
     lengths = (batch.batch["response_mask"] != 0).sum(1)
+    is_answered = lengths > 0
     exceeding = lengths.float() - (config.data.max_response_length - options.len)
-    penalty = torch.where(lengths > 0, (-exceeding / options.len * options.penalty_factor).clamp(max=0.0), 0)
+    linear_penalty = (-exceeding / options.len * options.penalty_factor).clamp(max=0.0)
+    penalty = torch.where(is_answered, linear_penalty, 0)
+
     result = batch.select()
     scores = batch.batch["token_level_scores"].clone()
     result.batch["outcomes"] = scores.sum(1)
@@ -175,11 +288,15 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
     result.batch["token_level_scores"] = scores
     if not options.log:
         return result, {}
+
     check_no_such_entry(OVERLONG, batch.non_tensor_batch, OVERLONG_TAKEN)
-    columns = dict(zip(OVERLONG, (penalty, (penalty < 0).float()), strict=True))
-    result.non_tensor_batch |= {f"reward/{name}": as_column(values.tolist()) for name, values in columns.items()}
-    counted = int((lengths > 0).sum())
-    return result, {f"reward/{name}/mean": Metric.mean(float(x.sum()), counted) for name, x in columns.items()}
+    is_punished = (penalty < 0).float()
+    counted = int(is_answered.sum())
+    metrics = {}
+    for name, values in zip(OVERLONG, (penalty, is_punished), strict=True):
+        result.non_tensor_batch[f"reward/{name}"] = as_column(values.tolist())
+        metrics[f"reward/{name}/mean"] = Metric.mean(float(values.sum()), counted)
+    return result, metrics
 
 
 def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
@@ -193,17 +310,19 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     if "is_greedy" not in batch:
         return batch, {}
     is_greedy = batch.non_tensor_batch["is_greedy"].astype(bool)
-    greedy, result = batch.select_idxs(is_greedy), batch.select_idxs(~is_greedy)
+    greedy = batch.select_idxs(is_greedy)
+    result = batch.select_idxs(~is_greedy)
     del result.non_tensor_batch["is_greedy"]
-    is_known = (greedy.batch["response_mask"] != 0).any(-1)
-    scores = outcome_scores(greedy.batch["token_level_scores"], greedy.batch["response_mask"])
-    place = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
-    rows = torch.tensor([place[uid] for uid in result.non_tensor_batch["uid"]])
-    result.batch["reward_baselines"] = scores[rows]
-    result.batch["response_mask"] = result.batch["response_mask"] * is_known[rows, None]
+
+    has_baseline = (greedy.batch["response_mask"] != 0).any(-1)
+    baselines = outcome_scores(greedy.batch["token_level_scores"], greedy.batch["response_mask"])
+    greedy_row = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
+    rows = torch.tensor([greedy_row[uid] for uid in result.non_tensor_batch["uid"]])
+    result.batch["reward_baselines"] = baselines[rows]
+    result.batch["response_mask"] = result.batch["response_mask"] * has_baseline[rows, None]
     return result, {
-        "critic/reward_baselines/mean": Metric.mean(float(scores.sum()), int(is_known.sum())),
-        "reward/baseline_error_rate": Metric.mean(float((~is_known).sum()), len(is_known)),
+        "critic/reward_baselines/mean": Metric.mean(float(baselines.sum()), int(has_baseline.sum())),
+        "reward/baseline_error_rate": Metric.mean(float((~has_baseline).sum()), len(has_baseline)),
     }
 
 
@@ -212,27 +331,3 @@ def check_no_such_entry(names: Iterable[str], columns: Container[str], what: str
     for name in names:
         if f"reward/{name}" in columns:
             raise UserError(f"The reward function returned an entry {name!r}, which is {what}")
-
-
-def _weighted_sum(weights: list[float], row: tuple[RewardResult, ...]) -> RewardResult:
-    """Returns the weighted sum of the results of one row, or the first failed result. row: result of each part."""
-    failure = next((result for result in row if result.failed), None)
-    if failure is not None:
-        return failure
-    score = sum((weight * result.score for weight, result in zip(weights, row, strict=True)), start=0.0)
-    extra = {name: value for result in row for name, value in result.extra.items()}
-    return RewardResult.scored("The weighted sum of reward function and reward model", score, extra)
-
-
-def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes: bool = False) -> dict[str, Metric]:
-    """Returns the mean (and with_extremes maximum and minimum) of each numeric column over the counted rows with a
-    value. Predictions have no mean, even if they are numbers. counted: (B,) bool."""
-    metrics = {}
-    for name, column in columns.items():
-        values = [value for value in column[counted] if value is not None]
-        are_numbers = not any(isinstance(value, str) for value in values)
-        if values and are_numbers and not is_prediction(name.removeprefix("reward/")):
-            metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
-            if with_extremes:
-                metrics |= {f"{name}/max": Metric.max(max(values)), f"{name}/min": Metric.min(min(values))}
-    return metrics

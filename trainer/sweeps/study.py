@@ -25,8 +25,8 @@ import psutil
 
 from trainer.checkpoint import write_atomically
 from trainer.cli import file_mask
-from trainer.evaluate.validation_metrics import half_width
 from trainer.sweeps.study_spec import STOP, Search, StudySpec, Value
+from trainer.validation.metrics import half_width
 from verl_lite.errors import UserError
 
 COMMAND = ("-m", "trainer.main_ppo")

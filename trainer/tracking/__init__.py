@@ -16,8 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from trainer.console import Console, following
-from trainer.evaluate.sample import Sample
 from trainer.tracking.trackers import OWN, TRACKERS, TrackedRun, Tracker, check_trackers, register_tracker
+from trainer.validation.sample import Sample
 from verl_lite.config import RunOptions
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracking", "check_trackers", "read_metrics", "register_tracker"]

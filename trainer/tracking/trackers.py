@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.console import Console
-from trainer.evaluate.sample import OPTIONAL, Sample
+from trainer.validation.sample import OPTIONAL, Sample
 from verl_lite.config.user_calls import TRACKER_CALL, registered_problems
 from verl_lite.errors import UserError
 from verl_lite.registry import Registry

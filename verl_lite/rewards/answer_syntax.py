@@ -5,13 +5,26 @@ is dropped with everything before it that looks like a unit. So the form of an a
 math-verify compares the values of what is rendered from it.
 """
 
-# ruff: noqa: E501 (rows of the tables, in which ruff counts wide characters twice)
-
-import math
 import re
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from verl_lite.rewards.answer_tokens import FUNCTIONS, Token, UnknownSyntax, clean, tokens_of
+
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
+    "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
+).split()
+_RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in"}
+_REVERSED = {">": "<", "\\ge": "\\le"}
+_OPERATIONS = {"\\cup", "\\cap", "\\setminus"}
+_UNIT_TEXT = re.compile(r"(?i)[a-zµμΩåéèü.\s/²³^·\-]*[a-zµμΩ][a-zµμΩåéèü.\s/²³^·\-]*")
+_NO_UNITS = re.compile(r"(?i)\b(?:or|and|if|for|when|not|but|to|than|if)\b")
+_SHORT_UNITS = (
+    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol hr hrs min "
+    "sec ms mph kmh kph rad deg sq cu ha pts pt yr yrs am pm USD EUR units"
+).split()
+_LONGEST_UNIT = 40
 
 
 @dataclass(frozen=True)
@@ -47,224 +60,7 @@ class Answer:
         return render(self.node)
 
 
-class UnknownSyntax(ValueError):
-    """The text is no expression that this module can read."""
-
-
-# ------------------------------------------------------------------------------------------------------------- cleaning
-
-_REPLACED = {
-    "−": "-", "–": "-", "—": "-", "﹣": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
-    "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
-    "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "°": r"^\circ ", "℃": r"^\circ ", "，": ", ",
-    "、": ", ", "；": "; ", "。": ". ", "：": ":", "（": "(", "）": ")", "［": "[", "］": "]", "｛": r"\{", "｝": r"\}",
-    "％": r"\%", "＝": "=", "＋": "+", "／": "/", "＊": "*", "．": ".", "＜": "<", "＞": ">", "…": r"\ldots ", "√": r"\sqrt ",
-    "\u200b": "", "\ufeff": "", "\u2009": r"\,", "\u202f": r"\,", "\u00a0": r"\,", "€": "", "£": "", "¥": "", "₹": "", "￥": "",
-}  # fmt: skip
-_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
-_SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
-_ROOT_OF_DIGITS = re.compile(r"√\s*(\d+(?:\.\d+)?)")
-_GROUPED = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\[,!;: ]|,\\!|~)+(?=\d{3}(?!\d))")
-"""A mark between groups of three digits, as LaTeX writes it."""
-_SPACED = re.compile(r"(?<![\d.\w])\d{1,3}(?: \d{3})+(?![\d\w])")
-_LAYOUT = re.compile(
-    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|mathstrut|nonumber|hfill)(?![a-zA-Z])"
-    r"|\\(?:underline|large|Large|LARGE|huge|Huge|small|bf|it|(?:text)?color\s*\{[^{}]*\})(?![a-zA-Z])"
-    r"|\\[hv]space\*?\{[^{}]*\}|(?<!\\)\\[,;:! ]|(?<!\\)\\[()]|\\?\$|~"
-)
-_DEGREE = re.compile(r"\^?\s*\{?\\degree(?![a-zA-Z])\}?")
-_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?")
-_NAMED_ANGLE = re.compile(r"\A(?:m\s*)?\\angle\s*[A-Z]{1,3}\s*=\s*")
-_CURRENCY = re.compile(r"\A(?:USD|EUR|GBP|US|Rs\.?)\s*(?=\d)")
-_REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\\overline\s*\{(\d{1,50})\}")
-"""A decimal whose digits under the line repeat without end."""
-
-_DISPLAY = re.compile(r"\A\s*\\\[(.*)\\\]\s*\Z", re.DOTALL)
-_EMPHASIS = re.compile(r"\A(\*{1,3}|_{1,2}|`+)(.+)\1\Z", re.DOTALL)
-_PREFIX = re.compile(r"(?i)\A(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s+")
-
-
-def clean(text: str) -> str:
-    """Removes marks of layout and emphasis from an answer, and writes the characters of other scripts as LaTeX."""
-    text = _ROOT_OF_DIGITS.sub(r"\\sqrt{\1}", text)
-    text = _SUPERSCRIPT.sub(lambda match: f"^{{{''.join(map(_SUPERSCRIPTS.__getitem__, match[0]))}}}", text)
-    characters = []
-    for character in text:
-        if not character.isascii() and character.isdecimal():
-            characters.append(str(unicodedata.decimal(character)))
-        elif "VULGAR FRACTION" in unicodedata.name(character, "") and "⁄" in unicodedata.normalize("NFKC", character):
-            above, below = unicodedata.normalize("NFKC", character).split("⁄")
-            characters.append(rf"\frac{{{above}}}{{{below}}}")
-        else:
-            characters.append(_REPLACED.get(character, character))
-    text = "".join(characters).strip()
-
-    while match := _EMPHASIS.match(text) or _DISPLAY.match(text):
-        text = match[match.lastindex or 0].strip()
-    text = _REPEATING.sub(_fraction_of_repeating, text)
-    text = _DEGREE.sub(r"^\\circ", text)
-    text = _ORDINAL.sub("", text)
-    text = _GROUPED.sub("", text)
-    text = _LAYOUT.sub(" ", text).strip()
-    while match := _EMPHASIS.match(text):
-        text = match[2].strip()
-    text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
-    text = _PREFIX.sub("", text)
-    text = _NAMED_ANGLE.sub("", text)
-    text = _CURRENCY.sub("", text)
-    return text.rstrip(" .,;:")
-
-
-def _fraction_of_repeating(match: re.Match[str]) -> str:
-    r"""Returns the fraction that equals a repeating decimal: \frac{1}{6} for 0.1\overline{6}."""
-    whole, first_digits, repeated = match.groups()
-    above = int(whole + first_digits + repeated) - int(whole + first_digits)
-    below = 10 ** len(first_digits) * (10 ** len(repeated) - 1)
-    divisor = math.gcd(above, below)
-    if divisor == below:
-        return str(above // below)
-    return rf"\frac{{{above // divisor}}}{{{below // divisor}}}"
-
-
-# --------------------------------------------------------------------------------------------------------------- tokens
-
-_TOKEN = re.compile(
-    r"(?P<text>\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|operatorname)"
-    r"\*?\s*\{(?P<content>[^{}]*)\})"
-    r"|(?P<environment>\\begin\s*\{(?P<name>[a-zA-Z]+\*?)\}(?:\{[^{}]*\})?)|(?P<end>\\end\s*\{[a-zA-Z]+\*?\})"
-    r"|(?P<literal>\\mathbb\s*(?:\{\s*[A-Z]\s*\}|[A-Z])|\\emptyset|\\varnothing)"
-    r"|(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![\w]))?)"
-    r"|(?P<command>\\(?:[a-zA-Z]+|.))|(?P<word>[A-Za-z]+)|(?P<space>\s+)|(?P<mark>.)",
-    re.DOTALL,
-)
-_COMMAS = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?")
-
-_FUNCTIONS = (
-    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp arsinh arcosh artanh"
-).split()
-_NAMES = {"pi": "\\pi", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "sqrt": "\\sqrt", "oo": "\\infty"}
-_SYNONYMS = {
-    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\leqslant": "\\le",
-    "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\ast": "*", "\\degree": "\\circ",
-    "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\mid": "|", "\\vert": "|", "\\lvert": "|",
-    "\\rvert": "|", "\\backslash": "\\setminus", "\\iff": "\\iff", "\\%": "%", "\\colon": ":", "\\land": ",",
-    "\\wedge": "\\wedge", "\\lor": ",", "\\langle": "(", "\\rangle": ")", "\\thickapprox": "\\approx", "\\simeq": "\\approx",
-}  # fmt: skip
-_SEPARATORS = re.compile(r"(?i),?\s*(?:and|or|且|或|和)\s*,?")
-_PERCENT = re.compile(r"(?i)percent(?:age)?|per\s+cent|pct|%|\\%")
-_GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
-    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
-).split()
-_RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in"}
-_REVERSED = {">": "<", "\\ge": "\\le"}
-_OPERATIONS = {"\\cup", "\\cap", "\\setminus"}
-_UNIT_TEXT = re.compile(r"(?i)[a-zµμΩåéèü.\s/²³^·\-]*[a-zµμΩ][a-zµμΩåéèü.\s/²³^·\-]*")
-_NO_UNITS = re.compile(r"(?i)\b(?:or|and|if|for|when|not|but|to|than|if)\b")
-_SHORT_UNITS = (
-    "m g s h l L N J W V A K C F m cm mm km dm nm kg mg ml mL cl dl in ft yd mi lb oz kN kJ kW MW Hz Pa mol hr hrs min sec "
-    "ms mph kmh kph rad deg sq cu ha pts pt yr yrs am pm USD EUR units"
-).split()
-_LONGEST_UNIT = 40
-_LETTERS = re.compile(r"[A-Z](?:\s*(?:,|\band\b|\bor\b)+\s*(?:(?:and|or)\s+)?[A-Z])+")
-r"""The content of \text{A, C}."""
-_VALUE_WITH_UNIT = re.compile(
-    r"(?P<value>-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?)\s+(?P<unit>[A-Za-z]+(?:\s[A-Za-z]+){0,2})"
-)
-r"""The content of \text{3 hours}."""
-_UNIT_BEFORE_NEXT = re.compile(r"(?P<unit>[A-Za-z]+),?\s+(?:and|or)")
-r"""The content of \text{ cm and } between two values."""
-
-
-@dataclass(frozen=True)
-class _Token:
-    kind: str  # number, letter, word, text, command, literal, begin, end or mark
-    text: str
-    follows_space: bool = False
-
-
-def _tokens(text: str) -> list[_Token]:
-    tokens: list[_Token] = []
-    place = depth = 0
-    follows_space = False
-    while place < len(text):
-        match = _COMMAS.match(text, place) if depth == 0 else None
-        if match is not None:
-            tokens.append(_Token("number", match[0].replace(",", ""), follows_space))
-            place, follows_space = match.end(), False
-            continue
-        match = _TOKEN.match(text, place)
-        if match is None:
-            raise UnknownSyntax(f"{text[place]!r} is no part of an expression")
-        place = match.end()
-        if match["space"]:
-            follows_space = True
-            continue
-        tokens += _converted(match, follows_space)
-        depth += sum(token.text in ("(", "[", "{", "\\{") for token in tokens[-1:])
-        depth -= sum(token.text in (")", "]", "}", "\\}") for token in tokens[-1:])
-        follows_space = False
-    return tokens
-
-
-def _converted(match: re.Match[str], follows_space: bool) -> list[_Token]:
-    """Returns the tokens of a match of `_TOKEN`."""
-    if match["text"]:
-        return _text_tokens(match["content"].strip(), follows_space)
-    if match["environment"]:
-        return [_Token("begin", match["name"].rstrip("*"))]
-    if match["end"]:
-        return [_Token("end", "")]
-    if match["literal"]:
-        name = re.sub(r"[\s{}]", "", match[0])
-        if name == "\\varnothing":
-            name = "\\emptyset"
-        elif name.startswith("\\mathbb"):
-            name = f"\\mathbb{{{name[-1]}}}"
-        return [_Token("literal", name)]
-    if match["number"]:
-        return [_Token("number", match[0], follows_space)]
-    if match["command"]:
-        name = _SYNONYMS.get(match[0], match[0])
-        return [_Token("command" if name.startswith("\\") else "mark", name, follows_space)]
-    if match["word"]:
-        return _word_tokens(match[0], follows_space)
-    return [_Token("mark", match[0], follows_space)]
-
-
-def _text_tokens(content: str, follows_space: bool) -> list[_Token]:
-    r"""Returns the tokens of the content of a \text{}: a separator, mathematics, or the text itself."""
-    if not content:
-        return []
-    if _SEPARATORS.fullmatch(content):
-        return [_Token("mark", ",")]
-    if _PERCENT.fullmatch(content):
-        return [_Token("mark", "%")]
-    inner = content.strip("()")
-    if re.fullmatch(r"[-+\d.,/ ]+|\\?[A-Za-z]|\([-+\d., ]+\)", content) or len(inner) == 1:
-        return _tokens(inner if len(inner) == 1 else content)
-    if _LETTERS.fullmatch(content):
-        return _tokens(content)
-    if match := _VALUE_WITH_UNIT.fullmatch(content):
-        return [*_tokens(match["value"]), _Token("text", match["unit"], True)]
-    if match := _UNIT_BEFORE_NEXT.fullmatch(content):
-        return [_Token("text", match["unit"], follows_space), _Token("mark", ",")]
-    return [_Token("text", content, follows_space)]
-
-
-def _word_tokens(word: str, follows_space: bool) -> list[_Token]:
-    if word in _NAMES:
-        return [_Token("command", _NAMES[word], follows_space)]
-    if word in _FUNCTIONS:
-        return [_Token("command", f"\\{word}", follows_space)]
-    if _SEPARATORS.fullmatch(word):
-        return [_Token("mark", ",")]
-    if _PERCENT.fullmatch(word):
-        return [_Token("mark", "%")]
-    return [_Token("letter" if len(word) == 1 else "word", word, follows_space)]
-
-
-# --------------------------------------------------------------------------------------------------------------- parser
+# -------------------------------------------------------------------------------------------------------------- parser
 
 
 def parse_answer(text: str, letters_are_units: bool = False) -> Answer:
@@ -274,7 +70,7 @@ def parse_answer(text: str, letters_are_units: bool = False) -> Answer:
 
     Raises UnknownSyntax if the text is no expression that this module can read.
     """
-    parser = _Parser(_tokens(clean(text)), letters_are_units)
+    parser = _Parser(tokens_of(clean(text)), letters_are_units)
     node = parser.items()
     if parser.token is not None:
         raise UnknownSyntax(f"{parser.token.text!r} is not expected")
@@ -284,16 +80,16 @@ def parse_answer(text: str, letters_are_units: bool = False) -> Answer:
 class _Parser:
     """A parser by recursive descent. `token` is the next token, None at the end."""
 
-    def __init__(self, tokens: list[_Token], letters_are_units: bool) -> None:
+    def __init__(self, tokens: list[Token], letters_are_units: bool) -> None:
         self._rest = tokens[::-1]
         self._letters_are_units = letters_are_units
         self.unit = ""
 
     @property
-    def token(self) -> _Token | None:
+    def token(self) -> Token | None:
         return self._rest[-1] if self._rest else None
 
-    def _next(self) -> _Token:
+    def _next(self) -> Token:
         if not self._rest:
             raise UnknownSyntax("the expression ends early")
         return self._rest.pop()
@@ -373,7 +169,7 @@ class _Parser:
                 node = Node("product", (node, self._signed_factor()))
             elif self._accept("/", "\\div", ":"):
                 if self.token is not None and self.token.kind in ("word", "text"):  # km/h
-                    self._rest.append(_Token("mark", "/"))
+                    self._rest.append(Token("mark", "/"))
                     return node
                 node = Node("quotient", (node, self._signed_factor()))
             else:
@@ -414,7 +210,7 @@ class _Parser:
         if token.kind == "command":
             if token.text in ("\\frac", "\\sqrt", "\\pi", "\\infty", "\\{"):
                 return True
-            is_function = token.text[1:] in _FUNCTIONS
+            is_function = token.text[1:] in FUNCTIONS
             is_operator = token.text in _RELATIONS | _OPERATIONS | {
                 "\\cdot",
                 "\\times",
@@ -509,11 +305,11 @@ class _Parser:
         token = self.token
         if token is not None and token.kind == "number" and len(token.text) > 1 and not takes_number:
             self._next()
-            self._rest.append(_Token("number", token.text[1:]))
+            self._rest.append(Token("number", token.text[1:]))
             return Node("number", (), token.text[0])
         if token is not None and token.kind == "word":
             self._next()
-            self._rest.append(_Token("letter" if len(token.text) == 2 else "word", token.text[1:]))
+            self._rest.append(Token("letter" if len(token.text) == 2 else "word", token.text[1:]))
             return _symbol(token.text[0])
         if self._accept("-"):
             return Node("negative", (self._argument(takes_number),))
@@ -587,7 +383,7 @@ class _Parser:
             return Node("quotient", (self._argument(), self._argument()))
         if name == "\\sqrt":
             return self._root()
-        if name[1:] in _FUNCTIONS:
+        if name[1:] in FUNCTIONS:
             return self._function(name)
         if name == "\\{":
             if self._accept("\\}"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import json
 import math
 import os
@@ -39,7 +38,8 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MOST_CONVERTED_DIGITS = 4300
 """Python's limit for the conversion of text to int."""
 
-_REPLY_BYTES, _REPLY_FACTOR = 1 << 16, 16
+_REPLY_BYTES = 1 << 16
+_REPLY_FACTOR = 16
 """Limits of the replies to calls: a number of bytes per call, plus a multiple of the size of the arguments and expected
 values. Longer replies are wrong, because reading them would take memory and time outside the sandbox."""
 
@@ -63,6 +63,10 @@ def compute_score(
     """Scores the program in a response: 1.0 if all tests pass, else 0.0; with `partial` the share of passed tests.
 
     Args:
+        data_source, extra_info: not read.
+        solution_str: the response.
+        ground_truth: the tests; see `read_tests`.
+        partial: True for the share of passed tests as score.
         timeout_s: limit of one test in seconds of processor time; its wall-clock limit is three times as long.
         total_timeout_s: wall-clock limit of all tests of a response, in seconds, less than reward.timeout_s. Tests that
             have not run by then have failed.
@@ -70,28 +74,54 @@ def compute_score(
         max_tests: number of tests that are run, from the first one; None = all.
         allow_unsafe: True to run programs on a machine where the sandbox cannot confine them.
 
-    Returns score; acc (1.0 if all tests passed); passed (share of passed tests); compiled; timeouts (number of tests);
-    error (the first error). Raises ValueError if the ground truth has no tests, and UserError if the machine cannot
-    confine programs and `allow_unsafe` is false.
+    Returns:
+        score; acc (1.0 if all tests passed); passed (share of passed tests); compiled; timeouts (number of tests);
+        error (the first error).
+
+    Raises:
+        ValueError: if the ground truth has no tests.
+        UserError: if the machine cannot confine programs and `allow_unsafe` is false.
     """
     tests = read_tests(ground_truth, max_tests)
     code = extract_code(solution_str)
-    outcomes, passed, count = [Outcome(False, error="the answer has no code")], [False], 1
     if code.strip():
         limits = Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb)
         with _ONE_AT_A_TIME:
             sandbox = _sandbox(limits, allow_unsafe, os.getpid())
-            outcomes, passed, count = _run_tests(sandbox, code, tests, not partial, time.monotonic() + total_timeout_s)
-    errors = [o.error or "wrong output" for o, is_right in zip(outcomes, passed, strict=True) if not is_right]
-    share, acc = sum(passed) / count, float(sum(passed) == count)
+            deadline = time.monotonic() + total_timeout_s
+            outcome = _run_tests(sandbox, code, tests, stop_early=not partial, deadline=deadline)
+    else:
+        outcome = ProgramOutcome([Outcome(False, error="the answer has no code")], [False], 1)
+
+    share = sum(outcome.passed) / outcome.num_tests
+    acc = float(sum(outcome.passed) == outcome.num_tests)
     return {
         "score": share if partial else acc,
         "acc": acc,
         "passed": share,
-        "compiled": float(all(outcome.is_compiled for outcome in outcomes)),
-        "timeouts": float(sum(outcome.is_timeout for outcome in outcomes)),
-        "error": next(iter(errors), ""),
+        "compiled": float(all(test.is_compiled for test in outcome.tests)),
+        "timeouts": float(sum(test.is_timeout for test in outcome.tests)),
+        "error": outcome.first_error(),
     }
+
+
+@dataclass(frozen=True)
+class ProgramOutcome:
+    """The outcome of a program's tests.
+
+    tests: outcomes of the tests that ran. passed: True for each of them that passed. num_tests: number of all tests.
+    """
+
+    tests: list[Outcome]
+    passed: list[bool]
+    num_tests: int
+
+    def first_error(self) -> str:
+        """Returns the error of the first test that did not pass; "" if all passed."""
+        for test, is_passed in zip(self.tests, self.passed, strict=True):
+            if not is_passed:
+                return test.error or "wrong output"
+        return ""
 
 
 def time_problems(kwargs: Mapping[str, Any], timeout_s: float, option: str) -> Iterator[str]:
@@ -99,7 +129,8 @@ def time_problems(kwargs: Mapping[str, Any], timeout_s: float, option: str) -> I
 
     kwargs: arguments of `compute_score`. option: key of these arguments in the configuration.
     """
-    total_s = kwargs.get("total_timeout_s", inspect.signature(compute_score).parameters["total_timeout_s"].default)
+    default_s = inspect.signature(compute_score).parameters["total_timeout_s"].default
+    total_s = kwargs.get("total_timeout_s", default_s)
     if total_s + _SPARE_S >= timeout_s:
         yield (
             f"reward.timeout_s={timeout_s:g} has to exceed {option}.total_timeout_s={total_s:g} by more than "
@@ -120,8 +151,10 @@ def extract_code(solution_str: str) -> str:
     if not blocks:
         return _without_indentation(text)
     labelled = [code for language, code in blocks if _PYTHON.fullmatch(language)]
+    if labelled:
+        return labelled[-1]
     unlabelled = [code for language, code in blocks if not language]
-    return next((codes[-1] for codes in (labelled, unlabelled) if codes), "")
+    return unlabelled[-1] if unlabelled else ""
 
 
 def _fenced_blocks(text: str) -> list[tuple[str, str]]:
@@ -172,42 +205,73 @@ def _without_indentation(code: str) -> str:
 
 def _run_tests(
     sandbox: Sandbox, code: str, tests: PairTests | SnippetTests, stop_early: bool, deadline: float
-) -> tuple[list[Outcome], list[bool], int]:
-    """Returns the outcomes of the tests that ran, True for each passed test, and the number of all tests.
+) -> ProgramOutcome:
+    """Runs the tests of a program.
 
-    stop_early: True to stop after the first failure. deadline: value of `time.monotonic()` at which the tests end.
+    Args:
+        sandbox: where the program runs.
+        code: the program.
+        tests: the tests.
+        stop_early: True to stop after the first failure.
+        deadline: value of `time.monotonic()` at which the tests end.
     """
-    outcomes: list[Outcome] = []
-    passed: list[bool] = []
     if isinstance(tests, SnippetTests):
-        options: dict[str, Any] = {"setup": tests.setup, "call": tests.call, "stop_early": stop_early}
-        outcomes, count = sandbox.run_snippets(code, tests.snippets, total_s=deadline - time.monotonic(), **options)
-        return outcomes, [outcome.value is True for outcome in outcomes], count
-    while len(outcomes) < len(tests.outputs) and not (outcomes and time.monotonic() > deadline):
-        done = len(outcomes)
-        left_s = deadline - time.monotonic()
-        if tests.function is None:
-            found = [sandbox.run_script(code, tests.inputs[done], left_s)]
-        else:  # most wrong programs fail their first test: start with one call per process, then double the number
-            end = 2 * done + 1 if stop_early else len(tests.inputs)
-            calls = tests.inputs[done:end]
-            test_data = json.dumps(encode([calls, tests.outputs[done:end]]))
-            max_reply_bytes = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * len(test_data)
-            found = sandbox.call(code, tests.function, calls, left_s, max_reply_bytes)
-        is_right = is_right_output if tests.function is None else is_right_value
-        outcomes += found
-        truths = tests.outputs[done : len(outcomes)]
-        passed += [not o.error and is_right(o.value, truth) for o, truth in zip(found, truths, strict=True)]
+        outcomes, num_tests = sandbox.run_snippets(
+            code,
+            tests.snippets,
+            setup=tests.setup,
+            call=tests.call,
+            stop_early=stop_early,
+            total_s=deadline - time.monotonic(),
+        )
+        return ProgramOutcome(outcomes, [outcome.value is True for outcome in outcomes], num_tests)
+
+    outcomes = []
+    passed: list[bool] = []
+    is_right = is_right_output if tests.function is None else is_right_value
+    while len(outcomes) < len(tests.outputs):
+        if outcomes and time.monotonic() > deadline:
+            break
+        first = len(outcomes)
+        new_outcomes = _run_next(sandbox, code, tests, first, stop_early, deadline - time.monotonic())
+        outcomes += new_outcomes
+        truths = tests.outputs[first : len(outcomes)]
+        for outcome, truth in zip(new_outcomes, truths, strict=True):
+            passed.append(not outcome.error and is_right(outcome.value, truth))
         if not outcomes[-1].is_compiled or (stop_early and not all(passed)):
             break
-    return outcomes, passed, len(tests.outputs)
+    return ProgramOutcome(outcomes, passed, len(tests.outputs))
+
+
+def _run_next(
+    sandbox: Sandbox, code: str, tests: PairTests, first: int, stop_early: bool, left_s: float
+) -> list[Outcome]:
+    """Runs the next tests of a program in one process.
+
+    Args:
+        sandbox: where the program runs.
+        code: the program.
+        tests: the tests.
+        first: number of the first test that did not run.
+        stop_early: True if the tests stop after the first failure.
+        left_s: time that all further tests may take.
+    """
+    if tests.function is None:
+        return [sandbox.run_script(code, tests.inputs[first], left_s)]
+    # most wrong programs fail their first test: start with one call per process, then double the number
+    end = 2 * first + 1 if stop_early else len(tests.inputs)
+    calls = tests.inputs[first:end]
+    test_data = json.dumps(encode([calls, tests.outputs[first:end]]))
+    max_reply_bytes = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * len(test_data)
+    return sandbox.call(code, tests.function, calls, left_s, max_reply_bytes)
 
 
 @functools.cache
 def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
     """Returns the sandbox of these limits, one per process `pid`. Prints its permissions when it starts."""
     sandbox = Sandbox(limits, allow_unsafe=allow_unsafe)
-    print(f"Code runs in a sandbox. It could {', '.join(sandbox.could) or 'perform none of the attempted actions'}.")
+    permissions = ", ".join(sandbox.could) or "perform none of the attempted actions"
+    print(f"Code runs in a sandbox. It could {permissions}.")
     return sandbox
 
 
@@ -243,35 +307,55 @@ class SnippetTests:
 def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | SnippetTests:
     """Reads the tests from a ground truth: JSON text, test code, or a list or dict of the same content.
 
-    max_tests: number of tests to keep, from the first one; None = all. Raises ValueError, with the expected formats, if
-    the ground truth has no tests.
+    Args:
+        ground_truth: the ground truth of a row.
+        max_tests: number of tests to keep, from the first one; None = all.
+
+    Raises:
+        ValueError: if the ground truth has no tests. The message lists the expected formats.
     """
-    found = ground_truth
+    content = ground_truth
     if isinstance(ground_truth, str):
         try:
-            found = _from_json(ground_truth)
+            content = _from_json(ground_truth)
         except ValueError:
-            found = [ground_truth] if ground_truth.strip() else []
-    if isinstance(found, list | tuple) and found:
-        if all(isinstance(test, str) for test in found):
-            return SnippetTests(tuple(found[:max_tests]))
-        if all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in found):
-            names = [test.get("fn_name") for test in found]
-            return _pairs([t["input"] for t in found], [t["output"] for t in found], names[0], max_tests)
-    if isinstance(found, dict):
-        setup = str(found.get("setup") or "")
-        asserts = found.get("asserts", found.get("assert_case"))
-        if "outputs" in found and len(found.get("inputs", "")) and not found.get("assert_case"):
-            return _pairs(list(found["inputs"]), list(found["outputs"]), found.get("fn_name"), max_tests)
-        if asserts is not None and len(asserts):
-            return SnippetTests(tuple(asserts)[:max_tests], setup)
-        if isinstance(found.get("test"), str):
-            return SnippetTests((found["test"],), setup, found.get("entry_point"))
+            content = [ground_truth] if ground_truth.strip() else []
+    tests = None
+    if isinstance(content, list | tuple) and content:
+        tests = _tests_of_list(content, max_tests)
+    elif isinstance(content, dict):
+        tests = _tests_of_dict(content, max_tests)
+    if tests is not None:
+        return tests
     raise ValueError(
         'The ground truth has no tests; expected {"inputs": [...], "outputs": [...]}, with "fn_name" for a function; '
         '{"asserts": [...], "setup": ...}; {"test": code, "entry_point": name}; a list of asserts; or test code; found '
         f"{str(ground_truth)[:200]!r}"
     )
+
+
+def _tests_of_list(content: Sequence[Any], max_tests: int | None) -> PairTests | SnippetTests | None:
+    """Returns the tests of a list of test codes, or of dicts with input and output; None for other lists."""
+    if all(isinstance(test, str) for test in content):
+        return SnippetTests(tuple(content[:max_tests]))
+    if all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in content):
+        inputs = [test["input"] for test in content]
+        outputs = [test["output"] for test in content]
+        return _pairs(inputs, outputs, content[0].get("fn_name"), max_tests)
+    return None
+
+
+def _tests_of_dict(content: Mapping[str, Any], max_tests: int | None) -> PairTests | SnippetTests | None:
+    """Returns the tests of a dict with inputs and outputs, with asserts, or with test code; None for other dicts."""
+    if "outputs" in content and len(content.get("inputs", "")) and not content.get("assert_case"):
+        return _pairs(list(content["inputs"]), list(content["outputs"]), content.get("fn_name"), max_tests)
+    setup = str(content.get("setup") or "")
+    asserts = content.get("asserts", content.get("assert_case"))
+    if asserts is not None and len(asserts):
+        return SnippetTests(tuple(asserts)[:max_tests], setup)
+    if isinstance(content.get("test"), str):
+        return SnippetTests((content["test"],), setup, content.get("entry_point"))
+    return None
 
 
 def is_right_output(printed: str, expected: str) -> bool:
@@ -281,13 +365,24 @@ def is_right_output(printed: str, expected: str) -> bool:
     if they differ by at most one millionth and at least one of them has a decimal point or an exponent: 2.0 equals 2,
     but 007 does not equal 7. The difference is relative if neither is an integer.
     """
-    lines, right = ([line.rstrip() for line in text.strip().split("\n")] for text in (printed, expected))
-    words = [line.split() for line in lines]
-    truths = [line.split() for line in right]
-    return lines == right or (
-        [len(line) for line in words] == [len(line) for line in truths]
-        and all(map(_is_right_word, itertools.chain(*words), itertools.chain(*truths)))
-    )
+    lines = _stripped_lines(printed)
+    expected_lines = _stripped_lines(expected)
+    if lines == expected_lines:
+        return True
+    if len(lines) != len(expected_lines):
+        return False
+    pairs = []
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        words = line.split()
+        truths = expected_line.split()
+        if len(words) != len(truths):
+            return False
+        pairs += zip(words, truths, strict=True)
+    return all(_is_right_word(word, truth) for word, truth in pairs)
+
+
+def _stripped_lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().split("\n")]
 
 
 def is_right_value(returned: Any, expected: Any) -> bool:
@@ -311,14 +406,16 @@ def is_right_value(returned: Any, expected: Any) -> bool:
 def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: Any, max_tests: int | None) -> PairTests:
     if len(inputs) != len(outputs):
         raise ValueError(f"The ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
-    inputs, outputs = inputs[:max_tests], outputs[:max_tests]
+    inputs = inputs[:max_tests]
+    outputs = outputs[:max_tests]
     if function:
         return PairTests(tuple(map(_arguments, inputs)), tuple(map(_parsed, outputs)), str(function))
-    texts = [
-        ["\n".join(map(str, one)) if isinstance(one, list | tuple) else str(one) for one in column]
-        for column in (inputs, outputs)
-    ]
-    return PairTests(tuple(texts[0]), tuple(texts[1]))
+    return PairTests(tuple(map(_as_lines, inputs)), tuple(map(_as_lines, outputs)))
+
+
+def _as_lines(entry: Any) -> str:
+    """Returns the text of an input or output of a script; a list has one line per entry."""
+    return "\n".join(map(str, entry)) if isinstance(entry, list | tuple) else str(entry)
 
 
 def _arguments(entry: Any) -> tuple[Any, ...]:

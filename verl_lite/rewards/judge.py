@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_lite.errors import UserError
@@ -78,6 +78,10 @@ async def compute_score(
     """Scores a response by the rating of a judge model.
 
     Args:
+        data_source, extra_info: not read.
+        solution_str: the response.
+        ground_truth: the reference for the judge; None: an empty one.
+        prompt: chat messages of the prompt.
         base_url, model, api_key_env: URL of the endpoint up to /v1, name of the model there, variable with the key.
         template: message to the judge, with {question} (the last user message), {conversation} (all messages),
             {answer}, {ground_truth}, {rubric} and {form} (the required end of the reply, which depends on `verdict`).
@@ -88,33 +92,60 @@ async def compute_score(
         request: further entries of the request, such as {top_p: 0.9}.
         max_retries: as in `Endpoint`.
 
-    Returns score (0 to 1); judgement (the reply); rating (the judge's number); with yes_no also acc, the same as score.
-    Raises UserError for a wrong option, RemoteRewardError without a reply, ValueError without a valid rating.
+    Returns:
+        score (0 to 1); judgement (the reply); rating (the judge's number); with yes_no also acc, the same as score.
+
+    Raises:
+        UserError: for a wrong option.
+        RemoteRewardError: without a reply.
+        ValueError: without a valid rating.
     """
-    given = {"base_url": base_url, "model": model, "verdict": verdict, "lowest": lowest, "highest": highest}
-    for problem in option_problems(given | {"template": template, "api_key_env": api_key_env}, "judge"):
+    options = {
+        "base_url": base_url,
+        "model": model,
+        "verdict": verdict,
+        "lowest": lowest,
+        "highest": highest,
+        "template": template,
+        "api_key_env": api_key_env,
+    }
+    for problem in option_problems(options, "judge"):
         raise UserError(problem)
-    questions = [message["content"] for message in prompt or () if message["role"] == "user"]
+
     values = {
-        "question": questions[-1] if questions else "",
-        "conversation": "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt or ()),
+        **_prompt_texts(prompt or []),
         "answer": solution_str,
         "ground_truth": "" if ground_truth is None else str(ground_truth),
         "rubric": rubric,
         "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
     }
-    # A single pass does not replace placeholders inside the inserted values.
-    message = _PLACEHOLDER.sub(lambda found: values[found[1]], template)
-    limits = {"temperature": temperature, "max_tokens": max_tokens}
+    # a single pass does not replace placeholders inside the inserted values
+    message = _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], template)
     body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": message}]}
-    body |= {name: value for name, value in limits.items() if value is not None} | (request or {})
+    if temperature is not None:
+        body["temperature"] = temperature
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    body |= request or {}
     url = f"{str(base_url).rstrip('/')}/chat/completions"
     reply = _content(await _endpoint(url, api_key_env, max_retries).post(body))
+
     rating = read_verdict(reply, verdict, lowest, highest, solution_str)
-    seen: dict[str, float | str] = {"judgement": reply[:_SHOWN_CHARACTERS], "rating": rating}
+    result: dict[str, float | str] = {"judgement": reply[:_SHOWN_CHARACTERS], "rating": rating}
     if verdict == "yes_no":
-        return {"score": rating, "acc": rating, **seen}
-    return {"score": (rating - lowest) / (highest - lowest), **seen}
+        return {"score": rating, "acc": rating, **result}
+    return {"score": (rating - lowest) / (highest - lowest), **result}
+
+
+def _prompt_texts(prompt: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Returns the last message of the user and the whole conversation, as values of the template."""
+    question = ""
+    lines = []
+    for message in prompt:
+        if message["role"] == "user":
+            question = message["content"]
+        lines.append(f"{message['role']}: {message['content']}")
+    return {"question": question, "conversation": "\n\n".join(lines)}
 
 
 def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
@@ -122,9 +153,12 @@ def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
 
     kwargs: the arguments. option: their key in the configuration.
     """
-    defaults = inspect.signature(compute_score).parameters
-    values = {name: kwargs.get(name, each.default) for name, each in defaults.items()}
-    url, variable, lowest, highest = (values[name] for name in ("base_url", "api_key_env", "lowest", "highest"))
+    parameters = inspect.signature(compute_score).parameters
+    values = {name: kwargs.get(name, parameter.default) for name, parameter in parameters.items()}
+    url = values["base_url"]
+    variable = values["api_key_env"]
+    lowest = values["lowest"]
+    highest = values["highest"]
     if not str(url).startswith(("http://", "https://")):
         yield f"{option}.base_url={url}: expected http://.../v1, the address of the judge's server"
     if not values["model"]:
@@ -143,18 +177,21 @@ def read_verdict(reply: str, verdict: str, lowest: float, highest: float, answer
     """Returns the rating in a judge's reply, or 1 or 0 with verdict "yes_no"; see `verl_lite.rewards.ratings`.
 
     Args:
+        reply: the judge's reply.
+        verdict: "number" or "yes_no".
         lowest, highest: bounds of the rating.
         answer: the judged answer, whose own ratings the judge may quote.
 
-    Raises ValueError, with the reply, if there is no verdict or it is not between `lowest` and `highest`.
+    Raises:
+        ValueError: if there is no verdict or it is not between `lowest` and `highest`. The message contains the reply.
     """
     try:
         if verdict == "yes_no":
             return ratings.read_yes_no(reply)
         return ratings.read_rating(reply, lowest, highest, answer)
     except ValueError as error:
-        shown = reply[-_SHOWN_CHARACTERS:]
-        raise ValueError(f"The judge's verdict cannot be read as {verdict}, because {error}: {shown!r}") from error
+        end = reply[-_SHOWN_CHARACTERS:]
+        raise ValueError(f"The judge's verdict cannot be read as {verdict}, because {error}: {end!r}") from error
 
 
 class Endpoint:
@@ -163,8 +200,14 @@ class Endpoint:
     Failed connections and the statuses 408, 409, 429 and 5xx are retried up to `max_retries` times, after 0.5, 1,
     2 ... 8 seconds or the time in Retry-After.
 
-    api_key_env: environment variable with a key, sent as `Authorization: Bearer KEY`. option: key of `api_key_env` in
-    the configuration, named in the UserError if the variable is not set.
+    Args:
+        url: the address.
+        max_retries: number of repetitions of a failed request.
+        api_key_env: environment variable with a key, sent as `Authorization: Bearer KEY`.
+        option: key of `api_key_env` in the configuration, for the message.
+
+    Raises:
+        UserError: if the environment variable is not set.
     """
 
     def __init__(self, url: str, *, max_retries: int, api_key_env: str | None, option: str) -> None:
@@ -172,8 +215,10 @@ class Endpoint:
 
         from verl_lite.rewards import limited_http
 
-        self.url, self._max_retries = url, max_retries
-        self._openai, self._limited_http = openai, limited_http
+        self.url = url
+        self._max_retries = max_retries
+        self._openai = openai
+        self._limited_http = limited_http
         self._key = os.environ.get(api_key_env) if api_key_env else "none"  # the client does not accept a missing key
         self._clients: dict[asyncio.AbstractEventLoop, tuple[AsyncOpenAI, AsyncGenerator[AsyncOpenAI, None]]] = {}
         if not self._key:
@@ -185,26 +230,27 @@ class Endpoint:
         Raises RemoteRewardError, with the status and the beginning of the reply, if the request fails or the reply is
         not JSON.
         """
-        openai, loop = self._openai, asyncio.get_running_loop()
+        openai = self._openai
+        loop = asyncio.get_running_loop()
         if loop not in self._clients:
             lasting = self._lasting_client(loop)
             self._clients[loop] = (await anext(lasting), lasting)
         client = self._clients[loop][0]
+
+        json_body = json.loads(json.dumps(body, default=str))
         try:
-            response = await client.post(
-                self.url, cast_to=self._limited_http.Response, body=json.loads(json.dumps(body, default=str))
-            )
+            response = await client.post(self.url, cast_to=self._limited_http.Response, body=json_body)
         except openai.APIStatusError as error:
-            shown = error.response.text[:_SHOWN_CHARACTERS]
-            raise RemoteRewardError(f"{self.url} answered with status {error.status_code}: {shown}") from error
+            beginning = error.response.text[:_SHOWN_CHARACTERS]
+            raise RemoteRewardError(f"{self.url} answered with status {error.status_code}: {beginning}") from error
         except openai.APIConnectionError as error:
             raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r})") from error
         text = response.content.decode("utf-8", "replace")
         try:
             return json.loads(text, parse_int=_json_integer)
         except (ValueError, RecursionError) as error:
-            shown = text[:_SHOWN_CHARACTERS]
-            raise RemoteRewardError(f"{self.url} answered without readable JSON ({error}): {shown}") from error
+            beginning = text[:_SHOWN_CHARACTERS]
+            raise RemoteRewardError(f"{self.url} answered without readable JSON ({error}): {beginning}") from error
 
     async def _lasting_client(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[AsyncOpenAI, None]:
         """Yields a client that is closed with its event loop, because `asyncio.run` closes open generators."""
@@ -240,24 +286,27 @@ def _content(answer: Any) -> str:
     """
     try:
         choice = answer["choices"][0]
-        message, ended = choice["message"], choice.get("finish_reason")
-        content, refusal = message.get("content"), message.get("refusal")
+        message = choice["message"]
+        finish_reason = choice.get("finish_reason")
+        content = message.get("content")
+        refusal = message.get("refusal")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RemoteRewardError(
-            f"The judge's server did not answer with a chat completion: {_shown(answer)}"
+            f"The judge's server did not answer with a chat completion: {_beginning(answer)}"
         ) from error
     if not content:
-        raise RemoteRewardError(f"The judge's reply is empty: {_shown(refusal or f'finish_reason {ended}')}")
+        reason = refusal or f"finish_reason {finish_reason}"
+        raise RemoteRewardError(f"The judge's reply is empty: {_beginning(reason)}")
     if not isinstance(content, str):
-        raise RemoteRewardError(f"The content of the judge's reply is no text: {_shown(content)}")
-    if ended == "length":
+        raise RemoteRewardError(f"The content of the judge's reply is no text: {_beginning(content)}")
+    if finish_reason == "length":
         raise RemoteRewardError(f"The judge's reply was cut off at max_tokens: {content[-_SHOWN_CHARACTERS:]}")
-    if ended == "content_filter":
+    if finish_reason == "content_filter":
         raise RemoteRewardError(f"The judge's reply was cut by a filter: {content[-_SHOWN_CHARACTERS:]}")
     return content.encode("utf-8", "replace").decode()
 
 
-def _shown(value: Any) -> str:
+def _beginning(value: Any) -> str:
     """Returns the beginning of a JSON value for a message."""
     try:
         text = value if isinstance(value, str) else json.dumps(value)

@@ -28,8 +28,10 @@ _RATING = re.compile(
     rf"(?P<number>{_NUMBER})(?:\s*(?:(?P<percent>%|percent\b)|\(?(?:/|out\s+of|of)\s*(?P<whole>{_NUMBER})))?"
 )
 _EXPONENT = re.compile(r"(?:[eE]|(?:\^|\*\*)\s*\{?)([+-]?\d+)\}?$")
-_MOST_READ, _MOST_DIGITS = 1000, 300
-"""Characters after a label that are read, and digits of a rating."""
+_MOST_READ = 1000
+"""Characters after a label that are read."""
+_MOST_DIGITS = 300
+"""Digits of a rating."""
 _LONGEST_EXPONENT = 4
 """Digits. Larger powers are outside of every range, and computing them would take memory and time."""
 
@@ -55,28 +57,31 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
     percentage are shares of `highest`.
 
     Args:
+        reply: the judge's reply.
         lowest, highest: bounds of the rating.
         answer: the judged answer. If it contains a rating itself, the reply has to end with the rating, at the
             beginning of its line and without quotation marks, and must not have others that differ.
 
-    Raises ValueError if there is no rating, several that contradict each other, or one outside the bounds.
+    Raises:
+        ValueError: if there is no rating, several that contradict each other, or one outside the bounds.
     """
     text = _ascii(reply.rpartition("</think>")[2]).rstrip()
     is_quotable = bool(_labelled(_ascii(answer), with_inline=True))
 
-    places = _json_rating(text) or _labelled(text, with_inline=not is_quotable)
-    if not places:
+    candidates = _json_rating(text) or _labelled(text, with_inline=not is_quotable)  # texts that begin with a rating
+    if not candidates:
         raise ValueError("there is no rating")
     if is_quotable:
         # the template asks for a rating at the end; what stands before may be the answer's
-        before_rating = text[: -len(places[-1])].rpartition("\n")[2]
-        if "\n" in places[-1] or _QUOTED.search(before_rating[-_MOST_QUOTED:]):
+        before_rating = text[: -len(candidates[-1])].rpartition("\n")[2]
+        if "\n" in candidates[-1] or _QUOTED.search(before_rating[-_MOST_QUOTED:]):
             raise ValueError("it does not end with a rating, and the answer contains ratings that it may quote")
-        if len({_rating_at(place, highest) for place in places}) > 1:
+        ratings = {_rating_at(candidate, highest) for candidate in candidates}
+        if len(ratings) > 1:
             raise ValueError("it has several ratings, and the answer contains ratings that it may quote")
-    rating = _rating_at(places[-1], highest)
+    rating = _rating_at(candidates[-1], highest)
     if not lowest <= rating <= highest:
-        raise ValueError(f"its rating {_shown(rating)} is not between {lowest:g} and {highest:g}")
+        raise ValueError(f"its rating {_as_text(rating)} is not between {lowest:g} and {highest:g}")
     return float(rating)
 
 
@@ -85,7 +90,8 @@ def read_yes_no(reply: str) -> float:
 
     The last line that consists of one of these words counts, else the last line that contains one.
 
-    Raises ValueError without such a line, and if the line contains both words and neither begins or ends it.
+    Raises:
+        ValueError: without such a line, and if the line contains both words and neither begins or ends it.
     """
     text = reply.rpartition("</think>")[2]
     lone = _LONE_VERDICT.findall(text)
@@ -130,8 +136,10 @@ def _json_rating(text: str) -> list[str]:
 
 
 def _labelled(text: str, with_inline: bool) -> list[str]:
-    """Returns the texts after the labels of ratings. with_inline: True to accept labels inside lines as well, if there
-    are no others."""
+    """Returns the texts after the labels of ratings.
+
+    with_inline: True to accept labels inside lines as well, if there are no others.
+    """
     ends = {match.end() for pattern in (_LINE_LABEL, _KEY_LABEL) for match in pattern.finditer(text)}
     if not ends and with_inline:
         ends = {match.end() for match in _INLINE_LABEL.finditer(text)}
@@ -155,7 +163,7 @@ def _rating_at(text: str, highest: float) -> Fraction:
     return number / whole * Fraction(highest)
 
 
-def _shown(rating: Fraction) -> str:
+def _as_text(rating: Fraction) -> str:
     try:
         return f"{float(rating):g}"
     except OverflowError:

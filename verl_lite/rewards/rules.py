@@ -24,28 +24,34 @@ _BRACE = re.compile(r"[{}]")
 
 def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last complete `\boxed{...}` in a text, with matched braces; None if there is none."""
-    found = None
+    last_start = -1
+    last_end = -1
     open_at: list[int] = []  # for each open brace the start of its content, or -1 without a preceding \boxed
     for brace in _BRACE.finditer(text):
         if brace[0] == "{":
-            open_at.append(brace.end() if text.endswith(_BOX, 0, brace.end()) else -1)
+            is_box = text.endswith(_BOX, 0, brace.end())
+            open_at.append(brace.end() if is_box else -1)
         elif open_at:
             start = open_at.pop()
-            if start >= 0 and (found is None or start > found[0]):
-                found = (start, brace.start())
-    return None if found is None else text[found[0] : found[1]]
+            if start > last_start:
+                last_start = start
+                last_end = brace.start()
+    return None if last_start < 0 else text[last_start:last_end]
 
 
 def last_tagged(text: str, tag: str) -> str | None:
     """Returns the content of the last <tag>...</tag> in a text; None if there is none."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    found, place = None, 0
-    while (start := text.find(opening, place)) >= 0:
+    opening = f"<{tag}>"
+    closing = f"</{tag}>"
+    content = None
+    start = text.find(opening)
+    while start >= 0:
         end = text.find(closing, start)
         if end < 0:
             break
-        found, place = text[start + len(opening) : end], end + len(closing)
-    return found
+        content = text[start + len(opening) : end]
+        start = text.find(opening, end + len(closing))
+    return content
 
 
 @register_reward("verl_lite/sort", "verl_lite/add", "exact_match", "exact_match/*", "rule/exact_match")
@@ -67,9 +73,11 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: In
 
     Source: verl's strict rule, which rejects `####5`, `#### 5.` and `#### $5`.
     """
-    found = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
-    truth = str(ground_truth).replace(",", "")  # an empty ground truth must not equal "#### ,"
-    return float(bool(found and truth) and found[-1].replace(",", "") == truth)
+    answers = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
+    truth = str(ground_truth).replace(",", "")
+    if not answers or not truth:  # an empty ground truth must not equal "#### ,"
+        return 0.0
+    return float(answers[-1].replace(",", "") == truth)
 
 
 SEARCHED_FOR_BOX = 100
@@ -108,21 +116,30 @@ def math_dapo(
     The answer is the rest of the line after the last `Answer:` in the last 300 characters, else the last \boxed{...} in
     them. An equal value in another form (0.5 for \frac{1}{2}) is wrong; reward `math_verify` compares as mathematics.
 
-    strict_box_verify: True to read only \boxed{...} in the last 100 characters and to compare it without normalisation.
-    Returns score, 1.0 or -1.0; acc, 1.0 or 0.0; pred, the answer, "[INVALID]" if there is none.
     Source: verl's math_dapo, with the normalisation of Minerva (Lewkowycz et al. 2022, appendix D).
+
+    Args:
+        data_source, extra_info: not read.
+        solution_str: the response.
+        ground_truth: the correct answer.
+        strict_box_verify: True to read only \boxed{...} in the last 100 characters and to compare it without
+            normalisation.
+
+    Returns:
+        score, 1.0 or -1.0; acc, 1.0 or 0.0; pred, the answer, "[INVALID]" if there is none.
     """
     if strict_box_verify:
         boxed = last_boxed(solution_str[-SEARCHED_FOR_BOX:])
         pred = NO_ANSWER if boxed is None else boxed
-        right = bool(boxed) and boxed == str(ground_truth)
+        is_right = bool(boxed) and boxed == str(ground_truth)
     else:
         end = solution_str[-SEARCHED_CHARACTERS:]
+        answer_lines = _ANSWER_LINE.findall(end)
+        answer = answer_lines[-1] if answer_lines else last_boxed(end) or NO_ANSWER
+        pred = normalize_answer(answer)
         truth = normalize_answer(str(ground_truth))
-        found = _ANSWER_LINE.findall(end) or [last_boxed(end) or NO_ANSWER]
-        pred = normalize_answer(found[-1])
-        right = bool(truth) and pred == truth
-    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
+        is_right = bool(truth) and pred == truth
+    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": pred}
 
 
 def normalize_answer(answer: str) -> str:
@@ -131,14 +148,18 @@ def normalize_answer(answer: str) -> str:
     Removes the text before the last `=`, units, filler words, spaces and LaTeX without meaning. An answer that would
     become empty is returned unchanged, except for white space at its ends.
     """
-    text = answer.strip()
-    answer = answer.rsplit("=", 1)[-1]
-    for before, after in (*_REPLACED, *((word, "") for word in (*_WORDS, *_LATEX))):
-        answer = answer.replace(before, after)
+    text = answer.rsplit("=", 1)[-1]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for removed in (*_WORDS, *_LATEX):
+        text = text.replace(removed, "")
     for pattern, replacement in _REWRITTEN:
-        answer = re.sub(pattern, replacement, answer)
-    answer = answer.replace("$", "")
-    return (answer.replace(",", "") if answer.replace(",", "").isdigit() else answer).strip() or text
+        text = re.sub(pattern, replacement, text)
+    text = text.replace("$", "")
+    without_commas = text.replace(",", "")
+    if without_commas.isdigit():
+        text = without_commas
+    return text.strip() or answer.strip()
 
 
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math*", "numina_*")
@@ -153,17 +174,24 @@ def math_verify(
     The answer is the content of the last `\boxed{...}`, else the expression that math-verify finds in the last 2000
     characters. An answer that exceeds a limit of `mathematics` is wrong.
 
-    strict: True to require the final form: the answer leaves no operation on numbers and no relation open that the
-    ground truth does not. If both consist of words, they are compared as text. False accepts every equal form, also an
-    expression that is only a part of the box's content.
+    Args:
+        data_source, extra_info: not read.
+        solution_str: the response.
+        ground_truth: the correct answer.
+        strict: True to require the final form: the answer leaves no operation on numbers and no relation open that the
+            ground truth does not. If both consist of words, they are compared as text. False accepts every equal form,
+            also an expression that is only a part of the box's content.
 
-    Returns score, 1.0 or 0.0, and pred, the parsed answer. Raises ValueError if the ground truth is not an expression
-    or exceeds a limit, because no answer could be right.
+    Returns:
+        score, 1.0 or 0.0, and pred, the parsed answer.
+
+    Raises:
+        ValueError: if the ground truth is not an expression or exceeds a limit, because no answer could be right.
     """
     boxed = last_boxed(solution_str)
     answer = solution_str[-mathematics.MOST_CHARACTERS :] if boxed is None else boxed
-    right, pred = mathematics.compare(str(ground_truth), answer, boxed is not None, strict)
-    return {"score": float(right), "pred": pred}
+    is_right, pred = mathematics.compare(str(ground_truth), answer, boxed is not None, strict)
+    return {"score": float(is_right), "pred": pred}
 
 
 MOST_TAGS = 10
@@ -183,26 +211,40 @@ def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
     Returns score: 1.0 if the answer is correct, 0.25 if it is correct in a response with more than 10 opening or
     closing tags, else 0.0; acc, 1.0 or 0.0; pred, the answer.
     """
-    found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
-    targets = [found] if isinstance(found, str) else list(found) if isinstance(found, Iterable) else []
-    targets = [target for target in targets if target != "" and not str(target).isspace()]
-    if not targets or not all(isinstance(target, str) for target in targets):
-        raise ValueError(f'ground_truth={ground_truth!r}: a text, a list of texts or {{"target": ...}} is expected')
+    targets = _targets(ground_truth)
     answer = last_tagged(solution_str, "answer")
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}
     pred = _short_form(answer)
-    right = pred in map(_short_form, targets)
-    is_guessing = max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MOST_TAGS
-    return {"score": float(right) * (0.25 if is_guessing else 1.0), "acc": float(right), "pred": pred}
+    is_right = pred in map(_short_form, targets)
+    num_tags = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
+    full_score = 0.25 if num_tags > MOST_TAGS else 1.0
+    return {"score": float(is_right) * full_score, "acc": float(is_right), "pred": pred}
+
+
+def _targets(ground_truth: Any) -> list[str]:
+    """Returns the correct answers that are not blank. Raises ValueError if there are none, or one is not text."""
+    entries = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
+    if isinstance(entries, str):
+        entries = [entries]
+    elif not isinstance(entries, Iterable):
+        entries = []
+    targets = [entry for entry in entries if entry != "" and not str(entry).isspace()]
+    if not targets or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f'ground_truth={ground_truth!r}: a text, a list of texts or {{"target": ...}} is expected')
+    return targets
 
 
 def _short_form(text: str) -> str:
     """Normalises an answer for comparison. Only an empty text becomes empty: "The" and "!!!" remain."""
     lower = text.lower()
-    plain = lower.translate(_PUNCTUATION)
-    forms = (" ".join(form.split()) for form in (_ARTICLE.sub(" ", plain), plain, lower))
-    return next(filter(None, forms), "")
+    without_punctuation = lower.translate(_PUNCTUATION)
+    without_articles = _ARTICLE.sub(" ", without_punctuation)
+    for form in (without_articles, without_punctuation, lower):
+        words = form.split()
+        if words:
+            return " ".join(words)
+    return ""
 
 
 LETTERS = "ABCDEFGHIJ"
@@ -228,20 +270,35 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extr
     """
     choices = (extra_info or {}).get("choices")
     letters = LETTERS[: len(choices)] if isinstance(choices, list | tuple) else LETTERS
+    truth = _right_letter(ground_truth, letters)
+    tagged = last_tagged(solution_str, "answer")
+    text = solution_str if tagged is None else f"answer: {tagged.strip()}"
+    pred = _chosen_letter(text)
+    return {"score": float(pred == truth), "acc": float(pred == truth), "pred": pred}
+
+
+def _right_letter(ground_truth: Any, letters: str) -> str:
+    """Returns the letter of a ground truth. Raises ValueError if it is not one of the letters or their positions."""
     truth = str(ground_truth).strip().strip("().").upper()
-    if truth.isascii() and truth.isdigit() and not isinstance(ground_truth, bool) and int(truth) < len(letters):
+    is_position = truth.isascii() and truth.isdigit() and not isinstance(ground_truth, bool)
+    if is_position and int(truth) < len(letters):
         truth = letters[int(truth)]
     if len(truth) != 1 or truth not in letters:
         raise ValueError(
             f"ground_truth={ground_truth!r}: expected one of the letters {', '.join(letters)}, or a position from 0 to "
             f"{len(letters) - 1}"
         )
-    tagged = last_tagged(solution_str, "answer")
-    text = solution_str if tagged is None else f"answer: {tagged.strip()}"
+    return truth
+
+
+def _chosen_letter(text: str) -> str:
+    """Returns the letter of the last box, or without a box the one after the last "answer"; "" if there is none."""
     boxed = last_boxed(text)
-    found = _CHOICE.findall(text) if boxed is None else _BOXED.match(boxed)
-    pred = "" if not found else found[-1] if boxed is None else found[1]
-    return {"score": float(pred == truth), "acc": float(pred == truth), "pred": pred}
+    if boxed is not None:
+        match = _BOXED.match(boxed)
+        return match[1] if match is not None else ""
+    letters = _CHOICE.findall(text)
+    return letters[-1] if letters else ""
 
 
 @register_reward("rule/format")
@@ -264,13 +321,22 @@ def format(
     if not tags or not all(re.fullmatch(r"\w[\w-]*", tag) for tag in tags) or len(set(tags)) < len(tags):
         raise ValueError(f"tags={list(tags)}: expected different names, such as [think, answer]")
     text = f"<{tags[0]}>{solution_str}" if opened else solution_str
-    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    places = [text.find(mark) for mark in marks]
-    if any(text.count(mark) != 1 for mark in marks) or places != sorted(places):
-        return 0.0
-    ends = [0, *(place + len(mark) for place, mark in zip(places, marks, strict=True))]
-    pieces = [text[start:end].strip() for start, end in zip(ends, [*places, len(text)], strict=True)]
-    return float(not any(pieces[::2]) and all(pieces[1::2]))
+    outside = []  # the text around the sections
+    sections = []
+    rest = text
+    for tag in tags:
+        opening = f"<{tag}>"
+        closing = f"</{tag}>"
+        if text.count(opening) != 1 or text.count(closing) != 1:
+            return 0.0
+        before, _, after_opening = rest.partition(opening)
+        section, is_closed, rest = after_opening.partition(closing)
+        if not is_closed:  # the tags are not in order
+            return 0.0
+        outside.append(before.strip())
+        sections.append(section.strip())
+    outside.append(rest.strip())
+    return float(not any(outside) and all(sections))
 
 
 @register_reward("rule/regex")
@@ -294,15 +360,20 @@ def regex(
     if pattern is None and group is not None:
         raise ValueError(f"group={group!r} needs a pattern: without one the ground truth is the pattern")
     compiled = re.compile(str(ground_truth) if pattern is None else pattern)
-    found: re.Match[str] | None
-    *_, found = (None, *compiled.finditer(solution_str.strip()))
+    last_match: re.Match[str] | None = None
+    for match in compiled.finditer(solution_str.strip()):
+        last_match = match
     if group is None:
-        return {"score": float(found is not None), "pred": "" if found is None else found[0]}
-    if group not in compiled.groupindex and not (isinstance(group, int) and 0 <= group <= compiled.groups):
+        return {"score": float(last_match is not None), "pred": "" if last_match is None else last_match[0]}
+
+    is_number_of_group = isinstance(group, int) and 0 <= group <= compiled.groups
+    if group not in compiled.groupindex and not is_number_of_group:
         raise IndexError(f"group={group!r}: the pattern has {compiled.groups} groups {sorted(compiled.groupindex)}")
-    pred = ((found[group] or "") if found is not None else "").strip()
-    right = found is not None and pred == str(ground_truth).strip()
-    return {"score": float(right), "acc": float(right), "pred": pred}
+    if last_match is None:
+        return {"score": 0.0, "acc": 0.0, "pred": ""}
+    pred = (last_match[group] or "").strip()  # None if the group did not take part in the match
+    is_right = pred == str(ground_truth).strip()
+    return {"score": float(is_right), "acc": float(is_right), "pred": pred}
 
 
 @register_reward("reasoning_gym/*")
@@ -314,7 +385,8 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_
     extra_info: "entry" is the JSON text of the generated entry. If "full_marks_only" is true, scores below 1, which
     some tasks give, become 0. Raises ValueError if the task is unknown or the entry is missing.
     """
-    entry = (extra_info or {}).get("entry")
+    info = extra_info or {}
+    entry = info.get("entry")
     if not isinstance(entry, str):
         raise ValueError(
             f"data_source={data_source!r} needs extra_info['entry'], the JSON text of reasoning-gym's entry; "
@@ -322,7 +394,10 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_
         )
     scorer = _gym_scorer(data_source.partition("/")[2])
     score = float(scorer(answer=solution_str.strip(), entry=json.loads(entry)))
-    return score if score >= 1 or not (extra_info or {}).get("full_marks_only") else 0.0
+    has_full_marks = score >= 1
+    if info.get("full_marks_only") and not has_full_marks:
+        return 0.0
+    return score
 
 
 @functools.cache

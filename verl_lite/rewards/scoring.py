@@ -15,7 +15,7 @@ import re
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError, user_traceback
@@ -24,24 +24,42 @@ from verl_lite.registry import accepts, did_you_mean, load_module, object_of, re
 from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 OPTION = "reward.functions"
 READ_BY_REWARDS = ("data_source", "reward_model", "extra_info", "raw_prompt")
 """Columns of a batch that `RewardItem.of_row` reads."""
 _EXTRA_CHARACTERS = 10_000
 _ERROR_CHARACTERS = 20_000
 _FLOAT32_MAX = 3.4028234663852886e38
-_TAKEN = "score model function error_rate timeout_rate processes_replaced overlong overlong_reward".split()
+_TAKEN = (
+    "score",
+    "model",
+    "function",
+    "error_rate",
+    "timeout_rate",
+    "processes_replaced",
+    "overlong",
+    "overlong_reward",
+)
 """Names that other columns and metrics use: reward/model, reward/error_rate ..."""
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_FROM_THE_SAMPLE = ("data_source", "solution_str", "extra_info", "prompt", "images")
+"""Parameters that a message does not suggest for kwargs. A constant ground truth can be useful."""
 
 
 @dataclass(frozen=True)
 class RewardItem:
     """A response to be scored.
 
-    key: identifier that is unique among the pending samples. solution_str: decoded response, without the prompt.
-    ground_truth: `reward_model["ground_truth"]` of the row. prompt: chat messages of the prompt. images: encoded files
-    of the prompt's images.
+    key: identifier that is unique among the pending samples.
+    data_source: name of the row's dataset or task.
+    solution_str: decoded response, without the prompt.
+    ground_truth: `reward_model["ground_truth"]` of the row.
+    extra_info: further data of the row.
+    prompt: chat messages of the prompt.
+    images: encoded files of the prompt's images.
     """
 
     key: Hashable
@@ -98,7 +116,8 @@ class RewardResult:
     @classmethod
     def failure(cls, error: str, *, timed_out: bool = False) -> RewardResult:
         """Returns a result without a score. The middle of a very long error is omitted."""
-        if (excess := len(error) - _ERROR_CHARACTERS) > 0:
+        excess = len(error) - _ERROR_CHARACTERS
+        if excess > 0:
             half = _ERROR_CHARACTERS // 2
             error = f"{error[:half]}\n[{excess} characters omitted]\n{error[-half:]}"
         return cls(score=math.nan, failed=True, error=error, timed_out=timed_out)
@@ -115,30 +134,40 @@ def is_score(number: float) -> bool:
 def read_score(returned: Any) -> tuple[float, dict[str, float | str]]:
     """Reads the score and the extra entries from the result of a reward function.
 
-    returned: a number in the range of float32, a bool, or a dict with one of these under "score". Other entries of the
-    dict are kept if they are such numbers, bools or strings, which are cut to 10,000 characters. Raises ValueError if
-    the result has another form.
+    Args:
+        returned: a number in the range of float32, a bool, or a dict with one of these under "score". Other entries of
+            the dict are kept if they are such numbers, bools or strings, which are cut to 10,000 characters.
+
+    Raises:
+        ValueError: if the result has another form.
     """
     entries = returned if isinstance(returned, dict) else {"score": returned}
     if "score" not in entries:
         raise ValueError(f"The reward function returned a dict without 'score': {returned!r:.200}")
-    if not is_score(score := _number(entries["score"])):
-        what = "a dict whose 'score' is " if isinstance(returned, dict) else ""
-        found = f"{entries['score']!r:.200} ({type(entries['score']).__name__})"
-        raise ValueError(f"The reward function returned {what}{found}; expected {SCORE}")
+    score = _number(entries["score"])
+    if not is_score(score):
+        description = f"{entries['score']!r:.200} ({type(entries['score']).__name__})"
+        if isinstance(returned, dict):
+            description = f"a dict whose 'score' is {description}"
+        raise ValueError(f"The reward function returned {description}; expected {SCORE}")
+
     extra: dict[str, float | str] = {}
     for key, value in entries.items():
         if isinstance(value, str):
             extra[str(key)] = value[:_EXTRA_CHARACTERS]
-        elif key != "score" and is_score(number := _number(value)):
+            continue
+        number = _number(value)
+        if key != "score" and is_score(number):
             extra[str(key)] = number
     return score, extra
 
 
 def _number(value: Any) -> float:
     """Converts a number of Python, numpy or torch, without importing them; returns NaN for other values."""
+    if isinstance(value, str | bytes | bytearray):  # float("3") would accept text
+        return math.nan
     try:
-        return math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # float("3") would accept text
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -156,6 +185,7 @@ class RewardPart:
     reward: name of a registered reward.
     path, name, style: the user's function, as in reward.custom_reward_function.
     weight: factor of the part's score in the sum.
+    kwargs: further arguments of each call.
     outcome: True for the one part whose `acc` and `pred` become those of the sample.
     function: the loaded function.
     """
@@ -186,16 +216,20 @@ class RewardPart:
 
     def call(self, item: RewardItem) -> Any:
         """Calls the function with one sample. The result of an async function is an awaitable."""
-        given = {name: getattr(item, name) for name in _ARGUMENTS}
-        given |= {"prompt": item.prompt} if takes(self.function, "prompt") else {}
-        given |= {"images": list(map(open_image, item.images))} if takes(self.function, "images") else {}
-        return self.function(**{**given, **self.kwargs})
+        arguments = {name: getattr(item, name) for name in _ARGUMENTS}
+        if takes(self.function, "prompt"):
+            arguments["prompt"] = item.prompt
+        if takes(self.function, "images"):
+            arguments["images"] = _open_images(item)
+        return self.function(**{**arguments, **self.kwargs})
 
     async def score_async(self, item: RewardItem) -> RewardResult:
         """Scores one sample and awaits the function's result if it is an awaitable."""
         try:
             returned = self.call(item)
-            return RewardResult(*read_score(await returned if inspect.isawaitable(returned) else returned))
+            if inspect.isawaitable(returned):
+                returned = await returned
+            return RewardResult(*read_score(returned))
         except Exception as error:  # untrusted code: any exception fails this sample, not the run
             return RewardResult.failure(user_traceback(error))
 
@@ -205,15 +239,18 @@ class RewardPart:
         Raises the function's exceptions, and ValueError if the function does not return one result per sample: the
         sample that caused such an error is unknown.
         """
-        given = _LISTS[self.style](items)
+        arguments = _LISTS[self.style](items)
         has_images = any(item.images for item in items)
         if takes(self.function, "images") or (has_images and accepts(self.function, "images")):
-            given["images"] = [list(map(open_image, item.images)) for item in items]
-        returned = _awaited(self.function(**{**given, **self.kwargs}))
-        count = len(returned) if hasattr(returned, "__len__") and not isinstance(returned, str | dict) else None
-        if count != len(items):
-            found = f"{returned!r:.200}" if count is None else f"{count} results"
-            raise ValueError(f"The reward function returned {found} for {len(items)} samples; expected one result each")
+            arguments["images"] = [_open_images(item) for item in items]
+        returned = _awaited(self.function(**{**arguments, **self.kwargs}))
+
+        is_list = hasattr(returned, "__len__") and not isinstance(returned, str | dict)
+        if not is_list or len(returned) != len(items):
+            description = f"{len(returned)} results" if is_list else f"{returned!r:.200}"
+            raise ValueError(
+                f"The reward function returned {description} for {len(items)} samples; expected one result each"
+            )
         return [_guarded(lambda result=result: result) for result in returned]
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -231,7 +268,15 @@ class RewardPart:
         except Exception as error:  # untrusted code, as above
             if len(items) == 1:
                 return [RewardResult.failure(user_traceback(error))]
-            return [result for item in items for result in self.score_all([item])]
+            results = []
+            for item in items:
+                results += self.score_all([item])
+            return results
+
+
+def _open_images(item: RewardItem) -> list[Image]:
+    """Decodes the images of a prompt."""
+    return [open_image(file) for file in item.images]
 
 
 _ENTRIES: dict[str, tuple[Any, str]] = {
@@ -246,14 +291,20 @@ _ENTRIES: dict[str, tuple[Any, str]] = {
 
 def reward_parts(functions: Mapping[str, Any]) -> list[RewardPart]:
     """Returns the parts of `reward.functions`, in their order. Raises UserError, which lists every problem."""
-    if problems := list(part_problems(functions)):
+    problems = list(part_problems(functions))
+    if problems:
         raise UserError("; ".join(problems))
-    entries = {label: {**(entry or {})} for label, entry in functions.items()}
-    chosen = next((label for label, entry in entries.items() if entry.get("outcome")), next(iter(entries), None))
-    return [
-        RewardPart(label, **{**entry, "kwargs": dict(entry.get("kwargs") or {}), "outcome": label == chosen})
-        for label, entry in entries.items()
-    ]
+    outcome_label = next(iter(functions), None)  # the first part, unless another one is marked
+    for label, entry in functions.items():
+        if entry and entry.get("outcome"):
+            outcome_label = label
+    parts = []
+    for label, entry in functions.items():
+        options = dict(entry or {})
+        options["kwargs"] = dict(options.get("kwargs") or {})
+        options["outcome"] = label == outcome_label
+        parts.append(RewardPart(label, **options))
+    return parts
 
 
 def part_problems(functions: Mapping[str, Any]) -> Iterator[str]:
@@ -275,41 +326,47 @@ def part_problems(functions: Mapping[str, Any]) -> Iterator[str]:
 
 def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
     for key, value in entry.items():
-        kind, expected = _ENTRIES.get(key, (object, ""))
-        is_number = key != "weight" or (not isinstance(value, bool) and math.isfinite(_number(value)))
         if key not in _ENTRIES:
             hint = did_you_mean(str(key), _ENTRIES)
             yield f"{option}.{key}: unknown entry{hint}. Known: {', '.join(_ENTRIES)}"
-        elif not isinstance(value, kind) or not is_number:
+            continue
+        kind, expected = _ENTRIES[key]
+        is_valid = isinstance(value, kind)
+        if key == "weight":
+            is_valid = is_valid and not isinstance(value, bool) and math.isfinite(_number(value))
+        if not is_valid:
             yield f"{option}.{key}={value!r}: expected {expected}"
+
     reward = entry.get("reward")
     path = entry.get("path")
     style = entry.get("style", "sample")
     if style not in ("sample", *_LISTS):
         yield f"{option}.style={style!r}: expected one of sample, {', '.join(_LISTS)}"
-    if path is None and (own := {"name", "style"} & set(entry)):
-        yield f"{option}.{min(own)}={entry[min(own)]} applies only to a function of your own: set {option}.path"
+    keys_of_own_function = sorted({"name", "style"} & set(entry))
+    if path is None and keys_of_own_function:
+        key = keys_of_own_function[0]
+        yield f"{option}.{key}={entry[key]} applies only to a function of your own: set {option}.path"
     if reward is not None and path is not None:
         yield f"{option}: reward={reward} and path={path} are both set, but a part has one function; remove one of them"
     elif isinstance(reward, str):
         kwargs = entry.get("kwargs")
         try:
-            yield from _kwargs_problems(
-                find_named_reward(reward), kwargs if isinstance(kwargs, Mapping) else {}, option
-            )
+            function = find_named_reward(reward)
         except UserError as error:
             yield f"{option}.reward={reward}: {error}"
+            return
+        if isinstance(kwargs, Mapping):
+            yield from _kwargs_problems(function, kwargs, option)
 
 
 def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
     for name in kwargs:
-        if not accepts(function, name):
-            names = list(inspect.signature(function).parameters)
-            taken = ", ".join(
-                each for each in names if each not in (*_ARGUMENTS, "prompt", "images") or each == "ground_truth"
-            )
-            hint = did_you_mean(name, names)
-            yield f"{option}.kwargs.{name}: the function has no such parameter{hint}. Its parameters: {taken}"
+        if accepts(function, name):
+            continue
+        parameters = list(inspect.signature(function).parameters)
+        settable = [each for each in parameters if each not in _FROM_THE_SAMPLE]
+        hint = did_you_mean(name, parameters)
+        yield f"{option}.kwargs.{name}: the function has no such parameter{hint}. Its parameters: {', '.join(settable)}"
 
 
 # ------------------------------------------------------------------------------------------------- calls of the parts
@@ -317,7 +374,10 @@ def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option
 
 def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, Any]:
     """Returns the arguments of a function for verl's batch reward manager."""
-    return {f"{name}s": [getattr(item, name) for item in items] for name in _ARGUMENTS}
+    arguments = {}
+    for name in _ARGUMENTS:
+        arguments[f"{name}s"] = [getattr(item, name) for item in items]
+    return arguments
 
 
 def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, Any]:
@@ -326,7 +386,10 @@ def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, Any]:
     The columns are ground_truth, data_source and the entries of extra_info, with None for rows without an entry.
     """
     infos = [item.extra_info or {} for item in items]
-    columns = {name: [info.get(name) for info in infos] for name in sorted({name for info in infos for name in info})}
+    names = {name for info in infos for name in info}
+    columns = {}
+    for name in sorted(names):
+        columns[name] = [info.get(name) for info in infos]
     return {
         **columns,
         "data_source": [item.data_source for item in items],
@@ -359,12 +422,13 @@ class Scorer:
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples in this process, without raising exceptions."""
-        columns = [part.score_all(items) for part in self.parts]
-        return [self.combined(results) for results in zip(*columns, strict=True)]
+        results_by_part = [part.score_all(items) for part in self.parts]
+        return [self.combined(results) for results in zip(*results_by_part, strict=True)]
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples as `score_all` does, but raises the exceptions of a single part that takes lists."""
-        return self.score_all(items) if self.parts[0].label else self.parts[0].score_list(items)
+        first_part = self.parts[0]
+        return self.score_all(items) if first_part.label else first_part.score_list(items)
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Scores one sample, with all parts concurrently."""
@@ -377,23 +441,29 @@ class Scorer:
         name. Other entries of the outcome part keep their names, unless a part has the same name; all others are named
         <part>.<entry>. `acc` is the outcome part's `acc`, or its score if it returned none.
         """
-        pairs = list(zip(self.parts, results, strict=True))
-        names, extra = {part.label for part, _ in pairs}, dict[str, float | str]()
-        if names == {""}:
+        labels = {part.label for part in self.parts}
+        if labels == {""}:
             return results[0]
-        for part, result in pairs:
+        weighted_scores = []
+        outcome = 0.0
+        extra: dict[str, float | str] = {}
+        for part, result in zip(self.parts, results, strict=True):
             if result.failed:
                 error = f"The part {part.label!r} of reward.functions failed.\n{result.error}"
                 return RewardResult.failure(error, timed_out=result.timed_out)
+            weighted_scores.append(part.weight * result.score)
+            if part.outcome:
+                outcome = result.score
             extra[part.label] = result.score
             for name, value in result.extra.items():
-                extra[name if part.outcome and name not in names else f"{part.label}.{name}"] = value
-        extra.setdefault("acc", next(result.score for part, result in pairs if part.outcome))
-        total = sum(part.weight * result.score for part, result in pairs)
-        return RewardResult.scored("The weighted sum of reward.functions", total, extra)
+                keeps_name = part.outcome and name not in labels
+                extra[name if keeps_name else f"{part.label}.{name}"] = value
+        extra.setdefault("acc", outcome)
+        return RewardResult.scored("The weighted sum of reward.functions", sum(weighted_scores), extra)
 
 
 def _guarded(work: Callable[..., Any], *args: Any) -> RewardResult:
+    """Returns the result of a call, or a failure if it raises or returns no score."""
     try:
         return RewardResult(*read_score(_awaited(work(*args))))
     except Exception as error:  # untrusted code, as above
@@ -406,7 +476,10 @@ async def _all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
 
 def _awaited(returned: Any) -> Any:
     """Returns the result of an awaitable, run in a new event loop; returns other values unchanged."""
-    return asyncio.run(_all_of([returned]))[0] if inspect.isawaitable(returned) else returned
+    if not inspect.isawaitable(returned):
+        return returned
+    [result] = asyncio.run(_all_of([returned]))
+    return result
 
 
 def _is_async(function: RewardFunction) -> bool:
@@ -416,7 +489,8 @@ def _is_async(function: RewardFunction) -> bool:
     as rule/NAME do not count, since few runs call them.
     """
     if function is default_compute_score:
-        return any(_is_async(each) for name, each in REWARDS.items() if not name.startswith(NAMED))
+        by_source = [registered for name, registered in REWARDS.items() if not name.startswith(NAMED)]
+        return any(map(_is_async, by_source))
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -435,7 +509,8 @@ def load_scorer(config: RewardConfig) -> Scorer:
     if config.remote.url is not None:
         return Scorer((RewardPart(kwargs=config.reward_kwargs, function=_remote(config)),))
     modules: dict[str, ModuleType] = {}  # a file with several parts is loaded once
-    return Scorer(tuple(replace(part, function=_function(part, modules)) for part in _parts(config)))
+    parts = [replace(part, function=_function(part, modules)) for part in _parts(config)]
+    return Scorer(tuple(parts))
 
 
 def asks_by_source(config: RewardConfig) -> bool:
@@ -444,6 +519,7 @@ def asks_by_source(config: RewardConfig) -> bool:
 
 
 def _parts(config: RewardConfig) -> list[RewardPart]:
+    """Returns the parts of reward.functions, or the single reward; their functions are not loaded."""
     own = config.custom_reward_function
     style = "sample" if own.path is None else own.style
     single = RewardPart(path=own.path, name=own.name, style=style, kwargs=config.reward_kwargs)
@@ -451,21 +527,30 @@ def _parts(config: RewardConfig) -> list[RewardPart]:
 
 
 def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunction:
-    if part.path is not None:
-        if part.path not in modules:
-            modules[part.path] = load_module(part.path, f"{part.option}.path")
-        function: RewardFunction = object_of(modules[part.path], part.path, part.name, f"{part.option}.name")
-        for problem in _kwargs_problems(function, part.kwargs, part.option) if part.label else ():
+    """Returns the function of a part.
+
+    Args:
+        part: the part.
+        modules: loaded modules by path, to which a new one is added.
+
+    Raises:
+        UserError: if the function does not exist or cannot be called with the arguments of the part.
+    """
+    if part.path is None:
+        return find_named_reward(part.reward) if part.reward else default_compute_score
+    if part.path not in modules:
+        modules[part.path] = load_module(part.path, f"{part.option}.path")
+    function: RewardFunction = object_of(modules[part.path], part.path, part.name, f"{part.option}.name")
+    if part.label:
+        for problem in _kwargs_problems(function, part.kwargs, part.option):
             raise UserError(problem)
-        _require_signature(function, part)
-        return function
-    return find_named_reward(part.reward) if part.reward else default_compute_score
+    _require_signature(function, part)
+    return function
 
 
 def _require_signature(function: RewardFunction, part: RewardPart) -> None:
-    """Raises UserError if a function of the user cannot be called in its style. The columns of style trl are those of
-    the data, so that only a call with rows can check their names."""
-    if part.style == "trl":
+    """Raises UserError if a function of the user cannot be called in its style."""
+    if part.style == "trl":  # the columns are those of the data, so that only a call with rows can check their names
         return
     names = _ARGUMENTS if part.style == "sample" else tuple(f"{name}s" for name in _ARGUMENTS)
     optional = [name for name in ("prompt", "images") if takes(function, name)]
@@ -478,8 +563,13 @@ def _require_signature(function: RewardFunction, part: RewardPart) -> None:
 
 def _remote(config: RewardConfig) -> RewardFunction:
     """Returns a reward function that posts each sample as JSON to the server and returns the server's reply."""
-    remote, option = config.remote, "reward.remote.api_key_env"
-    endpoint = Endpoint(str(remote.url), max_retries=remote.max_retries, api_key_env=remote.api_key_env, option=option)
+    remote = config.remote
+    endpoint = Endpoint(
+        str(remote.url),
+        max_retries=remote.max_retries,
+        api_key_env=remote.api_key_env,
+        option="reward.remote.api_key_env",
+    )
 
     async def post_sample(*, prompt: list[dict[str, str]] | None, **sample: Any) -> Any:
         return await endpoint.post({**sample, "prompt": prompt})

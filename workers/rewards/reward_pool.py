@@ -25,6 +25,7 @@ from workers.pool.process_pool import PoolSpec, ProcessPool
 
 _SENT_AHEAD_S = 0.05
 _SENT_AHEAD_MAX = 256
+_ROW_CHARACTERS = 4000
 
 
 class RewardError(UserError):
@@ -39,7 +40,8 @@ class RewardHandler:
     """
 
     def __init__(self, config: RewardConfig, modules: tuple[str, ...]) -> None:
-        self._scorer, self._timeout_s = _load(config, modules), config.timeout_s
+        self._scorer = _load(config, modules)
+        self._timeout_s = config.timeout_s
         self.style: str = self._scorer.style
         self.thread: int | None = None
         if self.style == "async":
@@ -49,9 +51,11 @@ class RewardHandler:
     def run(self, session: int, items: list[RewardItem]) -> list[RewardResult]:
         """Scores a list of samples. Raises if the call fails for the whole list."""
         if self.style == "async":
-            work = self._scorer.score(items[0])
-            return [self._calls.run(work, self._timeout_s, "reward function", "reward.timeout_s")]
-        return self._scorer.score_list(items) if self.style == "batch" else self._scorer.score_all(items)
+            call = self._scorer.score(items[0])
+            return [self._calls.run(call, self._timeout_s, "reward function", "reward.timeout_s")]
+        if self.style == "batch":
+            return self._scorer.score_list(items)
+        return self._scorer.score_all(items)
 
     def end(self, session: int) -> None:
         """Does nothing: calls keep no state."""
@@ -78,7 +82,8 @@ class RewardPool:
     def __init__(
         self, config: RewardConfig, num_workers: int, *, modules: Sequence[str] = (), log_dir: str | None = None
     ) -> None:
-        self._config, self._modules = config, tuple(modules)
+        self._config = config
+        self._modules = tuple(modules)
         self._spec = PoolSpec(
             functools.partial(RewardHandler, config, self._modules),
             name="reward",
@@ -127,7 +132,8 @@ class RewardPool:
         if self._inline is not None:
             size = self._config.batch_size if self._inline.style == "batch" else 1
             for start in range(0, len(items), size):
-                self._store_results(items[start : start + size], self._inline.score_all(items[start : start + size]))
+                called_items = items[start : start + size]
+                self._store_results(called_items, self._inline.score_all(called_items))
             return
         self._queue.extend(items)
         if self._pool is not None:
@@ -192,10 +198,11 @@ class RewardPool:
         results = list(self.collect(item.key for item in items).values())
         for row, result in zip(rows, results, strict=True):
             if result.failed:
-                shown = json.dumps({**row, "images": len(row.get("images", ()))}, indent=2, default=str)[:4000]
+                row_without_images = {**row, "images": len(row.get("images", ()))}
+                row_text = json.dumps(row_without_images, indent=2, default=str)[:_ROW_CHARACTERS]
                 raise RewardError(
                     "The reward function fails on a row of the dataset, given its ground truth as the answer. "
-                    f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{shown}"
+                    f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{row_text}"
                 )
         return [result.extra for result in results]
 
@@ -212,14 +219,12 @@ class RewardPool:
             self._thread.join()
 
     def _store_results(self, items: Sequence[RewardItem], results: Sequence[RewardResult]) -> None:
-        """Stores results and notifies the waiting threads."""
+        """Stores the results of samples that were not cancelled, and notifies the waiting threads."""
         with self._changed:
-            self._results.update(
-                (item.key, result)
-                for item, result in zip(items, results, strict=True)
-                if item.key in self._expected  # otherwise it was cancelled
-            )
-            self._expected.difference_update(item.key for item in items)
+            for item, result in zip(items, results, strict=True):
+                if item.key in self._expected:
+                    self._expected.remove(item.key)
+                    self._results[item.key] = result
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
@@ -231,9 +236,11 @@ class RewardPool:
     def _serve(self) -> None:
         reason = "The reward pool's thread died."
         try:
-            pool = self._pool = ProcessPool(self._spec)
+            pool = ProcessPool(self._spec)
+            self._pool = pool
             while not self._is_closing:
-                for reply in pool.poll(max(0.0, self._send_queued(pool) - time.monotonic())):
+                next_call = self._send_queued(pool)
+                for reply in pool.poll(max(0.0, next_call - time.monotonic())):
                     self._handle_reply(reply)
             reason = "The reward pool is closed."
         except RewardError as error:
@@ -251,21 +258,18 @@ class RewardPool:
         Returns the time (`time.monotonic`) at which the rate limit allows the next call; infinity if the limit does not
         delay any sample.
         """
-        while (items := self._alone or self._queue) and (process := pool.emptiest()).is_loaded:
+        while items := self._alone or self._queue:
+            process = pool.emptiest()
+            if not process.is_loaded:
+                break
             if items[0].key not in self._expected:  # it was cancelled
                 items.popleft()
                 continue
+
             share = math.ceil(len(items) / self._spec.num_workers)
-            size = min(share, self._config.batch_size) if pool.style == "batch" and items is self._queue else 1
-            in_flight = len(process.sessions)
-            if pool.style == "async":
-                most = self._config.max_concurrent - len(self._sent)
-                calls = min(share, self._spec.threads - in_flight, most)
-            elif in_flight:  # a hanging call delays only the samples sent together with it
-                calls = 0
-            else:
-                ahead = min(_SENT_AHEAD_MAX, max(1, int(_SENT_AHEAD_S / self._seconds_per_call)))
-                calls = 1 if pool.style == "batch" else min(share, ahead)
+            is_list = pool.style == "batch" and items is self._queue
+            size = min(share, self._config.batch_size) if is_list else 1
+            calls = self._allowed_calls(pool.style, len(process.sessions), share)
             if calls <= 0:
                 break
             for _ in range(calls):
@@ -275,6 +279,24 @@ class RewardPool:
                 self._sent[number] = [items.popleft() for _ in range(size)]
                 pool.submit(number, self._sent[number], process)
         return math.inf
+
+    def _allowed_calls(self, style: str | None, in_flight: int, share: int) -> int:
+        """Returns the number of calls that a process may receive now.
+
+        Args:
+            style: style of the reward function.
+            in_flight: number of calls that the process has not answered.
+            share: the process's share of the queued samples.
+        """
+        if style == "async":
+            most = self._config.max_concurrent - len(self._sent)
+            return min(share, self._spec.threads - in_flight, most)
+        if in_flight:  # a hanging call delays only the samples sent together with it
+            return 0
+        if style == "batch":
+            return 1
+        ahead = max(1, int(_SENT_AHEAD_S / self._seconds_per_call))
+        return min(share, ahead, _SENT_AHEAD_MAX)
 
     def _handle_reply(self, reply: Reply) -> None:
         items = self._sent.pop(reply.session)
@@ -288,7 +310,10 @@ class RewardPool:
 
 
 class RateLimit:
-    """Spaces calls evenly, `per_minute` in a minute; None = no limit. next_call: `time.monotonic` of the next call."""
+    """Spaces calls evenly.
+
+    per_minute: number of calls in a minute; None: no limit. next_call: value of `time.monotonic` at the next call.
+    """
 
     _CATCH_UP_S = 0.1  # after a late call, the next one may start earlier by up to this time
 
@@ -298,7 +323,9 @@ class RateLimit:
 
     def take(self) -> bool:
         """Returns True and counts a call if it may start now."""
-        is_free = self.next_call <= time.monotonic()
-        if is_free and self._interval_s:
-            self.next_call = max(self.next_call, time.monotonic() - self._CATCH_UP_S) + self._interval_s
-        return is_free
+        now = time.monotonic()
+        if self.next_call > now:
+            return False
+        if self._interval_s:
+            self.next_call = max(self.next_call, now - self._CATCH_UP_S) + self._interval_s
+        return True

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.evaluate.validation_metrics import student_t
 from trainer.tracking import METRICS, read_metrics
+from trainer.validation.metrics import student_t
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

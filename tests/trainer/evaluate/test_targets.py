@@ -13,18 +13,10 @@ import pytest
 from tests.set_keys import set_keys
 from tests.trainer.answering import answering, task
 from tests.trainer.written_checkpoint import write_checkpoint
-from trainer.evaluate.evaluation import (
-    RESULTS,
-    Evaluation,
-    Generation,
-    Target,
-    answer_settings,
-    find_targets,
-    finished_metrics,
-    folder_of,
-    titles,
-)
-from trainer.main_eval import eval_arguments
+from trainer.evaluate.answering import answer_settings
+from trainer.evaluate.evaluation import RESULTS, Evaluation, eval_arguments, finished_metrics
+from trainer.evaluate.generation import Generation, folder_of
+from trainer.evaluate.targets import Target, find_targets, titles
 from trainer.main_eval import main as main_eval
 from trainer.main_generate import main as main_generate
 from verl_lite.config import PPOConfig, load_config
@@ -78,7 +70,7 @@ def test_the_same_step_of_two_runs_has_two_columns(
         step.mkdir(parents=True)
         (step / "data.pt").touch()
     found = lambda target, _: (0, {"val-core/s/acc/mean@1": accuracy[target.path]})  # noqa: E731
-    monkeypatch.setattr("trainer.main_eval.evaluate", found)
+    monkeypatch.setattr("trainer.evaluate.evaluation.evaluate", found)
     assert main_eval(list(accuracy)) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("a/global_step_2", "b/global_step_2", "0.125", "0.25")), shown

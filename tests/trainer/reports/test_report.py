@@ -20,11 +20,11 @@ from plotly import graph_objects
 from tests.tiny_vision import image_file
 from tests.trainer.run_folder import HOSTILE, SAMPLE, make_run, make_study, request
 from trainer import inspect, report
-from trainer.evaluate.sample_files import SampleFiles
 from trainer.reports import page_data as page_data_module
 from trainer.reports import run_data
 from trainer.reports.page_data import MAX_POINTS, page_data
 from trainer.reports.run_data import Request, chosen, groups, read_config, read_run, request_tree, run_titles
+from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import load_config, save_config
 from verl_lite.errors import UserError
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.rewards.failures import FailureLog, RewardFailure
-from trainer.rewards.scores import Rewards, mask_failed, punish_overlong, take_greedy_baselines
+from trainer.rewards.failures import FailureLog, RewardFailure, note_failed_rewards, reward_failure_log
+from trainer.rewards.scores import RewardManager, mask_failed, punish_overlong, take_greedy_baselines
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import values
@@ -62,8 +62,13 @@ def results(*scores: float, **extra: Any) -> list[RewardResult]:
     return [RewardResult(score, {name: extra[name] for name in extra}) for score in scores]
 
 
-def score(tmp_path: Path, pool: Any = None, model: Any = None, **config: Any) -> DataProto:
-    return Rewards(pool, RewardConfig(**config), tmp_path, model).score(batch())
+def manager(tmp_path: Path, pool: Any = None, model: Any = None, **options: Any) -> RewardManager:
+    config = RewardConfig(**options)
+    return RewardManager(pool, config, reward_failure_log(config.max_error_rate, tmp_path), model)
+
+
+def score(tmp_path: Path, pool: Any = None, model: Any = None, **options: Any) -> DataProto:
+    return manager(tmp_path, pool, model, **options).score(batch())
 
 
 def test_answers_whose_rewards_are_available_and_answers_that_are_submitted_again(tmp_path: Path) -> None:
@@ -73,10 +78,10 @@ def test_answers_whose_rewards_are_available_and_answers_that_are_submitted_agai
             return {"train/1/p/2"} if method == "ready" else None
 
     pool: Any = ReadyPool([])
-    rewards = Rewards(pool, RewardConfig(), tmp_path)
+    rewards = manager(tmp_path, pool)
     assert rewards.are_ready(batch()).tolist() == [False, False, True, False]
     model: Any = Model([])
-    assert not Rewards(pool, RewardConfig(), tmp_path, model).are_ready(batch()).any(), "the model scores at the end"
+    assert not manager(tmp_path, pool, model).are_ready(batch()).any(), "the model scores at the end"
     columns = {"raw_prompt": [[]] * 4, "extra_info": [{"a": 1}] * 4, "reward_model": [{"ground_truth": "4"}] * 4}
     rewards.submit(batch() | DataProto.from_dict({}, {name: as_column(each) for name, each in columns.items()}))
     first = RewardItem("train/1/p/0", "task", "[7, 7, 7]", "4", {"a": 1}, [])
@@ -111,7 +116,7 @@ def test_a_greedy_baseline_is_in_no_mean(tmp_path: Path) -> None:
     rows = batch()
     rows.non_tensor_batch["is_greedy"] = np.array([False, True, False, False])
     pool = Pool([*results(1.0, acc=1.0), *results(0.0, acc=0.0), *results(1.0, 1.0, acc=1.0)])
-    scored = Rewards(pool, RewardConfig(), tmp_path, Model(results(3.0, 5.0, 3.0, 0.0))).score(rows)  # type: ignore[arg-type]
+    scored = manager(tmp_path, pool, Model(results(3.0, 5.0, 3.0, 0.0))).score(rows)
     metrics = values(scored.meta_info["metrics"])
     assert metrics["reward/acc/mean"] == 1.0 and metrics["reward/model/max"] == 3.0
     assert scored.non_tensor_batch["reward/acc"].tolist() == [1.0, 0.0, 1.0, 1.0], "but it is scored"
@@ -180,11 +185,15 @@ def failing(count: int, of: int, late: int = 0) -> tuple[DataProto, list[RewardR
     return rows, [*broken, *results(*[1.0] * (of - count))]
 
 
+def note(log: FailureLog, count: int, of: int) -> None:
+    note_failed_rewards(log, *failing(count, of), decode=str)
+
+
 def test_the_first_failure_is_shown_once_and_all_are_kept_with_the_answer(tmp_path: Path) -> None:
     shown: list[str] = []
-    log = FailureLog(0.5, tmp_path, decode=lambda ids: f"text of {ids}", show=shown.append)
+    log = reward_failure_log(0.5, tmp_path, show=shown.append)
     for _ in range(3):
-        log.check(*failing(2, of=40, late=1))
+        note_failed_rewards(log, *failing(2, of=40, late=1), decode=lambda ids: f"text of {ids}")
     assert len(shown) == 1
     for part in ("train/1/p/0", "data_source='task'", "text of [5, 6]", "boom 0", "reward_failures.jsonl"):
         assert part in shown[0]
@@ -206,28 +215,28 @@ def test_the_first_failure_is_shown_once_and_all_are_kept_with_the_answer(tmp_pa
     ],
 )
 def test_more_than_the_share_stops_the_run(tmp_path: Path, batches: list[tuple[int, int]], stops: bool) -> None:
-    log = FailureLog(0.1, tmp_path, show=lambda text: None)
+    log = reward_failure_log(0.1, tmp_path, show=lambda text: None)
     for count, of in batches[:-1]:
-        log.check(*failing(count, of))
+        note(log, count, of)
     if stops:
         with pytest.raises(RewardFailure, match="reward.max_error_rate=0.1 allows"):
-            log.check(*failing(*batches[-1]))
+            note(log, *batches[-1])
     else:
-        log.check(*failing(*batches[-1]))
+        note(log, *batches[-1])
 
 
 def test_what_a_failure_says_cannot_steer_the_terminal_and_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     shown: list[str] = []
     batch, _ = failing(1, of=40)
     results = [RewardResult.failure("\x1b[2Jboom\r\x07")] + [RewardResult(1.0)] * 39
-    FailureLog(0.5, tmp_path, show=shown.append).check(batch, results)
+    note_failed_rewards(reward_failure_log(0.5, tmp_path, show=shown.append), batch, results, str)
     assert r"\x1b[2Jboom\r\x07" in shown[0] and all(x.isprintable() or x == "\n" for x in shown[0])
     file = tmp_path / "reward_failures.jsonl"
     assert json.loads(file.read_text())["error"] == "\x1b[2Jboom\r\x07"
     file.unlink()
     file.mkdir()
     with pytest.raises(RewardFailure, match=r"(?s)could not be written.*\\x1b\[2Jboom"):
-        FailureLog(0.0, tmp_path).check(batch, results)
+        note_failed_rewards(reward_failure_log(0.0, tmp_path), batch, results, str)
 
 
 # ------------------------------------------------------------------------ long answers are punished, greedy ones go

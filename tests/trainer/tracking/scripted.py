@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.console import Console
-from trainer.evaluate.sample import Sample
 from trainer.tracking import TRACKERS, TrackedRun, Tracking
+from trainer.validation.sample import Sample
 from verl_lite.config import PPOConfig, TrainerConfig
 
 SAMPLE = Sample(3, "val-0", "verl_lite/sort", "Sort 21 | now\n", "12", "12", 1.0, 3, "stop", 2, {"acc": 1.0})

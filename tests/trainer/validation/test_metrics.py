@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.evaluate.sample import Sample
-from trainer.evaluate.validation_metrics import best_of, majority_of, process_validation_metrics, validation_metrics
+from trainer.validation.metrics import best_of, majority_of, process_validation_metrics, validation_metrics
+from trainer.validation.sample import Sample
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -13,9 +13,9 @@ import torch
 from tests.tiny_run import REWARD, good_row, write_rows
 from tests.tiny_vision import image_file, tiny_vision_model
 from tests.trainer import tiny_run
-from trainer.evaluate.sample import Sample, valid_image_names
-from trainer.evaluate.sample_files import SampleFiles, step_of
 from trainer.reports.run_data import chosen
+from trainer.validation.sample import Sample, valid_image_names
+from trainer.validation.sample_files import SampleFiles, step_of
 from verl_lite.images import open_image
 from verl_lite.protocol import DataProto, as_column
 from workers.policy.vision import ImageInputs
@@ -80,6 +80,15 @@ def test_a_full_folder_keeps_every_second_step_and_the_newest_and_says_so_once(t
     assert sum(file.stat().st_size for file in kept) <= files.max_bytes
     assert step_of(kept[-1]) == steps and len(kept) >= 4 and len(told) == 1
     assert step_of(kept[0]) <= steps // 4, "the beginning of the run is still there"
+
+
+def test_the_newest_files_stay_if_they_alone_exceed_the_limit(tmp_path: Path) -> None:
+    """Of both kinds: a loop that waited until the folder is small enough would not end."""
+    files = SampleFiles(tmp_path, 1, lambda text: None)
+    for step in (1, 2):
+        files.write_training([SAMPLE], step)
+        files.write_validation([SAMPLE], step)
+    assert names(tmp_path / "samples" / "train") == names(tmp_path / "samples" / "val") == ["000002.parquet"]
 
 
 # --------------------------------------------------------------------------------------------- images of prompts

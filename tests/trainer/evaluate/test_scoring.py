@@ -12,9 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from trainer.evaluate.sample import Sample, plain_value
-from trainer.evaluate.sample_files import SampleFiles
-from trainer.score import main, read_saved, score
+from trainer.evaluate.saved_answers import read_saved
+from trainer.evaluate.scoring import score
+from trainer.score import main
+from trainer.validation.sample import Sample, plain_value
+from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import ConfigError, ScoreConfig, load_config, save_config
 from verl_lite.errors import UserError
 from verl_lite.rewards import RewardItem

@@ -24,7 +24,7 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.checkpoint import beside_training
-from trainer.evaluate.sample import OPTIONAL, Sample, image_names
+from trainer.validation.sample import OPTIONAL, Sample, image_names
 from verl_lite.images import open_image
 
 if TYPE_CHECKING:
@@ -60,8 +60,11 @@ class SampleFiles:
         rollout_dir: str | None = None,
         validation_dir: str | None = None,
     ) -> None:
-        self.folder, self.max_bytes, self.tell = run_dir / FOLDER, max_bytes, tell
-        self.rollout_dir, self.validation_dir = rollout_dir, validation_dir
+        self.folder = run_dir / FOLDER
+        self.max_bytes = max_bytes
+        self.tell = tell
+        self.rollout_dir = rollout_dir
+        self.validation_dir = validation_dir
         self._has_warned = False
         images = sorted((self.folder / IMAGES).glob("*.jpg"), key=lambda file: file.stat().st_mtime)
         self._image_sizes = {file.name: file.stat().st_size for file in images}  # the most recently used image is last
@@ -78,22 +81,29 @@ class SampleFiles:
 
     def write_validation(self, samples: Sequence[Sample], step: int, way: str = "") -> None:
         """Writes the samples of a validation. way: distinguishes several validations of one step, such as "greedy"."""
-        self._write(VAL, f"{step:06d}{f'-{way}' if way else ''}", samples)
+        name = f"{step:06d}-{way}" if way else f"{step:06d}"
+        self._write(VAL, name, samples)
         self._append(self.validation_dir, samples, step)
 
     def write_images(self, batch: DataProto) -> None:
         """Writes the images of a batch's prompts that the folder lacks as JPEG files of at most 512 x 512 pixels."""
-        inputs = [each for each in batch.non_tensor_batch.get("multi_modal_inputs", ()) if each is not None]
-        if not self.max_bytes or not inputs:
+        files: dict[str, bytes] = {}  # the encoded images of the prompts by name
+        for images in batch.non_tensor_batch.get("multi_modal_inputs", ()):
+            if images is not None:
+                files.update(zip(image_names(images), images.files, strict=True))
+        if not self.max_bytes or not files:
             return
-        shown = {name: data for each in inputs for name, data in zip(image_names(each), each.files, strict=True)}
-        folder, sizes = self.folder / IMAGES, self._image_sizes
-        new = [name for name in shown if name not in sizes]
+
+        folder = self.folder / IMAGES
+        sizes = self._image_sizes
+        new_names = [name for name in files if name not in sizes]
+        new_paths = [folder / name for name in new_names]
+        new_files = [files[name] for name in new_names]
         with beside_training(folder, self.tell), ThreadPoolExecutor(4) as threads:
             folder.mkdir(parents=True, exist_ok=True)
-            written = threads.map(_write_image, [folder / name for name in new], [shown[name] for name in new])
-            sizes.update(zip(new, written, strict=True))
-            for name in shown:
+            new_sizes = threads.map(_write_image, new_paths, new_files)
+            sizes.update(zip(new_names, new_sizes, strict=True))
+            for name in files:  # the most recently used image is last
                 sizes[name] = sizes.pop(name)
             excess = sum(sizes.values()) - self.max_bytes // 2
             for name in list(sizes):
@@ -114,18 +124,28 @@ class SampleFiles:
         folder = self.folder / kind
         with beside_training(folder, self.tell):
             write_table(table_of(samples), folder / f"{name}.parquet")
-            # delete every second file, training files first, until the folder is below its limit; keep the newest file
-            sizes = {file: file.stat().st_size for kind in (TRAIN, VAL) for file in self._files(kind)}
-            room = self.max_bytes - sum(self._image_sizes.values())
-            while sum(sizes.values()) > room and len(sizes) > 1:
-                of_kind = {kind: [file for file in sizes if file.parent.name == kind][-2::-2] for kind in (TRAIN, VAL)}
-                for file in of_kind[TRAIN] or of_kind[VAL]:
-                    file.unlink()
-                    del sizes[file]
-                if not self._has_warned:
-                    self._has_warned = True
-                    limit = f"trainer.samples_max_mb={self.max_bytes >> 20}"
-                    self.tell(f"{self.folder} is full ({limit}): the samples of every second step are deleted")
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Deletes every second file, training files first, until the folder is below its limit.
+
+        The newest file of each kind stays, even if these files alone exceed the limit.
+        """
+        sizes = {file: file.stat().st_size for file in [*self._files(TRAIN), *self._files(VAL)]}
+        room = self.max_bytes - sum(self._image_sizes.values())
+        while sum(sizes.values()) > room:
+            train_files = [file for file in sizes if file.parent.name == TRAIN]
+            val_files = [file for file in sizes if file.parent.name == VAL]
+            deleted_files = train_files[-2::-2] or val_files[-2::-2]
+            if not deleted_files:
+                break
+            for file in deleted_files:
+                file.unlink()
+                del sizes[file]
+            if not self._has_warned:
+                self._has_warned = True
+                limit = f"trainer.samples_max_mb={self.max_bytes >> 20}"
+                self.tell(f"{self.folder} is full ({limit}): the samples of every second step are deleted")
 
     def _files(self, kind: str) -> list[Path]:
         return sorted((self.folder / kind).glob("*.parquet"))
@@ -136,8 +156,12 @@ class SampleFiles:
         with beside_training(Path(folder), self.tell):
             Path(folder).mkdir(parents=True, exist_ok=True)
             with (Path(folder) / f"{step}.jsonl").open("a") as file:
-                for row in map(asdict, samples):
-                    file.write(json.dumps({name: x for name, x in row.items() if x or name not in OPTIONAL}) + "\n")
+                for sample in samples:
+                    row = asdict(sample)
+                    for name in OPTIONAL:
+                        if not row[name]:
+                            del row[name]
+                    file.write(json.dumps(row) + "\n")
 
 
 def _write_image(path: Path, data: bytes) -> int:
@@ -169,12 +193,13 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     """Converts samples to a table with one row per sample."""
     kinds = {name: _KINDS[kind] for name, kind in get_type_hints(Sample).items() if kind in _KINDS}
     columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in samples] for name in kinds}
-    columns["prompt"] = [
-        [{key: as_text(message.get(key, "")) for key in ("role", "content")} for message in sample.prompt]
-        for sample in samples
-    ]
+    columns["prompt"] = [_messages_as_text(sample.prompt) for sample in samples]
     arrays = {name: pyarrow.array(values, kinds[name]) for name, values in columns.items()}
-    for name in ("ground_truth", "extra_info", *["requests"] * any(sample.requests for sample in samples)):
+
+    json_names = ["ground_truth", "extra_info"]
+    if any(sample.requests for sample in samples):
+        json_names.append("requests")
+    for name in json_names:
         texts = [json.dumps(getattr(sample, name)) for sample in samples]
         arrays[f"{name}{JSON}"] = pyarrow.array(texts, pyarrow.string())
     if any(sample.images for sample in samples):
@@ -182,10 +207,18 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     return pyarrow.table(arrays | reward_columns([sample.extra for sample in samples]))
 
 
+def _messages_as_text(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    messages = []
+    for message in prompt:
+        messages.append({key: as_text(message.get(key, "")) for key in ("role", "content")})
+    return messages
+
+
 def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pyarrow.Array]:
     """Returns a column reward/NAME for each additional entry of the rewards; a text column if any value is text."""
     columns = {}
-    for name in sorted({name for extra in extras for name in extra}):
+    names = {name for extra in extras for name in extra}
+    for name in sorted(names):
         values: list[Any] = [extra.get(name) for extra in extras]
         is_text = any(isinstance(value, str) for value in values)
         if is_text:

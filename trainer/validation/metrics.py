@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.evaluate.sample import PREDICTION, Sample
+from trainer.validation.sample import PREDICTION, Sample
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
@@ -43,18 +43,20 @@ def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str,
         samples: The N answers to each prompt, in any order.
         prefix: For example "greedy/". All names are then val-aux/{source}/{prefix}{variable}/...
     """
+    variables: dict[str, Sequence[Any]] = {"reward": [sample.score for sample in samples]}
     names = {name for sample in samples for name in sample.extra}
-    infos: dict[str, Sequence[Any]] = {"reward": [sample.score for sample in samples]}
     for name in sorted(names):
-        infos[name] = [None if sample.score is None else sample.extra.get(name) for sample in samples]
+        variables[name] = [None if sample.score is None else sample.extra.get(name) for sample in samples]
     sources = [sample.data_source for sample in samples]
-    results = process_validation_metrics(sources, [sample.uid for sample in samples], infos)
-    metrics = name_metrics(results, prefix)
+    uids = [sample.uid for sample in samples]
+    metrics = name_metrics(process_validation_metrics(sources, uids, variables), prefix)
+
     for source in dict.fromkeys(sources):
         of_source = [sample for sample in samples if sample.data_source == source]
-        start = f"val-aux/{source}/{prefix}reward/"
-        metrics[f"{start}error_rate"] = sum(sample.score is None for sample in of_source) / len(of_source)
-        metrics[f"{start}timeout_rate"] = sum(sample.timed_out for sample in of_source) / len(of_source)
+        num_failed = sum(sample.score is None for sample in of_source)
+        num_timed_out = sum(sample.timed_out for sample in of_source)
+        metrics[f"val-aux/{source}/{prefix}reward/error_rate"] = num_failed / len(of_source)
+        metrics[f"val-aux/{source}/{prefix}reward/timeout_rate"] = num_timed_out / len(of_source)
     return metrics
 
 
@@ -71,7 +73,8 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
             for metric, value in metrics.items():
                 is_headline = metric.startswith(("mean", "best", "maj")) and _samples_of(metric) == largest
                 is_core = variable == core and is_headline and not prefix and not metric.endswith(INTERVAL)
-                flat[f"{'val-core' if is_core else 'val-aux'}/{source}/{prefix}{variable}/{metric}"] = value
+                section = "val-core" if is_core else "val-aux"
+                flat[f"{section}/{source}/{prefix}{variable}/{metric}"] = value
     return flat
 
 
@@ -92,66 +95,112 @@ def process_validation_metrics(
         data_sources, sample_uids: (B,). Rows of one source with the same uid are the N answers to one prompt.
         infos_dict: Variables by name, each (B,) numbers or bools; None or NaN: the row has no value. The entry `pred`
             contains the votes of maj@n. Other entries that are not numbers are ignored.
+        seed: Seed of the draws of maj@n.
     """
-    sources: dict[str, dict[str, list[int]]] = {}
+    prompts_by_source: dict[str, dict[str, list[int]]] = {}  # the rows of each prompt
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
-        sources.setdefault(source, {}).setdefault(uid, []).append(row)
+        prompts_by_source.setdefault(source, {}).setdefault(uid, []).append(row)
+
     votes = infos_dict.get(PREDICTION)
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for variable, given in infos_dict.items():
-        is_number = (value is None or isinstance(value, bool | int | float | np.number | np.bool_) for value in given)
-        if variable == PREDICTION or not all(is_number):
+    for variable, entries in infos_dict.items():
+        if variable == PREDICTION or not _are_numbers(entries):
             continue
-        values = np.array([np.nan if value is None else float(value) for value in given])
-        for source, prompts in sources.items():
-            kept = {uid: [row for row in rows if not np.isnan(values[row])] for uid, rows in prompts.items()}
-            is_binary = all(values[row] in (0.0, 1.0) for rows in kept.values() for row in rows)
-            found: dict[str, list[float]] = defaultdict(list)
-            for uid, rows in kept.items():
-                ballots = None if votes is None else [votes[row] for row in rows]
-                of_prompt = _prompt_metrics(values[rows], len(prompts[uid]), is_binary, ballots, seed) if rows else {}
-                for metric, value in of_prompt.items():
-                    found[metric].append(value)
-            if found:
-                largest = max(map(len, prompts.values()))
-                results.setdefault(source, {})[variable] = _means_over_prompts(found, largest, is_binary)
+        values = np.array([np.nan if entry is None else float(entry) for entry in entries])
+        for source, prompts in prompts_by_source.items():
+            means = _source_metrics(values, list(prompts.values()), votes, seed)
+            if means:
+                results.setdefault(source, {})[variable] = means
     return results
+
+
+def _are_numbers(entries: Sequence[Any]) -> bool:
+    """Returns True if all entries that are not None are numbers or bools."""
+    return all(entry is None or isinstance(entry, bool | int | float | np.number | np.bool_) for entry in entries)
+
+
+def _source_metrics(
+    values: Floats, prompts: Sequence[Sequence[int]], votes: Sequence[Any] | None, seed: int
+) -> dict[str, float]:
+    """Returns the means over the prompts of one source; nothing if no row has a value.
+
+    Args:
+        values: (B,) values of a variable; NaN: the row has no value.
+        prompts: rows of each prompt of the source.
+        votes: (B,) votes of maj@n, if there are any.
+        seed: seed of the draws of maj@n.
+    """
+    rows_with_value = []
+    for rows in prompts:
+        rows_with_value.append([row for row in rows if not np.isnan(values[row])])
+    is_binary = all(values[row] in (0.0, 1.0) for rows in rows_with_value for row in rows)
+
+    values_by_metric: dict[str, list[float]] = defaultdict(list)
+    for all_rows, rows in zip(prompts, rows_with_value, strict=True):
+        if not rows:
+            continue
+        ballots = None if votes is None else [votes[row] for row in rows]
+        for metric, value in _prompt_metrics(values[rows], len(all_rows), is_binary, ballots, seed).items():
+            values_by_metric[metric].append(value)
+    largest = max(len(rows) for rows in prompts)
+    return _means_over_prompts(values_by_metric, largest, is_binary)
 
 
 def _prompt_metrics(
     values: Floats, size: int, is_binary: bool, ballots: Sequence[Any] | None, seed: int
 ) -> dict[str, float]:
-    """Returns the metrics of one prompt with `size` answers.
+    """Returns the metrics of one prompt.
 
-    values, ballots: (count,) values and votes of the answers that have a value.
+    Args:
+        values: (count,) values of the answers that have a value.
+        size: number of all answers.
+        is_binary: True if all values of the source are 0 or 1.
+        ballots: (count,) votes of the answers that have a value, if there are any.
+        seed: seed of the draws of maj@n.
     """
     ordered = np.sort(values)
     metrics = {f"mean@{size}": float(ordered.mean())}
     if size == 1:
         return metrics
     metrics[f"std@{size}"] = float(ordered.std())
-    for n in (sizes := [2**power for power in range(1, size.bit_length()) if 2**power < size] + [size]):
-        metrics[f"best@{n}/mean"], metrics[f"best@{n}/std"] = map(float, best_of(ordered, n))
-        lowest, deviation = map(float, best_of(-ordered, n))
-        metrics |= {f"worst@{n}/mean": -lowest, f"worst@{n}/std": deviation}
+
+    powers = [2**exponent for exponent in range(1, size.bit_length())]
+    sizes = [power for power in powers if power < size] + [size]
+    for n in sizes:
+        best_mean, best_std = best_of(ordered, n)
+        metrics[f"best@{n}/mean"] = float(best_mean)
+        metrics[f"best@{n}/std"] = float(best_std)
+        negated_mean, worst_std = best_of(-ordered, n)
+        metrics[f"worst@{n}/mean"] = -float(negated_mean)
+        metrics[f"worst@{n}/std"] = float(worst_std)
         if ballots is not None:
-            metrics[f"maj@{n}/mean"], metrics[f"maj@{n}/std"] = majority_of(values, ballots, n, seed)
+            majority_mean, majority_std = majority_of(values, ballots, n, seed)
+            metrics[f"maj@{n}/mean"] = majority_mean
+            metrics[f"maj@{n}/std"] = majority_std
+
     if is_binary:
-        count, right = len(values), int(values.sum())
-        metrics |= {f"pass@{k}": pass_at_k(right, count, k) for k in [1, *sizes] if k <= count}
+        count = len(values)
+        right = int(values.sum())
+        for k in [1, *sizes]:
+            if k <= count:
+                metrics[f"pass@{k}"] = pass_at_k(right, count, k)
     return metrics
 
 
-def _means_over_prompts(found: Mapping[str, Sequence[float]], largest: int, is_binary: bool) -> dict[str, float]:
+def _means_over_prompts(
+    values_by_metric: Mapping[str, Sequence[float]], largest: int, is_binary: bool
+) -> dict[str, float]:
     """Returns means over prompts, and half widths of intervals if possible. largest: largest number of answers."""
     means: dict[str, float] = {}
-    for metric, values in found.items():
+    names_with_interval = (f"mean@{largest}", f"best@{largest}", f"maj@{largest}")
+    for metric, values in values_by_metric.items():
         per_prompt = np.sort(values)  # sorted, because the sum of floats depends on their order
         means[metric] = float(per_prompt.mean())
         name = metric.removesuffix("/mean")
-        if name.startswith("pass@") or name in (f"mean@{largest}", f"best@{largest}", f"maj@{largest}"):
+        if name.startswith("pass@") or name in names_with_interval:
             half = half_width(per_prompt, is_binary)
-            means |= {} if half is None else {f"{name}{INTERVAL}": half}
+            if half is not None:
+                means[f"{name}{INTERVAL}"] = half
     return means
 
 
@@ -175,19 +224,30 @@ def majority_of(values: Floats, ballots: Sequence[Any], n: int, seed: int = SEED
     equivalent.)
     """
     ascending = np.argsort(values, kind="stable")  # sorted, because the sum of floats depends on their order
-    values, ballots = values[ascending], [ballots[i] for i in ascending]
-    _, voters = np.unique([str(ballot) for ballot in ballots], return_inverse=True)
-    sizes = np.bincount(voters)
+    values = values[ascending]
+    ordered_ballots = [str(ballots[position]) for position in ascending]
+    _, vote_of_answer = np.unique(ordered_ballots, return_inverse=True)
+    sizes = np.bincount(vote_of_answer)
     shares = _winner_shares(tuple(sizes.tolist()), n, seed)
-    mean = float((shares @ (np.bincount(voters, weights=values) / sizes)).mean())
-    squares = np.bincount(voters, weights=(values - mean) ** 2) / sizes
-    return mean, float(np.sqrt((shares @ squares).mean()))
+
+    mean_by_vote = np.bincount(vote_of_answer, weights=values) / sizes
+    mean = float((shares @ mean_by_vote).mean())
+    squares_by_vote = np.bincount(vote_of_answer, weights=(values - mean) ** 2) / sizes
+    return mean, float(np.sqrt((shares @ squares_by_vote).mean()))
 
 
 @lru_cache(maxsize=256)
 def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
-    """Draws n answers RESAMPLES times; returns (draws, votes) with 1 for the most frequent vote of a draw, divided
-    among ties. sizes: answers with each vote. Cached, because many prompts have the same sizes."""
+    """Draws n answers RESAMPLES times and returns the winning vote of each draw.
+
+    Returns a (draws, votes) array with 1 for the most frequent vote of a draw, divided among ties. The result is
+    cached, because many prompts have the same sizes.
+
+    Args:
+        sizes: number of answers with each vote.
+        n: number of drawn answers.
+        seed: seed of the draws.
+    """
     shares = np.array(sizes) / sum(sizes)
     counts = np.random.default_rng([seed, n]).multinomial(n, shares, size=RESAMPLES)
     wins = counts == counts.max(axis=1, keepdims=True)
@@ -237,7 +297,8 @@ def student_t(degrees: int) -> float:
         return math.tan(math.pi * LEVEL / 2)
     if degrees == 2:
         return LEVEL * math.sqrt(2 / (1 - LEVEL**2))
-    x, n = NormalDist().inv_cdf((1 + LEVEL) / 2), degrees
+    x = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    n = degrees
     return (
         x
         + (x**3 + x) / (4 * n)

@@ -9,17 +9,10 @@ import pytest
 import torch
 
 from trainer import checkpoint
-from trainer.evaluate import chunks
-from trainer.evaluate.chunks import (
-    Kept,
-    KeptAnswers,
-    ValSampling,
-    chunk_size,
-    content_of,
-    generate_in_chunks,
-    val_samplings,
-)
-from trainer.evaluate.sample import Sample
+from trainer.validation import stored_answers
+from trainer.validation.answers import ValSampling, chunk_size, generate_in_chunks, val_samplings
+from trainer.validation.sample import Sample
+from trainer.validation.stored_answers import AnswerStore, StoredAnswer, content_of
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
@@ -37,10 +30,10 @@ def sample(uid: str, source: str, number: int = 0, **changes: Any) -> Sample:
 
 
 FIRST = [
-    Kept("", 3, sample("a", "s", output="a\nb\u2028é", score=0.1 + 0.2)),
-    Kept("greedy/", 3, sample("", "s", score=None)),
+    StoredAnswer("", 3, sample("a", "s", output="a\nb\u2028é", score=0.1 + 0.2)),
+    StoredAnswer("greedy/", 3, sample("", "s", score=None)),
 ]
-SECOND = [Kept("", 0, sample("c", "s", score=1 / 3))]
+SECOND = [StoredAnswer("", 0, sample("c", "s", score=1 / 3))]
 
 
 class Prompts:
@@ -66,7 +59,7 @@ class Prompts:
         pairs = zip(batch.batch["place"].tolist(), batch.batch["sample"].tolist(), strict=True)
         return [sample(str(place), "s", number) for place, number in pairs]
 
-    def ask(self, samplings: list[ValSampling], size: int, kept: KeptAnswers | None = None) -> Any:
+    def ask(self, samplings: list[ValSampling], size: int, kept: AnswerStore | None = None) -> Any:
         return generate_in_chunks(self, samplings, size, self.answer, self.finish, kept, self.logged.append)  # type: ignore[arg-type]
 
 
@@ -80,7 +73,7 @@ def test_the_order_is_that_of_the_dataset_and_each_answer_comes_once() -> None:
 
 
 def test_what_is_kept_is_finished_one_chunk_behind_and_not_asked_again(tmp_path: Path) -> None:
-    prompts, kept = Prompts(4), KeptAnswers(tmp_path)
+    prompts, kept = Prompts(4), AnswerStore(tmp_path)
     first = prompts.ask([GREEDY], 2, kept)
     assert prompts.calls == ["val1 [0, 1]", "val1 [2, 3]", "finish", "finish"]
     answered = ["2 of 4 prompts are answered", "4 of 4 prompts are answered"]
@@ -112,7 +105,7 @@ def test_what_is_asked_at_one_time_and_with_which_sampling() -> None:
 
 
 def test_a_chunk_comes_back_bit_for_bit_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = KeptAnswers(tmp_path / "answers")
+    kept = AnswerStore(tmp_path / "answers")
     assert kept.load() == []
     kept.add(FIRST)
 
@@ -125,7 +118,7 @@ def test_a_chunk_comes_back_bit_for_bit_or_not_at_all(tmp_path: Path, monkeypatc
             kept.add(SECOND)
     assert kept.load() == FIRST
     kept.add(SECOND)
-    assert KeptAnswers(tmp_path / "answers").load() == FIRST + SECOND
+    assert AnswerStore(tmp_path / "answers").load() == FIRST + SECOND
     kept.clear()
     assert kept.load() == []
 
@@ -137,7 +130,7 @@ def test_contents_tell_files_and_folders_apart(tmp_path: Path, monkeypatch: pyte
     assert content_of(tmp_path / "none") == "absent" and content_of(tmp_path) != first
     path.write_bytes(bytes(range(256)) * 63 + bytes(255) + b"x")
     assert content_of(path) != first
-    monkeypatch.setattr(chunks, "_PIECE_BYTES", 16)
+    monkeypatch.setattr(stored_answers, "_PIECE_BYTES", 16)
     pieces, folder = content_of(path), content_of(tmp_path)
     path.write_bytes(bytes(range(256)) * 63 + bytes(256))
     assert content_of(path) != pieces, "the last bytes are always looked at"
@@ -147,8 +140,8 @@ def test_contents_tell_files_and_folders_apart(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 100, 4095, 4096])
 def test_every_byte_of_a_file_up_to_64_mib_counts(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In small: pieces of 16 bytes, and so files of up to 4096."""
-    assert chunks._PIECES * chunks._PIECE_BYTES == 64 << 20
-    monkeypatch.setattr(chunks, "_PIECE_BYTES", 16)
+    assert stored_answers._PIECES * stored_answers._PIECE_BYTES == 64 << 20
+    monkeypatch.setattr(stored_answers, "_PIECE_BYTES", 16)
     path, content = tmp_path / "data.jsonl", bytearray(size)
     path.write_bytes(content)
     before = content_of(path)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from trainer.evaluate.validation_metrics import half_width, pass_at_k, student_t
+from trainer.validation.metrics import half_width, pass_at_k, student_t
 
 
 @pytest.mark.parametrize("count", [1, 3, 6])

@@ -1,0 +1,121 @@
+"""Runs that only answer the validation prompts with one policy, and the settings that their answers depend on.
+
+`main_eval` and `main_generate` take the same path: the arguments of a target and the user's options give a
+configuration (`answering_config`), and an `AnsweringTrainer` generates the answers of that configuration. It stores
+each chunk in the run folder, so that an interrupted command can continue without generating an answer twice.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import find_checkpoint, read_state
+from trainer.data.prompts import PromptDataset
+from trainer.ray_trainer import RayPPOTrainer
+from trainer.recipe import prepare_recipe, recipe_overrides
+from trainer.resume import flat_config, is_bound
+from trainer.validation.answers import ValSampling
+from trainer.validation.stored_answers import AnswerStore, claim_folder, content_of
+from verl_lite.config import PPOConfig, load_config
+from verl_lite.protocol import DataProto
+
+CHUNKS = "answers"
+"""Folder of the stored answers in a run folder."""
+FOLDER = "trainer.default_local_dir="
+
+_SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
+_ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
+_TRAINING = ("data.train_", "data.shuffle", "data.sampler.", "data.sources", "rollout.log_prob_", "reward.overlong_")
+_TRAINING_ALONE = tuple(f"rollout.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos"))
+
+
+def answering_config(arguments: Sequence[str]) -> PPOConfig | None:
+    """Returns the configuration of a run, and creates the files that its recipe prepares.
+
+    Returns None if the arguments contain an option such as --help-config, with which the command prints something and
+    runs nothing.
+    """
+    loaded = load_config(list(arguments), recipe_loader=recipe_overrides)
+    if loaded.action != "run":
+        return None
+    if not loaded.config.is_agentic:
+        prepare_recipe(loaded.config)
+    return loaded.config
+
+
+def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, Any]:
+    """Returns everything that the answers depend on, as json values: options by key, and digests of the named files."""
+    settings: dict[str, Any] = {}
+    for name, value in flat_config(config).items():
+        if _is_relevant(name, config, are_scored):
+            settings[name] = value
+    files = list(config.data.val_files)
+    if are_scored:
+        files += _reward_files(config)
+    for file in files:
+        settings[f"content of {file}"] = content_of(file)
+
+    checkpoint = _checkpoint_of(config)
+    if checkpoint is None:
+        settings["content of model.path"] = content_of(config.model.path or "")
+    else:
+        settings["checkpoint"] = str(checkpoint)
+        settings["content of the checkpoint"] = content_of(checkpoint)
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _is_relevant(name: str, config: PPOConfig, are_scored: bool) -> bool:
+    """Returns True if the answers depend on an option."""
+    if name in _TRAINING_ALONE or name.startswith(_TRAINING):
+        return False
+    if not are_scored and name.startswith(("reward.", "reward_model.")):
+        return False
+    return name.startswith(_ALSO) or (name.startswith(_SECTIONS) and is_bound(name, config))
+
+
+def _reward_files(config: PPOConfig) -> list[str]:
+    """Returns the files of the user's reward functions."""
+    paths = [config.reward.custom_reward_function.path]
+    for part in config.reward.functions.values():
+        if isinstance(part, Mapping):
+            paths.append(part.get("path"))
+    return [path for path in paths if path and not path.startswith("pkg://")]
+
+
+def _checkpoint_of(config: PPOConfig) -> Path | None:
+    """Returns the checkpoint folder trainer.resume_from_path, or None unless trainer.resume_mode=resume_path."""
+    if config.trainer.resume_mode != "resume_path":
+        return None
+    return find_checkpoint(Path(), "resume_path", config.trainer.resume_from_path)
+
+
+class AnsweringTrainer(RayPPOTrainer):
+    """A trainer that only generates answers with one policy, and stores them in the run folder."""
+
+    trains = False
+
+    @classmethod
+    def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
+        """Raises UserError if the folder contains answers generated with other settings."""
+        claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=cls.scores))
+
+    def answer_store(self) -> AnswerStore:
+        """Returns the store of answers in the run folder."""
+        return AnswerStore(self.run_dir / CHUNKS)
+
+    def resume(self) -> None:
+        """Loads the policy and the step of the checkpoint trainer.resume_from_path, if it is set.
+
+        The state of the training is not loaded, so its data need not exist.
+        """
+        folder = _checkpoint_of(self.config)
+        if folder is not None:
+            self.saver.learners["actor"].load(str(folder / "actor"))
+            self.steps.global_step = read_state(folder)["steps"]["global_step"]
+
+    def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
+        """Generates the answers to one chunk of prompts, or raises KeyboardInterrupt if the run was asked to stop."""
+        if self.steps.stop_asked:  # earlier chunks are stored, so stopping between chunks loses nothing
+            raise KeyboardInterrupt
+        return super().generate_for_validation(prompts, sampling)

@@ -1,0 +1,171 @@
+"""Saved answers of `trainer.score`: files of a run, of `trainer.main_generate`, or of another program.
+
+A row was written by `trainer.validation.sample_files` or `trainer.main_generate`, or has an answer (`output`,
+`response`, or a list `responses`), a `data_source`, and a ground truth (`ground_truth`, `reward_model` with that entry,
+or `gts`). Optional entries are prompt, extra_info, uid, step, score and images.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.data.sources import parse_json, read_rows
+from trainer.validation.sample import valid_image_names
+from trainer.validation.sample_files import FOLDER, IMAGES, JSON, TRAIN, VAL
+from verl_lite.config import PPOConfig, ScoreConfig
+from verl_lite.errors import UserError
+from verl_lite.rewards import RewardItem
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class SavedAnswer:
+    """A saved answer.
+
+    item: input of the reward function; its key is the index of the answer. Its images are the copies in samples/images
+    of the run, of at most 512 x 512 pixels, or none if one was deleted.
+    uid: identifier of the prompt.
+    step: training step that sampled the answer, if it is saved.
+    score: the saved score; None if there is none or the reward failed.
+    """
+
+    item: RewardItem
+    uid: str
+    step: int | None
+    score: float | None
+
+
+def read_saved(target: Path, run: PPOConfig | None, config: ScoreConfig) -> list[SavedAnswer]:
+    """Reads the saved answers of a file, a folder of files or a run folder.
+
+    Args:
+        target: the file or folder.
+        run: configuration of the run, if `target` is a run folder.
+        config: options of the command.
+
+    Raises:
+        UserError: for unreadable files, and for rows without answer or data_source; the message names the row.
+    """
+    answers: list[SavedAnswer] = []
+    for file in _files(target, run):
+        images = file.parent.parent / IMAGES
+        for number, row in enumerate(_rows(file)):
+            answers += _answers_of_row(row, len(answers), f"row {number} of {file}", config, images)
+    if not answers:
+        raise UserError(f"{target} contains no answers")
+    return answers
+
+
+def _files(target: Path, run: PPOConfig | None) -> list[Path]:
+    """Returns the files to read. Files that are named by step are in the order of steps."""
+    if target.is_file() and target.suffix in SUFFIXES:
+        return [target]
+
+    folders = [target]
+    if run is not None:
+        data_dirs = (run.trainer.rollout_data_dir, run.trainer.validation_data_dir)
+        folders = [Path(folder).expanduser() for folder in data_dirs if folder]
+        folders += [target / FOLDER / kind for kind in (TRAIN, VAL)]
+    for folder in folders:
+        files = [file for file in folder.glob("*") if file.suffix in SUFFIXES and "-scored-" not in file.name]
+        if files:
+            return sorted(files, key=_step_and_name)
+    raise UserError(
+        f"{target} contains no saved answers: give a .jsonl or .parquet file, a folder of them, or a run folder (a run "
+        "keeps its answers unless trainer.samples_max_mb=0 and no trainer.rollout_data_dir=FOLDER is set)"
+    )
+
+
+def _step_and_name(file: Path) -> tuple[int, str]:
+    return int(file.stem) if file.stem.isdigit() else -1, file.name
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a file.
+
+    A column NAME_json, in which `trainer.validation.sample_files` stores values of any shape, is decoded as NAME.
+    """
+    rows = iter(read_rows(str(file), "RUN_OR_FILE")) if file.suffix == ".parquet" else _json_lines(file)
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"row {index} of {file}: found {row!r:.100}, expected an object with named entries")
+        decoded = {}
+        for name, text in row.items():
+            if name.endswith(JSON) and isinstance(text, str):
+                decoded[name.removesuffix(JSON)] = json.loads(text)
+        yield row | decoded
+
+
+def _json_lines(file: Path) -> Iterator[Any]:
+    """Yields the values in the lines of a file, without an incomplete last line, which a killed run can leave."""
+    *lines, last = file.read_text(encoding="utf-8").split("\n")
+    if last.strip().endswith("}"):
+        lines.append(last)
+    for number, line in enumerate(lines, start=1):
+        if line:
+            yield parse_json(line, f"{file}, line {number}", "an answer per line")
+
+
+def _answers_of_row(row: dict[str, Any], key: int, where: str, config: ScoreConfig, images: Path) -> list[SavedAnswer]:
+    """Returns the answers of a row.
+
+    Args:
+        row: the entries of the row.
+        key: key of the row's first answer.
+        where: the place of the row, for messages.
+        config: options of the command.
+        images: folder of the run's images.
+    """
+    answer = _first_value(row.get("response"), row.get("output"), row.get("responses"))
+    texts: list[Any] = answer if isinstance(answer, list) else [answer]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"{where} has no answer: expected a text `response` (or `output`), or a list of texts `responses`; its "
+            f"entries are {', '.join(row)}"
+        )
+
+    scored_row = _scored_row(row, where, config)
+    encoded_images = _encoded_images(row, images)
+    saved_step = row.get("step")
+    saved_score = row.get("score")
+    step = saved_step if isinstance(saved_step, int) else None
+    score = float(saved_score) if isinstance(saved_score, int | float) else None
+    uid = str(row.get("uid", where))
+    answers = []
+    for number, text in enumerate(texts):
+        item = RewardItem.of_row(key + number, scored_row, text, encoded_images)
+        answers.append(SavedAnswer(item, uid, step, score))
+    return answers
+
+
+def _scored_row(row: dict[str, Any], where: str, config: ScoreConfig) -> dict[str, Any]:
+    """Returns the entries that a reward reads, as in a dataset. Raises UserError for a row without data_source."""
+    source = row.get("data_source") or config.data_source
+    if not isinstance(source, str):
+        raise UserError(f"{where} has no data_source: set data_source=NAME for all rows without one")
+    reward_model = row.get("reward_model")
+    nested_truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    prompt = row.get("prompt")
+    extra_info = row.get("extra_info")
+    return {
+        "data_source": source,
+        "reward_model": {"ground_truth": _first_value(row.get("ground_truth"), nested_truth, row.get("gts"))},
+        "extra_info": extra_info if isinstance(extra_info, dict) else None,
+        "prompt": prompt if isinstance(prompt, list) and prompt else None,
+    }
+
+
+def _encoded_images(row: dict[str, Any], images: Path) -> list[bytes]:
+    """Returns the images of a row; nothing if one of them was deleted."""
+    files = [images / name for name in valid_image_names(row.get("images"))]
+    if not all(file.is_file() for file in files):
+        return []
+    return [file.read_bytes() for file in files]
+
+
+def _first_value(*values: Any) -> Any:
+    """Returns the first value that is not None, or None."""
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,233 @@
+"""Scores of saved answers by any reward, and their comparison with the saved scores."""
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow
+from omegaconf import OmegaConf
+from rich.table import Table
+
+from trainer.console import Console
+from trainer.evaluate.saved_answers import SavedAnswer, read_saved
+from trainer.final_report import titled_table
+from trainer.recipe import load_recipe
+from trainer.validation.sample_files import as_text, reward_columns, write_table
+from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, load_config, load_schema
+from verl_lite.config.checks import reward_problems, section_problems
+from verl_lite.errors import UserError, printable
+from verl_lite.rewards import RewardItem, RewardResult, reward_modules
+from workers.rewards.reward_pool import RewardPool
+
+SHORT = "reward="
+_ONLY_TRAINING = ("overlong_buffer", "function_weight")
+_REWARD_CHOICE = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
+_TOLERANCE = 1e-6
+"""Scores with a smaller difference count as equal, because scores are saved in single precision."""
+
+
+def score(target: Path, overrides: list[str]) -> int:
+    """Scores the saved answers of a file or folder, prints a comparison and writes the file of scores.
+
+    Args:
+        target: see `read_saved`.
+        overrides: the user's options.
+
+    Returns:
+        The exit status: 1 if the share of failed rewards exceeds reward.max_error_rate.
+
+    Raises:
+        UserError: for invalid files or options.
+    """
+    run = run_config(target)
+    config = score_config(run, overrides)
+    console = Console()
+    answers = read_saved(target, run, config)
+    console.print(f"{len(answers)} answers")
+    _note_differences(console, answers, run)
+
+    path = _output_file(target, config)
+    results = _score_all([answer.item for answer in answers], config)
+    console.print(comparison_table(answers, results))
+    write_scores(path, answers, results)
+    console.print(f"all scores: {path}")
+
+    failed = [result for result in results if result.failed]
+    if failed:
+        first = printable(str(failed[0].error))
+        print(f"\n{len(failed)} of {len(results)} rewards failed. The first one:\n{first}", file=sys.stderr)
+    return int(len(failed) > config.reward.max_error_rate * len(results))
+
+
+def run_config(target: Path) -> PPOConfig | None:
+    """Returns the configuration of a run folder, or None for any other path. Raises UserError for an agentic run."""
+    file = target / "config.yaml"
+    if not file.is_file():
+        return None
+    config = load_config(["--config", str(file)]).config
+    if config.is_agentic:
+        raise UserError(
+            f"{target}: the rewards of this run belong to episodes of an agent; no reward function can rescore it"
+        )
+    return config
+
+
+def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
+    """Returns the options of the run's own reward, overridden by the command line.
+
+    Args:
+        run: configuration of the run, if the target is a run folder.
+        overrides: the user's options. The last reward=NAME replaces the reward of the run.
+
+    Raises:
+        UserError: for invalid options.
+    """
+    short_names = [item.removeprefix(SHORT) for item in overrides if item.startswith(SHORT)]
+    options = [item for item in overrides if not item.startswith(SHORT)]
+    if short_names:
+        options = [*_reward_options(short_names[-1]), *options]
+    run_settings = {} if run is None else _run_settings(run, replaces_reward=bool(short_names))
+    with tempfile.TemporaryDirectory() as folder:
+        OmegaConf.save(OmegaConf.create(run_settings), Path(folder) / "run.yaml")
+        config = load_schema(["--config", f"{folder}/run.yaml", *options], ScoreConfig).config
+    if config.recipe is not None:
+        load_recipe(config.recipe)  # importing it registers its rewards
+
+    problems = [*section_problems(config), *reward_problems(config.reward)]
+    if config.out is not None and (not config.out.endswith(".parquet") or Path(config.out).expanduser().exists()):
+        problems.append(f"--out {config.out}: expected the name of a new .parquet file")
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _reward_options(name: str) -> list[str]:
+    """Returns the options for which reward=NAME, reward=FILE.py or reward=FILE.py:FUNCTION is short."""
+    file = re.fullmatch(r"(pkg://[\w.]+|.*\.py)(?::(\w+))?", name)
+    if file is None:
+        label = re.sub(r"\W+", "_", name.rpartition("/")[2])
+        return [f"reward.functions.{label}.reward={name}"]
+    path, function = file.groups()
+    options = [f"reward.custom_reward_function.path={path}"]
+    if function:
+        options.append(f"reward.custom_reward_function.name={function}")
+    return options
+
+
+def _run_settings(run: PPOConfig, replaces_reward: bool) -> dict[str, Any]:
+    """Returns the settings of a run that apply to saved answers. replaces_reward: True to leave out its reward."""
+    left_out = {*_ONLY_TRAINING}
+    if replaces_reward:
+        left_out |= {*_REWARD_CHOICE}
+    reward = {name: value for name, value in asdict(run.reward).items() if name not in left_out}
+    return {"reward": reward, "recipe": run.recipe}
+
+
+def _note_differences(console: Console, answers: Sequence[SavedAnswer], run: PPOConfig | None) -> None:
+    """Notes inputs that the reward would have in training and that are not saved."""
+    for name, meaning in (("prompt", "prompt as chat messages"), ("ground_truth", "ground truth")):
+        num_lacking = sum(getattr(answer.item, name) is None for answer in answers)
+        if num_lacking:
+            console.note(f"{num_lacking} answers have no {meaning}: a reward that reads it gets None")
+    if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
+        console.note("saved scores include the reward model and the penalty for long answers; new scores do not")
+
+
+def _output_file(target: Path, config: ScoreConfig) -> Path:
+    """Returns the file of scores: the one that the user chose, else a new file next to the answers."""
+    if config.out:
+        return Path(config.out).expanduser()
+    stem = target / "answers" if target.is_dir() else target.with_suffix("")
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    return Path(f"{stem}-scored-{stamp}.parquet").expanduser()
+
+
+def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardResult]:
+    """Scores the items in reward processes. Raises UserError if a data source has no reward."""
+    pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
+    try:
+        sources = {item.data_source for item in items}
+        pool.dry_run([], sorted(sources))
+        pool.submit(items)
+        return list(pool.collect(item.key for item in items).values())
+    finally:
+        pool.close()
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The saved and the new score of an answer; None: there is none, or the reward failed."""
+
+    before: float | None
+    now: float | None
+
+
+def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> Table:
+    """Returns a table with one line per data source.
+
+    Among the answers with both scores it counts equal, higher and lower new scores. "none before" counts answers
+    without a saved score, for example because the reward failed.
+    """
+    table = titled_table("Saved scores and new ones")
+    table.add_column("data source", no_wrap=True)
+    for name in ("answers", "mean before", "mean now", "same", "higher", "lower", "none before", "failed now"):
+        table.add_column(name, justify="right")
+
+    by_source: dict[str, list[_Comparison]] = {}
+    for answer, result in zip(answers, results, strict=True):
+        comparison = _Comparison(answer.score, None if result.failed else result.score)
+        by_source.setdefault(answer.item.data_source, []).append(comparison)
+    for source in sorted(by_source):
+        table.add_row(source, *_line(by_source[source]))
+    return table
+
+
+def _line(comparisons: Sequence[_Comparison]) -> list[str]:
+    """Returns the entries of a data source in the table."""
+    before = [comparison.before for comparison in comparisons if comparison.before is not None]
+    now = [comparison.now for comparison in comparisons if comparison.now is not None]
+    changes = []
+    for comparison in comparisons:
+        if comparison.before is not None and comparison.now is not None:
+            changes.append(comparison.now - comparison.before)
+    num_same = sum(abs(change) <= _TOLERANCE for change in changes)
+    num_higher = sum(change > _TOLERANCE for change in changes)
+    num_lower = len(changes) - num_same - num_higher
+    return [
+        str(len(comparisons)),
+        f"{fmean(before):.4f}" if before else "-",
+        f"{fmean(now):.4f}" if now else "-",
+        f"{num_same} ({num_same / len(changes):.1%})" if changes else "-",
+        str(num_higher),
+        str(num_lower),
+        str(len(comparisons) - len(before)),
+        str(len(comparisons) - len(now)),
+    ]
+
+
+def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> None:
+    """Writes a parquet file with one row per answer, in order. The write is atomic.
+
+    Columns: uid, step, data_source, response, ground_truth (as text), score_before, score, failed, timed_out, error,
+    and reward/<name> for each further value that the reward returned.
+    """
+    columns: dict[str, Any] = {
+        "uid": [as_text(answer.uid) for answer in answers],
+        "step": [answer.step for answer in answers],
+        "data_source": [as_text(answer.item.data_source) for answer in answers],
+        "response": [as_text(answer.item.solution_str) for answer in answers],
+        "ground_truth": [as_text(answer.item.ground_truth) for answer in answers],
+        "score_before": [answer.score for answer in answers],
+        "score": [None if result.failed else result.score for result in results],
+        "failed": [result.failed for result in results],
+        "timed_out": [result.timed_out for result in results],
+        "error": [as_text(result.error) for result in results],
+    }
+    write_table(pyarrow.table(columns | reward_columns([result.extra for result in results])), path)

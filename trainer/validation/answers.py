@@ -1,0 +1,186 @@
+"""Answers to the validation prompts, generated in chunks or read from a store.
+
+The validation of a run, `main_eval` and `main_generate` share `generate_in_chunks` and differ in their use of a
+generated chunk. An answer depends only on weights, prompt, sampling parameters and seed, so chunks and order do not
+affect it (measured in EVALUATION.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.validation.sample import Sample
+from trainer.validation.stored_answers import AnswerStore, StoredAnswer
+from verl_lite.config import PPOConfig
+from verl_lite.protocol import DataProto
+from workers.rollout.base import SamplingParams
+
+if TYPE_CHECKING:
+    from trainer.data.prompts import PromptDataset
+
+
+@dataclass(frozen=True)
+class ValSampling:
+    """Sampling of the validation prompts with `n` answers each.
+
+    prefix: prefix of the metric names. purpose: prefix of the sample ids.
+    """
+
+    prefix: str
+    purpose: str
+    n: int
+    params: SamplingParams
+
+
+def val_samplings(config: PPOConfig) -> list[ValSampling]:
+    """Returns the samplings of rollout.val_kwargs: sampled or greedy answers, and optionally greedy ones as well."""
+    options = config.rollout.val_kwargs
+    samplings = [_sampling(config, prefix="", is_greedy=not options.do_sample)]
+    if options.greedy_too:
+        samplings.append(_sampling(config, prefix="greedy/", is_greedy=True))
+    return samplings
+
+
+def _sampling(config: PPOConfig, prefix: str, is_greedy: bool) -> ValSampling:
+    options = config.rollout.val_kwargs
+    params = SamplingParams(
+        temperature=0.0 if is_greedy else options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=config.data.max_response_length,
+    )
+    if is_greedy:
+        return ValSampling(prefix, "val1", 1, params)
+    return ValSampling(prefix, "val0", options.n, params)
+
+
+def chunk_size(config: PPOConfig, prompts: int, engines: int, are_stored: bool) -> int:
+    """Returns the number of prompts per chunk.
+
+    It is data.val_batch_size; if that is null, all prompts, or as many as fill the engines once if answers are stored
+    by chunk.
+    """
+    size = config.data.val_batch_size
+    if size is None and are_stored:
+        size = math.ceil(config.rollout.max_num_seqs * engines / config.rollout.val_kwargs.n)
+    return size or prompts
+
+
+def generate_in_chunks(
+    prompts: PromptDataset,
+    samplings: Sequence[ValSampling],
+    size: int,
+    generate: Callable[[DataProto, ValSampling], DataProto],
+    finish: Callable[[DataProto], list[Sample]],
+    store: AnswerStore | None = None,
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[ValSampling, list[Sample]]:
+    """Returns one row per answer, by sampling, in the order of the dataset.
+
+    Args:
+        prompts: the validation prompts.
+        samplings: how each prompt is answered.
+        size: number of prompts per chunk.
+        generate: returns `n` rows per prompt; the rows of a prompt are adjacent.
+        finish: turns the result of `generate` into one row per answer. It may wait for rewards, so the next chunk is
+            generated before the previous one is finished.
+        store: store of answers. Stored answers are not generated again, and new ones are added as soon as their chunk
+            is finished. Without a store, all chunks are generated before the first one is finished.
+        log: receives a line at the start and after each stored chunk.
+    """
+    answers = _Answers(samplings, finish, store, len(prompts), log)
+    unanswered = answers.unanswered()
+    if store is not None and unanswered:
+        log(f"answering {len(unanswered)} of {len(prompts)} prompts, {min(size, len(unanswered))} at a time")
+
+    for start in range(0, len(unanswered), size):
+        for sampling in samplings:
+            positions = answers.missing(sampling, unanswered[start : start + size])
+            if positions:
+                batch = generate(prompts.__getitems__(positions), sampling)
+                answers.add_unfinished(_Chunk(sampling, positions, batch))
+            if store is not None and answers.num_unfinished > 1:
+                answers.finish_first()
+    while answers.num_unfinished:
+        answers.finish_first()
+    return answers.by_sampling()
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Generated answers that are not finished. positions: positions of their prompts in the dataset."""
+
+    sampling: ValSampling
+    positions: list[int]
+    batch: DataProto
+
+
+class _Answers:
+    """The answers of a validation: finished ones, from the store or from this process, and unfinished chunks."""
+
+    def __init__(
+        self,
+        samplings: Sequence[ValSampling],
+        finish: Callable[[DataProto], list[Sample]],
+        store: AnswerStore | None,
+        num_prompts: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self._finish = finish
+        self._store = store
+        self._num_prompts = num_prompts
+        self._log = log
+        self._unfinished: deque[_Chunk] = deque()
+        self._finished: list[StoredAnswer] = [] if store is None else store.load()
+        self._answered: dict[ValSampling, set[int]] = {}  # positions of the prompts whose answers are stored
+        for sampling in samplings:
+            of_sampling = [answer for answer in self._finished if answer.prefix == sampling.prefix]
+            self._answered[sampling] = {answer.position for answer in of_sampling}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of chunks that are generated and not finished."""
+        return len(self._unfinished)
+
+    def unanswered(self) -> list[int]:
+        """Returns the positions of the prompts that lack the stored answers of a sampling."""
+        complete = set.intersection(*self._answered.values())
+        return [position for position in range(self._num_prompts) if position not in complete]
+
+    def missing(self, sampling: ValSampling, positions: Sequence[int]) -> list[int]:
+        """Returns those of the positions whose answers of a sampling are not stored."""
+        return [position for position in positions if position not in self._answered[sampling]]
+
+    def add_unfinished(self, chunk: _Chunk) -> None:
+        """Adds a generated chunk."""
+        self._unfinished.append(chunk)
+
+    def finish_first(self) -> None:
+        """Finishes the chunk that was generated first, and stores its answers."""
+        chunk = self._unfinished.popleft()
+        answers = []
+        for number, sample in enumerate(self._finish(chunk.batch)):
+            position = chunk.positions[number // chunk.sampling.n]
+            answers.append(StoredAnswer(chunk.sampling.prefix, position, sample))
+        self._finished += answers
+        if self._store is None:
+            return
+
+        self._store.add(answers)
+        self._answered[chunk.sampling].update(chunk.positions)
+        complete = set.intersection(*self._answered.values())
+        if complete.issuperset(chunk.positions):
+            self._log(f"{len(complete)} of {self._num_prompts} prompts are answered")
+
+    def by_sampling(self) -> dict[ValSampling, list[Sample]]:
+        """Returns the samples by sampling, in the order of the dataset."""
+        # the sort is stable, so the answers to one prompt keep their order
+        ordered = sorted(self._finished, key=lambda answer: answer.position)
+        samples = {}
+        for sampling in self._answered:
+            samples[sampling] = [answer.row for answer in ordered if answer.prefix == sampling.prefix]
+        return samples

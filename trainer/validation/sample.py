@@ -1,0 +1,143 @@
+"""Samples: prompts and answers in a readable form, for files, trackers and the end of a run's output."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl_lite.protocol import DataProto
+    from workers.policy.vision import ImageInputs
+
+PREDICTION = "pred"
+"""The entry of a reward's result that maj@n uses as the vote."""
+OPTIONAL = ("requests", "images")
+"""Fields that most samples lack; records contain them only if they are not empty."""
+_IMAGE_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.jpg")
+
+
+def is_prediction(name: str) -> bool:
+    """Returns True if an entry of a reward's result is a prediction, which is not a metric even if it is a number."""
+    return name.split(".")[-1] == PREDICTION
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt, its answer, and the answer's score.
+
+    prompt, ground_truth and extra_info are the inputs of the reward, so that `trainer.score` can compute another one.
+
+    input, gts: last message of the prompt, and ground truth, as text for display.
+    score: None if the reward failed.
+    extra: further entries of the reward's result.
+    sample: number of the answer among those to one prompt.
+    timed_out: True if the reward exceeded its time limit.
+    prompt: the chat messages.
+    requests: requests of an episode's program in the form of workers/endpoint/trace.py; empty for all other samples.
+    images: file names of the prompt's images in the folder that `SampleFiles.write_images` fills.
+    """
+
+    step: int
+    uid: str
+    data_source: str
+    input: str
+    output: str
+    gts: str
+    score: float | None
+    response_length: int
+    finish_reason: str
+    policy_version: int
+    extra: dict[str, float | str]
+    sample: int = 0
+    timed_out: bool = False
+    prompt: list[dict[str, str]] = field(default_factory=list)
+    ground_truth: Any = None
+    extra_info: dict[str, Any] | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+
+
+def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
+    """Converts the rows of a batch to samples, without padding rows. Rows of an unscored batch have no score."""
+    tensors = batch.batch
+    # from attention_mask, because the response_mask of a sample whose reward failed may already be empty
+    lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1).tolist()
+    scores = tensors["token_level_scores"].sum(1).tolist() if "token_level_scores" in tensors.keys() else None
+
+    samples = []
+    for row in range(len(batch)):
+        if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
+            continue
+        columns = {name: values[row] for name, values in batch.non_tensor_batch.items()}
+        prompt = columns["raw_prompt"]
+        ground_truth = columns["reward_model"].get("ground_truth")
+        is_scored = scores is not None and not columns["reward_failed"]
+        answer_ids = tensors["responses"][row, : lengths[row]]
+        sample = Sample(
+            step=step,
+            uid=columns["uid"],
+            data_source=columns["data_source"],
+            input=prompt[-1]["content"],
+            output=str(tokenizer.decode(answer_ids, skip_special_tokens=True)),
+            gts="" if ground_truth is None else str(ground_truth),
+            score=scores[row] if is_scored else None,
+            response_length=lengths[row],
+            finish_reason=columns["finish_reason"],
+            policy_version=int(tensors["policy_version"][row]),
+            extra=_entries(columns),
+            sample=int(columns.get("sample", 0)),
+            timed_out=bool(columns.get("reward_timed_out", False)),
+            prompt=plain_value(prompt),
+            ground_truth=plain_value(ground_truth),
+            extra_info=plain_value(columns.get("extra_info")) or None,
+            images=image_names(columns.get("multi_modal_inputs")),
+        )
+        samples.append(sample)
+    return samples
+
+
+def _entries(columns: Mapping[str, Any]) -> dict[str, float | str]:
+    """Returns the further entries of a row's reward, which are its columns `reward/<name>`."""
+    entries: dict[str, float | str] = {}
+    for name, value in columns.items():
+        entry = name.removeprefix("reward/")
+        if entry == name or value is None:
+            continue
+        is_number = isinstance(value, int | float | np.number | np.bool_) and entry != PREDICTION
+        entries[entry] = float(value) if is_number else str(value)
+    return entries
+
+
+def image_names(images: ImageInputs | None) -> list[str]:
+    """Returns the file names of a prompt's images. All prompts with the same images have the same names."""
+    if images is None:
+        return []
+    return [f"{images.digest:016x}-{number}.jpg" for number in range(len(images.files))]
+
+
+def valid_image_names(value: Any) -> list[str]:
+    """Returns the file names among the entries of a saved `images`, which is untrusted. Names of another form, such as
+    paths, are left out."""
+    entries = value if isinstance(value, list) else []
+    return [entry for entry in entries if isinstance(entry, str) and _IMAGE_NAME.fullmatch(entry)]
+
+
+def plain_value(value: Any) -> Any:
+    """Converts a value of a dataset to a json value: arrays to lists, numbers that are not finite to None, and types
+    that json lacks (dates, bytes) to text."""
+    if isinstance(value, dict):
+        return {str(name): plain_value(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(entry) for entry in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain_value(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)

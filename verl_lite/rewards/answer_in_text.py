@@ -1,0 +1,77 @@
+"""Finds the mathematics of an answer that is not boxed: after "the answer is", between dollar signs, or a number."""
+
+import re
+
+from verl_lite.rewards.answer_syntax import parse_answer
+from verl_lite.rewards.answer_tokens import UnknownSyntax
+
+_MARKS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,2}|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
+_ANSWER_IS = re.compile(r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)|答案(?:是|为|：|:))\s*(?:\bis\b|:|：)?\s*")
+_MATHEMATICS = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$([^$\n]+)\$|\\\((.+?)\\\)", re.DOTALL)
+_NUMBER = re.compile(r"-?\$?\s?-?\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?\s*(?:\\?%)?|-?\\frac\{[^{}]+\}\{[^{}]+\}")
+_PROSE = re.compile(r"(?<![\\\w{])[A-Za-z]{2,}")
+_NEXT_ITEM = re.compile(r"\s*(?:,\s*(?:or|and)\b|,|;|/|\bor\b|\band\b|或|和|、|，)\s*(?=[-$\\\d(])")
+
+
+def answer_in_text(text: str) -> str:
+    """Returns the mathematics of an answer that is not boxed, without marks of emphasis.
+
+    It follows the last "answer is", "answer:" or 答案; else it is the last mathematics between dollar signs, else the
+    last number. Items of a list belong together: the answer of "it is 7 or 8" is "7, 8".
+    """
+    plain = _MARKS.sub(r"\2", _MARKS.sub(r"\2", text.strip()))
+    starts = [match.end() for match in _ANSWER_IS.finditer(plain)]
+    if starts:
+        rest = plain[starts[-1] :]
+        sentence = re.split(r"\n|[.。](?=\s|$)", rest, maxsplit=1)[0].strip()
+        if _can_be_parsed(sentence):
+            return sentence
+        return _items_from(rest, _first_place(rest))
+    formulas = list(_MATHEMATICS.finditer(plain))
+    if formulas:
+        return _items_from(plain, _first_of_list(plain, formulas))
+    if _can_be_parsed(plain):
+        return plain
+    numbers = list(_NUMBER.finditer(plain))
+    return _items_from(plain, _first_of_list(plain, numbers)) if numbers else ""
+
+
+def _can_be_parsed(text: str) -> bool:
+    if _PROSE.search(text):
+        return False
+    try:
+        node = parse_answer(text).node
+    except (UnknownSyntax, RecursionError):
+        return False
+    return node.kind != "word" and bool(text) and any(part.kind in ("number", "constant") for part in node.walk())
+
+
+def _first_place(text: str) -> int:
+    places = [match.start() for pattern in (_MATHEMATICS, _NUMBER) if (match := pattern.search(text))]
+    return min(places, default=len(text))
+
+
+def _first_of_list(text: str, matches: list[re.Match[str]]) -> int:
+    """Returns where the list begins whose last item is the last match."""
+    first = matches[-1]
+    for match in reversed(matches[:-1]):
+        separator = _NEXT_ITEM.match(text, match.end())
+        if separator is None or separator.end() != first.start():
+            break
+        first = match
+    return first.start()
+
+
+def _items_from(text: str, place: int) -> str:
+    """Returns the items of a list, separated by commas, that begins at a place."""
+    items = []
+    while True:
+        match = _MATHEMATICS.match(text, place) or _NUMBER.match(text, place)
+        if match is None:
+            break
+        items.append(next((group for group in match.groups() if group), match[0]).strip().rstrip(","))
+        separator = _NEXT_ITEM.match(text, match.end())
+        if separator is None:
+            break
+        place = separator.end()
+    return ", ".join(items)

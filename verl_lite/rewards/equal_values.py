@@ -1,0 +1,251 @@
+"""Decides whether two sympy expressions have the same value, within bounds on their size.
+
+math-verify compares the values. Around it, decimals with many digits may round a constant, values of unequal magnitude
+are compared relatively, and the answer must not leave a relation unsolved that the reference solves.
+"""
+
+import math
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import is_expr_of_only_symbols
+from math_verify import verify
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+
+MOST_BITS = 20_000
+MOST_TERMS = 1000
+_INTERVAL_TERMS = 50  # a union of n intervals takes time of the order n**2
+_PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+
+_TOLERANCE = sympy.Rational(1, 10**6)
+_ROUNDED_DIGITS = 6
+"""A decimal with at least this many digits may be a rounded value."""
+_PRECISION = 40
+_EQUAL = sympy.Float("1e-25")
+_POINTS = (sympy.Rational(7, 5), sympy.Rational(23, 11), sympy.Rational(31, 17), sympy.Rational(2, 7))
+
+
+def are_equal(gold: Any, answer: Any) -> bool:
+    """Returns True if two expressions are equal: exactly, or to one millionth of a constant that a decimal rounds."""
+    if answer is None or gold is None or is_too_large(answer) or is_too_large(gold):
+        return False
+    if not _are_relations_solved(answer, gold):
+        return False
+    exact_gold, exact_answer = _exact(gold), _exact(answer)
+    exact_answer = _snapped(exact_answer, answer, exact_gold)
+    exact_gold = _snapped(exact_gold, gold, exact_answer)
+    if not verify([exact_gold], [exact_answer], timeout_seconds=None):
+        return False
+    return not _is_contradicted(exact_gold, exact_answer)
+
+
+def _exact(node: Any) -> Any:
+    """Returns an expression without percent signs, which are units here, with decimals as fractions."""
+    if isinstance(node, sympy.MatrixBase):
+        return node.applyfunc(_exact)
+    if not isinstance(node, sympy.Basic):
+        return node
+    if node == _PERCENT:
+        return sympy.S.One
+    if isinstance(node, sympy.Float):
+        return sympy.Rational(str(node))
+    if not node.args:
+        return node
+    args = [_exact(arg) for arg in node.args]
+    if isinstance(node, sympy.Expr) and all(isinstance(arg, sympy.Rational) for arg in args):
+        return node.func(*args)  # evaluates powers, products and sums of numbers, whose size is bounded
+    is_changed = any(arg is not old for arg, old in zip(args, node.args, strict=True))
+    return (
+        node.func(*args, evaluate=False)
+        if is_changed and isinstance(node, sympy.Expr | Relational)
+        else (node.func(*args) if is_changed else node)
+    )
+
+
+def _constants(node: Any) -> set[Any]:
+    """Returns the largest parts of an expression that are constants."""
+    if isinstance(node, sympy.MatrixBase):
+        return set().union(*map(_constants, node.flat()))
+    if isinstance(node, sympy.Expr) and not node.free_symbols:
+        return {node}
+    return set().union(*map(_constants, getattr(node, "args", ())))
+
+
+def _snapped(exact: Any, written: Any, other: Any) -> Any:
+    """Replaces rounded decimals by the constants of the other expression that they round.
+
+    Args:
+        exact: the expression with decimals as fractions.
+        written: the same expression with its decimals.
+        other: the other expression, with decimals as fractions. A constant with a finite decimal expansion is rounded
+            only by decimals if it is one with many digits itself.
+    """
+    if not isinstance(exact, sympy.Basic | sympy.MatrixBase):
+        return exact
+    decimals = {
+        sympy.Rational(str(number)) for number in _atoms(written, sympy.Float) if _digits(number) >= _ROUNDED_DIGITS
+    }
+    if not decimals:
+        return exact
+    constants = [constant for constant in _constants(other) if constant.is_real]
+    replaced = {}
+    for number in decimals:
+        for constant in constants:
+            if constant != number and not _is_short_decimal(constant) and _is_close(number, constant):
+                replaced[number] = constant
+                replaced[-number] = -constant
+    return exact.xreplace(replaced) if replaced else exact
+
+
+def _atoms(node: Any, kind: type) -> set[Any]:
+    return node.atoms(kind) if isinstance(node, sympy.Basic | sympy.MatrixBase) else set()
+
+
+def _digits(number: Any) -> int:
+    """Returns the number of significant digits of a decimal, without zeros at its end."""
+    mantissa = str(number).lower().partition("e")[0]
+    return len(mantissa.lstrip("-").replace(".", "").strip("0"))
+
+
+def _is_short_decimal(constant: Any) -> bool:
+    """Returns True for a rational number with a finite decimal expansion of few digits, such as 0.5 or 7."""
+    if not isinstance(constant, sympy.Rational):
+        return False
+    denominator = int(constant.q)
+    for prime in (2, 5):
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator == 1 and len(str(abs(constant.p)).strip("0")) < _ROUNDED_DIGITS
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    difference = sympy.Abs(one - other).evalf(_PRECISION)
+    size = sympy.Abs(other).evalf(_PRECISION)
+    return bool(difference.is_number and size.is_number and difference <= _TOLERANCE * size)
+
+
+def _is_contradicted(gold: Any, answer: Any) -> bool:
+    """Returns True if values show that two expressions differ, which math-verify takes for equal.
+
+    math-verify compares absolutely: 1e-19 times the root of 2 and of 3 are equal to it.
+    """
+    if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
+        pairs = zip(gold.flat(), answer.flat(), strict=False)
+        return any(_is_contradicted(*pair) for pair in pairs)
+    if isinstance(gold, sympy.Tuple) and isinstance(answer, sympy.Tuple) and len(gold) == len(answer):
+        return any(_is_contradicted(*pair) for pair in zip(gold, answer, strict=True))
+    if isinstance(gold, sympy.FiniteSet) and isinstance(answer, sympy.FiniteSet):
+        return not all(any(not _is_contradicted(one, other) for other in answer) for one in gold)
+    if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
+        return _is_contradicted(gold.start, answer.start) or _is_contradicted(gold.end, answer.end)
+    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
+        return False
+    if gold == answer:
+        return False
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    for shift in range(len(_POINTS) if symbols else 1):
+        values = {symbol: _POINTS[(place + shift) % len(_POINTS)] for place, symbol in enumerate(symbols)}
+        if _differ(gold.xreplace(values), answer.xreplace(values)):
+            return True
+    return False
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Returns True if the values of two constants differ relatively."""
+    one_value, other_value = (complex_value(value) for value in (one, other))
+    if one_value is None or other_value is None:
+        return False
+    difference = sympy.Abs(one_value - other_value).evalf(_PRECISION)
+    size = sympy.Max(sympy.Abs(one_value).evalf(_PRECISION), sympy.Abs(other_value).evalf(_PRECISION))
+    return bool(difference > _EQUAL * size)
+
+
+def complex_value(constant: Any) -> Any:
+    """Returns the value of a constant with many digits, None if it has none."""
+    try:
+        value = constant.doit().evalf(_PRECISION)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
+        return None
+    return value if value.is_number and value.is_finite else None
+
+
+# -------------------------------------------------------------------------------------------------------- relations
+
+
+def _are_relations_solved(answer: Any, gold: Any) -> bool:
+    """Returns True if the answer leaves no relation unsolved that the reference does not leave unsolved."""
+    relations, gold_relations = _relations(answer), _relations(gold)
+    is_value = not gold_relations and bool(getattr(gold, "free_symbols", None))  # accepts f(x) = 2x for 2x
+    is_solved = all(_is_solved(x) or (is_value and _is_defined_name(x.lhs)) for x in relations)
+    return is_solved or not all(map(_is_solved, gold_relations))
+
+
+def _relations(node: Any) -> set[Relational]:
+    return node.atoms(Relational) if isinstance(node, sympy.Basic) else set()
+
+
+def _is_solved(relation: Relational) -> bool:
+    sides = ((relation.lhs, relation.rhs), (relation.rhs, relation.lhs))
+    return any(_is_defined_name(name) and not value.free_symbols for name, value in sides)
+
+
+def _is_defined_name(node: Any) -> bool:
+    return isinstance(node, AppliedUndef) or is_expr_of_only_symbols(node)
+
+
+# ------------------------------------------------------------------------------------------------- bounds on size
+
+
+def is_too_large(node: Any) -> bool:
+    """Returns True if an expression exceeds MOST_BITS or MOST_TERMS, so that comparing it would take too long."""
+    bits, terms = _measure(node)
+    return bits > MOST_BITS or terms > MOST_TERMS
+
+
+def _measure(node: Any) -> tuple[float, float]:
+    """Returns upper bounds of an unevaluated expression: binary digits of its values, and terms after expansion."""
+    if isinstance(node, sympy.Rational):
+        return max(node.p.bit_length(), node.q.bit_length()), 1
+    if isinstance(node, sympy.Float):
+        return 53 + abs(node._mpf_[2]), 1
+
+    bits: list[float] = [1.0]
+    terms: list[float] = [1.0]
+    parts = _parts(node)
+    if parts:
+        measures = [_measure(part) for part in parts]
+        bits = [part_bits for part_bits, _ in measures]
+        terms = [part_terms for _, part_terms in measures]
+
+    most_bits, most_terms = max(bits), max(terms)
+    value = _largest_value(parts[-1], bits[-1]) if parts else 2.0
+    match node:
+        case sympy.Add():
+            return most_bits + len(bits), sum(terms)
+        case sympy.Mul():
+            return sum(bits), math.prod(terms)
+        case sympy.Pow():
+            is_expanded = node.exp.is_Integer and value < MOST_BITS and terms[0] < MOST_TERMS
+            if not is_expanded:
+                return bits[0] * value, most_terms
+            further_terms = int(terms[0] - 1)
+            return bits[0] * value, math.comb(int(value) + further_terms, further_terms)
+        case sympy.Sum() | sympy.Product():
+            return bits[0] * value if value < MOST_TERMS else math.inf, most_terms
+        case sympy.factorial() | sympy.exp():
+            return (bits[-1] + 2) * value, most_terms
+        case sympy.Interval():
+            return most_bits, _INTERVAL_TERMS
+    return most_bits, sum(terms)
+
+
+def _largest_value(part: Any, bits: float) -> float:
+    """Returns a bound of an exponent, an argument or the limit of a sum. bits: its binary digits."""
+    if isinstance(part, sympy.Float):  # 1.5 has 53 digits and is small; at most 2, so that the bound of 0.5 is one
+        return max(2.0, abs(float(part)))
+    return 2.0**bits if bits < 64 else math.inf
+
+
+def _parts(node: Any) -> tuple[Any, ...]:
+    return tuple(node.flat()) if isinstance(node, sympy.MatrixBase) else getattr(node, "args", ())

@@ -1,0 +1,348 @@
+r"""Decides whether an expression is in its final form: what it leaves to compute, by its tree.
+
+`14/2`, `2^3`, `\sqrt{8}\sqrt{2}` and `x + x` leave operations open. An answer may leave those open that the reference
+leaves open, too.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+
+from sympy import integer_nthroot
+
+from verl_lite.rewards.answer_syntax import Node, is_integer, render
+
+_POLYNOMIAL = {"number", "symbol", "sum", "negative", "product", "power", "quotient", "mixed", "constant", "root"}
+_COLLECTIONS = ("matrix", "brackets", "set")
+_SETS = {"\\cup", "\\setminus", "interval"}
+_LARGEST_ROOT = 20_000
+
+
+def is_final(answer: Node, reference: Node | None) -> bool:
+    """Returns True if the answer leaves nothing to compute and has no symbols that the reference does not have."""
+    open_in_reference = set() if reference is None else open_operations(reference)
+    allowed = set(open_in_reference)
+    if reference is not None:
+        kinds = {node.kind for node in reference.walk()}
+        relations = " ".join(node.text for node in reference.walk() if node.kind == "relation")
+        if "brackets" in kinds or "operation" in kinds or re.search(r"[<>]|\\[lgn]e", relations):
+            allowed |= _SETS
+        if "function" in allowed:
+            allowed |= {"denominator", "mixed form"}
+        if "relation" in kinds:
+            allowed.add("mixed form")
+        known = symbols_of(reference)
+        if reference.kind == "relation":
+            known |= names_of(reference.parts[0])
+        if not symbols_of(answer) <= known:
+            return False
+    return open_operations(answer) <= allowed
+
+
+def symbols_of(node: Node) -> set[str]:
+    """Returns the symbols and words of an expression in lower case, without the name that a solved relation defines."""
+    if node.kind == "relation" and _is_name(node.parts[0]) and set(node.text.split()) <= {"=", "\\in"}:
+        return set().union(*map(symbols_of, node.parts[1:]))
+    if node.kind in ("list", "set"):
+        return set().union(*map(symbols_of, node.parts))
+    return names_of(node)
+
+
+def names_of(node: Node) -> set[str]:
+    """Returns all symbols and words of an expression in lower case."""
+    return {part.text.lower() for part in node.walk() if part.kind in ("symbol", "word")}
+
+
+def _is_name(node: Node) -> bool:
+    return node.kind in ("symbol", "call", "word") or (node.kind == "brackets" and all(map(_is_name, node.parts)))
+
+
+def open_operations(node: Node) -> set[str]:
+    """Returns the names of the operations that an expression leaves to be computed."""
+    names: set[str] = set()
+    if node.kind == "relation" and node.parts[0].kind == "call":  # f(3) = 7
+        parts = node.parts[1:]
+    else:
+        parts = node.parts
+    for part in parts:
+        names |= open_operations(part)
+    match node.kind:
+        case "sum" | "plus_minus":
+            names |= _open_sum(node)
+        case "product" | "quotient":
+            names |= _open_product(node)
+        case "negative" if node.parts[0].kind == "negative":  # -(-42)
+            names.add("sum")
+        case "power":
+            names |= _open_power(node)
+        case "root":
+            if len(node.parts) > 1 and not is_integer(node.parts[1]):
+                names.add("root")
+            elif _is_rational_power(node.parts[0], Fraction(1, int(node.parts[1].text) if len(node.parts) > 1 else 2)):
+                names.add("root")
+        case "function" | "call" | "absolute":
+            names.add(node.kind)
+        case "operation" | "command":
+            names.add(node.text)
+        case "brackets" if node.text != "()":
+            names.add("interval")
+    return names
+
+
+def _open_sum(node: Node) -> set[str]:
+    """Returns what a sum leaves to compute: several numbers, equal terms, and products that are not expanded."""
+    names = set()
+    terms = list(_terms(node))
+    numerals = [term for term in terms if _is_numeral(term)]
+    others = [term for term in terms if not _is_numeral(term)]
+
+    # with one of these terms a sum can restate the exercise: 2^101 - 2^100, ln 6 - ln 2
+    operation_terms = [term for term in others if _contains_operation(term)]
+    has_zero = any(term.text == "0" for term in numerals)
+    if len(numerals) > 1 or len(operation_terms) > 1 or has_zero:
+        names.add("sum")
+
+    keys = Counter(_term_key(term) for term in others)
+    is_repeated = any(count > 1 for count in keys.values())
+    is_entrywise = any(term.kind in _COLLECTIONS for term in others)
+    if is_repeated or is_entrywise:
+        names.add("sum")
+
+    has_symbols = any(map(names_of, terms))
+    has_factored_term = any(map(_contains_sum, terms))
+    is_polynomial = all(part.kind in _POLYNOMIAL for part in node.walk())
+    if has_symbols and has_factored_term and is_polynomial:
+        names.add("mixed form")
+    return names
+
+
+def _contains_operation(node: Node) -> bool:
+    """Returns True if a constant contains a function, a factorial or a power of an integer."""
+    return not names_of(node) and any(map(_is_operation, node.walk()))
+
+
+def _is_operation(node: Node) -> bool:
+    """Returns True for ln 2, 10! and 2^100, which are final only if the reference has the same operation."""
+    if node.kind == "power":
+        base, exponent = node.parts
+        return _is_numeral(base) and is_integer(exponent) and not _is_numeral(node)
+    return node.kind == "function" or (node.kind == "command" and node.text == "!")
+
+
+def _terms(node: Node) -> Iterator[Node]:
+    """Yields the terms of a sum and of the sums in it, without their signs."""
+    if node.kind in ("sum", "plus_minus", "negative"):
+        for part in node.parts:
+            yield from _terms(part)
+    else:
+        yield node
+
+
+def _contains_sum(term: Node) -> bool:
+    """Returns True for a product or a power that contains a sum with symbols."""
+    if term.kind not in ("product", "power"):
+        return False
+    return any(part.kind == "sum" and names_of(part) for part in term.walk())
+
+
+def _term_key(term: Node) -> str:
+    """Returns a text that is the same for terms that can be added: those that differ in a number only."""
+    above, below = _factors(term)
+    rest = [_radical_key(factor) for factor in above if not _is_numeral(factor)]
+    rest += [f"/{_radical_key(factor)}" for factor in below if not _is_numeral(factor)]
+    return " ".join(sorted(rest))
+
+
+def _radical_key(node: Node) -> str:
+    """Returns the LaTeX of a factor, in which a square root has the largest square taken out."""
+    if node.kind == "root" and len(node.parts) == 1 and is_integer(node.parts[0]) and len(node.parts[0].text) < 7:
+        radicand = int(node.parts[0].text)
+        for root in range(math.isqrt(radicand), 1, -1):
+            if radicand % root**2 == 0:
+                return f"root {radicand // root**2}"
+        return f"root {radicand}"
+    return render(node)
+
+
+def _open_product(node: Node) -> set[str]:
+    """Returns what a product or a quotient leaves to compute: several numbers, and factors that cancel."""
+    if node.kind == "product" and _is_scientific(node):
+        return set()
+    above, below = _factors(node)
+    names = set()
+    if any(map(names_of, below)):
+        names.add("denominator")
+    if any(part.kind in ("quotient", "mixed", "percent") for part in below) or any(map(_is_fraction, below)):
+        names.add("quotient")
+
+    names |= _open_numbers(above, below)
+    for group in (above, below):
+        if _has_open_constants(group):
+            names.add("product")
+    has_collection = any(factor.kind in _COLLECTIONS for factor in above + below)
+    if has_collection and len(above) + len(below) > 1:
+        names.add("product")
+    if _has_cancelling_factors(above, below):
+        names.add("cancelling")
+    return names
+
+
+def _open_numbers(above: list[Node], below: list[Node]) -> set[str]:
+    """Returns what the numbers among the factors above and below the line leave to compute."""
+    names = set()
+    numbers_above = [factor for factor in above if _is_numeral(factor)]
+    numbers_below = [factor for factor in below if _is_numeral(factor)]
+    if len(numbers_above) > 1 or len(numbers_below) > 1:
+        names.add("product")
+
+    if len(numbers_above) == 1 and len(numbers_below) == 1:
+        number, divisor = numbers_above[0], numbers_below[0]
+        if not is_integer(number) or not is_integer(divisor) or _divides(divisor, number):
+            names.add("quotient")
+    elif len(numbers_below) == 1 and numbers_below[0].text in ("0", "1"):
+        names.add("quotient")
+
+    # factorials and powers beside a number they may share a factor with: 10 * 9!, 2^101 / 2
+    has_operation_above = any(map(_is_factor_of_integers, above))
+    if has_operation_above and numbers_above:
+        names.add("product")
+    if has_operation_above and numbers_below:
+        names.add("quotient")
+    return names
+
+
+def _is_factor_of_integers(factor: Node) -> bool:
+    return factor.kind != "function" and not names_of(factor) and _is_operation(factor)
+
+
+def _has_open_constants(factors: list[Node]) -> bool:
+    """Returns True if constants among the factors on one side of the line can be multiplied."""
+    constants = [factor for factor in factors if not _is_numeral(factor) and not names_of(factor)]
+    radicals = [factor for factor in constants if factor.kind == "root"]
+    sums = [factor for factor in constants if factor.kind == "sum"]
+    operations = [factor for factor in constants if _is_operation(factor)]
+    if len(radicals) > 1 or len(sums) > 1 or len(operations) > 1:
+        return True
+    keys = Counter(_base_key(factor) for factor in constants)
+    return any(count > 1 for count in keys.values())
+
+
+def _has_cancelling_factors(above: list[Node], below: list[Node]) -> bool:
+    """Returns True if a factor above the line and one below have the same base, or radicands that divide."""
+    keys_above = {_base_key(factor) for factor in above if not _is_numeral(factor)}
+    keys_below = {_base_key(factor) for factor in below}
+    if keys_above & keys_below:
+        return True
+    radicals = [factor for factor in above if factor.kind == "root"]
+    return any(_divide_radicands(radical, divisor) for radical in radicals for divisor in below)
+
+
+def _factors(node: Node) -> tuple[list[Node], list[Node]]:
+    """Returns the factors above and below the line, without signs. A numeral and a fraction of integers are factors."""
+    if node.kind == "negative":
+        return _factors(node.parts[0])
+    if node.kind == "product" and not _is_scientific(node):
+        above: list[Node] = []
+        below: list[Node] = []
+        for part in node.parts:
+            part_above, part_below = _factors(part)
+            above += part_above
+            below += part_below
+        return above, below
+    if node.kind == "quotient":
+        first, second = node.parts
+        above, below = _factors(first)
+        divisors, inverse = _factors(second)
+        return above, below + divisors + [Node("quotient", (factor, factor)) for factor in inverse]
+    return [node], []
+
+
+def _base_key(node: Node) -> str:
+    return render(node.parts[0]) if node.kind == "power" else render(node)
+
+
+def _divides(divisor: Node, number: Node) -> bool:
+    return int(divisor.text) == 0 or int(number.text) % int(divisor.text) == 0
+
+
+def _divide_radicands(above: Node, below: Node) -> bool:
+    radicands = [node.parts[0] for node in (above, below) if node.kind == "root" and len(node.parts) == 1]
+    return len(radicands) == 2 and all(map(is_integer, radicands)) and _divides(radicands[1], radicands[0])
+
+
+def _open_power(node: Node) -> set[str]:
+    """Returns what a power leaves to compute: a power of a number, and of constants that have a simpler form."""
+    base, exponent = node.parts
+    if names_of(base):
+        return {"denominator"} if exponent.kind == "negative" else set()
+    if base.kind == "power":  # (2^50)^2
+        return {"power", "power of a power"}
+
+    exponent_value = _rational(exponent)
+    if _is_numeral(base):
+        return _open_power_of_number(node, exponent_value)
+    if base.kind == "constant" and base.text in ("\\pi", "e"):
+        has_imaginary_exponent = any(part.kind == "constant" and part.text == "i" for part in exponent.walk())
+        return {"power"} if exponent_value in (0, 1) or has_imaginary_exponent else set()
+    return {"power"}
+
+
+def _open_power_of_number(node: Node, exponent: Fraction | None) -> set[str]:
+    """Returns what a power of a number leaves to compute. A power of ten is a number as it is written."""
+    base = node.parts[0]
+    if exponent is None:
+        return set()
+    if exponent.denominator > 1:
+        return {"root"} if _is_rational_power(base, exponent) else set()
+    is_power_of_ten = base.text == "10" and _is_numeral(node)
+    return set() if is_power_of_ten else {"power"}
+
+
+def _is_numeral(node: Node) -> bool:
+    """Returns True for a number as it is written: 7, 0.5, 2 1/2, 10^6, 6.02 x 10^23. A fraction is a quotient."""
+    if node.kind == "number" or node.kind == "mixed":
+        return True
+    if node.kind in ("negative", "percent"):
+        return _is_numeral(node.parts[0])
+    if node.kind == "power":
+        base, exponent = node.parts
+        magnitude = exponent.parts[0] if exponent.kind == "negative" else exponent
+        return base == Node("number", (), "10") and is_integer(magnitude)
+    if node.kind == "quotient":
+        above, below = node.parts
+        return is_integer(above) and is_integer(below) and not _divides(below, above)
+    return _is_scientific(node)
+
+
+def _is_scientific(node: Node) -> bool:
+    if node.kind != "product" or len(node.parts) != 2:
+        return False
+    number, power = node.parts
+    is_power_of_ten = is_integer(number) and number.text.rstrip("0") == "1" and number.text != "1"
+    return number.kind == "number" and not is_power_of_ten and power.kind == "power" and _is_numeral(power)
+
+
+def _is_fraction(node: Node) -> bool:
+    return node.kind == "number" and not is_integer(node)
+
+
+def _rational(node: Node) -> Fraction | None:
+    """Returns the value of a number or a fraction of integers; None for others."""
+    if node.kind == "negative":
+        value = _rational(node.parts[0])
+        return None if value is None else -value
+    if node.kind == "number":
+        return Fraction(node.text)
+    if node.kind == "quotient" and all(map(is_integer, node.parts)) and int(node.parts[1].text):
+        return Fraction(int(node.parts[0].text), int(node.parts[1].text))
+    return None
+
+
+def _is_rational_power(base: Node, exponent: Fraction) -> bool:
+    """Returns True if a power of a rational number is rational, such as the square root of 49."""
+    value = _rational(base)
+    if value is None or exponent.denominator > _LARGEST_ROOT:
+        return False
+    return all(integer_nthroot(abs(x), exponent.denominator)[1] for x in (value.numerator, value.denominator))
