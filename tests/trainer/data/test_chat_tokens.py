@@ -235,7 +235,8 @@ SHOWN_CALLS = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% en
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         # tests for a null, as DeepSeek's
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is not none %}{{ m.content }}{% endif %}"
-        + SHOWN_CALLS + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        + SHOWN_CALLS
+        + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     ],
 )
 def test_a_message_that_only_calls_tools_needs_no_content(
