@@ -46,7 +46,8 @@ from verl_lite.protocol import DataProto
 from verl_lite.registry import takes
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers import losses
-from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
+from workers.engine.packed_attention import PACKED_ATTENTION
+from workers.engine.packing import ModelInputs, pack, pad
 from workers.engine.sequence_parallel import SequenceGroup, sequence_group
 from workers.losses import LOSS_COLUMNS, actor_loss, critic_loss
 from workers.policy.causal_lm import causal_lm
