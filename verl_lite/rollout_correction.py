@@ -76,7 +76,7 @@ def correct_rollout(
         "diff": difference,
         "k1": -log_ratio,
         "k2": 0.5 * log_ratio.square(),
-        "k3": log_ratio.expm1() - log_ratio,
+        "k3": _k3(log_ratio),
     }
     is_kept = is_valid
     for rejection in correction.rejections:
@@ -218,14 +218,11 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
 
     training_log_ppl = -row_sums(log_probs) / lengths_or_one  # (B,)
     by_row = {"training_ppl": training_log_ppl.exp(), "training_log_ppl": training_log_ppl}
-    by_token = {}
-    extremes = {}
+    by_token: dict[str, Tensor] = {}
+    extremes: dict[str, Metric] = {}
     if rollout_log_probs is not None:
         log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
-        by_token["kl"] = -log_ratio
-        by_token["k3_kl"] = log_ratio.expm1() - log_ratio
-        by_token["chi2_token"] = (2 * log_ratio).expm1()
-
+        by_token = {"kl": -log_ratio, "k3_kl": _k3(log_ratio), "chi2_token": (2 * log_ratio).expm1()}
         ratio_sums = row_sums(log_ratio)
         rollout_log_ppl = -row_sums(rollout_log_probs) / lengths_or_one
         log_ppl_diff = -ratio_sums / lengths_or_one
@@ -247,6 +244,11 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
     for name, values in by_row.items():
         metrics[f"rollout_corr/{name}"] = Metric.mean(torch.where(has_token, values, 0).sum(), num_rows)
     return metrics | extremes
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """Returns Schulman's estimate e^x - 1 - x of KL(rollout || trainer) at each token."""
+    return log_ratio.expm1() - log_ratio
 
 
 def _mean(values: Tensor, shares: Tensor) -> Metric:

@@ -145,11 +145,10 @@ def plan_batch(
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = np.asarray(num_tokens, dtype=np.int64)
-    _check(sizes, tokens, max_token_len, mini_batch_size)
-    _require_positive("world_size", world_size)
-    _require_positive("micro_batch_size", micro_batch_size)
-    _require_positive("epochs", epochs)
-    _require_positive("mini_batch_size", mini_batch_size)
+    _require_fitting_rows(sizes, tokens, max_token_len, mini_batch_size)
+    _require_positive(
+        world_size=world_size, micro_batch_size=micro_batch_size, epochs=epochs, mini_batch_size=mini_batch_size
+    )
     num_rows = len(sizes)
     distilled = np.zeros_like(tokens)
     if num_distilled is not None:
@@ -167,11 +166,7 @@ def plan_batch(
     order = np.where(is_padding, int(sizes.argmin()), rows)
     micro_batch, num_micro_batches = _split_into_micro_batches(sizes[order], mini_batch, bounds)
 
-    # the slots of a micro-batch are contiguous in the first epoch, so that a rank reads slices
-    slots_of_ranks = []
-    for rank in range(world_size):
-        slots_of_ranks.append(np.lexsort((micro_batch[rank, :, 0], mini_batch[rank, :, 0])))
-    slots = (np.arange(world_size)[:, None], np.stack(slots_of_ranks))
+    slots = _slots_by_micro_batch(mini_batch, micro_batch)
     schedule = []
     for epoch in range(epochs):
         schedule.append(_schedule(steps[:, epoch], tokens, distilled, sample_numbers, num_micro_batches[epoch]))
@@ -353,6 +348,16 @@ def _pass_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: 
     return counts
 
 
+def _slots_by_micro_batch(mini_batch: Ints, micro_batch: Ints) -> tuple[Ints, Ints]:
+    """Returns an index that orders the slots of each rank by their micro-batch in the first epoch, so that a rank reads
+    contiguous rows. mini_batch, micro_batch: (W, n / W, epochs)."""
+    orders = []
+    for own_mini_batch, own_micro_batch in zip(mini_batch[..., 0], micro_batch[..., 0], strict=True):
+        orders.append(np.lexsort((own_micro_batch, own_mini_batch)))
+    ranks = np.arange(len(orders))[:, None]
+    return ranks, np.stack(orders)
+
+
 def _schedule(
     steps: Ints, num_tokens: Ints, num_distilled: Ints, samples: Ints, num_micro_batches: list[int]
 ) -> list[MiniBatch]:
@@ -469,13 +474,18 @@ def _split(bins: list[list[int]], number: int) -> list[list[int]]:
     return bins
 
 
-def _require_positive(name: str, value: int | Sequence[int] | None) -> None:
-    smallest = min(value) if isinstance(value, Sequence) else value
-    if smallest is not None and smallest < 1:
-        raise ValueError(f"plan_batch: {name}={value}; expected at least 1.")
+def _require_positive(**options: int | Sequence[int] | None) -> None:
+    """Raises ValueError if an option, or an entry of a list, is below 1."""
+    for name, value in options.items():
+        smallest = min(value) if isinstance(value, Sequence) else value
+        if smallest is not None and smallest < 1:
+            raise ValueError(f"plan_batch: {name}={value}; expected at least 1.")
 
 
-def _check(lengths: Ints, num_tokens: Ints, max_token_len: int | None, steps: int | Sequence[int] | None) -> None:
+def _require_fitting_rows(
+    lengths: Ints, num_tokens: Ints, max_token_len: int | None, steps: int | Sequence[int] | None
+) -> None:
+    """Raises ValueError if the batch is empty, a row exceeds the bound, or the steps have another number of rows."""
     if lengths.ndim != 1 or lengths.shape != num_tokens.shape or not len(lengths):
         raise ValueError(f"plan_batch: lengths {lengths.shape} and num_tokens {num_tokens.shape} must be (B,), B > 0.")
     if isinstance(steps, Sequence) and sum(steps) != len(lengths):

@@ -106,18 +106,12 @@ class CausalLMPolicy(Policy):
         bias = self._output_bias(head)
         candidates = inputs.extra.get(SAMPLING_CANDIDATES)
         if calculate_topk:
-            top = top_log_probs(
-                hidden,
-                head.weight,
-                bias,
-                calculate_topk,
-                self.logit_transform.divided_by(temperature),
-                self.chunk_tokens,
-                candidates,
-            )
+            transform = self.logit_transform.divided_by(temperature)
+            top = top_log_probs(hidden, head.weight, bias, calculate_topk, transform, self.chunk_tokens, candidates)
             outputs["topk_ids"] = inputs.scatter(top["ids"])
             outputs["topk_log_probs"] = inputs.scatter(top["log_probs"])
 
+        # the tokens of a teacher are further targets, so that their logits need no pass of their own
         targets = inputs.targets
         teacher_ids = inputs.extra.get(TEACHER_IDS)
         if teacher_ids is not None:
@@ -135,15 +129,13 @@ class CausalLMPolicy(Policy):
             functions=self.functions,
             candidates=candidates,
         )
-        log_probs = statistics.log_probs
+        named_statistics = statistics._asdict()
         if teacher_ids is not None:
-            outputs["log_probs_at_ids"] = inputs.scatter(log_probs[:, 1:])
-            log_probs = log_probs[:, 0]
-        outputs["log_probs"] = inputs.scatter(log_probs)
-        if statistics.entropys is not None:
-            outputs["entropys"] = inputs.scatter(statistics.entropys)
-        if statistics.sum_pi_squared is not None:
-            outputs["sum_pi_squared"] = inputs.scatter(statistics.sum_pi_squared)
+            named_statistics["log_probs"] = statistics.log_probs[:, 0]
+            named_statistics["log_probs_at_ids"] = statistics.log_probs[:, 1:]
+        for name, values in named_statistics.items():
+            if values is not None:
+                outputs[name] = inputs.scatter(values)
         return outputs
 
     def _output_bias(self, head: nn.Linear) -> torch.Tensor | None:
@@ -458,6 +450,47 @@ def _results_of_tiles(logits: _Logits, targets: torch.Tensor, tiles: _Tiles, opt
     return _TileResults(at_targets, parts[kept_targets:], tile)
 
 
+@dataclass(frozen=True)
+class _LogitGradients:
+    """The gradient of the logits, computed tile by tile; see `tile_gradient` for its formula.
+
+    Attributes:
+        logits: the logits, which are computed again unless they were kept.
+        kept_logits: the logits, if they are one tile.
+        normalizers: (N,).
+        slope: (N,).
+        offset: (N,) or None.
+        grad_log_probs: (N, M) gradient of the log-probs.
+        at_targets: (tiles of the vocabulary, N, 1) grad_log_probs where the target is in the tile; None unless M = 1.
+        dtype: dtype of the tiles.
+    """
+
+    logits: _Logits
+    kept_logits: torch.Tensor
+    normalizers: torch.Tensor
+    slope: torch.Tensor
+    offset: torch.Tensor | None
+    grad_log_probs: torch.Tensor
+    at_targets: torch.Tensor | None
+    dtype: torch.dtype
+
+    def tile(self, tiles: _Tiles, number: int, rows: slice, functions: TileFunctions) -> torch.Tensor:
+        """Returns the gradient of the logits of `rows` in a tile of the vocabulary, before the model's transform."""
+        tile = self.kept_logits if tiles.keep else self.logits.tile(rows, tiles.columns[number])
+        index, inside = tiles.targets_in(number, rows)
+        at_target = inside * self.grad_log_probs[rows] if self.at_targets is None else self.at_targets[number, rows]
+        return functions["tile_gradient"](
+            tile,
+            self.normalizers[rows],
+            self.slope[rows],
+            None if self.offset is None else self.offset[rows],
+            index,
+            at_target,
+            self.logits.transform,
+            self.dtype,
+        )
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -508,26 +541,16 @@ class _TokenLogProbs(torch.autograd.Function):
         if options.calculate_entropy:
             offset = grad_entropys * (normalizers - entropys) + slope
             slope = -grad_entropys
-        at_target_of_tiles = None if tiles.inside is None else tiles.inside * grad_log_probs
-        logits = _Logits(hidden, weight, bias, options.transform, candidates)
-
-        def tile_gradient_of(number: int, rows: slice) -> torch.Tensor:
-            tile = kept_logits if tiles.keep else logits.tile(rows, tiles.columns[number])
-            index, inside = tiles.targets_in(number, rows)
-            if at_target_of_tiles is None:
-                at_target = inside * grad_log_probs[rows]
-            else:
-                at_target = at_target_of_tiles[number, rows]
-            return options.functions["tile_gradient"](
-                tile,
-                normalizers[rows],
-                slope[rows],
-                None if offset is None else offset[rows],
-                index,
-                at_target,
-                options.transform,
-                dtype if bias_learns else hidden.dtype,
-            )
+        gradients = _LogitGradients(
+            logits=_Logits(hidden, weight, bias, options.transform, candidates),
+            kept_logits=kept_logits,
+            normalizers=normalizers,
+            slope=slope,
+            offset=offset,
+            grad_log_probs=grad_log_probs,
+            at_targets=None if tiles.inside is None else tiles.inside * grad_log_probs,
+            dtype=dtype if bias_learns else hidden.dtype,
+        )
 
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if weight_learns else None
@@ -535,8 +558,8 @@ class _TokenLogProbs(torch.autograd.Function):
         for number, columns in enumerate(tiles.columns):
             grad_columns = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
             for rows in tiles.rows:
-                gradient = tile_gradient_of(number, rows)
-                if grad_bias is not None:
+                gradient = gradients.tile(tiles, number, rows, options.functions)
+                if grad_bias is not None:  # its sum over the tokens needs fp32
                     grad_bias[columns] += gradient.sum(dim=0)
                     gradient = gradient.to(hidden.dtype)
                 _add_product(grad_hidden[rows], gradient, weight[columns])
