@@ -197,6 +197,7 @@ class DataProto:
 
     def _rows(self, index: Any) -> DataProto:
         """Selects rows. index: a slice, or a tensor of row numbers on any device."""
+        # numpy needs the index on the host, a tensor on its own device
         array_index = index
         tensor_index = index
         if isinstance(index, torch.Tensor):
@@ -252,6 +253,7 @@ class DataProto:
                 raise BatchError(f"cannot unite batches of {len(self)} and {len(other)} rows")
             _unite(self.batch, other.batch, "column")
         _unite(self.non_tensor_batch, other.non_tensor_batch, "non-tensor column")
+        # new containers, because results never share meta_info with their sources
         self.meta_info = union_meta([self.meta_info, other.meta_info])
         self.check_consistency()
         return self
@@ -498,6 +500,7 @@ def as_column(values: Any) -> np.ndarray:
     """Returns an array with one entry per row. A list of equally long lists becomes an object array, not a matrix."""
     if isinstance(values, np.ndarray):
         return values
+    # numpy.array would make a matrix of lists of equal lengths
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         column[row] = value
@@ -555,6 +558,7 @@ def copy_meta(value: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     """Compares deeply; NaN equals NaN, and arrays are compared by element."""
+    # a number may come back from a worker as a numpy scalar
     if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):
         return False
     if hasattr(a, "keys"):  # dict, TensorDict

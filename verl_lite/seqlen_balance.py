@@ -163,7 +163,7 @@ def plan_batch(
     owner = _assign_ranks(sizes, steps[:, 0], world_size, balance)
     rows, mini_batch = _fill_ranks(sizes, owner, steps, world_size, bounds)
     is_padding = rows < 0
-    order = np.where(is_padding, int(sizes.argmin()), rows)
+    order = np.where(is_padding, int(sizes.argmin()), rows)  # the shortest row is the cheapest padding
     micro_batch, num_micro_batches = _split_into_micro_batches(sizes[order], mini_batch, bounds)
 
     slots = _slots_by_micro_batch(mini_batch, micro_batch)
@@ -242,6 +242,7 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
     sets = sets.copy()
     sums = costs[sets].sum(axis=1)
     enough = sums.mean() * BALANCE_TOLERANCE
+    # a bound on the number of swaps, because each of them may reduce the gap by very little
     for _ in range(MAX_SWAPS_PER_SET * len(sets)):
         heavy = int(sums.argmax())
         light = int(sums.argmin())
@@ -280,7 +281,7 @@ def _draw_mini_batches(num_rows: int, size: int | Sequence[int] | None, epochs: 
     steps = np.empty((num_rows, epochs), dtype=np.int64)
     for epoch in range(epochs):
         order = np.arange(num_rows)
-        if seed is not None:
+        if seed is not None:  # a generator of its own for each epoch, so that a resumed run draws the same order
             order = np.random.default_rng([seed, epoch]).permutation(num_rows)
         steps[order, epoch] = step_by_position
     return steps
@@ -324,6 +325,7 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
         slot_counts = np.maximum(row_counts, pass_counts.max(axis=1, keepdims=True))
 
     slots_per_rank = int(slot_counts.sum(axis=2).max())
+    # own rows first, followed by padding slots, of which an epoch uses as many as it needs
     rows = np.full((world_size, slots_per_rank), -1, dtype=np.int64)
     mini_batch = np.full((world_size, slots_per_rank, epochs), -1, dtype=np.int64)
     for rank, own in enumerate(rows_of_ranks):
@@ -412,11 +414,13 @@ def _split_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[li
     is too large for the device fails immediately.
     """
     packed = [_pack(own, bounds) for own in lengths]
+    # a rank with fewer forward passes than the others would hang in FSDP's collectives
     number = max(len(bins) for bins in packed)
     if number == 1:
         return packed
     result = []
     for own, bins in zip(lengths, packed, strict=True):
+        # an even split may violate the token bound where the tight packing does not
         micro_batches = _pack_evenly(own, number, bounds) or _split(bins, number)
         micro_batches.sort(key=lambda members: -sum(own[position] for position in members))
         result.append(micro_batches)

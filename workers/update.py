@@ -50,6 +50,7 @@ def train_epochs(
     metrics: list[Mapping[str, Metric]] = []
     for epoch, mini_batches in enumerate(data.meta_info["schedule"]):
         for mini_index, mini_batch in enumerate(mini_batches):
+            # counted over all ranks, so that all of them skip the mini-batch
             is_empty = mini_batch.num_tokens == 0
             metrics.append({"empty_mini_batch_frac": Metric.mean(float(is_empty), 1)})
             if is_empty:
@@ -94,6 +95,7 @@ def infer_batch(
     for mini_index, mini_batch in enumerate(mini_batches):
         for micro_index in range(mini_batch.num_micro_batches):
             with span("micro_batch"):
+                # an empty micro-batch runs, too: all ranks take part in the forward's collectives
                 rows = _rows_of(data, 0, mini_index, micro_index)
                 outputs, _ = engine.forward(_select(data, rows))
                 for name, values in outputs.items():

@@ -204,6 +204,7 @@ class _Packer:
         self.arrays: list[np.ndarray] = []
         self.spans: dict[int, int] = {}  # section number of a span -> width of its columns
         self.indices: dict[int, np.ndarray] = {}
+        # first the spans of the masks: the real tokens of most other columns are the same
         for name in tensors:
             if name.endswith("mask") and self._is_matrix(name):
                 self._add_span(_span_of(self.bits[name]), self.bits[name].shape[1])
@@ -226,6 +227,7 @@ class _Packer:
         if low is not None:
             return column._replace(source="input_ids", low=low)
         if column.name == "position_ids" and dtype == torch.int64:
+            # positions grow by 1 from token to token, so that most differences are one value
             steps = np.diff(bits, axis=1, prepend=0)
             span = self._add_span(_span_of(steps), width)
             return self._fit(column._replace(is_steps=True, span=span), steps)
@@ -278,6 +280,7 @@ class _Packer:
         if column.span not in self.indices:
             self.indices[column.span] = _indices(span, bits.shape[1])
         inside = bits.reshape(-1).take(self.indices[column.span])
+        # bits are compared, not values, so that the received column is the same bit for bit
         with_fill = self._fit_outside(column, bits, inside)
         if with_fill is None:
             return None

@@ -113,6 +113,7 @@ class FSDPEngine:
         if dist.get_rank() != 0:
             full_parameters = {}  # not initialised
         self._shard(policy, master_dtype)
+        # on a CPU, freed memory would grow with every layer of a pass, see `release_freed_memory`
         if self.device.type == "cpu":
             for block in self._blocks:
                 block.register_forward_pre_hook(_release_before_layer)
@@ -286,6 +287,7 @@ class FSDPEngine:
         root.set_requires_gradient_sync(reduces)
         root.set_is_last_backward(is_last)
         if not self.fsdp_config.reshard_after_forward:
+            # the next micro-batch needs the gathered weights again
             root.set_reshard_after_backward(is_last)
         loss.backward()
 
@@ -349,7 +351,7 @@ class FSDPEngine:
             background: return as soon as model and optimizer are copied to the host, which needs memory for one more
                 copy. The files are written during further training; `finish_save` waits for them.
         """
-        self.finish_save()
+        self.finish_save()  # one save at a time: a second copy of the state may not fit on the host
         self.move_in_optimizer()
         Path(path).mkdir(parents=True, exist_ok=True)
         group = None
@@ -406,7 +408,7 @@ class FSDPEngine:
         self.parameters = self._sharded_parameters()
         count_moved(sum(parameter.to_local().nbytes for parameter in self.parameters.values()))
         if self.optimizer is not None:
-            self.optimizer.bind(self.trained)
+            self.optimizer.bind(self.trained)  # moving replaces the parameters' storage
         empty_cache()
 
 

@@ -75,7 +75,7 @@ class ShardedAdamW:
         if is_finite:
             norm = math.sqrt(square.item())
             self._update(gradients, norm, lr)
-        self.zero_grad()
+        self.zero_grad()  # also after a skipped step, whose gradients must not enter the next one
         return {
             "grad_norm": Metric.mean(norm, float(is_finite)),
             "grad_norm_nonfinite": Metric.mean(float(not is_finite), 1),
@@ -187,6 +187,7 @@ class ShardedMuon(ShardedAdamW):
 
     def _update_parameters(self, gradients: list[torch.Tensor], lr: float) -> None:
         super()._update_parameters(gradients, lr)
+        # one matrix at a time, because the whole matrices of a model do not fit on one rank
         momentum = self.config.muon_momentum
         for index, (name, parameter) in enumerate(self.parameters.items()):
             if name not in self.matrices:

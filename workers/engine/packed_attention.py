@@ -74,6 +74,7 @@ def packed_attention(
     value = value[0].transpose(0, 1)
     group = packed_sequences.group
     if group is not None:
+        # from here on this rank has all tokens of some heads
         query, key, value = group.shards_of_heads(query, key, value, packed_sequences.num_tokens)
         if s_aux is not None:
             s_aux = s_aux[group.own_heads(len(s_aux))]
@@ -112,12 +113,13 @@ def _attention_within_sequences(
     """Computes attention of the packed row with the fastest function that supports it. query and output: (T, H, D);
     key, value: (T, K, D)."""
     trees = sequences.trees
-    if trees is not None and scores.is_plain:
+    if trees is not None and scores.is_plain:  # the mask of the trees has no window
         return _tree_attention(query, key, value, scores.scale, trees)
 
     query = _tokens_at(query, sequences.expand)
     key = _tokens_at(key, sequences.expand)
     value = _tokens_at(value, sequences.expand)
+    # flash attention has no sinks and no fp32
     if query.device.type == "cuda" and query.dtype in HALF and scores.sinks is None:
         output = _varlen_attention(query, key, value, scores, sequences)
     else:
@@ -266,6 +268,7 @@ def _capped_attention(
 ) -> torch.Tensor:
     """Causal attention with scores cap * tanh(score / cap). queries and output: (count, H, length, D); keys and values:
     (count, K, length, D)."""
+    # SDPA has no soft cap, so that the scores are computed here
     heads_per_key = queries.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(heads_per_key, dim=1)
     values = values.repeat_interleave(heads_per_key, dim=1)
@@ -332,13 +335,14 @@ def _varlen_attention(
         )
 
     torch_varlen = _torch_varlen()
-    if torch_varlen is None or scores.softcap is not None:
+    if torch_varlen is None or scores.softcap is not None:  # PyTorch's function has no soft cap
         return _sdpa_runs(query, key, value, scores, sequences)
     options = {}
     heads_per_key = query.shape[1] // key.shape[1]
+    # the function of PyTorch 2.11 needs a key/value head for each query head
     if "enable_gqa" in signature(torch_varlen).parameters:
         options["enable_gqa"] = _has_groups(query.shape[1], key.shape[1])
-    elif heads_per_key > 1:  # PyTorch 2.11
+    elif heads_per_key > 1:
         key = key.repeat_interleave(heads_per_key, dim=1)
         value = value.repeat_interleave(heads_per_key, dim=1)
     return torch_varlen(

@@ -120,12 +120,14 @@ class PackedSequences:
 
     def _rows_of(self, group_lengths: list[int], first_token: int) -> SequenceRows:
         """Arranges the sequences of these ascending lengths, which begin at a position of the expanded row."""
-        length = torch.tensor(group_lengths).unsqueeze(1)  # (n, 1)
-        column = torch.arange(group_lengths[-1])
-        first = first_token + length.cumsum(0) - length
-        index = first + torch.minimum(column, length - 1)
-        real = (column < length).flatten().nonzero().squeeze(1)
+        lengths = torch.tensor(group_lengths).unsqueeze(1)  # (n, 1)
+        columns = torch.arange(group_lengths[-1])  # (longest,)
+        first_tokens = first_token + lengths.cumsum(0) - lengths
+        # a causal layer does not see the repetitions of the last token when it computes the tokens before them
+        index = first_tokens + torch.minimum(columns, lengths - 1)
+        real = (columns < lengths).flatten().nonzero().squeeze(1)
 
+        # the lengths are on the host, so that nothing waits for the device
         device = self.cu_seqlens.device
         return SequenceRows(self._in_packed_row(index.to(device)), real.to(device))
 
@@ -156,7 +158,7 @@ def _end_of_group(lengths: list[int], start: int) -> int:
     end = start + 1
     while end < len(lengths):
         tokens += lengths[end]
-        padded_tokens = (end + 1 - start) * lengths[end]
+        padded_tokens = (end + 1 - start) * lengths[end]  # the next sequence is the longest of the group
         if padded_tokens > MAX_PADDING * tokens:
             break
         end += 1

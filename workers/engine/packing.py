@@ -151,6 +151,7 @@ class ModelInputs:
         rows, columns = self.rows, self.columns
         if self.num_active:  # a placeholder has one prediction and no row for it
             rows, columns = rows[own_predictions], columns[own_predictions]
+        # the shared prompt of a sequence may be on another rank
         is_elsewhere = (self.token_index < start) | (self.token_index >= end)
 
         extra = {}
@@ -185,6 +186,7 @@ class ModelInputs:
         gradient of a placeholder is zero."""
         matrix = values.new_zeros(*self.response_shape, *values.shape[1:])
         if self.num_active == 0:
+            # depends on the values, so that this rank's backward runs through the same layers as the others'
             return matrix + 0 * values.sum(dtype=values.dtype)
         return self.total(matrix.index_put((self.rows, self.columns), values))
 
@@ -213,16 +215,20 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     digests = None
     if "prompt_digests" in columns.keys():
         digests = columns["prompt_digests"][order]
+
+    # of the samples of a prompt, the first one owns it, and the packed row has only the owner's copy
     owner = _prompt_owners(input_ids[:, :prompt_width], used[:, :prompt_width], digests)
     is_owner = owner == torch.arange(len(owner))
     own = used.clone()
     own[:, :prompt_width] &= is_owner.unsqueeze(1)
+    # attention gathers the copies again, which costs more than it saves if few tokens are shared
     shares_prompts = bool(1 - own.sum() / used.sum() >= MIN_SHARED)
     if not shares_prompts:
         own = used
         owner = torch.arange(len(owner))
 
-    position = (own.flatten().cumsum(0) - 1).view(own.shape)  # position of each token in the packed row
+    # (n, P+R) position of each token in the packed row; a shared prompt has the positions of its owner's copy
+    position = (own.flatten().cumsum(0) - 1).view(own.shape)
     position[:, :prompt_width] = position[owner, :prompt_width]
     sequences = _packed_sequences(used.sum(dim=1))
     if shares_prompts:
@@ -303,6 +309,7 @@ def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> t
     prompt_width = width - response_width
     # response column after the last token that counts
     after_last = torch.arange(1, response_width + 1).mul(response_mask).amax(dim=1, keepdim=True)
+    # without the last predicted token itself, which predicts nothing
     is_before_last = torch.arange(width) < prompt_width + after_last - 1
     return attention_mask.bool() & is_before_last
 
@@ -315,7 +322,7 @@ def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor, digests: torch.
         real: (n, P) bool, False in the padding.
         digests: (n,) numbers that are also equal for the same prompt.
     """
-    keys = prompt_ids.masked_fill(~real, -1)
+    keys = prompt_ids.masked_fill(~real, -1)  # padding may contain any token
     if digests is not None:
         keys = torch.cat([keys, digests.unsqueeze(1)], dim=1)
 
@@ -332,6 +339,7 @@ def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     if not mask.any():
         return _placeholder_inputs(columns, mask, attention_mask=torch.ones(1, 2, dtype=torch.long))
     used = _used_tokens(columns["attention_mask"], mask) & mask.any(dim=1, keepdim=True)
+    # every token keeps its place, so that the forward sees the micro-batch as it is
     return _model_inputs(
         columns,
         mask,
@@ -353,6 +361,7 @@ def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         return _placeholder_inputs(columns, mask)
 
     used = _used_tokens(columns["attention_mask"], mask)[active]
+    # the used tokens of a row move to its beginning
     new_column = used.cumsum(dim=1) - 1
     longest = int(new_column.max()) + 1
     new_places = used.nonzero()[:, 0], new_column[used]
@@ -433,6 +442,7 @@ def _placeholder_inputs(
     attention_mask: torch.Tensor | None = None,
 ) -> ModelInputs:
     """Builds a placeholder with two tokens and one prediction of weight zero. Arguments as in `_model_inputs`."""
+    # two tokens: the first one predicts the second one
     empty = torch.zeros(0, dtype=torch.long)
     return ModelInputs(
         input_ids=torch.zeros(1, 2, dtype=torch.long),

@@ -101,6 +101,7 @@ class CausalLMPolicy(Policy):
             if count_router_replay:
                 outputs["router_replay"] = replay_counts(routes, inputs)
 
+        # the output layer costs more than a decoder layer, so that it runs for predicted tokens only
         hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)  # (N, H)
         head = self.model.get_output_embeddings()
         bias = self._output_bias(head)
@@ -145,6 +146,7 @@ class CausalLMPolicy(Policy):
             return bias
         if bias is None:
             bias = torch.zeros(len(head.weight), device=head.weight.device)
+        # a copy, because the bias may be a trained parameter
         return bias.index_fill(0, torch.tensor(self.excluded_tokens, device=bias.device), -torch.inf)
 
 
@@ -281,7 +283,7 @@ def top_log_probs(
         normalizers = []
         for columns in tiles.columns:
             tile = logits.tile(rows, columns)
-            normalizers.append(tile.logsumexp(dim=1))
+            normalizers.append(tile.logsumexp(dim=1))  # of the tile; joined below to that of the vocabulary
             values, tile_columns = tile.topk(min(k, tile.shape[1]), dim=1)
             best = torch.cat([best, values], dim=1)
             ids = torch.cat([ids, tile_columns + columns.start], dim=1)
@@ -552,6 +554,7 @@ class _TokenLogProbs(torch.autograd.Function):
             dtype=dtype if bias_learns else hidden.dtype,
         )
 
+        # sums over tiles need fp32; a weight in bf16 is added to in fp32 for one part of the vocabulary at a time
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if weight_learns else None
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None

@@ -70,6 +70,7 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
             soft cap to the logits: log-probs computed from such a transform would be those of another distribution.
     """
     hidden = torch.arange(8.0).view(1, 1, 8)  # exact in each dtype: some networks cast it to the dtype of their weights
+    # powers of two are exact, and over this range the scale shows at one end and a cap at the other
     magnitudes = 2.0 ** torch.arange(-10, 41, dtype=torch.float64)
     plain = torch.cat([-magnitudes, magnitudes])[None, None]
     received: list[torch.Tensor] = []

@@ -227,11 +227,12 @@ def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.
             scores = scores / scores.sum(-1, keepdim=True)
         is_selected = torch.zeros_like(scores).scatter_(1, layer.experts, 1.0)
 
-        # (b, E): sums over the tokens of each sequence
+        # (b, E): sums over the tokens of each sequence; only the second one has a gradient
         num_experts = scores.shape[1]
         load = scores.new_zeros(len(token_index), num_experts).index_add(0, rows, is_selected[tokens])
         probability = scores.new_zeros(len(token_index), num_experts).index_add(0, rows, scores[tokens])
         products = inputs.total(load) * inputs.total(probability)
         total = total + products.sum(-1) * num_experts / layer.experts.shape[1]
+    # both sums become means; with E / k, a sequence with an even load has the loss 1
     lengths = inputs.total(is_token.sum(-1)).clamp(min=1)
     return total / lengths.square() / len(routes)

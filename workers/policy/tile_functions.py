@@ -17,6 +17,7 @@ def tile_statistics(
     index: (n, M) columns. Returns (M + 1 to M + 3, n): the logits in the columns `index`, the logarithm of the
     normalizer, and with their options the mean of the logits and the sum of squared probabilities.
     """
+    # minus the peak, so that exp does not overflow
     peak = logits.amax(dim=1)
     picked = logits.gather(1, index)
     scores = (logits - peak.unsqueeze(1)).exp_()
@@ -58,6 +59,7 @@ def tile_gradient(
         transform: the transform of the logits.
         dtype: dtype of the result.
     """
+    # in place: the gradient of a tile is the largest tensor of the backward pass
     gradient = (logits - normalizers.unsqueeze(1)).exp_()
     if offset is None:
         gradient.mul_(slope.unsqueeze(1))

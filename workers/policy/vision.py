@@ -106,6 +106,7 @@ def with_images(
     """
     num_rows, width = inputs.token_index.shape
     prompt_width = width - inputs.response_shape[1]
+    # text has three equal positions; a row with images continues after the position that its prompt ends with
     positions = position_ids.unsqueeze(2).repeat(1, 1, 3)  # (b, P+R, 3)
     for row, row_images in enumerate(images):
         if row_images is None:
@@ -121,6 +122,7 @@ def with_images(
 
     ids = inputs.input_ids.flatten()
     is_image = ids == image_token_id
+    # the pixels in the order of the image tokens; a shared prompt has them once
     rows_of_image_tokens = origin[is_image & has_origin] // width
     used_images = []
     for row in torch.unique_consecutive(rows_of_image_tokens).tolist():
