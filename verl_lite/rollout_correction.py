@@ -213,18 +213,15 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
     has_token = lengths > 0
     num_rows = has_token.sum()
 
-    def row_sums(values: Tensor) -> Tensor:
-        return torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)
-
-    training_log_ppl = -row_sums(log_probs) / lengths_or_one  # (B,)
+    training_log_ppl = -_row_sums(log_probs, is_valid) / lengths_or_one  # (B,)
     by_row = {"training_ppl": training_log_ppl.exp(), "training_log_ppl": training_log_ppl}
     by_token: dict[str, Tensor] = {}
     extremes: dict[str, Metric] = {}
     if rollout_log_probs is not None:
         log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
         by_token = {"kl": -log_ratio, "k3_kl": _k3(log_ratio), "chi2_token": (2 * log_ratio).expm1()}
-        ratio_sums = row_sums(log_ratio)
-        rollout_log_ppl = -row_sums(rollout_log_probs) / lengths_or_one
+        ratio_sums = _row_sums(log_ratio, is_valid)
+        rollout_log_ppl = -_row_sums(rollout_log_probs, is_valid) / lengths_or_one
         log_ppl_diff = -ratio_sums / lengths_or_one
         bounded_sums = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         by_row["rollout_ppl"] = rollout_log_ppl.exp()
@@ -258,11 +255,16 @@ def _mean(values: Tensor, shares: Tensor) -> Metric:
     return Metric.mean(float(total), float(count))
 
 
+def _row_sums(values: Tensor, is_valid: Tensor) -> Tensor:
+    """Returns the sum over the valid tokens of each row, in fp64: (B,)."""
+    return torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)
+
+
 def _row_means(values: Tensor, is_valid: Tensor) -> Tensor:
     """Returns the mean of each row with a valid token, in fp64: (number of such rows,)."""
     lengths = is_valid.sum(dim=-1)
     has_token = lengths > 0
-    totals = torch.where(is_valid, values, 0).sum(dim=-1, dtype=torch.float64)
+    totals = _row_sums(values, is_valid)
     return totals[has_token] / lengths[has_token]
 
 
