@@ -228,10 +228,11 @@ class DataProto:
             missing = [name for name in names if name not in source.keys()]
             if missing:
                 raise BatchError(f"cannot pop {missing}: this batch has {list(source.keys())}")
-        removed = []
-        for source, names in requested:
-            removed.append({name: source.pop(name) for name in names})
-        return type(self).from_dict(*removed)
+        return type(self).from_dict(
+            {name: tensors.pop(name) for name in batch_keys or ()},
+            {name: self.non_tensor_batch.pop(name) for name in non_tensor_batch_keys or ()},
+            {name: self.meta_info.pop(name) for name in meta_info_keys or ()},
+        )
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
         """Renames tensors in place."""

@@ -163,11 +163,11 @@ def by_sequences(
     outputs = []
     num_results = 1
     returns_tuple = False
-    for index, real in row_groups:
-        keywords = {name: _in_rows(value, index, num_tokens) for name, value in kwargs.items()}
+    for positions, real in row_groups:
+        keywords = {name: _in_rows(value, positions, num_tokens) for name, value in kwargs.items()}
         if borders is not None:
             keywords |= borders
-        result = forward(*_in_rows(args, index, num_tokens), **keywords)
+        result = forward(*_in_rows(args, positions, num_tokens), **keywords)
         returns_tuple = isinstance(result, tuple)
         output = result
         if returns_tuple:
@@ -184,13 +184,13 @@ def by_sequences(
     return packed_output, *[None] * (num_results - 1)
 
 
-def _in_rows(value: Any, index: torch.Tensor, num_tokens: int) -> Any:
-    """Arranges the tokens of an argument (1, T, ...), or of such arguments in a tuple, in the rows `index` (n, L).
+def _in_rows(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
+    """Arranges the tokens of an argument (1, T, ...), or of such arguments in a tuple, in rows (n, L) of positions.
     Returns every other argument unchanged."""
     if isinstance(value, tuple):
-        return tuple(_in_rows(entry, index, num_tokens) for entry in value)
+        return tuple(_in_rows(entry, positions, num_tokens) for entry in value)
     if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
-        return value[0].index_select(0, index.flatten()).unflatten(0, index.shape)
+        return value[0].index_select(0, positions.flatten()).unflatten(0, positions.shape)
     return value
 
 
@@ -361,10 +361,9 @@ def _flash_attn_varlen() -> Callable[..., torch.Tensor] | None:
 
 
 @cache
-def _torch_varlen() -> Callable[..., torch.Tensor] | None:
+def _torch_varlen() -> Callable[..., Any] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before PyTorch 2.11
         return None
-    kernel: Callable[..., torch.Tensor] = varlen_attn
-    return kernel
+    return varlen_attn

@@ -42,11 +42,11 @@ class SequenceRows(NamedTuple):
     """Neighbouring sequences of a packed row, arranged in n rows of equal length for a stateful layer.
 
     Attributes:
-        index: (n, longest) position in the packed row of each token. A shorter sequence repeats its last token.
+        positions: (n, longest) position in the packed row of each token. A shorter sequence repeats its last token.
         real: (sum of lengths,) positions, in the flattened rows, of the tokens that are not repetitions.
     """
 
-    index: torch.Tensor
+    positions: torch.Tensor
     real: torch.Tensor
 
 

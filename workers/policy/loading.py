@@ -93,7 +93,7 @@ class Policy(EngineNetwork):
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
         """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
-        columns: dict[str, torch.Tensor] = dict(micro_batch.batch.items())
+        columns: dict[str, Any] = dict(micro_batch.batch.items())
         image_column = micro_batch.non_tensor_batch.get(MULTI_MODAL_INPUTS)
         if image_column is None:
             inputs = self.arrangement(columns)
@@ -115,7 +115,7 @@ class Policy(EngineNetwork):
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
         """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
-        options = dict(inputs.images or {})
+        options: dict[str, Any] = dict(inputs.images or {})
         if inputs.sequences is not None:
             options["packed_sequences"] = inputs.sequences
         backbone = self.model.base_model if inputs.images else self.model.get_decoder()
