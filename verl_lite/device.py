@@ -24,11 +24,11 @@ def device_type(name: str = "auto") -> str:
     The function does not initialize a device, so that the driver uses none of the workers' device memory. Raises
     UserError for an unknown name, or for CUDA without a device.
     """
-    is_there = torch.cuda.is_available()
-    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not is_there):
-        visible = "a CUDA device is visible here" if is_there else "no CUDA device is visible here"
+    has_cuda = torch.cuda.is_available()
+    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not has_cuda):
+        visible = "a CUDA device is visible here" if has_cuda else "no CUDA device is visible here"
         raise UserError(f"trainer.device={name!r}: expected auto, cpu or cuda; {visible}")
-    return "cuda" if name != "cpu" and is_there else "cpu"
+    return "cuda" if name != "cpu" and has_cuda else "cpu"
 
 
 def get_device(name: str = "auto") -> torch.device:
@@ -45,8 +45,10 @@ def get_device(name: str = "auto") -> torch.device:
 
 
 def is_on_cpu(device: str) -> bool:
-    """True if the value of `trainer.device` means the CPU on this machine."""
-    return (device_type() if device == "auto" else device) == "cpu"
+    """Returns True if the value of `trainer.device` means the CPU on this machine."""
+    if device == "auto":
+        return device_type() == "cpu"
+    return device == "cpu"
 
 
 def dist_backend(device: torch.device) -> str:
@@ -86,8 +88,11 @@ def visible_devices(device_type: str) -> int:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype for an option's value: `auto` is bf16 on CUDA and fp32 on a CPU. ValueError for unknown
-    names."""
+    """Returns the dtype for an option's value: `auto` is bf16 on CUDA and fp32 on a CPU.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -100,9 +105,11 @@ def device_memory(device: torch.device) -> dict[str, float]:
     the peak allocated and reserved device memory is included."""
     figures = {"host_rss_gb": psutil.Process().memory_info().rss / GIB}
     status = Path("/proc/self/status")  # the peak of getrusage includes the parent process before exec
-    for line in status.read_text().splitlines() if status.is_file() else ():
-        if line.startswith("VmHWM:"):
-            figures["host_peak_gb"] = int(line.split()[1]) * 1024 / GIB
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                peak_kib = int(line.split()[1])
+                figures["host_peak_gb"] = peak_kib * 1024 / GIB
     if device.type == "cuda":
         figures["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / GIB
         figures["max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / GIB
@@ -171,8 +178,11 @@ def keep_freed_memory(device: torch.device) -> None:
     Without this setting glibc maps new memory for each tensor above 128 KiB, and the kernel clears its pages on first
     access, which takes as long as the arithmetic on the tensor.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
-    if mallopt is not None:
-        mmap_threshold, trim_threshold = -3, -1  # glibc's names for the two settings
+    if device.type != "cpu":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # another C library has no such function
+        mmap_threshold = -3  # glibc's M_MMAP_THRESHOLD
+        trim_threshold = -1  # glibc's M_TRIM_THRESHOLD
         mallopt(mmap_threshold, 256 << 20)
         mallopt(trim_threshold, KEPT_FREED_BYTES)

@@ -68,9 +68,11 @@ class Metric:
     @property
     def value(self) -> float:
         """The reported number; NaN for a mean with a count of 0."""
-        if self.reduction == "mean":
-            return float(self.total) / float(self.count) if self.count else math.nan
-        return float(self.total)
+        if self.reduction != "mean":
+            return float(self.total)
+        if not self.count:
+            return math.nan
+        return float(self.total) / float(self.count)
 
     def __add__(self, other: Metric) -> Metric:
         """Combines two parts. Raises ValueError if their reductions differ."""
@@ -86,17 +88,27 @@ def _part(value: Part) -> Part:
 
 def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
     """Returns the same metrics with floats instead of tensors, in one transfer from the device."""
-    metrics = [metric for part in parts for metric in part.values()]
-    tensors = [each for metric in metrics for each in (metric.total, metric.count) if isinstance(each, torch.Tensor)]
-    numbers = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else ())
+    tensors = []
+    for part in parts:
+        for metric in part.values():
+            for value in (metric.total, metric.count):
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value.double())
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
 
-    def on_host(part: Part) -> float:
-        return next(numbers) if isinstance(part, torch.Tensor) else part
+    def on_host(value: Part) -> float:
+        return next(numbers) if isinstance(value, torch.Tensor) else value
 
-    return [
-        {name: Metric(metric.reduction, on_host(metric.total), on_host(metric.count)) for name, metric in part.items()}
-        for part in parts
-    ]
+    # the numbers come in the order in which the tensors were collected
+    result = []
+    for part in parts:
+        metrics = {}
+        for name, metric in part.items():
+            total = on_host(metric.total)
+            count = on_host(metric.count)
+            metrics[name] = Metric(metric.reduction, total, count)
+        result.append(metrics)
+    return result
 
 
 def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part | None) -> dict[str, Metric]:
@@ -106,22 +118,36 @@ def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part 
     removed: `@sum` (parts add up over a mini-batch of num_tokens, and the mean over mini-batches is reported; None =
     this micro-batch is the whole mini-batch), `@max`, `@min` or `@mean`. Names that end in _max or _min need no suffix.
 
+    Args:
+        metrics: the returned metrics, numbers or `Metric`s.
+        tokens: number of valid tokens of the micro-batch.
+        num_tokens: number of valid tokens of the mini-batch, for `@sum`.
+
     Raises:
-        ValueError: for another suffix.
+        ValueError: a name has another suffix.
     """
-    share = tokens / (tokens.clamp(min=1) if num_tokens is None else max(1, float(num_tokens)))
+    tokens_of_mini_batch = tokens.clamp(min=1) if num_tokens is None else max(1, float(num_tokens))
+    share = tokens / tokens_of_mini_batch
     result: dict[str, Metric] = {}
     for name, value in metrics.items():
-        plain, _, tag = name.partition("@")
-        tag = tag or next((end for end in ("max", "min") if name.endswith(f"_{end}")), "mean")
         if isinstance(value, Metric):
             result[name] = value
-        elif tag in ("max", "min"):
-            result[plain] = (Metric.max if tag == "max" else Metric.min)(value, tokens)
-        elif tag in ("mean", "sum"):
-            result[plain] = Metric.mean(value, share) if tag == "sum" else Metric.mean(value * tokens, tokens)
-        else:
-            raise ValueError(f"metric {name!r}: expected one of the suffixes @mean, @sum, @max, @min, or none")
+            continue
+        plain, _, suffix = name.partition("@")
+        if not suffix:
+            last_part = name.rpartition("_")[2] if "_" in name else ""
+            suffix = last_part if last_part in ("max", "min") else "mean"
+        match suffix:
+            case "max":
+                result[plain] = Metric.max(value, tokens)
+            case "min":
+                result[plain] = Metric.min(value, tokens)
+            case "mean":
+                result[plain] = Metric.mean(value * tokens, tokens)
+            case "sum":
+                result[plain] = Metric.mean(value, share)
+            case _:
+                raise ValueError(f"metric {name!r}: expected one of the suffixes @mean, @sum, @max, @min, or none")
     return result
 
 
@@ -133,8 +159,11 @@ def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     result: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
+            if name not in result:
+                result[name] = metric
+                continue
             try:
-                result[name] = result[name] + metric if name in result else metric
+                result[name] += metric
             except ValueError as error:
                 raise ValueError(f"metric {name!r}: {error}") from error
     return result
@@ -159,12 +188,26 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():
-        entries: Any = entry if isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str) else [entry]
-        if len(entries) and isinstance(entries[0], Metric):
+        is_list = isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str)
+        entries: Any = entry if is_list else [entry]
+        if len(entries) == 0:
+            continue
+        if isinstance(entries[0], Metric):
             result |= values(join({name: entries}))
-        elif len(entries):
-            tag = name.partition("@")[2] or next((end for end in ("max", "min") if end in name), "mean")
-            if tag not in _REDUCERS:
-                raise ValueError(f"metric {name!r}: expected one of the suffixes @{', @'.join(_REDUCERS)}, or none")
-            result[name] = float(_REDUCERS[tag](np.asarray(entries, dtype=np.float64)))
+            continue
+        reducer = _REDUCERS.get(_suffix_or_extreme(name))
+        if reducer is None:
+            raise ValueError(f"metric {name!r}: expected one of the suffixes @{', @'.join(_REDUCERS)}, or none")
+        result[name] = float(reducer(np.asarray(entries, dtype=np.float64)))
     return result
+
+
+def _suffix_or_extreme(name: str) -> str:
+    """Returns the reduction of a list of numbers: the suffix of its name, or the extreme that the name contains."""
+    suffix = name.partition("@")[2]
+    if suffix:
+        return suffix
+    for extreme in ("max", "min"):
+        if extreme in name:
+            return extreme
+    return "mean"

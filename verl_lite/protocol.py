@@ -55,7 +55,8 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch, self.meta_info = self.non_tensor_batch or {}, self.meta_info or {}
+        self.non_tensor_batch = self.non_tensor_batch or {}
+        self.meta_info = self.meta_info or {}
         self.check_consistency()
 
     def check_consistency(self) -> None:
@@ -65,8 +66,8 @@ class DataProto:
         rows = len(self)
         for name, value in self.non_tensor_batch.items():
             if not isinstance(value, np.ndarray) or value.ndim == 0 or len(value) != rows:
-                found = getattr(value, "shape", type(value).__name__)
-                raise BatchError(f"non_tensor_batch[{name!r}] must be a numpy array of {rows} rows, found {found}")
+                actual = getattr(value, "shape", type(value).__name__)
+                raise BatchError(f"non_tensor_batch[{name!r}] must be a numpy array of {rows} rows, found {actual}")
 
     @classmethod
     def from_dict(
@@ -77,27 +78,41 @@ class DataProto:
         num_batch_dims: int = 1,
     ) -> DataProto:
         """Creates a batch from tensors and from sequences of arbitrary objects. The arguments are not changed."""
-        sizes = {name: value.shape[0] if value.ndim else -1 for name, value in (tensors or {}).items()}
+        columns = {} if tensors is None else dict(tensors.items())
+        sizes = {name: value.shape[0] if value.ndim else -1 for name, value in columns.items()}
         if num_batch_dims != 1 or len(set(sizes.values())) > 1 or -1 in sizes.values():
             raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
-        batch = tensor_dict(dict(tensors.items()), next(iter(sizes.values()))) if tensors else None
+        batch = None
+        if columns:
+            [rows] = set(sizes.values())
+            batch = tensor_dict(columns, rows)
         arrays = {name: as_column(value) for name, value in (non_tensors or {}).items()}
         return cls(batch, arrays, copy_meta(meta_info or {}))  # type: ignore[arg-type]
 
     @classmethod
     def from_single_dict(cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
         """Creates a batch from one dict: tensors go to `batch`, numpy arrays to `non_tensor_batch`."""
+        tensors = {}
+        arrays = {}
         for name, value in data.items():
-            if not isinstance(value, torch.Tensor | np.ndarray):
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            elif isinstance(value, np.ndarray):
+                arrays[name] = value
+            else:
                 raise ValueError(f"column {name!r} must be a tensor or a numpy array, found {type(value).__name__}")
-        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        return cls.from_dict(tensors, {k: v for k, v in data.items() if k not in tensors}, meta_info)
+        return cls.from_dict(tensors, arrays, meta_info)
 
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> DataProto:
         """Restores a packed batch. The result shares only the objects in its columns with `packed`."""
-        arrays = {name: value.copy() for name, value in packed.objects.items() if isinstance(value, np.ndarray)}
-        tensors = packed.unpack() | {k: v for k, v in packed.objects.items() if k not in arrays}
+        tensors: dict[str, Any] = packed.unpack()
+        arrays = {}
+        for name, value in packed.objects.items():
+            if isinstance(value, np.ndarray):
+                arrays[name] = value.copy()
+            else:  # a tensor that cannot be packed
+                tensors[name] = value
         batch = tensor_dict(tensors, packed.rows) if packed.meta["has_batch"] else None
         return cls(batch, arrays, copy_meta(packed.meta["meta_info"]))  # type: ignore[arg-type]
 
@@ -113,9 +128,14 @@ class DataProto:
 
     def pack(self) -> wire.Packed:
         """Converts to the wire format: real tokens only, sliceable by rows. It copies tensors but not objects."""
-        columns = dict(self.batch.items()) if self.batch is not None else {}
-        tensors = {k: v for k, v in columns.items() if isinstance(v, torch.Tensor) and wire.can_pack(v)}
-        objects = self.non_tensor_batch | {k: v for k, v in columns.items() if k not in tensors}
+        tensors: dict[str, torch.Tensor] = {}
+        objects: dict[str, Any] = dict(self.non_tensor_batch)
+        if self.batch is not None:
+            for name, value in self.batch.items():
+                if isinstance(value, torch.Tensor) and wire.can_pack(value):
+                    tensors[name] = value
+                else:
+                    objects[name] = value
         meta = {"meta_info": self.meta_info, "has_batch": self.batch is not None}
         return wire.pack(tensors, objects, meta, len(self))
 
@@ -142,8 +162,9 @@ class DataProto:
         if isinstance(item, list) or (isinstance(item, np.ndarray | torch.Tensor) and item.ndim):
             return self.select_idxs(item)
         row = operator.index(item)
-        arrays = {name: value[row] for name, value in self.non_tensor_batch.items()}
-        return DataProtoItem(None if self.batch is None else self.batch[row], arrays, copy_meta(self.meta_info))
+        tensors = None if self.batch is None else self.batch[row]
+        entries = {name: value[row] for name, value in self.non_tensor_batch.items()}
+        return DataProtoItem(tensors, entries, copy_meta(self.meta_info))
 
     def select(
         self,
@@ -156,10 +177,8 @@ class DataProto:
         batch = self.batch
         if batch is not None:
             batch = batch.select(*batch_keys) if batch_keys is not None else batch.copy()
-        arrays, meta = (
-            {name: value for name, value in source.items() if wanted is None or name in wanted}
-            for source, wanted in ((self.non_tensor_batch, non_tensor_batch_keys), (self.meta_info, meta_info_keys))
-        )
+        arrays = _entries_of(self.non_tensor_batch, non_tensor_batch_keys)
+        meta = _entries_of(self.meta_info, meta_info_keys)
         result = type(self)(batch, arrays, copy_meta(meta))
         return copy.deepcopy(result) if deepcopy else result
 
@@ -168,18 +187,27 @@ class DataProto:
         index = torch.as_tensor(idxs)
         if index.dtype == torch.uint8 or index.is_floating_point():
             raise BatchError(f"rows are chosen by whole numbers or a bool mask, found {index.dtype}: convert it")
-        return self._rows(index.nonzero().flatten() if index.dtype == torch.bool else index.long())
+        if index.dtype == torch.bool:
+            return self._rows(index.nonzero().flatten())
+        return self._rows(index.long())
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Returns rows [start:end:step]; tensors are views."""
         return self._rows(slice(start, end, step))
 
     def _rows(self, index: Any) -> DataProto:
-        on_host = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
-        arrays = {name: value[on_host] for name, value in self.non_tensor_batch.items()}
+        """Selects rows. index: a slice, or a tensor of row numbers on any device."""
+        # numpy needs the index on the host, a tensor on its own device
+        array_index = index
+        tensor_index = index
+        if isinstance(index, torch.Tensor):
+            array_index = index.cpu().numpy()
+            if self.batch is not None and self.batch.device is not None:
+                tensor_index = index.to(self.batch.device)
+        arrays = {name: value[array_index] for name, value in self.non_tensor_batch.items()}
         batch = self.batch
         if batch is not None:
-            batch = batch[index.to(batch.device) if isinstance(index, torch.Tensor) and batch.device else index]
+            batch = batch[tensor_index]
         return type(self)(batch, arrays, copy_meta(self.meta_info))
 
     def pop(
@@ -189,13 +217,22 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Removes columns from this batch in place and returns them as a batch. Raises BatchError if one is missing."""
-        requested = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        sources: tuple[Any, ...] = ({} if self.batch is None else self.batch, self.non_tensor_batch, self.meta_info)
-        for wanted, source in zip(requested, sources, strict=True):
-            if missing := [name for name in wanted if name not in source.keys()]:
+        tensors: Any = {} if self.batch is None else self.batch
+        requested = (
+            (tensors, batch_keys or ()),
+            (self.non_tensor_batch, non_tensor_batch_keys or ()),
+            (self.meta_info, meta_info_keys or ()),
+        )
+        # all checks before the first removal, so that an error changes nothing
+        for source, names in requested:
+            missing = [name for name in names if name not in source.keys()]
+            if missing:
                 raise BatchError(f"cannot pop {missing}: this batch has {list(source.keys())}")
-        taken = [{name: source.pop(name) for name in names} for names, source in zip(requested, sources, strict=True)]
-        return type(self).from_dict(taken[0], taken[1], taken[2])
+        return type(self).from_dict(
+            {name: tensors.pop(name) for name in batch_keys or ()},
+            {name: self.non_tensor_batch.pop(name) for name in non_tensor_batch_keys or ()},
+            {name: self.meta_info.pop(name) for name in meta_info_keys or ()},
+        )
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
         """Renames tensors in place."""
@@ -217,6 +254,7 @@ class DataProto:
                 raise BatchError(f"cannot unite batches of {len(self)} and {len(other)} rows")
             _unite(self.batch, other.batch, "column")
         _unite(self.non_tensor_batch, other.non_tensor_batch, "non-tensor column")
+        # new containers, because results never share meta_info with their sources
         self.meta_info = union_meta([self.meta_info, other.meta_info])
         self.check_consistency()
         return self
@@ -259,14 +297,17 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Repeats each row `repeat_times` times: aabb with `interleave`, else abab."""
         rows = torch.arange(len(self))
-        return self._rows(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        if interleave:
+            return self._rows(rows.repeat_interleave(repeat_times))
+        return self._rows(rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> DataProto:
         """Repeats row i repeat_times[i] times."""
         counts = torch.as_tensor(repeat_times, dtype=torch.long).flatten()
         if len(counts) != len(self):
             raise BatchError(f"repeat_times has {len(counts)} entries, the batch {len(self)} rows")
-        return self._rows(torch.arange(len(self)).repeat_interleave(counts))
+        rows = torch.arange(len(self))
+        return self._rows(rows.repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Splits into `chunks` batches whose lengths differ by at most one, longer batches first. Tensors are views."""
@@ -281,15 +322,17 @@ class DataProto:
         """Concatenates batches. meta_info["metrics"] becomes a dict of lists; other keys must have equal values."""
         if not data:
             raise ValueError("DataProto.concat needs at least one batch")
-        first, names = data[0], [set(_columns(part)) for part in data]
-        for name in sorted(set().union(*names)):
-            having = [part for part, own in enumerate(names) if name in own]
-            if missing := [part for part, own in enumerate(names) if name not in own]:
-                raise BatchError(f"concat: column {name!r} is missing in part {missing[0]}, and is in parts {having}")
-        batches: Any = [part.batch for part in data]
-        batch = None if first.batch is None else torch.cat(batches)
-        arrays = {k: np.concatenate([part.non_tensor_batch[k] for part in data]) for k in first.non_tensor_batch}
-        return type(first)(batch, arrays, concat_meta([part.meta_info for part in data]))  # type: ignore[arg-type]
+        _require_same_columns(data)
+        first = data[0]
+        batch = None
+        if first.batch is not None:
+            batches: Any = [part.batch for part in data]
+            batch = torch.cat(batches)
+        arrays = {}
+        for name in first.non_tensor_batch:
+            arrays[name] = np.concatenate([part.non_tensor_batch[name] for part in data])
+        meta = concat_meta([part.meta_info for part in data])
+        return type(first)(batch, arrays, meta)  # type: ignore[arg-type]
 
     def make_iterator(
         self,
@@ -308,13 +351,23 @@ class DataProto:
                 f"dataloader_kwargs={options}, mini_batch_size={mini_batch_size}: only shuffle is known, and the size "
                 f"must divide {len(self)} rows"
             )
-        generator = torch.Generator()
-        generator.seed() if seed is None else generator.manual_seed(seed)
-        draw = torch.randperm if options.get("shuffle", False) else lambda rows, generator: torch.arange(rows)
-        orders = (draw(len(self), generator=generator) for _ in range(epochs))
-        return (self._rows(rows) for order in orders for rows in order.split(mini_batch_size))
+        generator = None
+        if options.get("shuffle", False):
+            generator = torch.Generator()
+            generator.seed() if seed is None else generator.manual_seed(seed)
+        return self._mini_batches(mini_batch_size, epochs, generator)
+
+    def _mini_batches(self, size: int, epochs: int, generator: torch.Generator | None) -> Iterator[DataProto]:
+        """Yields mini-batches, in an order that `generator` draws for each epoch; None = rows in order."""
+        for _ in range(epochs):
+            order = torch.arange(len(self))
+            if generator is not None:
+                order = torch.randperm(len(self), generator=generator)
+            for rows in order.split(size):
+                yield self._rows(rows)
 
     def save_to_disk(self, filepath: str | Path) -> None:
+        """Writes the batch as a pickle, which `load_from_disk` reads."""
         Path(filepath).write_bytes(pickle.dumps(self, protocol=5))
 
     @staticmethod
@@ -345,24 +398,36 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Returns the batch without its last `pad_size` rows."""
-    return data.slice(0, max(0, len(data) - pad_size)) if pad_size else data
+    if not pad_size:
+        return data
+    return data.slice(0, max(0, len(data) - pad_size))
 
 
 def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
     """Returns [start, stop) of each of `chunks` parts, split as by numpy.array_split."""
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, found {chunks}")
-    size, extra = divmod(rows, chunks)
-    stops = [(i + 1) * size + min(i + 1, extra) for i in range(chunks)]
-    return list(zip([0, *stops[:-1]], stops, strict=True))
+    size, num_longer = divmod(rows, chunks)
+    bounds = []
+    start = 0
+    for part in range(chunks):
+        stop = start + size + (1 if part < num_longer else 0)
+        bounds.append((start, stop))
+        start = stop
+    return bounds
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """Combines rows into a batch."""
-    batches: list[Any] = [item.batch for item in items]
-    batch: Any = None if items[0].batch is None else torch.stack(batches)
-    arrays = {name: as_column([item.non_tensor_batch[name] for item in items]) for name in items[0].non_tensor_batch}
-    return DataProto(batch, arrays, copy_meta(items[0].meta_info))
+    first = items[0]
+    batch: Any = None
+    if first.batch is not None:
+        tensors: list[Any] = [item.batch for item in items]
+        batch = torch.stack(tensors)
+    arrays = {}
+    for name in first.non_tensor_batch:
+        arrays[name] = as_column([item.non_tensor_batch[name] for item in items])
+    return DataProto(batch, arrays, copy_meta(first.meta_info))
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
@@ -375,21 +440,53 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Inverse of `fold_batch_dim`: merges the first `batch_dims` dimensions of every column into rows."""
     shapes = {name: tuple(column.shape) for name, column in _columns(data).items()}
-    leading = {shape[:batch_dims] for shape in shapes.values()}
-    if batch_dims < 1 or len(leading) > 1 or any(len(shape) < batch_dims for shape in leading):
+    leading_shapes = {shape[:batch_dims] for shape in shapes.values()}
+    has_short_shape = any(len(shape) < batch_dims for shape in leading_shapes)
+    if batch_dims < 1 or len(leading_shapes) > 1 or has_short_shape:
         raise BatchError(f"all columns must agree in their first {batch_dims} dimensions, found {shapes}")
-    return _reshaped(data, batch_dims, (math.prod(next(iter(leading), (len(data),))),))
+    rows = len(data)
+    if leading_shapes:
+        [leading_shape] = leading_shapes
+        rows = math.prod(leading_shape)
+    return _reshaped(data, batch_dims, (rows,))
+
+
+def _entries_of(source: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """Returns the named entries, or all of them for None. Ignores names that do not exist."""
+    if names is None:
+        return dict(source)
+    return {name: value for name, value in source.items() if name in names}
 
 
 def _columns(data: DataProto) -> dict[str, Any]:
-    return ({} if data.batch is None else dict(data.batch.items())) | data.non_tensor_batch
+    """Returns all columns by name."""
+    tensors = {} if data.batch is None else dict(data.batch.items())
+    return tensors | data.non_tensor_batch
+
+
+def _require_same_columns(parts: Sequence[DataProto]) -> None:
+    """Raises BatchError if a column is missing in some of the parts."""
+    names_of_parts = [set(_columns(part)) for part in parts]
+    for name in sorted(set().union(*names_of_parts)):
+        with_column = [part for part, names in enumerate(names_of_parts) if name in names]
+        without_column = [part for part, names in enumerate(names_of_parts) if name not in names]
+        if without_column:
+            raise BatchError(
+                f"concat: column {name!r} is missing in part {without_column[0]}, and is in parts {with_column}"
+            )
 
 
 def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataProto:
     """Replaces the first `old_dims` dimensions of every column by `leading`."""
-    columns = {name: value.reshape(*leading, *value.shape[old_dims:]) for name, value in _columns(data).items()}
-    arrays = {name: columns.pop(name) for name in data.non_tensor_batch}
-    batch: Any = None if data.batch is None else tensor_dict(columns, leading[0])
+
+    def reshape(value: Any) -> Any:
+        return value.reshape(*leading, *value.shape[old_dims:])
+
+    arrays = {name: reshape(value) for name, value in data.non_tensor_batch.items()}
+    batch: Any = None
+    if data.batch is not None:
+        tensors = {name: reshape(value) for name, value in data.batch.items()}
+        batch = tensor_dict(tensors, leading[0])
     return type(data)(batch, arrays, copy_meta(data.meta_info))
 
 
@@ -404,6 +501,7 @@ def as_column(values: Any) -> np.ndarray:
     """Returns an array with one entry per row. A list of equally long lists becomes an object array, not a matrix."""
     if isinstance(values, np.ndarray):
         return values
+    # numpy.array would make a matrix of lists of equal lengths
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         column[row] = value
@@ -430,31 +528,50 @@ def _unite(first: Any, second: Any, kind: str) -> None:
 def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
     """Merges meta_info: "metrics" (dicts or lists of dicts) becomes a dict of lists; other values must be equal."""
     metrics: dict[str, list[Any]] = {}
-    found = [meta["metrics"] for meta in metas if meta.get("metrics") is not None]
-    for value in found:
-        for one in value if isinstance(value, list | tuple) else [value]:
-            for name, entry in one.items():
+    has_metrics = False
+    others = []
+    for meta in metas:
+        others.append({name: value for name, value in meta.items() if name != "metrics"})
+        metrics_of_part = meta.get("metrics")
+        if metrics_of_part is None:
+            continue
+        has_metrics = True
+        if not isinstance(metrics_of_part, list | tuple):
+            metrics_of_part = [metrics_of_part]
+        for entries in metrics_of_part:
+            for name, entry in entries.items():
                 metrics.setdefault(name, []).append(entry)
-    merged = union_meta([{k: v for k, v in meta.items() if k != "metrics"} for meta in metas])
-    return merged | {"metrics": metrics} if found else merged
+
+    merged = union_meta(others)
+    if has_metrics:
+        merged["metrics"] = metrics
+    return merged
 
 
 def copy_meta(value: Any) -> Any:
     """Copies dicts and lists recursively; all other objects are shared."""
     if type(value) is dict:
         return {name: copy_meta(entry) for name, entry in value.items()}
-    return [copy_meta(entry) for entry in value] if type(value) is list else value
+    if type(value) is list:
+        return [copy_meta(entry) for entry in value]
+    return value
 
 
 def same(a: Any, b: Any) -> bool:
     """Compares deeply; NaN equals NaN, and arrays are compared by element."""
+    # a number may come back from a worker as a numpy scalar
     if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):
         return False
     if hasattr(a, "keys"):  # dict, TensorDict
-        return set(a.keys()) == set(b.keys()) and all(same(a[name], b[name]) for name in a.keys())
-    if isinstance(a, torch.Tensor | np.ndarray) and (a.shape != b.shape or a.dtype != b.dtype):
+        if set(a.keys()) != set(b.keys()):
+            return False
+        return all(same(a[name], b[name]) for name in a.keys())
+
+    is_array = isinstance(a, torch.Tensor | np.ndarray)
+    if is_array and (a.shape != b.shape or a.dtype != b.dtype):
         return False
     if isinstance(a, list | tuple) or getattr(a, "dtype", None) == np.dtype(object):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    equal = (a == b) | ((a != a) & (b != b))
-    return bool(equal.all() if isinstance(a, torch.Tensor | np.ndarray) else equal)
+    are_both_nan = (a != a) & (b != b)
+    is_equal = (a == b) | are_both_nan
+    return bool(is_equal.all()) if is_array else bool(is_equal)

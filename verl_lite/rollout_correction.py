@@ -40,8 +40,9 @@ def correct_rollout(
     If both log-probs are equal, all weights are 1 and no token is rejected.
 
     Args:
-        old_log_probs: log-probs by the trainer.
-        rollout_log_probs: log-probs by the rollout engine.
+        old_log_probs: (B, T) log-probs by the trainer.
+        rollout_log_probs: (B, T) log-probs by the rollout engine.
+        response_mask: (B, T) mask of the valid tokens.
         options: a `Correction`, or an object with the attributes of `algorithm.rollout_correction`.
 
     Returns:
@@ -52,47 +53,69 @@ def correct_rollout(
           valid tokens, or over rows with a valid token. Standard deviations and metrics derived from them are
           `Metric.last`, which is correct only for a whole batch.
 
-    Raises ValueError if shapes differ or an option is malformed.
+    Raises:
+        ValueError: shapes differ, or an option is malformed.
     """
-    columns = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": response_mask}
-    check_shapes("correct_rollout", **columns)
+    check_shapes(
+        "correct_rollout",
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        response_mask=response_mask,
+    )
     correction = options if isinstance(options, Correction) else correction_of(options)
     is_valid = response_mask != 0
     log_ratio = masked_log_ratio(old_log_probs, rollout_log_probs, response_mask)
-    probabilities = (torch.where(is_valid, at_least_fp32(x), 0).exp() for x in (old_log_probs, rollout_log_probs))
-    difference = torch.sub(*probabilities)
+    trainer_probs = torch.where(is_valid, at_least_fp32(old_log_probs), 0).exp()
+    rollout_probs = torch.where(is_valid, at_least_fp32(rollout_log_probs), 0).exp()
+    difference = trainer_probs - rollout_probs
+
     metrics = mismatch_metrics(old_log_probs, rollout_log_probs, response_mask)
     metrics |= _train_infer_metrics(log_ratio, difference, is_valid)
-
     weights = None
     if correction.weighting is not None:
-        weighting = correction.weighting
-        lower, upper = weighting.lower, weighting.upper
-        exponent = _over(log_ratio, is_valid, weighting.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        raw = torch.where(is_valid, exponent.exp(), 0)
-        weights = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0)
-        metrics |= _weight_metrics(weights, raw, is_valid, weighting)
-        if weighting.batch_normalize:
-            mean = _mean(weights, _unit_shares(is_valid, weighting.level)).value
-            factor = mean if mean > 1e-8 else 1.0  # NaN if no token is valid
-            weights = weights / factor
-            metrics["rollout_corr/rollout_is_batch_norm_factor"] = Metric.last(factor)
+        weights, weight_metrics = _importance_weights(log_ratio, is_valid, correction.weighting)
+        metrics |= weight_metrics
 
+    measures = {
+        "ratio": log_ratio,
+        "diff": difference,
+        "k1": -log_ratio,
+        "k2": 0.5 * log_ratio.square(),
+        "k3": _k3(log_ratio),
+    }
     is_kept = is_valid
-    divergences = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.expm1() - log_ratio}
-    measures = {"ratio": log_ratio, "diff": difference, **divergences}
     for rejection in correction.rejections:
         statistic = _over(measures[rejection.measure], is_valid, rejection.level)
-        passes = (statistic >= rejection.lower) & (statistic <= rejection.upper)
         if rejection.level == "batch":
             passes = _smallest_with_mean(statistic, is_valid, rejection.upper)
+        else:
+            passes = (statistic >= rejection.lower) & (statistic <= rejection.upper)
         metrics |= _rejection_metrics(statistic, passes, is_valid, rejection)
         is_kept = is_kept & passes
     if correction.rejections:
         metrics |= _masked_fractions("rollout_corr/rollout_rs", is_kept, is_valid)
         metrics["actor/train_infer_final_mask_mean"] = _mean(is_kept, is_valid)
-    mask = torch.where(is_kept, response_mask, torch.zeros_like(response_mask))
-    return weights, mask, metrics
+    kept_mask = torch.where(is_kept, response_mask, torch.zeros_like(response_mask))
+    return weights, kept_mask, metrics
+
+
+def _importance_weights(log_ratio: Tensor, is_valid: Tensor, weighting: Weighting) -> tuple[Tensor, Metrics]:
+    """Returns the weights (B, T), 0 at invalid tokens, and their metrics."""
+    exponent = _over(log_ratio, is_valid, weighting.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    raw = torch.where(is_valid, exponent.exp(), 0)
+    if weighting.lower is None:
+        weights = raw.clamp(max=weighting.upper)
+    else:
+        is_within = (raw >= weighting.lower) & (raw <= weighting.upper)
+        weights = torch.where(is_within, raw, 0)
+    metrics = _weight_metrics(weights, raw, is_valid, weighting)
+
+    if weighting.batch_normalize:
+        mean = _mean(weights, _unit_shares(is_valid, weighting.level)).value
+        factor = mean if mean > 1e-8 else 1.0  # NaN if no token is valid
+        weights = weights / factor
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = Metric.last(factor)
+    return weights, metrics
 
 
 def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> Tensor:
@@ -101,12 +124,16 @@ def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> T
     Estimators such as gae and reinforce_plus_plus read only rewards under mask 1, and the score of a response is on its
     last token, which may be rejected. The reward-to-go (discount 1) of each kept token does not change.
 
-    response_mask, kept_mask: masks before and after rejection.
+    Args:
+        rewards: (B, T).
+        response_mask: (B, T) mask before rejection.
+        kept_mask: (B, T) mask after rejection.
     """
     positions = torch.arange(rewards.shape[-1], device=rewards.device).expand_as(rewards)
-    last_kept = torch.where(kept_mask != 0, positions, -1).cummax(dim=-1).values
-    moves = (response_mask != 0) & (kept_mask == 0) & (last_kept >= 0)
-    return torch.zeros_like(rewards).scatter_add(-1, torch.where(moves, last_kept, positions), rewards)
+    last_kept = torch.where(kept_mask != 0, positions, -1).cummax(dim=-1).values  # -1 before the first kept token
+    is_rejected = (response_mask != 0) & (kept_mask == 0)
+    new_positions = torch.where(is_rejected & (last_kept >= 0), last_kept, positions)
+    return torch.zeros_like(rewards).scatter_add(-1, new_positions, rewards)
 
 
 # --------------------------------------------------------------------------------------------- aggregation by level
@@ -133,11 +160,12 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
 
 def _smallest_with_mean(values: Tensor, is_valid: Tensor, bound: float) -> Tensor:
     """Returns (B, T) bool: the largest set of valid tokens with the smallest values whose mean is at most `bound`."""
-    ordered, order = values[is_valid].double().sort()
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=values.device)
-    kept = torch.zeros_like(order, dtype=torch.bool)
-    kept[order[: int((means <= bound).sum())]] = True  # the means are ascending
-    return torch.zeros_like(is_valid).masked_scatter(is_valid, kept)
+    ascending, order = values[is_valid].double().sort()
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=values.device)
+    num_passing = int((means <= bound).sum())  # the means are ascending
+    passes = torch.zeros_like(order, dtype=torch.bool)
+    passes[order[:num_passing]] = True
+    return torch.zeros_like(is_valid).masked_scatter(is_valid, passes)
 
 
 def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
@@ -145,9 +173,12 @@ def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
     if level in ("token", "batch"):
         return is_valid
     if level == "segment":
-        starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
-        return compute_segment_masked_mean(starts.double(), is_valid)
-    return torch.where(is_valid, 1 / is_valid.sum(dim=-1, keepdim=True).double(), 0)
+        # the mean of a segment with a single 1 is 1 / its length
+        is_previous_valid = torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
+        is_start = is_valid & ~is_previous_valid
+        return compute_segment_masked_mean(is_start.double(), is_valid)
+    lengths = is_valid.sum(dim=-1, keepdim=True)
+    return torch.where(is_valid, 1 / lengths.double(), 0)
 
 
 # ---------------------------------------------------------------------------------------------------- metrics
@@ -182,51 +213,64 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
     """
     is_valid = response_mask != 0
     lengths = is_valid.sum(dim=-1)
+    lengths_or_one = lengths.clamp(min=1)
+    num_tokens = lengths.sum()
     has_token = lengths > 0
-    rows, tokens = has_token.sum(), lengths.sum()
+    num_rows = has_token.sum()
 
-    def row_sums(values: Tensor) -> Tensor:
-        return torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)
+    training_log_ppl = -_row_sums(log_probs, is_valid) / lengths_or_one  # (B,)
+    by_row = {"training_ppl": training_log_ppl.exp(), "training_log_ppl": training_log_ppl}
+    by_token: dict[str, Tensor] = {}
+    extremes: dict[str, Metric] = {}
+    if rollout_log_probs is not None:
+        log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
+        by_token = {"kl": -log_ratio, "k3_kl": _k3(log_ratio), "chi2_token": (2 * log_ratio).expm1()}
+        ratio_sums = _row_sums(log_ratio, is_valid)
+        rollout_log_ppl = -_row_sums(rollout_log_probs, is_valid) / lengths_or_one
+        log_ppl_diff = -ratio_sums / lengths_or_one
+        bounded_sums = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        by_row["rollout_ppl"] = rollout_log_ppl.exp()
+        by_row["rollout_log_ppl"] = rollout_log_ppl
+        by_row["log_ppl_diff"] = log_ppl_diff
+        by_row["log_ppl_abs_diff"] = log_ppl_diff.abs()
+        by_row["ppl_ratio"] = log_ppl_diff.exp()
+        by_row["chi2_seq"] = (2 * bounded_sums).expm1()
+        largest = torch.where(has_token, log_ppl_diff, -torch.inf).amax()
+        smallest = torch.where(has_token, log_ppl_diff, torch.inf).amin()
+        extremes["rollout_corr/log_ppl_diff_max"] = Metric.max(largest, num_rows)
+        extremes["rollout_corr/log_ppl_diff_min"] = Metric.min(smallest, num_rows)
 
-    def mean_over_rows(values: Tensor) -> Metric:
-        return Metric.mean(torch.where(has_token, values, 0).sum(), rows)
+    metrics = {}
+    for name, values in by_token.items():
+        metrics[f"rollout_corr/{name}"] = Metric.mean(values.sum(dtype=torch.float64), num_tokens)
+    for name, values in by_row.items():
+        metrics[f"rollout_corr/{name}"] = Metric.mean(torch.where(has_token, values, 0).sum(), num_rows)
+    return metrics | extremes
 
-    training = -row_sums(log_probs) / lengths.clamp(min=1)  # (B,), mean over the row's tokens
-    of_training = {"training_ppl": training.exp(), "training_log_ppl": training}
-    if rollout_log_probs is None:
-        return {f"rollout_corr/{name}": mean_over_rows(values) for name, values in of_training.items()}
-    log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
-    ratio_sums = row_sums(log_ratio)
-    rollout = -row_sums(rollout_log_probs) / lengths.clamp(min=1)
-    change = -ratio_sums / lengths.clamp(min=1)
-    summed = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    by_token = {"kl": -log_ratio, "k3_kl": log_ratio.expm1() - log_ratio, "chi2_token": (2 * log_ratio).expm1()}
-    by_row = {
-        **of_training,
-        "rollout_ppl": rollout.exp(),
-        "rollout_log_ppl": rollout,
-        "log_ppl_diff": change,
-        "log_ppl_abs_diff": change.abs(),
-        "ppl_ratio": change.exp(),
-        "chi2_seq": (2 * summed).expm1(),
-    }
-    metrics = {name: Metric.mean(values.sum(dtype=torch.float64), tokens) for name, values in by_token.items()}
-    metrics |= {name: mean_over_rows(values) for name, values in by_row.items()}
-    metrics["log_ppl_diff_max"] = Metric.max(torch.where(has_token, change, -torch.inf).amax(), rows)
-    metrics["log_ppl_diff_min"] = Metric.min(torch.where(has_token, change, torch.inf).amin(), rows)
-    return {f"rollout_corr/{name}": metric for name, metric in metrics.items()}
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """Returns Schulman's estimate e^x - 1 - x of KL(rollout || trainer) at each token."""
+    return log_ratio.expm1() - log_ratio
 
 
 def _mean(values: Tensor, shares: Tensor) -> Metric:
     """Returns the mean over tokens, weighted by `shares`, which are 0 at invalid tokens."""
-    return Metric.mean(float((values * shares).sum(dtype=torch.float64)), float(shares.sum(dtype=torch.float64)))
+    total = (values * shares).sum(dtype=torch.float64)
+    count = shares.sum(dtype=torch.float64)
+    return Metric.mean(float(total), float(count))
+
+
+def _row_sums(values: Tensor, is_valid: Tensor) -> Tensor:
+    """Returns the sum over the valid tokens of each row, in fp64: (B,)."""
+    return torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)
 
 
 def _row_means(values: Tensor, is_valid: Tensor) -> Tensor:
     """Returns the mean of each row with a valid token, in fp64: (number of such rows,)."""
     lengths = is_valid.sum(dim=-1)
-    totals = torch.where(is_valid, values, 0).sum(dim=-1, dtype=torch.float64)
-    return totals[lengths > 0] / lengths[lengths > 0]
+    has_token = lengths > 0
+    totals = _row_sums(values, is_valid)
+    return totals[has_token] / lengths[has_token]
 
 
 def _share(chosen: Tensor) -> Metric:
@@ -243,14 +287,18 @@ def _weight_metrics(weights: Tensor, raw: Tensor, is_valid: Tensor, weighting: W
     """
     if not is_valid.any():
         return {}
-    prefix, upper = "rollout_corr/rollout_is", weighting.upper
+    prefix = "rollout_corr/rollout_is"
+    upper = weighting.upper
     lower = 1 / upper if weighting.lower is None else weighting.lower
     extremes = raw if weighting.level in ("seq_mean", "seq_sum") else weights
     metrics = _distribution(prefix, weights, extremes, is_valid, bounds=(0.0, upper), ideal=1.0)
     metrics |= _fractions(prefix, "_ratio", raw, is_valid, weighting.level, (lower, upper))
     metrics["actor/is_weight_clipfrac"] = _mean(raw > upper, is_valid)
-    mean, square = _mean(weights, is_valid).value, _mean(weights.square(), is_valid).value
-    metrics[f"{prefix}_eff_sample_size"] = Metric.last(mean * mean / square if square else 0.0)
+
+    mean = _mean(weights, is_valid).value
+    mean_square = _mean(weights.square(), is_valid).value
+    effective_size = mean * mean / mean_square if mean_square else 0.0
+    metrics[f"{prefix}_eff_sample_size"] = Metric.last(effective_size)
     if weighting.lower is not None:
         metrics[f"{prefix}_oob_ratio"] = _mean((raw < lower) | (raw > upper), is_valid)
     return metrics
@@ -260,7 +308,8 @@ def _rejection_metrics(statistic: Tensor, passes: Tensor, is_valid: Tensor, reje
     """Returns verl's metrics rollout_corr/rollout_rs_<option>_*, in the statistic's unit (log for k1 and ratio)."""
     if not is_valid.any():
         return {}
-    prefix, bounds = f"rollout_corr/rollout_rs_{rejection.name}", (rejection.lower, rejection.upper)
+    prefix = f"rollout_corr/rollout_rs_{rejection.name}"
+    bounds = (rejection.lower, rejection.upper)
     metrics = _distribution(prefix, statistic, statistic, is_valid, bounds, ideal=0.0)
     metrics |= _fractions(prefix, "", statistic, is_valid, rejection.level, bounds)
     if rejection.measure in ("ratio", "diff"):
@@ -278,17 +327,20 @@ def _distribution(
     taken from `extremes`.
     """
     by_row = _row_means(values, is_valid)
-    extremes = extremes[is_valid]
+    row_deviations = (by_row - ideal).abs()
+    row_std = float(by_row.std()) if len(by_row) > 1 else 0.0
+    bounded_values = values[is_valid].double().clamp(*bounds)
+    valid_extremes = extremes[is_valid]
     return {
         f"{prefix}_mean": _mean(values, is_valid),
-        f"{prefix}_std": Metric.last(float(values[is_valid].double().clamp(*bounds).std(correction=0))),
-        f"{prefix}_max": Metric.max(float(extremes.max())),
-        f"{prefix}_min": Metric.min(float(extremes.min())),
+        f"{prefix}_std": Metric.last(float(bounded_values.std(correction=0))),
+        f"{prefix}_max": Metric.max(float(valid_extremes.max())),
+        f"{prefix}_min": Metric.min(float(valid_extremes.min())),
         f"{prefix}_seq_mean": Metric.mean(float(by_row.sum()), len(by_row)),
-        f"{prefix}_seq_std": Metric.last(float(by_row.std()) if len(by_row) > 1 else 0.0),
+        f"{prefix}_seq_std": Metric.last(row_std),
         f"{prefix}_seq_max": Metric.max(float(by_row.max())),
         f"{prefix}_seq_min": Metric.min(float(by_row.min())),
-        f"{prefix}_seq_max_deviation": Metric.max(float((by_row - ideal).abs().max())),
+        f"{prefix}_seq_max_deviation": Metric.max(float(row_deviations.max())),
     }
 
 
@@ -309,17 +361,21 @@ def _fractions(
 
 def _masked_fractions(prefix: str, is_kept: Tensor, is_valid: Tensor) -> Metrics:
     """Returns the share of rejected tokens, and of rows with a rejected token."""
-    is_lost = is_valid & ~is_kept
+    is_rejected = is_valid & ~is_kept
+    has_token = is_valid.any(dim=-1)
+    has_rejected_token = is_rejected.any(dim=-1)
     return {
-        f"{prefix}_masked_fraction": _mean(is_lost, is_valid),
-        f"{prefix}_seq_masked_fraction": _share(is_lost.any(dim=-1)[is_valid.any(dim=-1)]),
+        f"{prefix}_masked_fraction": _mean(is_rejected, is_valid),
+        f"{prefix}_seq_masked_fraction": _share(has_rejected_token[has_token]),
     }
 
 
 def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor) -> Metrics:
     """Returns ROLL's actor/train_infer_{ratio,diff}_{token,segment,geometric,sequence}_mean: means of row means."""
-    lengths = is_valid.sum(dim=-1)[is_valid.any(dim=-1)]
-    mean_ratio, mean_diff = (_row_means(values, is_valid) for values in (log_ratio, difference))
+    lengths = is_valid.sum(dim=-1)
+    lengths = lengths[lengths > 0]
+    mean_ratio = _row_means(log_ratio, is_valid)
+    mean_diff = _row_means(difference, is_valid)
     by_row = {
         "ratio_token": _row_means(log_ratio.exp(), is_valid),
         "ratio_segment": _row_means(_over(log_ratio, is_valid, "segment").exp(), is_valid),
@@ -330,6 +386,7 @@ def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor
         "diff_geometric": mean_diff,
         "diff_sequence": mean_diff * lengths,
     }
-    return {
-        f"actor/train_infer_{name}_mean": Metric.mean(float(rows.sum()), len(rows)) for name, rows in by_row.items()
-    }
+    metrics = {}
+    for name, row_means in by_row.items():
+        metrics[f"actor/train_infer_{name}_mean"] = Metric.mean(float(row_means.sum()), len(row_means))
+    return metrics

@@ -49,11 +49,13 @@ class MiniBatch:
 class BatchPlan:
     """The assignment of `num_rows` rows to n slots, n / world_size per rank, in rank order.
 
-    order: (n,) row of each slot; a padding slot repeats the shortest row.
-    is_padding: (n,) bool, slots without weight.
-    mini_batch, micro_batch: (n, epochs) optimizer step of each slot, and forward pass within the step; -1 for a padding
-        slot that an epoch does not need (only with a shuffle and several epochs).
-    schedule: mini-batches by epoch. Each rank has at least one slot in each micro-batch.
+    Attributes:
+        order: (n,) row of each slot; a padding slot repeats the shortest row.
+        is_padding: (n,) bool, slots without weight.
+        mini_batch: (n, epochs) optimizer step of each slot; -1 for a padding slot that an epoch does not need (only
+            with a shuffle and several epochs).
+        micro_batch: (n, epochs) forward pass of each slot within the step; -1 where mini_batch is -1.
+        schedule: mini-batches by epoch. Each rank has at least one slot in each micro-batch.
     """
 
     num_rows: int
@@ -73,7 +75,11 @@ class BatchPlan:
         if len(data) != self.num_rows:
             raise ValueError(f"BatchPlan.apply: the batch has {len(data)} rows, {self.num_rows} were planned.")
         planned = data.select_idxs(self.order)
-        columns = {name: torch.from_numpy(getattr(self, name)).clone() for name in (*PLAN_COLUMNS, "is_padding")}
+        columns = {
+            "mini_batch": torch.from_numpy(self.mini_batch).clone(),
+            "micro_batch": torch.from_numpy(self.micro_batch).clone(),
+            "is_padding": torch.from_numpy(self.is_padding).clone(),
+        }
         if "is_padding" in planned:
             columns["is_padding"] |= torch.as_tensor(planned.batch.pop("is_padding").cpu())
         if "response_mask" in planned:
@@ -90,12 +96,13 @@ class BatchPlan:
         """
         if len(data) != len(self.order):
             raise ValueError(f"BatchPlan.restore: the batch has {len(data)} rows, {len(self.order)} were planned.")
-        places = np.flatnonzero(~self.is_padding)
-        restored = data.select_idxs(places[np.argsort(self.order[places])])
-        added = [name for name in PLAN_COLUMNS if name in restored]
+        real_slots = np.flatnonzero(~self.is_padding)
+        restored = data.select_idxs(real_slots[np.argsort(self.order[real_slots])])
+        added_columns = [name for name in PLAN_COLUMNS if name in restored]
+        # the batch had padding of its own before `apply` if any of its rows is still marked
         if "is_padding" in restored and not bool(restored.batch["is_padding"].any()):
-            added.append("is_padding")
-        restored.pop(batch_keys=added)
+            added_columns.append("is_padding")
+        restored.pop(batch_keys=added_columns)
         restored.meta_info.pop("schedule", None)
         return restored
 
@@ -116,46 +123,61 @@ def plan_batch(
 ) -> BatchPlan:
     """Plans `epochs` passes over a batch.
 
-    lengths: (B,) number of prompt and response tokens of each row. num_tokens: (B,) number of tokens in the loss.
-        num_distilled: (B,) the part of them that has a teacher; None = 0.
-    mini_batch_size: sequences per optimizer step over all ranks, where the last step may be smaller; a list with the
-        number of sequences of each step, which must sum to B; None = all sequences in one step.
-    max_token_len, micro_batch_size: bounds of a micro-batch on one rank, in tokens and in sequences; None = no bound.
-    samples: (B,) sample of each row; the rows of a sample in an optimizer step count as one sequence; None = each row
-        is a sample.
-    shuffle_seed: draws the mini-batches of each epoch at random; None = rows in order, the same in each epoch.
-    balance: give ranks rows of equal total cost L + L^2 / ATTENTION_PARITY_LENGTH within a mini-batch; else rows in
-        order. With a shuffle, rows keep their ranks of the first epoch; later epochs are not balanced.
-    Raises ValueError for an empty batch, a bound below 1, a row longer than max_token_len, or a wrong sum of steps.
+    Args:
+        lengths: (B,) number of prompt and response tokens of each row.
+        world_size: number of ranks.
+        mini_batch_size: sequences per optimizer step over all ranks, where the last step may be smaller; a list with
+            the number of sequences of each step, which must sum to B; None = all sequences in one step.
+        max_token_len: maximum number of tokens in a micro-batch on one rank; None = no bound.
+        micro_batch_size: maximum number of sequences in a micro-batch on one rank; None = no bound.
+        epochs: number of passes.
+        shuffle_seed: draws the mini-batches of each epoch at random; None = rows in order, the same in each epoch.
+        balance: give ranks rows of equal total cost L + L^2 / ATTENTION_PARITY_LENGTH within a mini-batch; else rows in
+            order. With a shuffle, rows keep their ranks of the first epoch; later epochs are not balanced.
+        num_tokens: (B,) number of tokens of each row in the loss.
+        num_distilled: (B,) the part of num_tokens that has a teacher; None = 0.
+        samples: (B,) sample of each row; the rows of a sample in an optimizer step count as one sequence; None = each
+            row is a sample.
+
+    Raises:
+        ValueError: the batch is empty, a bound is below 1, a row is longer than max_token_len, or the sequences of the
+            steps do not sum to B.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     tokens = np.asarray(num_tokens, dtype=np.int64)
-    distilled = np.zeros_like(tokens) if num_distilled is None else np.asarray(num_distilled, dtype=np.int64)
+    _require_fitting_rows(sizes, tokens, max_token_len, mini_batch_size)
+    _require_positive(
+        world_size=world_size, micro_batch_size=micro_batch_size, epochs=epochs, mini_batch_size=mini_batch_size
+    )
     num_rows = len(sizes)
-    of_sample = np.arange(num_rows) if samples is None else np.unique(np.asarray(samples, str), return_inverse=True)[1]
-    _check(sizes, tokens, max_token_len, mini_batch_size)
-    at_least_one = {"world_size": world_size, "micro_batch_size": micro_batch_size, "epochs": epochs}
-    for name, value in (at_least_one | {"mini_batch_size": mini_batch_size}).items():
-        if value is not None and (min(value) if isinstance(value, Sequence) else value) < 1:
-            raise ValueError(f"plan_batch: {name}={value}; expected at least 1.")
-    bounds = _Bounds(max_token_len or int(sizes.sum() + num_rows * sizes.max()), micro_batch_size or num_rows)
+    distilled = np.zeros_like(tokens)
+    if num_distilled is not None:
+        distilled = np.asarray(num_distilled, dtype=np.int64)
+    sample_numbers = np.arange(num_rows)
+    if samples is not None:
+        _, sample_numbers = np.unique(np.asarray(samples, str), return_inverse=True)
+
+    more_than_all_tokens = int(sizes.sum() + num_rows * sizes.max())  # also with padding slots
+    bounds = _Bounds(max_token_len or more_than_all_tokens, micro_batch_size or num_rows)
     steps = _draw_mini_batches(num_rows, mini_batch_size, epochs, shuffle_seed)
     owner = _assign_ranks(sizes, steps[:, 0], world_size, balance)
     rows, mini_batch = _fill_ranks(sizes, owner, steps, world_size, bounds)
     is_padding = rows < 0
-    order = np.where(is_padding, int(sizes.argmin()), rows)
-    micro_batch, numbers = _split_into_micro_batches(sizes[order], mini_batch, bounds)
-    # the slots of a micro-batch are contiguous in the first epoch, so that a rank reads slices
-    keys = zip(micro_batch[..., 0], mini_batch[..., 0], strict=True)
-    places = (np.arange(world_size)[:, None], np.stack([np.lexsort(key) for key in keys]))
+    order = np.where(is_padding, int(sizes.argmin()), rows)  # the shortest row is the cheapest padding
+    micro_batch, num_micro_batches = _split_into_micro_batches(sizes[order], mini_batch, bounds)
+
+    slots = _slots_by_micro_batch(mini_batch, micro_batch)
+    schedule = []
+    for epoch in range(epochs):
+        schedule.append(_schedule(steps[:, epoch], tokens, distilled, sample_numbers, num_micro_batches[epoch]))
     return BatchPlan(
         num_rows=num_rows,
         world_size=world_size,
-        order=order[places].reshape(-1),
-        is_padding=is_padding[places].reshape(-1),
-        mini_batch=mini_batch[places].reshape(-1, epochs),
-        micro_batch=micro_batch[places].reshape(-1, epochs),
-        schedule=[_schedule(steps[:, epoch], tokens, distilled, of_sample, numbers[epoch]) for epoch in range(epochs)],
+        order=order[slots].reshape(-1),
+        is_padding=is_padding[slots].reshape(-1),
+        mini_batch=mini_batch[slots].reshape(-1, epochs),
+        micro_batch=micro_batch[slots].reshape(-1, epochs),
+        schedule=schedule,
     )
 
 
@@ -163,8 +185,28 @@ def plan_samples(number: int, world_size: int, micro_batch_size: int) -> BatchPl
     """Plans one optimizer step over samples of equal cost."""
     ones = np.ones(number, dtype=np.int64)
     return plan_batch(
-        ones, world_size=world_size, mini_batch_size=None, micro_batch_size=micro_batch_size, num_tokens=ones
+        ones,
+        world_size=world_size,
+        mini_batch_size=None,
+        micro_batch_size=micro_batch_size,
+        num_tokens=ones,
     )
+
+
+class _PartialPartition(NamedTuple):
+    """A partition of some of the items, in the heap of `balanced_partition`.
+
+    Attributes:
+        negative_gap: lightest minus heaviest set, so that the partition with the largest gap is the first in the heap.
+        number: order of creation, which decides between equal gaps.
+        sums: (parts,) costs of the sets, descending.
+        sets: (parts, items) indices of the items.
+    """
+
+    negative_gap: float
+    number: int
+    sums: NDArray[np.float64]
+    sets: Ints
 
 
 def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
@@ -173,20 +215,26 @@ def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
     Uses the largest differencing method of Karmarkar and Karp (1982), starting from chunks of `parts` items with one
     item for each set, and then swaps items. Indices from len(costs) on are fillers of cost 0, at most one per set.
     """
-    given = np.asarray(costs, dtype=np.float64)
-    size = -(-len(given) // parts)
-    filled = np.concatenate([given, np.zeros(parts * size - len(given))])
+    item_costs = np.asarray(costs, dtype=np.float64)
+    size = -(-len(item_costs) // parts)
+    filled = np.concatenate([item_costs, np.zeros(parts * size - len(item_costs))])
     chunks = np.argsort(-filled, kind="stable").reshape(size, parts)
-    heap = [(filled[own[-1]] - filled[own[0]], i, filled[own], own[:, None]) for i, own in enumerate(chunks)]
+    heap = []
+    for number, items in enumerate(chunks):
+        sums = filled[items]
+        heap.append(_PartialPartition(sums[-1] - sums[0], number, sums, items[:, None]))
     heapq.heapify(heap)
-    for created in range(size, 2 * size - 1):
-        _, _, sums, sets = heapq.heappop(heap)
-        _, _, other_sums, other_sets = heapq.heappop(heap)
-        sums, sets = sums + other_sums[::-1], np.hstack([sets, other_sets[::-1]])  # pair the heaviest with the lightest
+
+    for number in range(size, 2 * size - 1):
+        first = heapq.heappop(heap)
+        second = heapq.heappop(heap)
+        # the heaviest set of one with the lightest set of the other
+        sums = first.sums + second.sums[::-1]
+        sets = np.hstack([first.sets, second.sets[::-1]])
         descending = np.argsort(-sums, kind="stable")
         sums = sums[descending]
-        heapq.heappush(heap, (sums[-1] - sums[0], created, sums, sets[descending]))
-    return _swap(heap[0][3], filled, len(given))
+        heapq.heappush(heap, _PartialPartition(sums[-1] - sums[0], number, sums, sets[descending]))
+    return _swap(heap[0].sets, filled, len(item_costs))
 
 
 def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
@@ -194,24 +242,30 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
     sets = sets.copy()
     sums = costs[sets].sum(axis=1)
     enough = sums.mean() * BALANCE_TOLERANCE
+    # a bound on the number of swaps, because each of them may reduce the gap by very little
     for _ in range(MAX_SWAPS_PER_SET * len(sets)):
-        heavy, light = int(sums.argmax()), int(sums.argmin())
+        heavy = int(sums.argmax())
+        light = int(sums.argmin())
         gap = sums[heavy] - sums[light]
         if sums[heavy] <= enough:
             break
-        given, taken = costs[sets[heavy]], costs[sets[light]]
-        by_cost = np.argsort(taken)
-        # for each item of the heavy set, find the item of the light set whose swap moves closest to half of the gap
-        right = np.searchsorted(taken[by_cost], given - gap / 2).clip(1, max(1, len(taken) - 1))
-        nearest = np.concatenate([by_cost[right - 1], by_cost[right % len(taken)]])
-        items = np.tile(np.arange(len(given)), 2)
-        moved = given[items] - taken[nearest]
-        allowed = (sets[heavy][items] < num_items) & (sets[light][nearest] < num_items) & (moved > 0) & (moved < gap)
-        if not allowed.any():
+        heavy_costs = costs[sets[heavy]]
+        light_costs = costs[sets[light]]
+
+        # for each item of the heavy set, the two items of the light set whose swap moves closest to half of the gap
+        by_cost = np.argsort(light_costs)
+        right = np.searchsorted(light_costs[by_cost], heavy_costs - gap / 2).clip(1, max(1, len(light_costs) - 1))
+        partners = np.concatenate([by_cost[right - 1], by_cost[right % len(light_costs)]])
+        items = np.tile(np.arange(len(heavy_costs)), 2)
+        moved = heavy_costs[items] - light_costs[partners]
+
+        are_items = (sets[heavy][items] < num_items) & (sets[light][partners] < num_items)
+        is_allowed = are_items & (moved > 0) & (moved < gap)
+        if not is_allowed.any():
             break
-        best = int(np.where(allowed, np.abs(moved - gap / 2), np.inf).argmin())
-        i, j = items[best], nearest[best]
-        sets[heavy, i], sets[light, j] = sets[light, j], sets[heavy, i]
+        best = int(np.where(is_allowed, np.abs(moved - gap / 2), np.inf).argmin())
+        item, partner = items[best], partners[best]
+        sets[heavy, item], sets[light, partner] = sets[light, partner], sets[heavy, item]
         sums[heavy] -= moved[best]
         sums[light] += moved[best]
     return sets
@@ -219,14 +273,17 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
 
 def _draw_mini_batches(num_rows: int, size: int | Sequence[int] | None, epochs: int, seed: int | None) -> Ints:
     """Returns the optimizer step of each row, (B, epochs)."""
-    steps = np.empty((num_rows, epochs), dtype=np.int64)
     if isinstance(size, Sequence):
-        by_position = np.repeat(np.arange(len(size)), size)
+        step_by_position = np.repeat(np.arange(len(size)), size)
     else:
-        by_position = np.arange(num_rows) // (size or num_rows)
+        step_by_position = np.arange(num_rows) // (size or num_rows)
+
+    steps = np.empty((num_rows, epochs), dtype=np.int64)
     for epoch in range(epochs):
-        order = slice(None) if seed is None else np.random.default_rng([seed, epoch]).permutation(num_rows)
-        steps[order, epoch] = by_position
+        order = np.arange(num_rows)
+        if seed is not None:  # a generator of its own for each epoch, so that a resumed run draws the same order
+            order = np.random.default_rng([seed, epoch]).permutation(num_rows)
+        steps[order, epoch] = step_by_position
     return steps
 
 
@@ -237,10 +294,11 @@ def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) ->
     for rows in _positions_by_value(steps, int(steps.max()) + 1):
         if balance:
             for rank, members in enumerate(balanced_partition(costs[rows], world_size)):
-                owner[rows[members[members < len(rows)]]] = rank
+                is_row = members < len(rows)  # not a filler
+                owner[rows[members[is_row]]] = rank
         else:
-            for rank, part in enumerate(np.array_split(rows, world_size)):
-                owner[part] = rank
+            for rank, rows_of_rank in enumerate(np.array_split(rows, world_size)):
+                owner[rows_of_rank] = rank
     return owner
 
 
@@ -251,38 +309,72 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
     equally many slots of each mini-batch. Otherwise the ranks' row counts in a mini-batch differ: a rank gets padding
     only where it has fewer rows than forward passes, and its unused padding slots are excluded (-1) from that epoch.
     """
-    epochs, num_steps = steps.shape[1], int(steps.max()) + 1
-    by_rank = _positions_by_value(owner, world_size)
-    counts = np.stack([[np.bincount(steps[own, e], minlength=num_steps) for own in by_rank] for e in range(epochs)])
+    epochs = steps.shape[1]
+    num_steps = int(steps.max()) + 1
+    rows_of_ranks = _positions_by_value(owner, world_size)
+
+    # all three: (epochs, W, steps)
+    row_counts = np.zeros((epochs, world_size, num_steps), dtype=np.int64)
+    for epoch in range(epochs):
+        for rank, own in enumerate(rows_of_ranks):
+            row_counts[epoch, rank] = np.bincount(steps[own, epoch], minlength=num_steps)
     if (steps == steps[:, :1]).all():
-        wanted = np.broadcast_to(counts.max(axis=1, keepdims=True), counts.shape)
+        slot_counts = np.broadcast_to(row_counts.max(axis=1, keepdims=True), row_counts.shape)
     else:
-        wanted = counts.copy()  # (epochs, W, steps)
-        for epoch in range(epochs):
-            for rank, own in enumerate(by_rank):
-                for step, rows in enumerate(_positions_by_value(steps[own, epoch], num_steps)):
-                    wanted[epoch, rank, step] = len(_pack(lengths[own[rows]].tolist(), bounds))
-        wanted = np.maximum(counts, wanted.max(axis=1, keepdims=True))
-    per_rank = int(wanted.sum(axis=2).max())
-    rows = np.full((world_size, per_rank), -1, dtype=np.int64)
-    mini_batch = np.full((world_size, per_rank, epochs), -1, dtype=np.int64)
-    for rank, own in enumerate(by_rank):
+        pass_counts = _pass_counts(lengths, rows_of_ranks, steps, bounds)
+        slot_counts = np.maximum(row_counts, pass_counts.max(axis=1, keepdims=True))
+
+    slots_per_rank = int(slot_counts.sum(axis=2).max())
+    # own rows first, followed by padding slots, of which an epoch uses as many as it needs
+    rows = np.full((world_size, slots_per_rank), -1, dtype=np.int64)
+    mini_batch = np.full((world_size, slots_per_rank, epochs), -1, dtype=np.int64)
+    for rank, own in enumerate(rows_of_ranks):
         rows[rank, : len(own)] = own
         mini_batch[rank, : len(own)] = steps[own]
         for epoch in range(epochs):
-            filled = np.repeat(np.arange(num_steps), wanted[epoch, rank] - counts[epoch, rank])
-            mini_batch[rank, len(own) : len(own) + len(filled), epoch] = filled
+            padding_counts = slot_counts[epoch, rank] - row_counts[epoch, rank]
+            padding_steps = np.repeat(np.arange(num_steps), padding_counts)
+            mini_batch[rank, len(own) : len(own) + len(padding_steps), epoch] = padding_steps
     return rows, mini_batch
+
+
+def _pass_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: _Bounds) -> Ints:
+    """Returns the forward passes that each rank needs in each step, (epochs, W, steps)."""
+    epochs = steps.shape[1]
+    num_steps = int(steps.max()) + 1
+    counts = np.zeros((epochs, len(rows_of_ranks), num_steps), dtype=np.int64)
+    for epoch in range(epochs):
+        for rank, own in enumerate(rows_of_ranks):
+            for step, positions in enumerate(_positions_by_value(steps[own, epoch], num_steps)):
+                counts[epoch, rank, step] = len(_pack(lengths[own[positions]].tolist(), bounds))
+    return counts
+
+
+def _slots_by_micro_batch(mini_batch: Ints, micro_batch: Ints) -> tuple[Ints, Ints]:
+    """Returns an index that orders the slots of each rank by their micro-batch in the first epoch, so that a rank reads
+    contiguous rows. mini_batch, micro_batch: (W, n / W, epochs)."""
+    orders = []
+    for own_mini_batch, own_micro_batch in zip(mini_batch[..., 0], micro_batch[..., 0], strict=True):
+        orders.append(np.lexsort((own_micro_batch, own_mini_batch)))
+    ranks = np.arange(len(orders))[:, None]
+    return ranks, np.stack(orders)
 
 
 def _schedule(
     steps: Ints, num_tokens: Ints, num_distilled: Ints, samples: Ints, num_micro_batches: list[int]
 ) -> list[MiniBatch]:
-    tokens, distilled = (np.bincount(steps, weights=each).astype(np.int64) for each in (num_tokens, num_distilled))
-    counted = np.unique(np.stack([steps, samples])[:, num_tokens > 0], axis=1)[0]
-    sequences = np.bincount(counted, minlength=len(tokens))
-    counts = (each.tolist() for each in (tokens, sequences, distilled))
-    return [MiniBatch(*each) for each in zip(num_micro_batches, *counts, strict=True)]
+    """Counts the denominators of each optimizer step. num_micro_batches: by step; all other arguments: (B,)."""
+    tokens = np.bincount(steps, weights=num_tokens).astype(np.int64)
+    distilled = np.bincount(steps, weights=num_distilled).astype(np.int64)
+    # a sample that has several rows with tokens in a step counts once
+    samples_of_steps = np.stack([steps, samples])[:, num_tokens > 0]
+    step_of_sample = np.unique(samples_of_steps, axis=1)[0]
+    sequences = np.bincount(step_of_sample, minlength=len(tokens))
+
+    mini_batches = []
+    for step, number in enumerate(num_micro_batches):
+        mini_batches.append(MiniBatch(number, int(tokens[step]), int(sequences[step]), int(distilled[step])))
+    return mini_batches
 
 
 def _positions_by_value(values: Ints, number: int) -> list[Ints]:
@@ -302,14 +394,16 @@ def _split_into_micro_batches(lengths: Ints, mini_batch: Ints, bounds: _Bounds) 
     numbers: list[list[int]] = []
     for epoch in range(epochs):
         num_steps = int(mini_batch[..., epoch].max()) + 1
-        places = [_positions_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
-        numbers.append([])
+        slots = [_positions_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
+        numbers_of_epoch = []
         for step in range(num_steps):
-            bins = _split_mini_batch([lengths[rank, places[rank][step]].tolist() for rank in range(world_size)], bounds)
-            numbers[-1].append(len(bins[0]))
-            for rank, own in enumerate(bins):
-                for position, members in enumerate(own[1:], start=1):
-                    micro_batch[rank, places[rank][step][members], epoch] = position
+            lengths_of_ranks = [lengths[rank, slots[rank][step]].tolist() for rank in range(world_size)]
+            bins_of_ranks = _split_mini_batch(lengths_of_ranks, bounds)
+            numbers_of_epoch.append(len(bins_of_ranks[0]))
+            for rank, bins in enumerate(bins_of_ranks):
+                for number, members in enumerate(bins):
+                    micro_batch[rank, slots[rank][step][members], epoch] = number
+        numbers.append(numbers_of_epoch)
     return micro_batch, numbers
 
 
@@ -320,14 +414,16 @@ def _split_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[li
     is too large for the device fails immediately.
     """
     packed = [_pack(own, bounds) for own in lengths]
+    # a rank with fewer forward passes than the others would hang in FSDP's collectives
     number = max(len(bins) for bins in packed)
     if number == 1:
         return packed
     result = []
     for own, bins in zip(lengths, packed, strict=True):
-        spread = _pack_evenly(own, number, bounds) or _split(bins, number)
-        loads = [sum(own[i] for i in members) for members in spread]
-        result.append([spread[i] for i in sorted(range(number), key=lambda i: -loads[i])])
+        # an even split may violate the token bound where the tight packing does not
+        micro_batches = _pack_evenly(own, number, bounds) or _split(bins, number)
+        micro_batches.sort(key=lambda members: -sum(own[position] for position in members))
+        result.append(micro_batches)
     return result
 
 
@@ -338,9 +434,9 @@ def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, bin), ascending, of bins with room for another row
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        found = bisect_left(room, (lengths[item], -1))
-        if found < len(room):
-            free, number = room.pop(found)
+        fullest = bisect_left(room, (lengths[item], -1))
+        if fullest < len(room):
+            free, number = room.pop(fullest)
         else:
             free, number = bounds.max_tokens, len(bins)
             bins.append([])
@@ -356,14 +452,17 @@ def _pack_evenly(lengths: list[int], number: int, bounds: _Bounds) -> list[list[
     Returns None if that violates a bound, so that a tighter packing is needed. Requires at least `number` items.
     """
     bins: list[list[int]] = [[] for _ in range(number)]
-    loads = [(0, 0, i) for i in range(number)]  # (tokens, rows, bin): an empty bin comes before any other
+    # a heap of (tokens, rows, bin), in which an empty bin comes before any other
+    loads = [(0, 0, position) for position in range(number)]
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not loads or loads[0][0] + lengths[item] > bounds.max_tokens:
+        if not loads:
             return None
-        tokens, count, i = loads[0]
-        bins[i].append(item)
-        if count + 1 < bounds.max_rows:
-            heapq.heapreplace(loads, (tokens + lengths[item], count + 1, i))
+        tokens, num_rows, position = loads[0]
+        if tokens + lengths[item] > bounds.max_tokens:
+            return None
+        bins[position].append(item)
+        if num_rows + 1 < bounds.max_rows:
+            heapq.heapreplace(loads, (tokens + lengths[item], num_rows + 1, position))
         else:
             heapq.heappop(loads)
     return bins
@@ -379,7 +478,18 @@ def _split(bins: list[list[int]], number: int) -> list[list[int]]:
     return bins
 
 
-def _check(lengths: Ints, num_tokens: Ints, max_token_len: int | None, steps: int | Sequence[int] | None) -> None:
+def _require_positive(**options: int | Sequence[int] | None) -> None:
+    """Raises ValueError if an option, or an entry of a list, is below 1."""
+    for name, value in options.items():
+        smallest = min(value) if isinstance(value, Sequence) else value
+        if smallest is not None and smallest < 1:
+            raise ValueError(f"plan_batch: {name}={value}; expected at least 1.")
+
+
+def _require_fitting_rows(
+    lengths: Ints, num_tokens: Ints, max_token_len: int | None, steps: int | Sequence[int] | None
+) -> None:
+    """Raises ValueError if the batch is empty, a row exceeds the bound, or the steps have another number of rows."""
     if lengths.ndim != 1 or lengths.shape != num_tokens.shape or not len(lengths):
         raise ValueError(f"plan_batch: lengths {lengths.shape} and num_tokens {num_tokens.shape} must be (B,), B > 0.")
     if isinstance(steps, Sequence) and sum(steps) != len(lengths):

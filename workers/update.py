@@ -13,6 +13,7 @@ import torch
 from verl_lite.metrics import Metric, combine, to_host
 from verl_lite.profiling import span
 from verl_lite.protocol import DataProto
+from verl_lite.seqlen_balance import MiniBatch
 
 # (micro-batch, outputs of the forward with gradient) -> (loss to be summed over micro-batches and ranks, metrics)
 LossFunction = Callable[[DataProto, dict[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
@@ -49,26 +50,38 @@ def train_epochs(
     metrics: list[Mapping[str, Metric]] = []
     for epoch, mini_batches in enumerate(data.meta_info["schedule"]):
         for mini_index, mini_batch in enumerate(mini_batches):
-            counts = {name: getattr(mini_batch, name) for name in ("num_tokens", "num_sequences", "num_distilled")}
+            # counted over all ranks, so that all of them skip the mini-batch
             is_empty = mini_batch.num_tokens == 0
             metrics.append({"empty_mini_batch_frac": Metric.mean(float(is_empty), 1)})
             if is_empty:
                 continue
             for micro_index in range(mini_batch.num_micro_batches):
                 with span("micro_batch"):
-                    _, micro_batch = _micro_batch(data, epoch, mini_index, micro_index, counts)
-                    outputs, counting = engine.forward(micro_batch)
-                    if counting:
-                        loss, parts = loss_fn(micro_batch, outputs)
-                        metrics.append(parts)
-                    else:  # no loss on this rank, but the other ranks wait for its backward
-                        loss = sum((0.0 * output.sum() for output in outputs.values()), start=torch.zeros(()))
-                    engine.backward(loss, is_last=micro_index == mini_batch.num_micro_batches - 1)
+                    rows = _rows_of(data, epoch, mini_index, micro_index)
+                    micro_batch = _select(data, rows, mini_batch)
+                    is_last = micro_index == mini_batch.num_micro_batches - 1
+                    metrics.append(_train_on(engine, micro_batch, loss_fn, is_last=is_last))
                 interleave()
             with span("optimizer_step"):
                 metrics.append(engine.optimizer_step())
             interleave()
     return combine(to_host(metrics))
+
+
+def _train_on(
+    engine: TrainableEngine, micro_batch: DataProto, loss_fn: LossFunction, *, is_last: bool
+) -> Mapping[str, Metric]:
+    """Accumulates the gradients of one micro-batch. Returns the metrics of the loss."""
+    outputs, is_counting = engine.forward(micro_batch)
+    if is_counting:
+        loss, metrics = loss_fn(micro_batch, outputs)
+    else:  # no loss on this rank, but the other ranks wait for its backward
+        metrics = {}
+        loss = torch.zeros(())
+        for output in outputs.values():
+            loss = loss + 0.0 * output.sum()
+    engine.backward(loss, is_last=is_last)
+    return metrics
 
 
 @torch.no_grad()
@@ -82,8 +95,9 @@ def infer_batch(
     for mini_index, mini_batch in enumerate(mini_batches):
         for micro_index in range(mini_batch.num_micro_batches):
             with span("micro_batch"):
-                rows, micro_batch = _micro_batch(data, 0, mini_index, micro_index, {})
-                outputs, _ = engine.forward(micro_batch)
+                # an empty micro-batch runs, too: all ranks take part in the forward's collectives
+                rows = _rows_of(data, 0, mini_index, micro_index)
+                outputs, _ = engine.forward(_select(data, rows))
                 for name, values in outputs.items():
                     if name not in results:
                         results[name] = torch.zeros(len(data), *values.shape[1:], dtype=values.dtype)
@@ -92,13 +106,19 @@ def infer_batch(
     return results
 
 
-def _micro_batch(
-    data: DataProto, epoch: int, mini_index: int, micro_index: int, counts: dict[str, int]
-) -> tuple[torch.Tensor, DataProto]:
-    """Selects this rank's rows of one micro-batch, possibly none. Returns their indices, and the rows with the
-    mini-batch's global denominators in meta_info."""
-    chosen = (data.batch["mini_batch"][:, epoch] == mini_index) & (data.batch["micro_batch"][:, epoch] == micro_index)
-    rows = chosen.nonzero().squeeze(1)
-    columns = {name: column[rows.numpy()] for name, column in data.non_tensor_batch.items()}
-    meta_info = {name: value for name, value in data.meta_info.items() if name != "schedule"} | counts
-    return rows, DataProto(data.batch[rows], columns, meta_info)
+def _rows_of(data: DataProto, epoch: int, mini_index: int, micro_index: int) -> torch.Tensor:
+    """Returns the indices of this rank's rows of one micro-batch, possibly none."""
+    is_of_mini_batch = data.batch["mini_batch"][:, epoch] == mini_index
+    is_of_micro_batch = data.batch["micro_batch"][:, epoch] == micro_index
+    return (is_of_mini_batch & is_of_micro_batch).nonzero().squeeze(1)
+
+
+def _select(data: DataProto, rows: torch.Tensor, mini_batch: MiniBatch | None = None) -> DataProto:
+    """Selects rows, with the global denominators of a mini-batch, if given, in meta_info."""
+    arrays = {name: column[rows.numpy()] for name, column in data.non_tensor_batch.items()}
+    meta_info = {name: value for name, value in data.meta_info.items() if name != "schedule"}
+    if mini_batch is not None:
+        meta_info["num_tokens"] = mini_batch.num_tokens
+        meta_info["num_sequences"] = mini_batch.num_sequences
+        meta_info["num_distilled"] = mini_batch.num_distilled
+    return DataProto(data.batch[rows], arrays, meta_info)

@@ -31,7 +31,8 @@ from verl_lite.device import compute_dtype, get_device
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 from workers.engine.fsdp import FSDPEngine
-from workers.engine.packing import PackedSequences, Scores, _sdpa_runs, _varlen_attention
+from workers.engine.packed_attention import Scores, _sdpa_runs, _varlen_attention
+from workers.engine.packed_sequences import PackedSequences
 from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network

@@ -14,7 +14,8 @@ from tests.workers.engine_cases import Case as EngineCase
 from verl_lite.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
 from verl_lite.device import DETERMINISTIC
 from workers.engine.fsdp import FSDPEngine
-from workers.engine.packing import PackedSequences, Scores, _sdpa_runs, _varlen_attention
+from workers.engine.packed_attention import Scores, _sdpa_runs, _varlen_attention
+from workers.engine.packed_sequences import PackedSequences
 from workers.policy.causal_lm import causal_lm, token_log_probs
 from workers.policy.loading import token_network
 

@@ -28,8 +28,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.workers.engine_cases import token_columns
 from verl_lite.config import ActorConfig, NetworkConfig
-from workers.engine import packing
-from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack
+from workers.engine import packed_attention
+from workers.engine.packed_attention import PACKED_ATTENTION
+from workers.engine.packed_sequences import PackedSequences
+from workers.engine.packing import ModelInputs, pack
 from workers.policy import causal_lm
 from workers.policy.activations import limit_activations
 from workers.policy.causal_lm import CausalLMPolicy
@@ -164,7 +166,7 @@ def not_there(value: Any, mode: FakeTensorMode) -> Any:
     made = {
         name: mode.from_tensor(each) if isinstance(each, torch.Tensor) else not_there(each, mode)
         for name, each in vars(value).items()
-        if isinstance(each, torch.Tensor | packing.PackedSequences)
+        if isinstance(each, torch.Tensor | PackedSequences)
     }
     return replace(value, **made)
 
@@ -173,8 +175,8 @@ def not_there(value: Any, mode: FakeTensorMode) -> Any:
 def code_of_cuda(compiled: bool) -> Iterator[None]:
     """Selects the code that CUDA runs."""
     patches: list[tuple[Any, str, Any]] = [
-        (packing, "_sdpa_runs", packing._varlen_attention),
-        (packing, "_flash_attn_varlen", lambda: None),
+        (packed_attention, "_sdpa_runs", packed_attention._varlen_attention),
+        (packed_attention, "_flash_attn_varlen", lambda: None),
         (causal_lm, "has_wide_products", lambda device: True),
         (causal_lm, "logit_transform", lambda model: causal_lm.PLAIN_LOGITS),  # determined with real numbers
         (causal_lm, "TILE_BYTES", {"cpu": causal_lm.TILE_BYTES["cuda, compiled" if compiled else "cuda"]}),

@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.workers.engine_cases import token_columns
-from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack
+from workers.engine.packed_attention import PACKED_ATTENTION
+from workers.engine.packing import ModelInputs, pack
 
 ROWS, PROMPT, RESPONSE, HIDDEN = 6, 16, 16, 64
 LENGTHS = (16, 12, 9, 14)

@@ -14,8 +14,9 @@ from tests.workers.engine_cases import Batch, ragged_batch
 from verl_lite.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss
 from verl_lite.protocol import DataProto
-from workers.engine import packing
-from workers.engine.packing import PACKED_ATTENTION, pack
+from workers.engine import packed_attention
+from workers.engine.packed_attention import PACKED_ATTENTION
+from workers.engine.packing import pack
 from workers.losses import actor_loss, critic_loss
 from workers.policy import causal_lm
 from workers.policy.causal_lm import CausalLMPolicy
@@ -60,8 +61,8 @@ def test_the_critics_loss() -> None:
 
 def test_forward_and_backward_through_the_kernels_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a bf16 model with grouped heads, prompts shared."""
-    monkeypatch.setattr(packing, "_sdpa_runs", packing._varlen_attention)  # what CUDA takes
-    monkeypatch.setattr(packing, "_flash_attn_varlen", lambda: None)
+    monkeypatch.setattr(packed_attention, "_sdpa_runs", packed_attention._varlen_attention)  # what CUDA takes
+    monkeypatch.setattr(packed_attention, "_flash_attn_varlen", lambda: None)
     monkeypatch.setattr(causal_lm, "has_wide_products", lambda device: True)
     monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", 0)
     monkeypatch.setattr(causal_lm, "logit_transform", lambda model: causal_lm.PLAIN_LOGITS)  # found with real numbers

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from workers.engine import packing
-from workers.engine.packing import PackedSequences, Scores, _sdpa_runs, _varlen_attention
+from workers.engine import packed_attention
+from workers.engine.packed_attention import Scores, _sdpa_runs, _varlen_attention
+from workers.engine.packed_sequences import PackedSequences
 
 SEQUENCES = PackedSequences(((1, 9), (2, 4)), torch.tensor([0, 9, 13, 17], dtype=torch.int32), 9)
 
@@ -47,8 +48,8 @@ def of_torch_2_11(
 def test_each_version_of_torch_s_kernel_gives_the_attention_of_runs(
     kernel: Any, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_flash_attn_varlen", lambda: None)
-    monkeypatch.setattr(packing, "_torch_varlen", lambda: kernel)
+    monkeypatch.setattr(packed_attention, "_flash_attn_varlen", lambda: None)
+    monkeypatch.setattr(packed_attention, "_torch_varlen", lambda: kernel)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(17, heads, 8, generator=generator, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
     results = []
@@ -61,7 +62,7 @@ def test_each_version_of_torch_s_kernel_gives_the_attention_of_runs(
 
 def test_the_installed_torch_is_one_of_them() -> None:
     """All that is handed over exists in this version's signature."""
-    kernel = packing._torch_varlen()
+    kernel = packed_attention._torch_varlen()
     assert kernel is not None
     asked = {"scale", "window_size"} | set(list(inspect.signature(of_torch_2_11).parameters)[:7])
     assert asked <= inspect.signature(kernel).parameters.keys()

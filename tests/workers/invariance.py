@@ -45,7 +45,8 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers import losses
-from workers.engine.packing import PACKED_ATTENTION, ModelInputs, pack, pad
+from workers.engine.packed_attention import PACKED_ATTENTION
+from workers.engine.packing import ModelInputs, pack, pad
 from workers.engine.sequence_parallel import SequenceGroup, sequence_group
 from workers.losses import actor_loss, critic_loss
 from workers.policy.causal_lm import causal_lm

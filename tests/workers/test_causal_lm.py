@@ -19,14 +19,8 @@ from verl_lite.config import ActorConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import pad
 from workers.policy import causal_lm
-from workers.policy.causal_lm import (
-    PLAIN_LOGITS,
-    CausalLMPolicy,
-    LogitTransform,
-    TokenStatistics,
-    logit_transform,
-    token_log_probs,
-)
+from workers.policy.causal_lm import CausalLMPolicy, TokenStatistics, token_log_probs
+from workers.policy.logit_transform import PLAIN_LOGITS, LogitTransform, logit_transform
 
 
 def naive(

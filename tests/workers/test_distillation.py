@@ -34,7 +34,8 @@ from verl_lite.protocol import DataProto
 from workers.frozen_models import teacher_log_probs
 from workers.losses import actor_loss
 from workers.policy import causal_lm
-from workers.policy.causal_lm import PLAIN_LOGITS, token_log_probs, top_log_probs
+from workers.policy.causal_lm import token_log_probs, top_log_probs
+from workers.policy.logit_transform import PLAIN_LOGITS
 
 BATCH = Batch(rows=9, seed=3, shared_prompts=3, failed_rows=(4,))
 TOPK = 5

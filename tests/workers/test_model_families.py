@@ -30,7 +30,8 @@ from tests.workers.model_families import (
 from tests.workers.rollout.test_engines import ask, expect_plain, make_engine, run
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packing import PACKED_ATTENTION, align, by_sequences, pack
+from workers.engine.packed_attention import PACKED_ATTENTION, by_sequences
+from workers.engine.packing import align, pack
 from workers.policy import families, token_mixing
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note

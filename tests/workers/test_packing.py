@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.workers.engine_cases import PROMPT, RESPONSE, Batch, ragged_batch
-from workers.engine.packing import ModelInputs, PackedSequences, align, pack, packed_attention, pad
+from workers.engine.packed_attention import packed_attention
+from workers.engine.packed_sequences import PackedSequences
+from workers.engine.packing import ModelInputs, align, pack, pad
 
 
 def rows_of(*rows: tuple[list[int], list[int]], prompt: int = 4, response: int = 3) -> dict[str, torch.Tensor]:

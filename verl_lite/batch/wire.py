@@ -25,11 +25,21 @@ _FLOATS = (torch.float16, torch.float32, torch.float64)  # the float types that 
 
 
 class Column(NamedTuple):
-    """The encoding of one tensor: a slice of another column (`source`, from its column `low`), the whole tensor
-    (`span` -1), or the entries inside a span: section `values`, or `constant` everywhere.
+    """The encoding of one tensor: a slice of another column, the whole tensor, or the entries inside a span.
 
-    Entries outside the span have the bits `fill`. With section `filled` they are `fill` where its bit is set and 0
-    elsewhere, because `x * mask` produces both 0.0 and -0.0. is_steps: differences from left to right are encoded.
+    Attributes:
+        name: name of the column.
+        dtype: name of the torch dtype.
+        tail: dimensions after the rows.
+        span: section of the span; -1 if the whole tensor is in section `values`.
+        values: section of the entries inside the span; -1 if all of them are `constant`.
+        constant: the bits of the entries inside the span if `values` is -1.
+        fill: the bits of the entries outside the span.
+        filled: section with a bit for each entry: outside the span, entries are `fill` where it is set and 0
+            elsewhere, because `x * mask` produces both 0.0 and -0.0; -1 if all of them are `fill`.
+        is_steps: whether differences from left to right are encoded.
+        source: the column of which this one is a slice; empty if it is none.
+        low: first column of the slice in `source`.
     """
 
     name: str
@@ -57,8 +67,15 @@ class Section(NamedTuple):
 class Packed:
     """A packed batch of `rows` rows. `slice` is cheap; `unpack` returns the columns.
 
-    arrays: one array per section; a span's array is (rows, 2): position of the first real token, and number of tokens
-    up to the last. objects: row-sliceable columns to pickle. meta: sent with every slice. schema: columns and sections.
+    Attributes:
+        rows: number of rows.
+        columns: encodings of the tensors.
+        sections: layouts of the arrays.
+        arrays: one array per section; a span's array is (rows, 2): position of the first real token, and number of
+            tokens up to the last.
+        objects: row-sliceable columns to pickle.
+        meta: sent with every slice.
+        schema: columns and sections, pickled and compressed.
     """
 
     rows: int
@@ -71,57 +88,86 @@ class Packed:
 
     @functools.cached_property
     def _offsets(self) -> dict[int, np.ndarray]:
-        spans = {section.span for section in self.sections if section.span >= 0}
-        return {span: np.append(0, self.arrays[span][:, 1].cumsum(dtype=np.int64)) for span in spans}
+        """By span: (rows + 1,) the cumulative numbers of real tokens."""
+        offsets = {}
+        for section in self.sections:
+            if section.span >= 0 and section.span not in offsets:
+                lengths = self.arrays[section.span][:, 1]
+                offsets[section.span] = np.append(0, lengths.cumsum(dtype=np.int64))
+        return offsets
 
     def slice(self, start: int, stop: int) -> Packed:
         """Returns rows [start, stop) as views."""
         arrays = []
         for section, array in zip(self.sections, self.arrays, strict=True):
-            first, last = (start, stop) if section.span < 0 else self._offsets[section.span][[start, stop]]
-            arrays.append(array[first:last])
+            if section.span < 0:
+                arrays.append(array[start:stop])
+            else:
+                offsets = self._offsets[section.span]
+                arrays.append(array[offsets[start] : offsets[stop]])
         objects = {name: value[start:stop] for name, value in self.objects.items()}
         return Packed(stop - start, self.columns, self.sections, arrays, objects, self.meta, self.schema)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies all arrays into one buffer, each at its natural alignment."""
-        places, end = [], 0
+        byte_ranges = []
+        end = 0
         for array in self.arrays:
-            begin = -(-end // array.itemsize) * array.itemsize
+            begin = _aligned(end, array.itemsize)
             end = begin + array.nbytes
-            places.append(slice(begin, end))
+            byte_ranges.append(slice(begin, end))
         buffer = np.empty(end, dtype=np.uint8)
-        for place, array in zip(places, self.arrays, strict=True):
-            buffer[place] = array.reshape(-1).view(np.uint8)
+        for byte_range, array in zip(byte_ranges, self.arrays, strict=True):
+            buffer[byte_range] = array.reshape(-1).view(np.uint8)
         return _load, (self.schema, self.rows, buffer, self.objects, self.meta)
 
     def unpack(self) -> dict[str, torch.Tensor]:
         """Returns the columns as CPU tensors that own their memory."""
         indices: dict[int, np.ndarray] = {}
         bits: dict[str, np.ndarray] = {}
-        for column in sorted(self.columns, key=lambda one: bool(one.source)):  # slices after their source
+        for column in self.columns:
+            if not column.source:
+                bits[column.name] = self._unpack_column(column, indices)
+        for column in self.columns:
             if column.source:
-                bits[column.name] = bits[column.source][:, column.low : column.low + column.tail[0]].copy()
-                continue
-            if column.span < 0:
-                bits[column.name] = self.arrays[column.values].copy()  # arrays from Ray's object store are read-only
-                continue
-            width, itemsize = column.tail[0], getattr(torch, column.dtype).itemsize
-            found = bits[column.name] = np.full((self.rows, width), column.fill, f"i{itemsize}")
-            if column.filled >= 0:
-                found[np.unpackbits(self.arrays[column.filled], axis=1, count=width) == 0] = 0
-            if column.span not in indices:
-                indices[column.span] = _indices(self.arrays[column.span], width)
-            inside = column.constant if column.values < 0 else self.arrays[column.values]
-            found.reshape(-1)[indices[column.span]] = inside
-            if column.is_steps:
-                np.cumsum(found, axis=1, out=found)
-        return {c.name: torch.from_numpy(bits[c.name]).view(getattr(torch, c.dtype)) for c in self.columns}
+                stop = column.low + column.tail[0]
+                bits[column.name] = bits[column.source][:, column.low : stop].copy()
+
+        tensors = {}
+        for column in self.columns:
+            dtype: torch.dtype = getattr(torch, column.dtype)
+            tensors[column.name] = torch.from_numpy(bits[column.name]).view(dtype)
+        return tensors
+
+    def _unpack_column(self, column: Column, indices: dict[int, np.ndarray]) -> np.ndarray:
+        """Returns the bits of a column. indices: `_indices` by span, which the call adds to."""
+        if column.span < 0:
+            return self.arrays[column.values].copy()  # arrays from Ray's object store are read-only
+
+        width = column.tail[0]
+        dtype: torch.dtype = getattr(torch, column.dtype)
+        bits = np.full((self.rows, width), column.fill, f"i{dtype.itemsize}")
+        if column.filled >= 0:
+            is_fill = np.unpackbits(self.arrays[column.filled], axis=1, count=width)
+            bits[is_fill == 0] = 0
+        if column.span not in indices:
+            indices[column.span] = _indices(self.arrays[column.span], width)
+        inside = column.constant if column.values < 0 else self.arrays[column.values]
+        bits.reshape(-1)[indices[column.span]] = inside
+        if column.is_steps:
+            np.cumsum(bits, axis=1, out=bits)
+        return bits
 
 
 def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Any], meta: dict[str, Any], rows: int) -> Packed:
-    """Packs the columns of a batch. tensors: strided tensors (rows, ...) of any dtype up to 8 bytes, on any device.
-    objects: columns that are pickled unchanged. meta: sent with every slice."""
+    """Packs the columns of a batch.
+
+    Args:
+        tensors: strided tensors (rows, ...) of any dtype up to 8 bytes, on any device.
+        objects: columns that are pickled unchanged.
+        meta: sent with every slice.
+        rows: number of rows.
+    """
     packer = _Packer(tensors, rows)
     columns = [packer.encode(name) for name in tensors]
     schema = zlib.compress(pickle.dumps((columns, packer.sections), protocol=5))
@@ -136,8 +182,13 @@ def concat(parts: list[Packed]) -> Packed | None:
             return None
         if not all(isinstance(value, np.ndarray) for value in part.objects.values()):
             return None
-    arrays = [np.concatenate(same) for same in zip(*(part.arrays for part in parts), strict=True)]
-    objects = {name: np.concatenate([part.objects[name] for part in parts]) for name in first.objects}
+
+    arrays = []
+    for section in range(len(first.arrays)):
+        arrays.append(np.concatenate([part.arrays[section] for part in parts]))
+    objects = {}
+    for name in first.objects:
+        objects[name] = np.concatenate([part.objects[name] for part in parts])
     rows = sum(part.rows for part in parts)
     return Packed(rows, first.columns, first.sections, arrays, objects, first.meta, first.schema)
 
@@ -146,51 +197,78 @@ class _Packer:
     """Chooses the encoding of each column. It tries the spans of the masks first."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], rows: int) -> None:
-        self.tensors, self.rows = tensors, rows
+        self.tensors = tensors
+        self.rows = rows
         self.bits = {name: _bits(tensor) for name, tensor in tensors.items()}
         self.sections: list[Section] = []
         self.arrays: list[np.ndarray] = []
         self.spans: dict[int, int] = {}  # section number of a span -> width of its columns
         self.indices: dict[int, np.ndarray] = {}
+        # first the spans of the masks: the real tokens of most other columns are the same
         for name in tensors:
             if name.endswith("mask") and self._is_matrix(name):
                 self._add_span(_span_of(self.bits[name]), self.bits[name].shape[1])
 
     def encode(self, name: str) -> Column:
-        bits, dtype = self.bits[name], self.tensors[name].dtype
+        """Chooses the encoding of a column and adds its sections."""
+        bits = self.bits[name]
+        dtype = self.tensors[name].dtype
         column = Column(name, str(dtype).removeprefix("torch."), tuple(bits.shape[1:]))
-        found = self._encode_matrix(column, bits, dtype) if self._is_matrix(name) else None
-        return found or column._replace(values=self._add(bits))
+        if self._is_matrix(name):
+            encoded = self._encode_matrix(column, bits, dtype)
+            if encoded is not None:
+                return encoded
+        return column._replace(values=self._add(bits))
 
     def _encode_matrix(self, column: Column, bits: np.ndarray, dtype: torch.dtype) -> Column | None:
-        ids, width = self.bits.get("input_ids"), bits.shape[1]
-        if column.name in ("prompts", "responses") and ids is not None and self._is_matrix("input_ids"):
-            low = 0 if column.name == "prompts" else ids.shape[1] - width
-            if dtype == self.tensors["input_ids"].dtype and np.array_equal(bits, ids[:, max(low, 0) : low + width]):
-                return column._replace(source="input_ids", low=low)
+        """Encodes a column (rows, width) as a slice or with a span; returns None if neither saves space."""
+        width = bits.shape[1]
+        low = self._first_in_input_ids(column.name, bits, dtype)
+        if low is not None:
+            return column._replace(source="input_ids", low=low)
         if column.name == "position_ids" and dtype == torch.int64:
+            # positions grow by 1 from token to token, so that most differences are one value
             steps = np.diff(bits, axis=1, prepend=0)
-            return self._fit(column._replace(is_steps=True, span=self._add_span(_span_of(steps), width)), steps)
-        for span in [number for number, other in self.spans.items() if other == width]:
-            if (found := self._fit(column._replace(span=span), bits)) is not None:
-                return found
-        own = _span_of(bits.view(f"f{bits.itemsize}") if dtype in _FLOATS else bits)  # 0.0 and -0.0 are both zero
-        if own[:, 1].sum(dtype=np.int64) > _WORTH_PACKING * bits.size:
+            span = self._add_span(_span_of(steps), width)
+            return self._fit(column._replace(is_steps=True, span=span), steps)
+
+        spans_of_width = [span for span, span_width in self.spans.items() if span_width == width]
+        for span in spans_of_width:
+            encoded = self._fit(column._replace(span=span), bits)
+            if encoded is not None:
+                return encoded
+
+        # 0.0 and -0.0 are both zero
+        own_span = _span_of(bits.view(f"f{bits.itemsize}") if dtype in _FLOATS else bits)
+        if own_span[:, 1].sum(dtype=np.int64) > _WORTH_PACKING * bits.size:
             return None
-        return self._fit(column._replace(span=self._add_span(own, width)), bits)
+        return self._fit(column._replace(span=self._add_span(own_span, width)), bits)
+
+    def _first_in_input_ids(self, name: str, bits: np.ndarray, dtype: torch.dtype) -> int | None:
+        """Returns the column of `input_ids` at which the prompts or responses begin; None if they are not part of
+        it."""
+        if name not in ("prompts", "responses") or "input_ids" not in self.bits or not self._is_matrix("input_ids"):
+            return None
+        ids = self.bits["input_ids"]
+        width = bits.shape[1]
+        low = 0 if name == "prompts" else ids.shape[1] - width
+        is_slice = low >= 0 and np.array_equal(bits, ids[:, low : low + width])
+        return low if is_slice and dtype == self.tensors["input_ids"].dtype else None
 
     def _is_matrix(self, name: str) -> bool:
         bits = self.bits[name]
         return bits.ndim == 2 and bits.shape[1] >= _NARROWEST_PACKED_WIDTH and self.rows > 0
 
     def _add(self, array: np.ndarray, span: int = -1) -> int:
+        """Adds a section and returns its number."""
         self.sections.append(Section(array.dtype.str, () if span >= 0 else array.shape[1:], span))
         self.arrays.append(array)
         return len(self.arrays) - 1
 
     def _add_span(self, span: np.ndarray, width: int) -> int:
-        for number, other in self.spans.items():
-            if other == width and np.array_equal(self.arrays[number], span):
+        """Adds a span (rows, 2) of columns of this width, unless there is an equal one. Returns its section."""
+        for number, span_width in self.spans.items():
+            if span_width == width and np.array_equal(self.arrays[number], span):
                 return number
         number = self._add(span)
         self.spans[number] = width
@@ -202,24 +280,55 @@ class _Packer:
         if column.span not in self.indices:
             self.indices[column.span] = _indices(span, bits.shape[1])
         inside = bits.reshape(-1).take(self.indices[column.span])
-        nonzero_outside = np.count_nonzero(bits) - np.count_nonzero(inside)
-        if nonzero_outside:
-            row = int(np.argmax(span[:, 1] < bits.shape[1]))
-            first = int(bits[row, 0 if span[row, 0] > 0 or span[row, 1] == 0 else span[row, 1]])
-            column = column._replace(fill=first or -1 << (8 * bits.itemsize - 1))  # the bits of -0.0 if first is 0
-            where = bits == column.fill
-            found = np.count_nonzero(where) - np.count_nonzero(inside == column.fill)
-            if found != nonzero_outside:
-                return None
-            if found != bits.size - inside.size:
-                column = column._replace(filled=self._add(np.packbits(where, axis=1)))
-        low, high = (int(inside.min()), int(inside.max())) if inside.size else (0, 0)
-        if low == high:
-            return column._replace(constant=low)
+        # bits are compared, not values, so that the received column is the same bit for bit
+        with_fill = self._fit_outside(column, bits, inside)
+        if with_fill is None:
+            return None
+
+        lowest = highest = 0
+        if inside.size:
+            lowest = int(inside.min())
+            highest = int(inside.max())
+        if lowest == highest:
+            return with_fill._replace(constant=lowest)
         if column.dtype == "int64":
-            fitting = (d for d in (np.int8, np.int32) if np.iinfo(d).min <= low and high <= np.iinfo(d).max)
-            inside = inside.astype(next(fitting, np.int64))
-        return column._replace(values=self._add(inside, column.span))
+            inside = inside.astype(_smallest_int(lowest, highest))
+        return with_fill._replace(values=self._add(inside, column.span))
+
+    def _fit_outside(self, column: Column, bits: np.ndarray, inside: np.ndarray) -> Column | None:
+        """Encodes the entries outside the span; returns None if they are not one value and zeros."""
+        num_nonzero = np.count_nonzero(bits) - np.count_nonzero(inside)
+        if num_nonzero == 0:
+            return column
+
+        # one entry outside the span: before or after it, in the first row that it does not fill
+        span = self.arrays[column.span]
+        row = int(np.argmax(span[:, 1] < bits.shape[1]))
+        start, length = span[row]
+        fill = int(bits[row, 0 if start > 0 or length == 0 else length])
+        if fill == 0:
+            fill = -1 << (8 * bits.itemsize - 1)  # the bits of -0.0
+        is_fill = bits == fill
+        num_fill = np.count_nonzero(is_fill) - np.count_nonzero(inside == fill)
+        if num_fill != num_nonzero:
+            return None
+        filled = -1
+        if num_fill != bits.size - inside.size:  # the others are 0
+            filled = self._add(np.packbits(is_fill, axis=1))
+        return column._replace(fill=fill, filled=filled)
+
+
+def _smallest_int(lowest: int, highest: int) -> type[np.signedinteger[Any]]:
+    for dtype in (np.int8, np.int32):
+        limits = np.iinfo(dtype)
+        if limits.min <= lowest and highest <= limits.max:
+            return dtype
+    return np.int64
+
+
+def _aligned(position: int, itemsize: int) -> int:
+    """Returns the next position at which an array with entries of this size can begin."""
+    return -(-position // itemsize) * itemsize
 
 
 def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Any], meta: dict[str, Any]) -> Packed:
@@ -228,34 +337,41 @@ def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Any],
     arrays: list[np.ndarray] = []
     end = 0
     for section in sections:
-        dtype, by_rows = np.dtype(section.dtype), section.span < 0
-        count = rows * math.prod(section.tail) if by_rows else int(arrays[section.span][:, 1].sum(dtype=np.int64))
-        begin = -(-end // dtype.itemsize) * dtype.itemsize
-        end = begin + count * dtype.itemsize
-        array = buffer[begin:end].view(dtype)
-        arrays.append(array.reshape(rows, *section.tail) if by_rows else array)
+        dtype = np.dtype(section.dtype)
+        if section.span < 0:
+            shape = (rows, *section.tail)
+        else:
+            lengths = arrays[section.span][:, 1]
+            shape = (int(lengths.sum(dtype=np.int64)),)
+        begin = _aligned(end, dtype.itemsize)
+        end = begin + math.prod(shape) * dtype.itemsize
+        arrays.append(buffer[begin:end].view(dtype).reshape(shape))
     return Packed(rows, columns, sections, arrays, objects, meta, schema)
 
 
 def _span_of(values: np.ndarray) -> np.ndarray:
     """Returns (rows, 2): position of the first nonzero entry of each row, and number of entries up to the last one."""
-    is_set, width = values != 0, values.shape[1]
+    width = values.shape[1]
+    is_set = values != 0
     start = is_set.argmax(axis=1)
-    length = np.where(is_set.any(axis=1), width - is_set[:, ::-1].argmax(axis=1) - start, 0)
-    return np.stack([start, length], axis=1).astype(np.uint16 if width <= np.iinfo(np.uint16).max else np.int32)
+    end = width - is_set[:, ::-1].argmax(axis=1)
+    length = np.where(is_set.any(axis=1), end - start, 0)
+    dtype = np.uint16 if width <= np.iinfo(np.uint16).max else np.int32
+    return np.stack([start, length], axis=1).astype(dtype)
 
 
 def _indices(span: np.ndarray, width: int) -> np.ndarray:
     """Returns the positions of all real tokens in the flattened (rows, width) matrix, row by row."""
     start, length = span.astype(np.int64).T
-    first = np.arange(len(span)) * width + start - (np.cumsum(length) - length)
-    return np.repeat(first, length) + np.arange(int(length.sum()))
+    first_index = np.arange(len(span)) * width + start
+    num_earlier = np.cumsum(length) - length  # real tokens of earlier rows
+    return np.repeat(first_index - num_earlier, length) + np.arange(int(length.sum()))
 
 
 def can_pack(tensor: torch.Tensor) -> bool:
     """Returns True if `pack` supports the tensor. Nested, sparse, quantized and 16-byte tensors must be pickled."""
-    plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return plain and tensor.dtype.itemsize <= 8
+    is_plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return is_plain and tensor.dtype.itemsize <= 8
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:

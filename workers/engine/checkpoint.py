@@ -59,8 +59,16 @@ def save(
 ) -> Future[Any] | None:
     """Writes the shards of all ranks under `path`. Collective: all ranks must call it.
 
-    background: process group of a save in the background. If given, the state is copied to the host, a thread writes
-    the files, and the thread's collectives use this group. Returns the thread's future, otherwise None.
+    Args:
+        path: the folder of the checkpoint.
+        parameters: the tensors of the model by name.
+        optimizer: its moments are written, too; None if there is none.
+        scheduler_step: number of training steps so far.
+        background: process group of a save in the background. If given, the state is copied to the host, a thread
+            writes the files, and the thread's collectives use this group.
+
+    Returns:
+        The future of the thread of a save in the background, otherwise None.
     """
     state = _state(parameters, optimizer, scheduler_step)
     if background is None:
@@ -83,34 +91,56 @@ def naming_the_cause() -> Iterator[None]:
 def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None) -> int:
     """Loads parameters and optimizer state in place and returns the scheduler step. Collective.
 
-    Any number of ranks may have written the checkpoint. Raises UserError if it is incomplete or damaged, or belongs to
-    other parameters (for example to an adapter with another LoRA rank).
+    Any number of ranks may have written the checkpoint.
+
+    Raises:
+        UserError: the checkpoint is incomplete or damaged, or belongs to other parameters (for example to an adapter
+            with another LoRA rank) or to another optimizer.
     """
-    state = _state(parameters, optimizer, 0)
-    if not (index := Path(path) / ".metadata").is_file():
+    index = Path(path) / ".metadata"
+    if not index.is_file():
         raise _damaged(path, "it has no .metadata")
-    saved = _sizes(read_metadata(index))
-    if other := [name for name, value in parameters.items() if saved.get(f"model.{name}") != value.shape]:
-        adapter = load_adapter_config(Path(path))
-        raise UserError(
-            f"checkpoint {path} has other parameters: {other[0]} has the shape {saved.get(f'model.{other[0]}')} in it. "
-            f"Set the options model.* of the checkpoint's run (model.lora_rank={0 if adapter is None else adapter.r}), "
-            "or start from another checkpoint"
-        )
-    if optimizer is not None and (missing := optimizer.moments().keys() - saved.keys()):
-        raise UserError(
-            f"checkpoint {path} was written by another optimizer: it has no {min(missing)}, which optim.optimizer="
-            f"{optimizer.config.optimizer} needs. Set the optim.optimizer of the checkpoint's run"
-        )
+    saved_sizes = _sizes(read_metadata(index))
+    _require_same_parameters(path, parameters, saved_sizes)
+    if optimizer is not None:
+        missing = optimizer.moments().keys() - saved_sizes.keys()
+        if missing:
+            raise UserError(
+                f"checkpoint {path} was written by another optimizer: it has no {min(missing)}, which optim.optimizer="
+                f"{optimizer.config.optimizer} needs. Set the optim.optimizer of the checkpoint's run"
+            )
+
+    state = _state(parameters, optimizer, 0)
     _read(state, path)
     if optimizer is not None:
         optimizer.steps_taken = int(state["steps_taken"])
     return int(state["scheduler_step"])
 
 
+def _require_same_parameters(
+    path: str, parameters: Mapping[str, torch.Tensor], saved_sizes: Mapping[str, torch.Size]
+) -> None:
+    """Raises UserError if a checkpoint lacks a parameter, or has it in another size."""
+    for name, parameter in parameters.items():
+        saved_size = saved_sizes.get(f"model.{name}")
+        if saved_size == parameter.shape:
+            continue
+        adapter = load_adapter_config(Path(path))
+        rank = 0 if adapter is None else adapter.r
+        raise UserError(
+            f"checkpoint {path} has other parameters: {name} has the shape {saved_size} in it. "
+            f"Set the options model.* of the checkpoint's run (model.lora_rank={rank}), "
+            "or start from another checkpoint"
+        )
+
+
 def _sizes(metadata: Metadata) -> dict[str, torch.Size]:
-    entries = metadata.state_dict_metadata.items()
-    return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    """Returns the sizes of all tensors of a checkpoint by name."""
+    sizes = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            sizes[name] = entry.size
+    return sizes
 
 
 def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> None:
@@ -120,13 +150,14 @@ def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> 
     except UserError:
         raise
     except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        why = str(error).strip().splitlines()[-1:] or [repr(error)]
-        raise _damaged(path, why[0].strip()) from error
+        lines = str(error).strip().splitlines()
+        cause = lines[-1].strip() if lines else repr(error)
+        raise _damaged(path, cause) from error
 
 
-def _damaged(path: str | Path, why: str) -> UserError:
+def _damaged(path: str | Path, cause: str) -> UserError:
     return UserError(
-        f"checkpoint {path}: its files are damaged or incomplete ({why}); resume from an older one with "
+        f"checkpoint {path}: its files are damaged or incomplete ({cause}); resume from an older one with "
         "trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"
     )
 
@@ -138,7 +169,9 @@ class _Writer(_FileSystemWriter):
         try:
             return super().write_data(*args)
         except RuntimeError as error:
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise error from None
 
 
 class _Reader(dcp.FileSystemReader):
@@ -162,11 +195,16 @@ class _Planner(DefaultLoadPlanner):
 
 def _state(
     parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None, scheduler_step: int
-) -> dict[str, Any]:
+) -> dict[str, torch.Tensor | int]:
     """The checkpoint's state with flat keys: model.NAME, the optimizer's moments, steps_taken, scheduler_step."""
-    state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    state: dict[str, torch.Tensor | int] = {}
+    for name, parameter in parameters.items():
+        state[f"model.{name}"] = parameter.detach()
     state["scheduler_step"] = scheduler_step
-    return state if optimizer is None else state | optimizer.moments() | {"steps_taken": optimizer.steps_taken}
+    if optimizer is not None:
+        state |= optimizer.moments()
+        state["steps_taken"] = optimizer.steps_taken
+    return state
 
 
 def save_random_state(path: str, rank: int) -> None:
@@ -209,18 +247,12 @@ def export(path: str, target: str, dtype: str | None = None, *, trust_remote_cod
     weights = _read_weights(source)
     if adapter is None:
         network = _network_without_weights(auto_class, config, target_dtype, trust_remote_code)
+        # one after another, so that both dtypes of the whole model are never in memory
         converted = {name: weights.pop(name).to(target_dtype) for name in list(weights)}
         network.load_state_dict(converted, strict=False, assign=True)  # the checkpoint has tied weights once
         network.tie_weights()
     else:
-        base = str(adapter.base_model_name_or_path)
-        try:
-            network = auto_class.from_pretrained(
-                base, config=config, dtype=config.dtype or torch.float32, trust_remote_code=trust_remote_code
-            )
-        except OSError as error:
-            problem = f"the base model {base} of its adapter cannot be loaded; export the adapter alone with --adapter"
-            raise UserError(f"checkpoint {path!r}: {problem}") from error
+        network = _base_network(path, adapter, auto_class, config, trust_remote_code)
         with torch.no_grad():
             for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
                 network.get_parameter(name).copy_(weight)
@@ -233,6 +265,22 @@ def export(path: str, target: str, dtype: str | None = None, *, trust_remote_cod
         print(f"transformers has no class {type(network).__name__}: only this project can load {target}")
 
 
+def _base_network(
+    path: str, adapter: LoraConfig, auto_class: Any, config: PretrainedConfig, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Loads the base model of a checkpoint's adapter. Raises UserError if it is no longer at its path."""
+    base = str(adapter.base_model_name_or_path)
+    dtype = config.dtype or torch.float32
+    try:
+        network: PreTrainedModel = auto_class.from_pretrained(
+            base, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except OSError as error:
+        problem = f"the base model {base} of its adapter cannot be loaded; export the adapter alone with --adapter"
+        raise UserError(f"checkpoint {path!r}: {problem}") from error
+    return network
+
+
 def rehearse_export(path: str, kind: str, assets: Mapping[str, bytes], *, trust_remote_code: bool) -> None:
     """Does all that `export` will do except for reading and writing the weights, in a temporary folder.
 
@@ -240,6 +288,7 @@ def rehearse_export(path: str, kind: str, assets: Mapping[str, bytes], *, trust_
         path: the initial model's path, for messages.
         kind: name of the class of the trained network.
         assets: the files of `model_assets`.
+        trust_remote_code: run the code in the model's folder.
 
     Raises:
         UserError: the trained model could not be exported.
@@ -304,7 +353,7 @@ def _write_weights(network: PreTrainedModel, folder: Path) -> None:
         earlier.unlink()
     for name, tensor_names in files.filename_to_tensors.items():
         # experts are views of one tensor, which safetensors writes as they are
-        tensors = {each: weights[each].contiguous() for each in tensor_names}
+        tensors = {tensor_name: weights[tensor_name].contiguous() for tensor_name in tensor_names}
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
@@ -323,7 +372,8 @@ def _update_config(folder: Path, network: PreTrainedModel, dtype: torch.dtype) -
 def export_adapter(path: str, target: str) -> None:
     """Exports a checkpoint's adapter in fp32 as a folder that `peft.PeftModel.from_pretrained(base, target)` loads.
 
-    Raises UserError if `path` has no checkpoint or its checkpoint has no adapter.
+    Raises:
+        UserError: `path` has no checkpoint, or its checkpoint has no adapter.
     """
     source, folder = _checkpoint(path), Path(target)
     adapter = load_adapter_config(source)
@@ -337,17 +387,21 @@ def export_adapter(path: str, target: str) -> None:
 
 
 def _checkpoint(path: str) -> Path:
-    if not Path(path).exists():
+    """Returns the folder of a checkpoint. Raises UserError if `path` is none."""
+    folder = Path(path)
+    if not folder.exists():
         raise UserError(f"{path} does not exist: expected the folder of a run, or of one of its steps")
-    if not (Path(path) / ".metadata").is_file() or not (Path(path) / ASSETS).is_dir():
+    if not (folder / ".metadata").is_file() or not (folder / ASSETS).is_dir():
         raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (.metadata and {ASSETS}/)")
-    return Path(path)
+    return folder
 
 
 def _read_weights(source: Path) -> dict[str, torch.Tensor]:
     """The checkpoint's model tensors by name, unsharded."""
-    sizes = _sizes(read_metadata(source / ".metadata"))
-    state = {name: torch.empty(size) for name, size in sizes.items() if name.startswith("model.")}
+    state: dict[str, torch.Tensor] = {}
+    for name, size in _sizes(read_metadata(source / ".metadata")).items():
+        if name.startswith("model."):
+            state[name] = torch.empty(size)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # reading in a single process is intended
         _read(state, source, no_dist=True)

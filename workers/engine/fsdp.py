@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,14 @@ class FSDPEngine:
     All ranks of the default process group construct the engine together; without a group the engine creates one with a
     single rank. Trained parameters are stored in fp32, frozen parameters in the compute dtype.
 
-    build_network: see `workers.engine.network`. fsdp_config: sharding, precision and offload. optim_config: None for a
-    frozen model. total_training_steps: number of calls of `train` in the whole run, for the learning-rate schedule.
-    deterministic: see `verl_lite.device.deterministic_kernels`.
+    Args:
+        build_network: see `workers.engine.network`.
+        fsdp_config: sharding, precision and offload.
+        optim_config: options of the optimizer; None for a frozen model.
+        device: the device of this rank.
+        total_training_steps: number of calls of `train` in the whole run, for the learning-rate schedule.
+        seed: seed of the random generators of this process.
+        deterministic: see `verl_lite.device.deterministic_kernels`.
     """
 
     def __init__(
@@ -64,19 +69,24 @@ class FSDPEngine:
         deterministic: bool = False,
     ) -> None:
         self.deterministic = deterministic
-        self.fsdp_config, self.optim_config = fsdp_config, optim_config
-        self.device, self.total_training_steps = device, total_training_steps
+        self.fsdp_config = fsdp_config
+        self.optim_config = optim_config
+        self.device = device
+        self.total_training_steps = total_training_steps
         self.scheduler_step = 0
         self.param_dtype = compute_dtype(fsdp_config.mixed_precision.param_dtype, device)
         keep_freed_memory(device)
         ensure_process_group(device)
         self.mesh = shard_mesh(device, fsdp_config.fsdp_size)
         seed_random_state(seed)
+
         self.policy = self._build_policy(build_network)
+        self._whole: WholeWeights | None = None
         self.parameters = self._sharded_parameters()
         self.optimizer = None
         if optim_config is not None:
             self.optimizer = self._build_optimizer(optim_config)
+
         self.interleave: Interleave = lambda: None  # other work of this process, called between micro-batches
         self._forward_arguments: dict[str, Any] = {}
         self._saving: Future[Any] | None = None
@@ -98,34 +108,38 @@ class FSDPEngine:
         policy = build_on_all_ranks(build_network, arguments)
         if not trains:
             policy.requires_grad_(False)
-        full = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+
+        full_parameters = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+        if dist.get_rank() != 0:
+            full_parameters = {}  # not initialised
         self._shard(policy, master_dtype)
+        # on a CPU, freed memory would grow with every layer of a pass, see `release_freed_memory`
         if self.device.type == "cpu":
             for block in self._blocks:
                 block.register_forward_pre_hook(_release_before_layer)
+
         if dist.get_world_size() > 1:
-            fill_shards(dict(policy.named_parameters()), full if dist.get_rank() == 0 else {}, self.device)
+            fill_shards(dict(policy.named_parameters()), full_parameters, self.device)
             for buffer in saved_buffers(policy).values():
                 dist.broadcast(buffer, src=0)
         return policy
 
     def _shard(self, policy: EngineNetwork, master_dtype: torch.dtype) -> None:
         """Applies `fully_shard` to each block with at least `min_num_params` parameters, then to the whole network."""
+        casts_parameters = policy.is_cast and self.param_dtype != master_dtype
         reduce_dtype = compute_dtype(self.fsdp_config.mixed_precision.reduce_dtype, self.device)
-        arguments: dict[str, Any] = {
-            "mesh": self.mesh,
-            "reshard_after_forward": self.fsdp_config.reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=None if self.param_dtype == master_dtype or not policy.is_cast else self.param_dtype,
-                reduce_dtype=None if reduce_dtype == self.param_dtype else reduce_dtype,
-            ),
-        }
-        least = self.fsdp_config.wrap_policy.min_num_params
+        precision = MixedPrecisionPolicy(
+            param_dtype=self.param_dtype if casts_parameters else None,
+            reduce_dtype=None if reduce_dtype == self.param_dtype else reduce_dtype,
+        )
+        reshards = self.fsdp_config.reshard_after_forward
+
+        min_num_params = max(1, self.fsdp_config.wrap_policy.min_num_params)
         self._blocks = policy.blocks()  # fully_shard changes the names of their classes
         for block in self._blocks:
-            if sum(parameter.numel() for parameter in block.parameters()) >= max(1, least):
-                fully_shard(block, **arguments)
-        fully_shard(policy, **arguments)
+            if sum(parameter.numel() for parameter in block.parameters()) >= min_num_params:
+                fully_shard(block, mesh=self.mesh, reshard_after_forward=reshards, mp_policy=precision)
+        fully_shard(policy, mesh=self.mesh, reshard_after_forward=reshards, mp_policy=precision)
         for module in self._fsdp_modules(policy):
             if dist.get_world_size() > 1:  # a single rank has no mean to replace, but would divide a copy by 1
                 module.set_gradient_divide_factor(1.0)
@@ -144,15 +158,22 @@ class FSDPEngine:
     def _sharded_parameters(self) -> dict[str, DTensor]:
         """The sharded parameters by the network's own names; a tied parameter appears once."""
         self._reshard()
-        self._whole: WholeWeights | None = None
-        parameters = {name.removeprefix(self.policy.prefix): value for name, value in self.policy.named_parameters()}
-        assert all(isinstance(value, DTensor) for value in parameters.values())
-        return parameters  # type: ignore[return-value]
+        self._whole = None
+        parameters: dict[str, DTensor] = {}
+        for name, parameter in self.policy.named_parameters():
+            assert isinstance(parameter, DTensor)
+            parameters[name.removeprefix(self.policy.prefix)] = parameter
+        return parameters
 
     @property
     def trained(self) -> dict[str, DTensor]:
         """The trained parameters: all parameters, or those of the adapter."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
+
+    @property
+    def _frozen(self) -> dict[str, DTensor]:
+        """The parameters that are not trained."""
+        return {name: value for name, value in self.parameters.items() if not value.requires_grad}
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -163,7 +184,9 @@ class FSDPEngine:
     def _state(self) -> dict[str, torch.Tensor]:
         """The tensors of the network that a checkpoint contains: the adapter's parameters, or all parameters and
         buffers."""
-        return dict(self.trained) if self.policy.adapter is not None else {**self.parameters, **self.buffers}
+        if self.policy.adapter is not None:
+            return dict(self.trained)
+        return {**self.parameters, **self.buffers}
 
     def _reshard(self) -> None:
         for module in self._fsdp_modules(self.policy):
@@ -179,15 +202,20 @@ class FSDPEngine:
     def train(self, data: DataProto, loss_fn: LossFunction, **forward_arguments: Any) -> dict[str, Metric]:
         """Trains on a planned batch, one optimizer step per mini-batch; the learning rate advances once per call.
 
-        loss_fn: (micro-batch, outputs (b, R) by name) -> (loss, metrics). forward_arguments: options of the policy's
-        forward. Returns the metrics of the loss, grad_norm and lr.
+        Args:
+            data: a batch of `BatchPlan.apply`.
+            loss_fn: (micro-batch, outputs (b, R) by name) -> (loss, metrics).
+            forward_arguments: options of the policy's forward.
+
+        Returns:
+            The metrics of the loss, grad_norm and lr.
         """
         if self.optimizer is None:
             raise ValueError("this engine was built without an optimizer and cannot train")
         self.move_in_optimizer()
         self.policy.train()
         self._forward_arguments = forward_arguments
-        with self._kernels(True):
+        with self._kernels(deterministic=True):
             metrics = train_epochs(self, data, loss_fn, self._run_interleaved)
         metrics["lr"] = Metric.last(self.lr)
         self.scheduler_step += 1
@@ -200,18 +228,18 @@ class FSDPEngine:
         """
         self.policy.eval()
         self._forward_arguments = forward_arguments
-        with self._kernels(True):
+        with self._kernels(deterministic=True):
             outputs = infer_batch(self, data, self._run_interleaved)
         self._reshard()
         return outputs
 
     def _run_interleaved(self) -> None:
-        with self._kernels(False):  # some operations of vLLM's sampler have no deterministic kernel
+        with self._kernels(deterministic=False):  # some operations of vLLM's sampler have no deterministic kernel
             self.interleave()
 
-    def _kernels(self, repeat: bool) -> AbstractContextManager[None]:
-        """Sets torch's choice of deterministic kernels inside; without `deterministic` leaves torch's setting alone."""
-        return deterministic_kernels(repeat) if self.deterministic else nullcontext()
+    def _kernels(self, *, deterministic: bool) -> AbstractContextManager[None]:
+        """Sets torch's choice of deterministic kernels inside, but only in an engine with `deterministic=True`."""
+        return deterministic_kernels(deterministic) if self.deterministic else nullcontext()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Context manager in which the policy computes the outputs of its base model, without the adapter."""
@@ -255,9 +283,11 @@ class FSDPEngine:
         gradients over the ranks."""
         root = self.policy
         assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(is_last or bool(self.fsdp_config.reduce_every_micro_batch))
+        reduces = is_last or bool(self.fsdp_config.reduce_every_micro_batch)
+        root.set_requires_gradient_sync(reduces)
         root.set_is_last_backward(is_last)
         if not self.fsdp_config.reshard_after_forward:
+            # the next micro-batch needs the gathered weights again
             root.set_reshard_after_backward(is_last)
         loss.backward()
 
@@ -274,52 +304,61 @@ class FSDPEngine:
         Collective. A tied parameter appears once, and an adapter is merged into its base model. A tensor may share
         memory with the engine's parameters: use or copy it before the next training step.
 
-        bucket_bytes: size of the full tensors gathered at one time; the full adapter needs additional memory.
+        Args:
+            bucket_bytes: size of the full tensors gathered at one time; the full adapter needs additional memory.
         """
         yield from self.buffers.items()
         if self.policy.adapter is None:
             yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
             return
-        trained = self.trained
-        adapter = dict(gather_full(trained, torch.float32, self.shard_group, bucket_bytes))
-        frozen = {name: value for name, value in self.parameters.items() if name not in trained}
-        base = gather_full(frozen, self.param_dtype, self.shard_group, bucket_bytes)
+
+        adapter = dict(gather_full(self.trained, torch.float32, self.shard_group, bucket_bytes))
+        base = gather_full(self._frozen, self.param_dtype, self.shard_group, bucket_bytes)
         with torch.no_grad():
             yield from merged(base, adapter, scale_of(self.policy.adapter))
 
     def whole_params(self) -> WholeWeights | None:
         """Returns the weights of `full_params`, the same object until the parameters move; None if several ranks share
         the parameters or if only an adapter is trained."""
-        if self._whole is None and self.policy.adapter is None and dist.get_world_size(self.shard_group) == 1:
-            local = {name: value.to_local().detach() for name, value in self.parameters.items()}
-            nbytes = sum(value.numel() for value in local.values()) * self.param_dtype.itemsize
-            nbytes += sum(buffer.nbytes for buffer in self.buffers.values())
-            self._whole = WholeWeights(self.buffers, local, self.param_dtype, nbytes)
+        if self.policy.adapter is not None or dist.get_world_size(self.shard_group) > 1:
+            return None
+        if self._whole is None:
+            parameters = {name: value.to_local().detach() for name, value in self.parameters.items()}
+            num_parameters = sum(parameter.numel() for parameter in parameters.values())
+            buffer_bytes = sum(buffer.nbytes for buffer in self.buffers.values())
+            nbytes = num_parameters * self.param_dtype.itemsize + buffer_bytes
+            self._whole = WholeWeights(self.buffers, parameters, self.param_dtype, nbytes)
         return self._whole
 
     def unmerged_params(self, with_base: bool, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the adapter's parameters in fp32 with their names in the network. with_base: True to yield the buffers
-        and the frozen parameters before them. `policy.adapter.merged` makes the weights of `full_params` from both.
-        Collective."""
-        trained = self.trained
+        """Yields the adapter's parameters in fp32 with their names in the network. Collective.
+
+        Args:
+            with_base: True to yield the buffers and the frozen parameters before them. `policy.adapter.merged` makes
+                the weights of `full_params` from both.
+            bucket_bytes: size of the full tensors gathered at one time.
+        """
         if with_base:
             yield from self.buffers.items()
-            frozen = {name: value for name, value in self.parameters.items() if name not in trained}
-            yield from gather_full(frozen, self.param_dtype, self.shard_group, bucket_bytes)
-        yield from gather_full(trained, torch.float32, self.shard_group, bucket_bytes)
+            yield from gather_full(self._frozen, self.param_dtype, self.shard_group, bucket_bytes)
+        yield from gather_full(self.trained, torch.float32, self.shard_group, bucket_bytes)
 
     def save(self, path: str, *, background: bool = False) -> None:
         """Writes model, optimizer, schedule, random states and the network's assets under `path`. Collective.
 
-        background: return as soon as model and optimizer are copied to the host, which needs memory for one more copy.
-        The files are written during further training; `finish_save` waits for them.
+        Args:
+            path: the folder to write.
+            background: return as soon as model and optimizer are copied to the host, which needs memory for one more
+                copy. The files are written during further training; `finish_save` waits for them.
         """
-        self.finish_save()
+        self.finish_save()  # one save at a time: a second copy of the state may not fit on the host
         self.move_in_optimizer()
         Path(path).mkdir(parents=True, exist_ok=True)
+        group = None
         if background:
-            self._save_group = self._save_group or dist.new_group(backend="gloo")
-        group = self._save_group if background else None
+            if self._save_group is None:
+                self._save_group = dist.new_group(backend="gloo")
+            group = self._save_group
         self._saving = checkpoint.save(path, self._state, self.optimizer, self.scheduler_step, group)
         checkpoint.save_random_state(path, dist.get_rank())
         if dist.get_rank() == 0:
@@ -328,7 +367,8 @@ class FSDPEngine:
 
     def finish_save(self) -> None:
         """Waits for a running save in the background and raises its error if it failed."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             with checkpoint.naming_the_cause():
                 saving.result()
@@ -368,7 +408,7 @@ class FSDPEngine:
         self.parameters = self._sharded_parameters()
         count_moved(sum(parameter.to_local().nbytes for parameter in self.parameters.values()))
         if self.optimizer is not None:
-            self.optimizer.bind(self.trained)
+            self.optimizer.bind(self.trained)  # moving replaces the parameters' storage
         empty_cache()
 
 
@@ -380,40 +420,55 @@ def _release_before_layer(*_: Any) -> None:
     release_freed_memory()
 
 
+class _BuildResult(NamedTuple):
+    """What a rank tells the others about its network.
+
+    Attributes:
+        message: the error that it raised; an empty string if it built the network.
+        is_user_error: whether this error is a `UserError`.
+        shapes: shapes of its parameters by name.
+    """
+
+    message: str
+    is_user_error: bool
+    shapes: dict[str, tuple[int, ...]]
+
+
 def build_on_all_ranks(build_network: NetworkBuilder, arguments: BuildArguments) -> EngineNetwork:
     """Builds the network on every rank. Collective.
 
     If a rank fails, or if its parameters differ from those of rank 0, all ranks raise an error. Without this exchange,
     the others would wait in the next collective for ever.
     """
+    if dist.get_world_size() == 1:
+        return build_network(arguments)
+
     policy: EngineNetwork | None = None
     failure: Exception | None = None
+    result = _BuildResult("", False, {})
     try:
         policy = build_network(arguments)
-    except Exception as error:
-        if dist.get_world_size() == 1:
-            raise
+        result = _BuildResult("", False, {name: tuple(value.shape) for name, value in policy.named_parameters()})
+    except UserError as error:
         failure = error
-    if dist.get_world_size() == 1:
-        assert policy is not None
-        return policy
+        result = _BuildResult(str(error), True, {})
+    except Exception as error:
+        failure = error
+        result = _BuildResult(f"{type(error).__name__}: {error}", False, {})
 
-    shapes = {} if policy is None else {name: tuple(value.shape) for name, value in policy.named_parameters()}
-    is_users = isinstance(failure, UserError)
-    message = "" if failure is None else str(failure) if is_users else f"{type(failure).__name__}: {failure}"
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, (message, is_users, shapes))
+    results = [result] * dist.get_world_size()
+    dist.all_gather_object(results, result)
     if failure is not None:
         raise failure
-    for rank, (other_message, other_is_users, other_shapes) in enumerate(results):
-        if other_message:
-            error_type = UserError if other_is_users else RuntimeError
-            raise error_type(other_message if other_is_users else f"rank {rank}: {other_message}")
-        differing = sorted(results[0][2].items() ^ other_shapes.items())
+    for rank, other in enumerate(results):
+        if other.message and other.is_user_error:
+            raise UserError(other.message)
+        if other.message:
+            raise RuntimeError(f"rank {rank}: {other.message}")
+        differing = sorted(results[0].shapes.items() ^ other.shapes.items())
         if differing:
-            raise RuntimeError(
-                f"rank {rank} built another network than rank 0: they differ in {differing[0][0]} {differing[0][1]}"
-            )
+            name, shape = differing[0]
+            raise RuntimeError(f"rank {rank} built another network than rank 0: they differ in {name} {shape}")
     assert policy is not None
     return policy
 
@@ -425,9 +480,10 @@ def ensure_process_group(device: torch.device) -> None:
 
 
 def shard_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
-    """The device mesh: all ranks in one dimension, or (replicas, shards) if fsdp_size ranks share one copy.
+    """Returns the device mesh: all ranks in one dimension, or (replicas, shards) if fsdp_size ranks share one copy.
 
-    Raises ValueError if fsdp_size does not divide the number of ranks.
+    Raises:
+        ValueError: fsdp_size does not divide the number of ranks.
     """
     world = dist.get_world_size()
     if fsdp_size is None or fsdp_size < 0 or fsdp_size >= world:

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 class BuildArguments:
     """Arguments of the engine for building a network on the CPU.
 
-    compute_dtype: dtype of forward and backward, and of the frozen parameters of a model with an adapter.
-    dtype: dtype of the parameters if all of them are trained.
-    trains: False if the network is never trained.
-    with_weights: False leaves the parameters uninitialised (the engine copies them from rank 0) but sets the buffers.
-    device: the device on which the network will compute. On the meta device, which needs no memory and reads no
-        weights, the network is built only to find errors in its specification and its files.
+    Attributes:
+        compute_dtype: dtype of forward and backward, and of the frozen parameters of a model with an adapter.
+        dtype: dtype of the parameters if all of them are trained.
+        trains: False if the network is never trained.
+        with_weights: False leaves the parameters uninitialised (the engine copies them from rank 0) but sets the
+            buffers.
+        device: the device on which the network will compute. On the meta device, which needs no memory and reads no
+            weights, the network is built only to find errors in its specification and its files.
     """
 
     compute_dtype: torch.dtype
@@ -50,11 +52,14 @@ class EngineNetwork(nn.Module):
     `forward` takes the inputs of `prepare_inputs` and options, and returns outputs (b, ...) by name. Every trained
     parameter must contribute to at least one output.
 
-    adapter: peft's config if only an adapter is trained and the other parameters are frozen.
-    prefix: prefix of the parameters' names that checkpoints leave out.
-    sequence_group: the ranks that share the tokens of each micro-batch; None if each rank has its own micro-batches.
-    is_cast: True casts all parameters to the compute dtype for computing; False computes with each parameter's dtype.
-    functions: functions of the forward that `model.compile` compiles besides the blocks, by name.
+    Attributes:
+        adapter: peft's config if only an adapter is trained and the other parameters are frozen.
+        prefix: prefix of the parameters' names that checkpoints leave out.
+        sequence_group: the ranks that share the tokens of each micro-batch; None if each rank has its own
+            micro-batches.
+        is_cast: True casts all parameters to the compute dtype for computing; False computes with each parameter's
+            dtype.
+        functions: functions of the forward that `model.compile` compiles besides the blocks, by name.
     """
 
     adapter: LoraConfig | None = None
@@ -87,11 +92,14 @@ def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
 
     Excludes modules inside another module of these classes, and modules that share a parameter with another one.
     """
-    found: list[nn.Module] = []
+    outermost: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in network.modules():  # yields a module before its children
         if type(module).__name__ in class_names and module not in inside:
-            found.append(module)
+            outermost.append(module)
             inside.update(module.modules())
-    users = Counter(parameter for block in found for parameter in block.parameters())
-    return [block for block in found if all(users[parameter] == 1 for parameter in block.parameters())]
+
+    users: Counter[nn.Parameter] = Counter()
+    for block in outermost:
+        users.update(block.parameters())
+    return [block for block in outermost if all(users[parameter] == 1 for parameter in block.parameters())]

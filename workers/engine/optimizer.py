@@ -23,12 +23,17 @@ from verl_lite.profiling import count_moved
 class ShardedAdamW:
     """AdamW (decoupled weight decay, Loshchilov and Hutter 2019) on this rank's shards.
 
-    Moments have the dtype of the parameters, fp32. `to` moves them to the host between updates. parameters: sharded
-    parameters by name. shard_group: process group of the ranks that together hold one copy of the parameters.
+    Moments have the dtype of the parameters, fp32. `to` moves them to the host between updates.
+
+    Args:
+        parameters: sharded parameters by name.
+        config: options of the optimizer.
+        shard_group: process group of the ranks that together hold one copy of the parameters.
     """
 
     def __init__(self, parameters: Mapping[str, DTensor], config: OptimConfig, shard_group: dist.ProcessGroup) -> None:
-        self.config, self.shard_group = config, shard_group
+        self.config = config
+        self.shard_group = shard_group
         self.bind(parameters)
         self.exp_avg = [torch.zeros_like(shard) for shard in self.shards]
         self.exp_avg_sq = [torch.zeros_like(self.shards[index]) for index in self._adamw_indices()]
@@ -47,26 +52,33 @@ class ShardedAdamW:
     def step(self, lr: float) -> dict[str, Metric]:
         """Clips the gradients, updates the parameters and clears the gradients.
 
-        If the gradient norm is not finite, the step is skipped: parameters and moments do not change. Returns grad_norm
-        (before clipping, mean over the steps taken) and grad_norm_nonfinite (share of skipped steps). Raises ValueError
-        if a parameter has no gradient.
+        If the gradient norm is not finite, the step is skipped: parameters and moments do not change.
+
+        Returns:
+            grad_norm, before clipping, whose mean is over the steps taken; and grad_norm_nonfinite, the share of
+            skipped steps.
+
+        Raises:
+            ValueError: a parameter has no gradient.
         """
         gradients = []
         for name, parameter in self.parameters.items():
             if not isinstance(parameter.grad, DTensor):
                 raise ValueError(f"parameter {name} got no gradient; the forward must use every trained parameter")
             gradients.append(parameter.grad.to_local())
+
         square = torch.nn.utils.get_total_norm(gradients).float().square()  # of this rank only, before the all-reduce
         if dist.get_world_size(self.shard_group) > 1:
             dist.all_reduce(square, group=self.shard_group)
-        norm = math.sqrt(square.item()) if square.isfinite() else math.nan
-        finite = math.isfinite(norm)
-        if finite:
+        norm = 0.0
+        is_finite = bool(square.isfinite())
+        if is_finite:
+            norm = math.sqrt(square.item())
             self._update(gradients, norm, lr)
-        self.zero_grad()
+        self.zero_grad()  # also after a skipped step, whose gradients must not enter the next one
         return {
-            "grad_norm": Metric.mean(norm if finite else 0.0, float(finite)),
-            "grad_norm_nonfinite": Metric.mean(float(not finite), 1),
+            "grad_norm": Metric.mean(norm, float(is_finite)),
+            "grad_norm_nonfinite": Metric.mean(float(not is_finite), 1),
         }
 
     @torch.no_grad()
@@ -80,16 +92,20 @@ class ShardedAdamW:
     def _update_parameters(self, gradients: list[torch.Tensor], lr: float) -> None:
         config = self.config
         beta1, beta2 = config.betas
-        # if a parameter has fewer rows than there are ranks, its shard is empty on some ranks
-        squares = zip(self._adamw_indices(), self.exp_avg_sq, strict=True)
-        filled = [(index, square) for index, square in squares if square.numel()]
-        device = self.shards[0].device
-        counters = [torch.tensor(float(self.steps_taken), device=device) for _ in filled]
+        shards, shard_gradients, means, squares, counters = [], [], [], [], []
+        for index, square in zip(self._adamw_indices(), self.exp_avg_sq, strict=True):
+            if square.numel() == 0:  # the parameter has fewer rows than there are ranks
+                continue
+            shards.append(self.shards[index])
+            shard_gradients.append(gradients[index])
+            means.append(self.exp_avg[index])
+            squares.append(square)
+            counters.append(torch.tensor(float(self.steps_taken), device=self.shards[0].device))
         adamw(
-            [self.shards[index] for index, _ in filled],
-            [gradients[index] for index, _ in filled],
-            [self.exp_avg[index] for index, _ in filled],
-            [square for _, square in filled],
+            shards,
+            shard_gradients,
+            means,
+            squares,
             [],
             counters,
             fused=True,
@@ -109,25 +125,37 @@ class ShardedAdamW:
 
     def to(self, device: torch.device) -> None:
         """Moves the moments, but not the parameters, to `device`."""
-        moments = self.exp_avg + self.exp_avg_sq
-        count_moved(sum(tensor.nbytes for tensor in moments if tensor.device.type != device.type))
-        self.exp_avg = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in self.exp_avg]
-        self.exp_avg_sq = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in self.exp_avg_sq]
+        moved_bytes = 0
+        for moment in self.exp_avg + self.exp_avg_sq:
+            if moment.device.type != device.type:
+                moved_bytes += moment.nbytes
+        count_moved(moved_bytes)
+        # a copy to the host must be complete before the host reads it
+        non_blocking = device.type == "cuda"
+        self.exp_avg = [mean.to(device, non_blocking=non_blocking) for mean in self.exp_avg]
+        self.exp_avg_sq = [square.to(device, non_blocking=non_blocking) for square in self.exp_avg_sq]
 
     def moments(self) -> dict[str, DTensor]:
         """The moments as DTensors that share this rank's memory, by the names exp_avg.NAME and exp_avg_sq.NAME."""
         names = list(self.parameters)
-        named = [(f"exp_avg.{name}", name, mean) for name, mean in zip(names, self.exp_avg, strict=True)]
+        moments = {}
+        for name, mean in zip(names, self.exp_avg, strict=True):
+            moments[f"exp_avg.{name}"] = self._as_dtensor(name, mean)
         for index, square in zip(self._adamw_indices(), self.exp_avg_sq, strict=True):
-            named.append((f"exp_avg_sq.{names[index]}", names[index], square))
-        return {key: self._as_dtensor(name, shard) for key, name, shard in named}
+            moments[f"exp_avg_sq.{names[index]}"] = self._as_dtensor(names[index], square)
+        return moments
 
     def _as_dtensor(self, name: str, shard: torch.Tensor) -> DTensor:
         """Returns this rank's `shard` as a DTensor that is placed like the parameter `name`."""
         parameter = self.parameters[name]
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shape, stride = parameter.shape, parameter.stride()
-        return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            shard,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
 class ShardedMuon(ShardedAdamW):
@@ -139,7 +167,9 @@ class ShardedMuon(ShardedAdamW):
     Every rank gathers the momentum of one matrix at a time and computes the whole update, so the result does not depend
     on the number of ranks. The state of a matrix is a single moment, momentum.NAME in checkpoints.
 
-    matrices: names of the parameters that Muon updates, see `hidden_matrices`.
+    Args:
+        parameters, config, shard_group: see `ShardedAdamW`.
+        matrices: names of the parameters that Muon updates, see `hidden_matrices`.
     """
 
     def __init__(
@@ -157,22 +187,27 @@ class ShardedMuon(ShardedAdamW):
 
     def _update_parameters(self, gradients: list[torch.Tensor], lr: float) -> None:
         super()._update_parameters(gradients, lr)
+        # one matrix at a time, because the whole matrices of a model do not fit on one rank
         momentum = self.config.muon_momentum
         for index, (name, parameter) in enumerate(self.parameters.items()):
-            if name in self.matrices:
-                mean = self.exp_avg[index].lerp_(gradients[index], 1.0 - momentum)
-                whole = self._as_dtensor(name, gradients[index].lerp(mean, momentum)).full_tensor()
-                change = DTensor.from_local(_muon_change(whole, lr), parameter.device_mesh, run_check=False)
-                shard = change.redistribute(placements=parameter.placements).to_local()
-                self.shards[index].mul_(1.0 - lr * self.config.weight_decay).add_(shard)
+            if name not in self.matrices:
+                continue
+            mean = self.exp_avg[index].lerp_(gradients[index], 1.0 - momentum)
+            nesterov_shard = gradients[index].lerp(mean, momentum)
+            nesterov_momentum = self._as_dtensor(name, nesterov_shard).full_tensor()
+            change = DTensor.from_local(_muon_change(nesterov_momentum, lr), parameter.device_mesh, run_check=False)
+            change_of_shard = change.redistribute(placements=parameter.placements).to_local()
+            self.shards[index].mul_(1.0 - lr * self.config.weight_decay).add_(change_of_shard)
 
     def moments(self) -> dict[str, DTensor]:
         """The moments as DTensors that share this rank's memory: momentum.NAME for a matrix, else as for AdamW."""
-        prefix = len("exp_avg.")
-        return {
-            f"momentum.{key[prefix:]}" if key[prefix:] in self.matrices else key: moment
-            for key, moment in super().moments().items()
-        }
+        moments = {}
+        for key, moment in super().moments().items():
+            name = key.removeprefix("exp_avg.")
+            if name in self.matrices:
+                key = f"momentum.{name}"
+            moments[key] = moment
+        return moments
 
 
 def _muon_change(momentum: torch.Tensor, lr: float) -> torch.Tensor:
@@ -187,12 +222,20 @@ def _muon_change(momentum: torch.Tensor, lr: float) -> torch.Tensor:
 
 def hidden_matrices(blocks: Collection[nn.Module], parameters: Mapping[str, DTensor]) -> set[str]:
     """Returns the names of the weights of linear layers in `blocks`, which include neither the embedding nor the output
-    layer. Experts in stacked tensors (3-D), norms and biases are not among them. Raises UserError if there is none."""
-    linear = (module for block in blocks for module in block.modules() if isinstance(module, nn.Linear))
-    weights = {id(module.weight) for module in linear}
-    if not (found := {name for name, parameter in parameters.items() if id(parameter) in weights}):
+    layer. Experts in stacked tensors (3-D), norms and biases are not among them.
+
+    Raises:
+        UserError: no block has a trained linear layer.
+    """
+    weights = set()
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                weights.add(id(module.weight))
+    matrices = {name for name, parameter in parameters.items() if id(parameter) in weights}
+    if not matrices:
         raise UserError("optim.optimizer=muon: no layer of this network has a trained torch.nn.Linear; use adamw")
-    return found
+    return matrices
 
 
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -201,7 +244,9 @@ def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
     The schedule is a linear warm-up that reaches the peak at its last step (verl's warm-up starts with a step of
     learning rate 0), followed by a constant rate or by a cosine that ends with min_lr_ratio at total_steps.
     """
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
+    warmup = config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if config.lr_scheduler_type == "constant":

@@ -19,8 +19,11 @@ from torch.distributed.tensor import DTensor, Shard
 class WholeWeights:
     """The weights of `FSDPEngine.full_params` if this rank holds them whole; iterating yields the same.
 
-    buffers, parameters: tensors by name, which follow training. dtype: the dtype in which parameters are yielded.
-    nbytes: size of all yielded tensors.
+    Attributes:
+        buffers: buffers by name, which follow training.
+        parameters: parameters by name, which follow training.
+        dtype: the dtype in which parameters are yielded.
+        nbytes: size of all yielded tensors.
     """
 
     buffers: dict[str, torch.Tensor]
@@ -45,20 +48,27 @@ def shard_rows(parameter: DTensor, group_size: int) -> int:
 
 
 def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers by name, which belong to a checkpoint (such as biases that balance experts). Buffers are not
-    sharded."""
-    return {
-        f"{place}.{name}".removeprefix("."): buffer
-        for place, module in network.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
+    """Returns the persistent buffers by name, which belong to a checkpoint (such as biases that balance experts).
+
+    Buffers are not sharded.
+    """
+    buffers = {}
+    for module_name, module in network.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers[f"{module_name}.{name}".removeprefix(".")] = buffer
+    return buffers
 
 
 @torch.no_grad()
 def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Copies rank 0's tensors into the shards of all ranks. Collective. full: full tensors by the names of `parameters`
-    on rank 0; empty on the other ranks."""
+    """Copies rank 0's tensors into the shards of all ranks. Collective.
+
+    Args:
+        parameters: the sharded parameters by name.
+        full: full tensors by the names of `parameters` on rank 0; empty on the other ranks.
+        device: the device on which the tensors are broadcast.
+    """
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         if dist.get_rank() == 0:
@@ -66,9 +76,12 @@ def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch
         else:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         dist.broadcast(whole, src=0)
+
         local = parameter.to_local()
         mesh = parameter.device_mesh
-        start = mesh.get_local_rank(mesh.ndim - 1) * shard_rows(parameter, mesh.size(mesh.ndim - 1))
+        shard_dimension = mesh.ndim - 1
+        rows_per_rank = shard_rows(parameter, mesh.size(shard_dimension))
+        start = mesh.get_local_rank(shard_dimension) * rows_per_rank
         local.copy_(whole[start : start + local.shape[0]])
 
 
@@ -82,15 +95,17 @@ def gather_full(
         for name, parameter in parameters.items():
             yield name, parameter.to_local().detach().to(dtype)
         return
+
     bucket: dict[str, DTensor] = {}
-    size = 0
+    collected_bytes = 0
     for name, parameter in parameters.items():
         parameter_bytes = parameter.numel() * dtype.itemsize
-        if bucket and size + parameter_bytes > bucket_bytes:
+        if bucket and collected_bytes + parameter_bytes > bucket_bytes:
             yield from _gather_bucket(bucket, dtype, group)
-            bucket, size = {}, 0
+            bucket = {}
+            collected_bytes = 0
         bucket[name] = parameter
-        size += parameter_bytes
+        collected_bytes += parameter_bytes
     if bucket:
         yield from _gather_bucket(bucket, dtype, group)
 
@@ -103,17 +118,21 @@ def _gather_bucket(
     Yields copies, one at a time: a receiver that keeps none of them needs memory for the bucket and one parameter.
     """
     ranks = dist.get_world_size(group)
-    sizes = [shard_rows(parameter, ranks) * math.prod(parameter.shape[1:]) for parameter in bucket.values()]
-    device = next(iter(bucket.values())).device
-    mine = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    for piece, parameter in zip(mine.split(sizes), bucket.values(), strict=True):
-        assert parameter.placements[-1] == Shard(0)
-        local = parameter.to_local().flatten()
-        piece[: len(local)].copy_(local)
-    everyone = mine.new_empty(ranks * len(mine))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    del mine
+    padded_sizes = []
+    for parameter in bucket.values():
+        padded_sizes.append(shard_rows(parameter, ranks) * math.prod(parameter.shape[1:]))
 
-    pieces = everyone.view(ranks, -1).split(sizes, dim=1)
-    for piece, (name, parameter) in zip(pieces, bucket.items(), strict=True):
-        yield name, piece.reshape(-1)[: parameter.numel()].view(parameter.shape)
+    device = next(iter(bucket.values())).device
+    own_shards = torch.zeros(sum(padded_sizes), dtype=dtype, device=device)
+    for padded_shard, parameter in zip(own_shards.split(padded_sizes), bucket.values(), strict=True):
+        assert parameter.placements[-1] == Shard(0)
+        shard = parameter.to_local().flatten()
+        padded_shard[: len(shard)].copy_(shard)
+    all_shards = own_shards.new_empty(ranks * len(own_shards))
+    dist.all_gather_into_tensor(all_shards, own_shards, group=group)
+    del own_shards, padded_shard, shard  # all of them views of the memory that is no longer needed
+
+    shards_by_parameter = all_shards.view(ranks, -1).split(padded_sizes, dim=1)  # (ranks, padded size) each
+    for shards, (name, parameter) in zip(shards_by_parameter, bucket.items(), strict=True):
+        # only the last ranks have padding, so that the parameter comes first
+        yield name, shards.reshape(-1)[: parameter.numel()].view(parameter.shape)

@@ -27,45 +27,63 @@ class SequenceGroup:
     def bounds(self, tokens: int) -> tuple[int, int]:
         """Returns the first position of this rank's shard of a row of `tokens`, and the size of a shard. The last
         shards can extend beyond the row."""
-        size = -(-tokens // self.size)
-        return self.rank * size, size
+        tokens_per_rank = -(-tokens // self.size)
+        return self.rank * tokens_per_rank, tokens_per_rank
 
     def own_heads(self, heads: int) -> slice:
         """The query heads whose attention this rank computes."""
-        return slice(self.rank * heads // self.size, (self.rank + 1) * heads // self.size)
+        first = self.rank * heads // self.size
+        return slice(first, (self.rank + 1) * heads // self.size)
 
     def shards_of_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
     ) -> list[torch.Tensor]:
         """Exchanges this rank's tokens of all heads for all `tokens` of its heads.
 
-        query: (T / n, H, D); key, value: (T / n, K, D). Returns query (tokens, H / n, D), key and value
-        (tokens, max(K / n, 1), D). A key/value head that several ranks need is sent to each of them.
-        Raises ValueError if the heads cannot be distributed.
+        Args:
+            query: (T / n, H, D).
+            key: (T / n, K, D).
+            value: (T / n, K, D).
+            tokens: number of tokens of the row.
+
+        Returns:
+            query (tokens, H / n, D), key and value (tokens, max(K / n, 1), D). A key/value head that several ranks need
+            is sent to each of them.
+
+        Raises:
+            ValueError: the heads cannot be distributed.
         """
-        heads, of_keys, n = query.shape[1], key.shape[1], self.size
-        if heads % n or (of_keys % n and n % of_keys):
+        n = self.size
+        heads = query.shape[1]
+        key_value_heads = key.shape[1]
+        if heads % n or (key_value_heads % n and n % key_value_heads):
             raise ValueError(
-                f"ulysses_sequence_parallel_size={n}: an attention layer has {heads} query heads and {of_keys} "
-                f"key/value heads; set one of {valid_sizes(heads, of_keys)}"
+                f"ulysses_sequence_parallel_size={n}: an attention layer has {heads} query heads and {key_value_heads} "
+                f"key/value heads; set one of {valid_sizes(heads, key_value_heads)}"
             )
-        if of_keys < n:
-            key, value = (each.repeat_interleave(n // of_keys, dim=1) for each in (key, value))
-        parts = [each.unflatten(1, (n, -1)) for each in (query, key, value)]
-        # (n, T / n, values of all three): entry i goes to rank i
-        sent = torch.cat([part.flatten(2) for part in parts], dim=2).transpose(0, 1).contiguous()
+        if key_value_heads < n:
+            copies = n // key_value_heads
+            key = key.repeat_interleave(copies, dim=1)
+            value = value.repeat_interleave(copies, dim=1)
+
+        # all three in one exchange; entry i of (n, T / n, values) goes to rank i
+        heads_by_rank = [tensor.unflatten(1, (n, -1)) for tensor in (query, key, value)]
+        sent = torch.cat([tensor.flatten(2) for tensor in heads_by_rank], dim=2).transpose(0, 1).contiguous()
         received = all_to_all_single_autograd(sent, None, None, self.group).flatten(0, 1)[:tokens]
-        shapes = [part.shape[2:] for part in parts]
-        pieces = received.split([shape.numel() for shape in shapes], dim=1)
-        return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+        own_shapes = [tensor.shape[2:] for tensor in heads_by_rank]
+        parts = received.split([shape.numel() for shape in own_shapes], dim=1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, own_shapes, strict=True)]
 
     def shards_of_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """Exchanges all tokens of this rank's heads for its tokens of all heads: (tokens, H / n, D) to (T / n, H, D).
         Tokens beyond the row are 0."""
-        size = self.bounds(len(output))[1]
-        padded = torch.nn.functional.pad(output.flatten(1), (0, 0, 0, size * self.size - len(output)))
-        received = all_to_all_single_autograd(padded.unflatten(0, (self.size, size)), None, None, self.group)
-        return received.transpose(0, 1).reshape(size, -1, output.shape[2])
+        _, tokens_per_rank = self.bounds(len(output))
+        num_filling = tokens_per_rank * self.size - len(output)
+        padded = torch.nn.functional.pad(output.flatten(1), (0, 0, 0, num_filling))
+        sent = padded.unflatten(0, (self.size, tokens_per_rank))  # entry i goes to rank i
+        received = all_to_all_single_autograd(sent, None, None, self.group)
+        return received.transpose(0, 1).reshape(tokens_per_rank, -1, output.shape[2])
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums parts over the ranks. The gradient of the sum is that of each part, because every rank computes the
@@ -93,5 +111,9 @@ def sequence_group(size: int) -> SequenceGroup:
 
 def valid_sizes(heads: int, key_value_heads: int) -> list[int]:
     """Sizes of a group among which attention of these heads can be distributed."""
-    divisors = [size for size in range(1, heads + 1) if heads % size == 0]
-    return [size for size in divisors if key_value_heads % size == 0 or size % key_value_heads == 0]
+    sizes = []
+    for size in range(1, heads + 1):
+        divides_keys = key_value_heads % size == 0 or size % key_value_heads == 0
+        if heads % size == 0 and divides_keys:
+            sizes.append(size)
+    return sizes

@@ -27,8 +27,11 @@ MIN_BYTES = 1 << 16  # smaller tensors stay on the device
 
 
 def limit_activations(network: PreTrainedModel, model: NetworkConfig) -> None:
-    """Applies the options of gradient checkpointing and activation offload to a network that will be trained. Raises
-    UserError if more layers are to be recomputed than the network has."""
+    """Applies the options of gradient checkpointing and activation offload to a network that will be trained.
+
+    Raises:
+        UserError: more layers are to be recomputed than the network has.
+    """
     decoder = network.get_decoder()
     if model.enable_gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
@@ -40,8 +43,9 @@ def limit_activations(network: PreTrainedModel, model: NetworkConfig) -> None:
                 f"model.gradient_checkpointing_layers={number}: model.path={model.path!r} has {len(layers)} layers "
                 "that can be recomputed; set at most that number, or null for all"
             )
-        for layer in layers[len(layers) if number is None else number :]:
-            layer.gradient_checkpointing = False
+        if number is not None:
+            for layer in layers[number:]:
+                layer.gradient_checkpointing = False
     if model.enable_activation_offload:
         vars(decoder)["forward"] = partial(_offloaded_forward, decoder.forward)
 
@@ -63,13 +67,18 @@ class ActivationOffload(saved_tensors_hooks):
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | HostCopy:
         source = tensor if tensor._base is None else tensor._base
-        tensor, has_gradient = tensor.detach(), tensor.requires_grad  # with its graph an output would never be freed
-        if not has_gradient or isinstance(source, nn.Parameter) or tensor.nbytes < MIN_BYTES:
-            return tensor
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        copy = HostCopy(host, self._count, tensor.device, tensor, _copy(host, tensor, tensor.device))
-        self._unread[copy.index], self._count = copy, self._count + 1
-        if (oldest := self._unread.get(copy.index - AHEAD)) is not None:
+        is_parameter = isinstance(source, nn.Parameter)
+        values = tensor.detach()  # with its graph an output would never be freed
+        if not tensor.requires_grad or is_parameter or values.nbytes < MIN_BYTES:
+            return values
+
+        host = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        copied = _copy(host, values, values.device)
+        copy = HostCopy(host, self._count, values.device, values, copied)
+        self._unread[copy.index] = copy
+        self._count += 1
+        oldest = self._unread.get(copy.index - AHEAD)
+        if oldest is not None:
             oldest.wait()
             oldest.on_device = None
         return copy
@@ -78,20 +87,38 @@ class ActivationOffload(saved_tensors_hooks):
         if isinstance(saved, torch.Tensor):
             return saved
         self._unread.pop(saved.index, None)
-        for copy in (saved, *(self._unread.get(saved.index - ahead) for ahead in range(1, AHEAD))):
-            if copy is not None and copy.on_device is None:
-                copy.on_device = torch.empty_like(copy.host, device=copy.device)  # memory of the stream that reads it
-                copy.copied = _copy(copy.on_device, copy.host, copy.device)
+        self._return_to_device(saved)
+        # the backward pass reads the tensors in reverse order
+        for ahead in range(1, AHEAD):
+            next_copy = self._unread.get(saved.index - ahead)
+            if next_copy is not None:
+                self._return_to_device(next_copy)
+
         saved.wait()
-        assert (tensor := saved.on_device) is not None
+        tensor = saved.on_device
+        assert tensor is not None
         saved.on_device = None
         return tensor
+
+    @staticmethod
+    def _return_to_device(copy: HostCopy) -> None:
+        """Starts to copy a tensor back, unless its device has it."""
+        if copy.on_device is None:
+            copy.on_device = torch.empty_like(copy.host, device=copy.device)  # memory of the stream that reads it
+            copy.copied = _copy(copy.on_device, copy.host, copy.device)
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A saved tensor in host memory, pinned on CUDA. index: its number. on_device: the tensor while its device has
-    it; must not be freed before `wait`. copied: the end of the last copy."""
+    """A saved tensor in host memory.
+
+    Attributes:
+        host: the tensor in host memory, pinned on CUDA.
+        index: its number in the order of the forward pass.
+        device: the device that it came from.
+        on_device: the tensor while its device has it; must not be freed before `wait`.
+        copied: the end of the last copy.
+    """
 
     host: torch.Tensor
     index: int
@@ -109,6 +136,7 @@ class HostCopy:
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
+    """Copies on the side stream of `device`. Returns the end of the copy; None on a CPU, where it has ended."""
     if device.type != "cuda":
         to.copy_(source)
         return None

@@ -50,25 +50,19 @@ def has_adapter(model: NetworkConfig) -> bool:
 def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     """Adds an fp32 adapter to the layers that `model` names, freezes all other parameters, and returns peft's config.
 
-    Raises UserError for a name that matches no linear layer or only the output layer, which cannot have an adapter.
+    Raises:
+        UserError: a name matches no linear layer or only the output layer, which cannot have an adapter.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    targets, excluded = list(model.target_modules), list(model.exclude_modules)
+    excluded = list(model.exclude_modules)
     _require_linear_layers(network, "model.exclude_modules", excluded)
-    if targets != [ALL_LINEAR]:
-        _require_linear_layers(network, "model.target_modules", targets)
-    place: nn.Module = network
-    if any(type(module).__name__.endswith("Experts") for module in network.modules()):
+    targets = _target_modules(network, model)
+    adapted: nn.Module = network
+    if _has_experts(network):
         # for a transformers model peft would interpret layer names as names of experts, as in older model classes
-        place = nn.ModuleDict({"network": network})
-        targets = linear_layers(network) if targets == [ALL_LINEAR] else targets
-    if model.target_modules == [ALL_LINEAR] and (unreached := _layers_without_effect(network)):
-        targets = [name for name in linear_layers(network) if name not in unreached]
-    if has_vision(network.config):
-        named = [name for name in linear_layers(network) if f".{name}".endswith(tuple(f".{each}" for each in targets))]
-        targets = linear_layers(network) if targets == [ALL_LINEAR] else named
+        adapted = nn.ModuleDict({"network": network})
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
@@ -80,7 +74,8 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         base_model_name_or_path=str(model.path),
     )
     with user_error_on_failure(f"model.target_modules={targets}", "peft has no adapter for these layers; name others"):
-        inject_adapter_in_model(config, place)
+        inject_adapter_in_model(config, adapted)
+
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             raise UserError(f"model.target_modules: {name} is not a torch.nn.Linear, which an adapter needs")
@@ -90,6 +85,34 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     if model.lora_adapter_path is not None:
         _load_saved_adapter(network, model, Path(model.lora_adapter_path))
     return config
+
+
+def _target_modules(network: PreTrainedModel, model: ModelConfig) -> list[str]:
+    """Returns the targets of peft's config: ALL_LINEAR alone, or names of layers or ends of their names.
+
+    Raises UserError for a name that matches no linear layer.
+    """
+    targets = list(model.target_modules)
+    layers = linear_layers(network)
+    if targets != [ALL_LINEAR]:
+        _require_linear_layers(network, "model.target_modules", targets)
+        if not has_vision(network.config):
+            return targets
+        # by their whole names, because the vision tower has layers of the same last names
+        endings = tuple(f".{target}" for target in targets)
+        return [name for name in layers if f".{name}".endswith(endings)]
+
+    unreached = _layers_without_effect(network)
+    if unreached:
+        return [name for name in layers if name not in unreached]
+    # peft's own rule for ALL_LINEAR would include the vision tower, and fails for a network inside another module
+    if _has_experts(network) or has_vision(network.config):
+        return layers
+    return targets
+
+
+def _has_experts(network: PreTrainedModel) -> bool:
+    return any(type(module).__name__.endswith("Experts") for module in network.modules())
 
 
 def base_note(model: NetworkConfig) -> str:
@@ -139,7 +162,7 @@ def _require_same_layers(
     """Raises UserError if a tensor of a saved adapter belongs to no linear layer of the network, has other sizes than
     that layer, or holds values that are not finite.
 
-    base: the name of the adapter's base model, if its config has one.
+    base: the name of the adapter's base model; an empty string if its config has none.
     """
     # the network has its adapter already, so that each layer is a module with the former layer in `base_layer`
     adapted = {name.removesuffix(".base_layer") for name in linear_layers(network)}
@@ -160,6 +183,7 @@ def _require_same_layers(
             raise refused_tensor(name, folder, f"and {layer} is no layer that can have an adapter here")
         else:
             difference = f"has the shape {tuple(tensor.shape)}, and {model.path} has no such layer"
+
         advice = f"Set model.path={base}, or train {model.path} without this adapter"
         if not base or base == str(model.path):
             advice = f"Give the adapter of the model that is now at {model.path}, or train that model without one"
@@ -189,11 +213,13 @@ def _require_same_targets(
     if model.exclude_modules:
         advice += " model.exclude_modules=[]"
 
-    place = "in the options"
+    options = f"model.target_modules={model.target_modules}"
+    if model.exclude_modules:
+        options += f" with model.exclude_modules={model.exclude_modules}"
+    source = "in the options"
     if only_one[0] in in_file:
-        place = f"in the adapter of model.lora_adapter_path={model.lora_adapter_path}"
-    excluded = f" with model.exclude_modules={model.exclude_modules}" if model.exclude_modules else ""
-    raise UserError(f"model.target_modules={model.target_modules}{excluded}: {only_one[0]} is only {place}. {advice}")
+        source = f"in the adapter of model.lora_adapter_path={model.lora_adapter_path}"
+    raise UserError(f"{options}: {only_one[0]} is only {source}. {advice}")
 
 
 def _name_in_file(name: str) -> str:
@@ -202,26 +228,34 @@ def _name_in_file(name: str) -> str:
 
 
 def linear_layers(network: PreTrainedModel) -> list[str]:
-    """Names of the layers that can have an adapter: all linear layers except the output layer and a vision tower."""
+    """Returns the names of the layers that can have an adapter: all linear layers except the output layer and those of
+    a vision tower."""
     excluded = {network.get_output_embeddings()}
     if has_vision(network.config):
         excluded.update(network.base_model.visual.modules())
-    layers = (
-        name for name, module in network.named_modules() if isinstance(module, nn.Linear) and module not in excluded
-    )
-    return list(layers)
+    layers = []
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear) and module not in excluded:
+            layers.append(name)
+    return layers
 
 
 def _layers_without_effect(network: PreTrainedModel) -> set[str]:
-    """Names of linear layers whose adapter would have no effect: kernels of state-space layers use their weights
-    without calling the module, and modules that select tokens receive no gradient."""
-    unreached: set[str] = set()
+    """Returns the names of linear layers whose adapter would have no effect: kernels of state-space layers use their
+    weights without calling the module, and modules that select tokens receive no gradient."""
+    without_effect: set[str] = set()
     for name, module in network.named_modules():
-        kind = type(module).__name__
-        ends = ("",) if kind.endswith(CHOOSERS) else ("out_proj", "dt_proj") if STATE_SPACE.search(kind) else ()
-        if ends:
-            unreached |= {f"{name}.{each}" for each, _ in module.named_modules() if each.endswith(ends)}
-    return unreached
+        class_name = type(module).__name__
+        if class_name.endswith(CHOOSERS):
+            endings: tuple[str, ...] = ("",)  # all of them
+        elif STATE_SPACE.search(class_name):
+            endings = ("out_proj", "dt_proj")
+        else:
+            continue
+        for child_name, _ in module.named_modules():
+            if child_name.endswith(endings):
+                without_effect.add(f"{name}.{child_name}")
+    return without_effect
 
 
 def refuse_to_train_choosers(network: PreTrainedModel) -> None:
@@ -235,15 +269,17 @@ def refuse_to_train_choosers(network: PreTrainedModel) -> None:
             )
 
 
-def _require_linear_layers(network: PreTrainedModel, key: str, given: list[str]) -> None:
+def _require_linear_layers(network: PreTrainedModel, key: str, targets: list[str]) -> None:
+    """Raises UserError for a target of the option `key` that is not the name of a linear layer or its end."""
     layers = linear_layers(network)
-    for target in given:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            known = sorted({name.rpartition(".")[2] for name in layers})
-            raise UserError(
-                f"{key}: {target} matches no linear layer of {type(network).__name__} (its output layer cannot have an "
-                f"adapter); its layers are {', '.join(known)}. Expected a layer's name, or its part after a dot"
-            )
+    for target in targets:
+        if any(f".{name}".endswith(f".{target}") for name in layers):
+            continue
+        last_parts = sorted({name.rpartition(".")[2] for name in layers})
+        raise UserError(
+            f"{key}: {target} matches no linear layer of {type(network).__name__} (its output layer cannot have an "
+            f"adapter); its layers are {', '.join(last_parts)}. Expected a layer's name, or its part after a dot"
+        )
 
 
 @contextmanager
@@ -265,7 +301,7 @@ def adapter_off(network: nn.Module) -> Iterator[None]:
 
 
 def scale_of(config: LoraConfig) -> float:
-    """The factor alpha / rank of B A x."""
+    """Returns the factor alpha / rank of B A x."""
     return float(config.lora_alpha) / int(config.r)
 
 
@@ -279,8 +315,13 @@ def merged(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the base model's weights with the adapter merged: W + scale B A, computed in fp32, in the dtype of W.
 
-    weights: weights of the base model, by its own names or by the names in a network with an adapter. adapter:
-    parameters of the adapter, by the names in the network. Yields (name in the base model, weight).
+    Args:
+        weights: weights of the base model, by its own names or by the names in a network with an adapter.
+        adapter: parameters of the adapter, by the names in the network.
+        scale: alpha / rank.
+
+    Yields:
+        (name in the base model, weight).
     """
     for adapted_name, weight in weights:
         name = adapted_name.replace(".base_layer.", ".")
@@ -318,7 +359,9 @@ class KeptBase:
                 adapter[name] = tensor
             else:
                 self.tensors[name] = tensor.to("cpu", copy=True)
-        yield from merged(((name, tensor.to(device)) for name, tensor in self.tensors.items()), adapter, self._scale)
+        # a generator, so that the device holds one base weight at a time
+        base = ((name, tensor.to(device)) for name, tensor in self.tensors.items())
+        yield from merged(base, adapter, self._scale)
 
 
 def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> int:
@@ -331,8 +374,8 @@ def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> 
 
 def save_adapter(folder: Path, adapter: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
     """Writes an adapter in the format of peft. adapter: the adapter's parameters by their names in the network."""
-    tensors = {_name_in_file(name): value for name, value in adapter.items()}
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / WEIGHTS_FILE)
+    tensors = {_name_in_file(name): value.contiguous() for name, value in adapter.items()}
+    save_file(tensors, folder / WEIGHTS_FILE)
     config.save_pretrained(str(folder))
 
 

@@ -47,8 +47,11 @@ def model_assets(
         _write_config(config, model, folder)
         _write_tokenizer(model, chat_template, folder)
         _copy_files(model, config, folder)
-        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+        assets = {}
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                assets[str(file.relative_to(folder))] = file.read_bytes()
+    return assets
 
 
 def write_assets(files: Mapping[str, bytes], folder: Path) -> None:
@@ -74,7 +77,9 @@ def _write_config(config: PretrainedConfig, model: NetworkConfig, folder: Path) 
 
 def _write_tokenizer(model: NetworkConfig, chat_template: str | None, folder: Path) -> None:
     """Writes the tokenizer with the chat template of the run. A critic or reward model may have none."""
-    source = (model.tokenizer_path if isinstance(model, ModelConfig) else None) or model.path
+    source = model.path
+    if isinstance(model, ModelConfig) and model.tokenizer_path:
+        source = model.tokenizer_path
     key = "model.tokenizer_path" if source != model.path else "model.path"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)

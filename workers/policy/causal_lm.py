@@ -8,21 +8,22 @@ depends neither on the number of tokens nor on the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl_lite.config import ModelConfig
-from verl_lite.errors import UserError
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import add_adapter
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
-from workers.policy.model_errors import user_error_on_failure
+from workers.policy.logit_transform import PLAIN_LOGITS, LogitTransform, logit_transform
 from workers.policy.router import ROUTED_EXPERTS, Routers, load_balancing_loss, replay_counts
+from workers.policy.tile_functions import TILE_FUNCTIONS, TileFunctions
 from workers.policy.vision import placeholder_ids
 
 TEACHER_IDS = "teacher_ids"
@@ -33,44 +34,18 @@ KEPT_LOGITS_BYTES = 32 << 20
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
 FINITE_LOGIT = -1e30  # replaces -inf in the entropy, which multiplies the logit by its probability 0
 
-_REMEDY = "choose a model whose logits are a linear layer of its last hidden states, scaled and soft-capped at most"
-
-
-class LogitTransform(NamedTuple):
-    """A model's transform of its output layer's logit z: cap * tanh(scale * z / cap), or scale * z without a cap."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Transforms the logits in place."""
-        logits = logits if self.scale == 1.0 else logits.mul_(self.scale)
-        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
-
-    def divided_by(self, temperature: float) -> LogitTransform:
-        """Returns this transform followed by a division by `temperature`."""
-        inverse = 1.0 / temperature
-        return LogitTransform(self.scale * inverse, None if self.cap is None else self.cap * inverse)
-
-    def backward(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Computes the gradient of z from the gradient of the transformed logits, in place."""
-        if self.cap is not None:
-            # a logit below the cap is FINITE_LOGIT, whose square would be infinite and its gradient of 0 a NaN
-            gradient = gradient.addcmul_(gradient, (logits / self.cap).clamp_(min=-1.0).square_(), value=-1.0)
-        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
-
-
-PLAIN_LOGITS = LogitTransform()
-
 
 class CausalLMPolicy(Policy):
     """The policy network.
 
-    model: a `...ForCausalLM`. Its parameters have the prefix `model.`, followed by their Hugging Face names.
-    chunk_tokens: maximum number of tokens in a tile of logits, if all logits need over KEPT_LOGITS_BYTES.
-    routers: the routers of the model, if the forward needs them.
-    vocab_size: number of tokens with a probability, for a teacher with more tokens than its student; None = all.
-    Raises UserError if the model's transform of its logits is no `LogitTransform`.
+    Args:
+        model: a `...ForCausalLM`. Its parameters have the prefix `model.`, followed by their Hugging Face names.
+        chunk_tokens: maximum number of tokens in a tile of logits, if all logits need over KEPT_LOGITS_BYTES.
+        routers: the routers of the model, if the forward needs them.
+        vocab_size: number of tokens with a probability, for a teacher with more tokens than its student; None = all.
+
+    Raises:
+        UserError: the model's transform of its logits is no `LogitTransform`.
     """
 
     extra_inputs = (*Policy.extra_inputs, ROUTED_EXPERTS, SAMPLING_CANDIDATES, TEACHER_IDS)
@@ -103,11 +78,17 @@ class CausalLMPolicy(Policy):
     ) -> dict[str, torch.Tensor]:
         """Computes log_probs (b, R) and the outputs whose option is True, 0 at tokens that are not predicted.
 
-        entropys and sum_pi_squared (b, R): see `TokenStatistics`. With the column sampling_candidates, these and the
-        log-probs are those of the distribution over the candidates of each token. router_aux_loss (b,): see
-        `load_balancing_loss`. router_replay (b, 2): see `replay_counts`. topk_ids and topk_log_probs (b, R, K), without
-        gradient: the `calculate_topk` most probable tokens. If the batch has the column teacher_ids (b, R, K),
-        log_probs_at_ids (b, R, K) are the log-probs of these tokens.
+        Args:
+            inputs: the micro-batch. With its column sampling_candidates, all statistics are those of the distribution
+                over the candidates of each token. With teacher_ids (b, R, K), the outputs include log_probs_at_ids
+                (b, R, K), the log-probs of these tokens.
+            temperature: divides the logits.
+            calculate_entropy: adds entropys (b, R), see `TokenStatistics`.
+            calculate_sum_pi_squared: adds sum_pi_squared (b, R), see `TokenStatistics`.
+            calculate_router_aux_loss: adds router_aux_loss (b,), see `load_balancing_loss`.
+            count_router_replay: adds router_replay (b, 2), see `replay_counts`.
+            calculate_topk: K; above 0 adds topk_ids and topk_log_probs (b, R, K), without gradient, of the K most
+                probable tokens.
         """
         outputs = {}
         if self.routers is None:
@@ -119,108 +100,74 @@ class CausalLMPolicy(Policy):
                 outputs["router_aux_loss"] = load_balancing_loss(routes, inputs)
             if count_router_replay:
                 outputs["router_replay"] = replay_counts(routes, inputs)
-        hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)
+
+        # the output layer costs more than a decoder layer, so that it runs for predicted tokens only
+        hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)  # (N, H)
         head = self.model.get_output_embeddings()
-        bias, targets, ids = self._output_bias(head), inputs.targets, inputs.extra.get(TEACHER_IDS)
+        bias = self._output_bias(head)
+        candidates = inputs.extra.get(SAMPLING_CANDIDATES)
         if calculate_topk:
-            divided = self.logit_transform.divided_by(temperature)
-            options = (calculate_topk, divided, self.chunk_tokens, inputs.extra.get(SAMPLING_CANDIDATES))
-            found = top_log_probs(hidden, head.weight, bias, *options)
-            outputs |= {f"topk_{name}": inputs.scatter(value) for name, value in found.items()}
+            transform = self.logit_transform.divided_by(temperature)
+            top = top_log_probs(hidden, head.weight, bias, calculate_topk, transform, self.chunk_tokens, candidates)
+            outputs["topk_ids"] = inputs.scatter(top["ids"])
+            outputs["topk_log_probs"] = inputs.scatter(top["log_probs"])
+
+        # the tokens of a teacher are further targets, so that their logits need no pass of their own
+        targets = inputs.targets
+        teacher_ids = inputs.extra.get(TEACHER_IDS)
+        if teacher_ids is not None:
+            targets = torch.cat([targets.unsqueeze(1), teacher_ids], dim=1)
         statistics = token_log_probs(
             hidden,
             head.weight,
             bias,
-            targets if ids is None else torch.cat([targets.unsqueeze(1), ids], dim=1),
+            targets,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             calculate_entropy=calculate_entropy,
             calculate_sum_pi_squared=calculate_sum_pi_squared,
             transform=self.logit_transform,
             functions=self.functions,
-            candidates=inputs.extra.get(SAMPLING_CANDIDATES),
+            candidates=candidates,
         )
-        named = statistics._asdict()
-        if ids is not None:
-            named |= {"log_probs": statistics.log_probs[:, 0], "log_probs_at_ids": statistics.log_probs[:, 1:]}
-        return {name: inputs.scatter(value) for name, value in named.items() if value is not None} | outputs
+        named_statistics = statistics._asdict()
+        if teacher_ids is not None:
+            named_statistics["log_probs"] = statistics.log_probs[:, 0]
+            named_statistics["log_probs_at_ids"] = statistics.log_probs[:, 1:]
+        for name, values in named_statistics.items():
+            if values is not None:
+                outputs[name] = inputs.scatter(values)
+        return outputs
 
-    def _output_bias(self, head: Any) -> torch.Tensor | None:
+    def _output_bias(self, head: nn.Linear) -> torch.Tensor | None:
         """The bias of the output layer: -inf for tokens that the rollout engines never sample."""
         bias: torch.Tensor | None = getattr(head, "bias", None)
         if not self.excluded_tokens:
             return bias
-        bias = torch.zeros(len(head.weight), device=head.weight.device) if bias is None else bias
+        if bias is None:
+            bias = torch.zeros(len(head.weight), device=head.weight.device)
+        # a copy, because the bias may be a trained parameter
         return bias.index_fill(0, torch.tensor(self.excluded_tokens, device=bias.device), -torch.inf)
 
 
 def causal_lm(chunk_tokens: int, with_routers: bool = False, vocab_size: int | None = None) -> PolicyBuilder:
     """Returns a builder of a `CausalLMPolicy`, which adds an adapter if `model.lora_rank` is above 0.
 
-    chunk_tokens: maximum number of tokens in a tile of logits. with_routers: the forward needs the routers. vocab_size:
-    see `CausalLMPolicy`.
+    Args:
+        chunk_tokens: maximum number of tokens in a tile of logits.
+        with_routers: whether the forward needs the routers.
+        vocab_size: see `CausalLMPolicy`.
     """
 
     def build(spec: NetworkSpec) -> CausalLMPolicy:
         model = build_network(AutoModelForCausalLM, spec)
-        policy = CausalLMPolicy(model, chunk_tokens, Routers(model) if with_routers else None, vocab_size)
+        routers = Routers(model) if with_routers else None
+        policy = CausalLMPolicy(model, chunk_tokens, routers, vocab_size)
         if isinstance(spec.model, ModelConfig) and spec.model.lora_rank > 0:
             policy.adapter = add_adapter(policy.model, spec.model)
         return policy
 
     return build
-
-
-class _Outputs:
-    """Outputs of a backbone with hidden states only; all other attributes are None."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.last_hidden_state
-
-
-@torch.no_grad()
-def logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Determines the logit transform of `model` by running its forward with known hidden states and known logits.
-
-    Backbone and output layer are replaced during the run, so the model's parameters are not read.
-
-    Raises UserError if the output layer does not receive the hidden states, or if the model applies more than a scale
-    and a soft cap to the logits: log-probs computed here would then be those of another distribution.
-    """
-    backbone, head = model.base_model, model.get_output_embeddings()
-    hidden = torch.arange(8.0).view(1, 1, 8)  # exact in each dtype: some networks cast it to the dtype of their weights
-    points = 2.0 ** torch.arange(-10, 41, dtype=torch.float64)
-    given = torch.cat([-points, points])[None, None]
-    seen: list[torch.Tensor] = []
-
-    def known(states: torch.Tensor) -> torch.Tensor:
-        seen.append(states)
-        return given.clone()
-
-    try:
-        backbone.forward, head.forward = lambda *args, **kwargs: _Outputs(hidden), known
-        problem = f"model.path: the transform of the logits of a {type(model).__name__} cannot be determined"
-        with user_error_on_failure(problem, _REMEDY):
-            found = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double()
-    finally:
-        del backbone.forward, head.forward
-    scale = float(found[0, 0, len(points)] / points[0])
-    largest = float(found[0, 0, -1])
-    cap = largest if largest < 0.5 * scale * float(points[-1]) else None
-    transform = LogitTransform(1.0 if abs(scale - 1.0) < 1e-6 else scale, cap)
-    is_plain = len(seen) == 1 and torch.equal(seen[0].float(), hidden)
-    if not is_plain or not torch.allclose(transform(given.clone()), found, rtol=1e-5, atol=0.0):
-        raise UserError(
-            f"model.path: a {type(model).__name__} transforms its hidden states or logits by more than a scale and a "
-            f"soft cap; {_REMEDY}"
-        )
-    return transform
 
 
 def output_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -233,7 +180,8 @@ def output_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     if hidden.dtype != dtype and has_wide_products(hidden.device):
         logits = torch.mm(hidden, weight.t(), out_dtype=dtype)
         return logits if bias is None else logits.add_(bias)
-    return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    wide_bias = None if bias is None else bias.to(dtype)
+    return F.linear(hidden.to(dtype), weight.to(dtype), wide_bias)
 
 
 def has_wide_products(device: torch.device) -> bool:
@@ -242,62 +190,17 @@ def has_wide_products(device: torch.device) -> bool:
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of softmax(logits / temperature) at N tokens, each (N,) in fp32 (fp64 for fp64 inputs): log-probs of
-    the targets, in their shape (N,) or (N, M), entropies in nats, and sums of p^2 over the vocabulary, without
-    gradient."""
+    """Statistics of softmax(logits / temperature) at N tokens, in fp32 (fp64 for fp64 inputs).
+
+    Attributes:
+        log_probs: log-probs of the targets, in their shape (N,) or (N, M).
+        entropys: (N,) entropies in nats.
+        sum_pi_squared: (N,) sums of p^2 over the vocabulary, without gradient.
+    """
 
     log_probs: torch.Tensor
     entropys: torch.Tensor | None
     sum_pi_squared: torch.Tensor | None
-
-
-def tile_statistics(
-    logits: torch.Tensor, index: torch.Tensor, calculate_entropy: bool, calculate_sum_pi_squared: bool
-) -> torch.Tensor:
-    """Computes statistics of softmax(logits) over the columns of a tile of logits (n, v).
-
-    index: (n, M) columns. Returns (M + 1 to M + 3, n): the logits in the columns `index`, the logarithm of the
-    normalizer, and with their options the mean of the logits and the sum of squared probabilities.
-    """
-    peak = logits.amax(dim=1)
-    picked = logits.gather(1, index)
-    scores = (logits - peak.unsqueeze(1)).exp_()
-    total = scores.sum(dim=1)
-    found = [peak + total.log()]
-    squares = [scores.square().sum(dim=1) / total.square()] if calculate_sum_pi_squared else []
-    if calculate_entropy:
-        found.append(scores.mul_(logits).sum(dim=1) / total)
-    return torch.cat([picked.t(), *(values.unsqueeze(0) for values in found + squares)])
-
-
-def tile_gradient(
-    logits: torch.Tensor,
-    normalizers: torch.Tensor,
-    slope: torch.Tensor,
-    offset: torch.Tensor | None,
-    index: torch.Tensor,
-    at_target: torch.Tensor,
-    transform: LogitTransform,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Computes p_j (slope z_j + offset) + [j = index] at_target for a tile (n, v) of transformed logits z, where p_j is
-    exp(z_j - normalizer), and from this the gradient of the logits before `transform`. Without an offset: p_j slope.
-    index and at_target have the shape (n, M), the other tensors (n,). Returns (n, v) in `dtype`.
-    """
-    gradient = (logits - normalizers.unsqueeze(1)).exp_()
-    if offset is None:
-        gradient.mul_(slope.unsqueeze(1))
-    else:
-        gradient.mul_(torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits))
-    if torch.compiler.is_compiling() and index.shape[1] == 1:  # a comparison is fused with the rest, unlike a scatter
-        is_target = torch.arange(logits.shape[1], device=logits.device) == index
-        gradient = gradient + is_target * at_target
-    else:
-        gradient.scatter_add_(1, index, at_target)
-    return transform.backward(gradient, logits).to(dtype)
-
-
-TILE_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"tile_statistics": tile_statistics, "tile_gradient": tile_gradient}
 
 
 def token_log_probs(
@@ -311,20 +214,30 @@ def token_log_probs(
     calculate_entropy: bool,
     calculate_sum_pi_squared: bool = False,
     transform: LogitTransform = PLAIN_LOGITS,
-    functions: Mapping[str, Callable[..., Any]] = TILE_FUNCTIONS,
+    functions: TileFunctions = TILE_FUNCTIONS,
     candidates: torch.Tensor | None = None,
 ) -> TokenStatistics:
-    """Computes the statistics of the logits transform(hidden @ weight.T + bias) whose option is True.
+    """Computes the statistics of the logits transform(hidden @ weight.T + bias) / temperature.
 
-    hidden: (N, H); weight: (V, H); bias: (V,) or None; targets: (N,) or (N, M). functions: TILE_FUNCTIONS, or compiled
-    forms. candidates: (N, C) tokens that the distribution of each row is restricted to; -1 where there are fewer; rows
-    of -1 are not restricted.
+    Args:
+        hidden: (N, H) hidden states.
+        weight: (V, H) weight of the output layer.
+        bias: (V,) bias of the output layer, or None.
+        targets: (N,) or (N, M) tokens whose log-probs to compute.
+        temperature: divides the transformed logits.
+        chunk_tokens: maximum number of tokens in a tile of logits.
+        calculate_entropy: whether to compute entropies.
+        calculate_sum_pi_squared: whether to compute sums of squared probabilities.
+        transform: the model's transform of its logits.
+        functions: TILE_FUNCTIONS, or compiled forms.
+        candidates: (N, C) tokens that the distribution of each row is restricted to; -1 where there are fewer; rows of
+            -1 are not restricted.
     """
-    options = (calculate_entropy, calculate_sum_pi_squared)
-    divided, several = transform.divided_by(temperature), targets if targets.ndim == 2 else targets.unsqueeze(1)
-    log_probs, entropys, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, several, divided, chunk_tokens, *options, functions, candidates
+    options = _Options(
+        transform.divided_by(temperature), chunk_tokens, calculate_entropy, calculate_sum_pi_squared, functions
     )
+    several_targets = targets if targets.ndim == 2 else targets.unsqueeze(1)
+    log_probs, entropys, squares = _TokenLogProbs.apply(hidden, weight, bias, several_targets, candidates, options)
     return TokenStatistics(
         log_probs.view(targets.shape),
         entropys if calculate_entropy else None,
@@ -344,53 +257,85 @@ def top_log_probs(
 ) -> dict[str, torch.Tensor]:
     """Computes the k most probable tokens of softmax(transform(hidden @ weight.T + bias)), most probable first.
 
-    hidden: (N, H); weight: (V, H); bias: (V,) or None. candidates: see `token_log_probs`. Returns `ids` int32 and
-    `log_probs`, both (N, k).
+    Args:
+        hidden: (N, H) hidden states.
+        weight: (V, H) weight of the output layer.
+        bias: (V,) bias of the output layer, or None.
+        k: number of tokens; at most V.
+        transform: the transform of the logits, including the division by the temperature.
+        chunk_tokens: maximum number of tokens in a tile of logits.
+        candidates: see `token_log_probs`.
+
+    Returns:
+        `ids` int32 and `log_probs`, both (N, k).
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    none = hidden.new_empty(len(hidden), 0, dtype=torch.long)
-    tiles = _Tiles(none, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[hidden.device.type])
+    no_targets = hidden.new_empty(len(hidden), 0, dtype=torch.long)
+    tiles = _Tiles(no_targets, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[hidden.device.type])
+    logits = _Logits(hidden, weight, bias, transform, candidates)
     shape = len(hidden), min(k, len(weight))
-    found = {"ids": hidden.new_empty(shape, dtype=torch.int32), "log_probs": hidden.new_empty(shape, dtype=dtype)}
+    top_ids = hidden.new_empty(shape, dtype=torch.int32)
+    top_values = hidden.new_empty(shape, dtype=dtype)
     for rows in tiles.rows:
+        # the best tokens of the tiles so far
         best = hidden.new_empty(rows.stop - rows.start, 0, dtype=dtype)
-        ids, normalizers = best.long(), []
+        ids = best.long()
+        normalizers = []
         for columns in tiles.columns:
-            logits = _logits(hidden, weight, bias, rows, columns, transform, candidates)
-            normalizers.append(logits.logsumexp(dim=1))
-            values, places = logits.topk(min(k, logits.shape[1]), dim=1)
-            best, ids = torch.cat([best, values], dim=1), torch.cat([ids, places + columns.start], dim=1)
+            tile = logits.tile(rows, columns)
+            normalizers.append(tile.logsumexp(dim=1))  # of the tile; joined below to that of the vocabulary
+            values, tile_columns = tile.topk(min(k, tile.shape[1]), dim=1)
+            best = torch.cat([best, values], dim=1)
+            ids = torch.cat([ids, tile_columns + columns.start], dim=1)
             best, order = best.topk(min(k, best.shape[1]), dim=1)
             ids = ids.gather(1, order)
-        found["ids"][rows] = ids.int()
-        found["log_probs"][rows] = best - torch.stack(normalizers).logsumexp(dim=0).unsqueeze(1)
-    return found
+        top_ids[rows] = ids.int()
+        top_values[rows] = best - torch.stack(normalizers).logsumexp(dim=0).unsqueeze(1)
+    return {"ids": top_ids, "log_probs": top_values}
 
 
 class _Tiles:
     """Division of the logits (N, V) into tiles of tile_bytes, or one tile if they need at most KEPT_LOGITS_BYTES.
 
-    targets: (N, M) tokens, M = 0 for none. rows, columns: slices of the tokens and of the vocabulary. inside: (tiles of
-    the vocabulary, N, 1) True where the target of a token is in the tile; None unless M = 1.
+    Attributes:
+        keep: True if the logits are one tile, which the backward pass can reuse.
+        rows: slices of the tokens.
+        columns: slices of the vocabulary.
+        inside: (tiles of the vocabulary, N, 1) True where the target of a token is in the tile; None unless M = 1.
     """
 
     def __init__(self, targets: torch.Tensor, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int) -> None:
-        count = len(targets)
-        self.keep = count * vocab * itemsize <= KEPT_LOGITS_BYTES
-        blocks = 1 if self.keep else -(-count // chunk_tokens)
-        height = max(1, -(-count // blocks))
-        number = 1 if self.keep else -(-vocab * height * itemsize // tile_bytes)
-        width = -(-vocab // (number * 8)) * 8 if number * 8 <= vocab else 1  # multiples of 8 for fast kernels
-        self.rows = [slice(start, min(start + height, count)) for start in range(0, count, height)]
+        """`targets`: (N, M) tokens, M = 0 for none. `itemsize`: bytes of a logit."""
+        num_tokens = len(targets)
+        self.keep = num_tokens * vocab * itemsize <= KEPT_LOGITS_BYTES
+        height, width = self._tile_shape(num_tokens, vocab, itemsize, chunk_tokens, tile_bytes)
+        self.rows = [slice(start, min(start + height, num_tokens)) for start in range(0, num_tokens, height)]
         self.columns = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
-        self._targets, self._width = targets, width
+        self._targets = targets
+        self._width = width
         self.inside: torch.Tensor | None = None
         if targets.shape[1] == 1:  # for all tiles at once, which needs fewer kernels but M times the memory
-            local = targets - torch.arange(0, vocab, width, device=targets.device).view(-1, 1, 1)
+            first_columns = torch.arange(0, vocab, width, device=targets.device).view(-1, 1, 1)
+            local = targets - first_columns
             self.inside = (local >= 0) & (local < width)
             self._index = local.where(self.inside, 0)
 
-    def places(self, number: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tile_shape(
+        self, num_tokens: int, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int
+    ) -> tuple[int, int]:
+        """Returns the number of tokens and the number of vocabulary entries of a tile."""
+        if self.keep:
+            num_parts = 1
+            height = max(1, num_tokens)
+        else:
+            num_blocks = -(-num_tokens // chunk_tokens)
+            height = max(1, -(-num_tokens // num_blocks))
+            num_parts = -(-vocab * height * itemsize // tile_bytes)
+        if num_parts * 8 > vocab:
+            return height, 1
+        return height, -(-vocab // (num_parts * 8)) * 8  # a multiple of 8 for fast kernels
+
+    def targets_in(self, number: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the column (n, M) of each target in a tile, 0 for targets in other tiles, and a bool mask (n, M) of
         the targets in the tile."""
         if self.inside is not None:
@@ -398,6 +343,46 @@ class _Tiles:
         local = self._targets[rows] - self.columns[number].start
         inside = (local >= 0) & (local < self._width)
         return local.where(inside, 0), inside
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """The transformed logits of N tokens, computed tile by tile.
+
+    Attributes:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,) or None.
+        transform: applied to hidden @ weight.T + bias.
+        candidates: (N, C) or None, see `token_log_probs`.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    transform: LogitTransform
+    candidates: torch.Tensor | None
+
+    def tile(self, rows: slice, columns: slice) -> torch.Tensor:
+        """Returns one tile. Entries of -inf, which a bias can contain, and tokens outside a row's candidate set become
+        FINITE_LOGIT."""
+        bias = None if self.bias is None else self.bias[columns]
+        logits = self.transform(output_logits(self.hidden[rows], self.weight[columns], bias))
+        if bias is not None:
+            logits = logits.clamp_(min=FINITE_LOGIT)
+        if self.candidates is None:
+            return logits
+
+        candidates = self.candidates[rows]
+        local = candidates.long() - columns.start
+        is_inside = (local >= 0) & (local < logits.shape[1])
+        index = local.where(is_inside, 0)
+        candidate_logits = logits.gather(1, index).where(is_inside, FINITE_LOGIT)
+        is_restricted = (candidates >= 0).any(dim=1, keepdim=True)
+        logits = logits.masked_fill_(is_restricted, FINITE_LOGIT)
+        # candidates outside the tile write FINITE_LOGIT to its first column, which must not replace a candidate's
+        # logit: maximum
+        return logits.scatter_reduce_(1, index, candidate_logits, "amax")
 
 
 def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
@@ -410,6 +395,104 @@ def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) ->
         total.add_(one @ other)
 
 
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `token_log_probs` that are not tensors. transform: includes the division by the temperature."""
+
+    transform: LogitTransform
+    chunk_tokens: int
+    calculate_entropy: bool
+    calculate_sum_pi_squared: bool
+    functions: TileFunctions
+
+    def tile_bytes(self, device: torch.device) -> int:
+        """Returns the size of a tile on `device`."""
+        if device.type == "cpu":
+            return TILE_BYTES["cpu"]
+        return TILE_BYTES["cuda" if self.functions is TILE_FUNCTIONS else "cuda, compiled"]
+
+
+class _TileResults(NamedTuple):
+    """Results of all tiles.
+
+    Attributes:
+        at_targets: (M, N) logits of the targets.
+        statistics: (1 to 3, tiles of the vocabulary, N) the statistics of `tile_statistics` after the targets' logits.
+        last_tile: the logits of the last tile.
+    """
+
+    at_targets: torch.Tensor
+    statistics: torch.Tensor
+    last_tile: torch.Tensor
+
+
+def _results_of_tiles(logits: _Logits, targets: torch.Tensor, tiles: _Tiles, options: _Options) -> _TileResults:
+    """Runs `tile_statistics` on each tile. targets: (N, M)."""
+    num_tokens, num_targets = targets.shape
+    device = logits.hidden.device
+    dtype = torch.promote_types(logits.hidden.dtype, torch.float32)
+    calculated = (options.calculate_entropy, options.calculate_sum_pi_squared)
+
+    # statistics of each tile; before them, with one target per token, the logit at its column in the tile
+    kept_targets = int(tiles.inside is not None)
+    shape = (kept_targets + 1 + sum(calculated), len(tiles.columns), num_tokens)
+    parts = torch.empty(shape, dtype=dtype, device=device)
+    at_targets = torch.zeros(num_targets, num_tokens, dtype=dtype, device=device)
+    tile = logits.hidden.new_empty(0, dtype=dtype)
+    for number, columns in enumerate(tiles.columns):
+        for rows in tiles.rows:
+            tile = logits.tile(rows, columns)
+            index, inside = tiles.targets_in(number, rows)
+            values = options.functions["tile_statistics"](tile, index, *calculated)
+            parts[:, number, rows] = values[num_targets - kept_targets :]
+            if not kept_targets:
+                at_targets[:, rows] += values[:num_targets].where(inside.t(), 0)
+    if tiles.inside is not None:
+        at_targets = parts[:1].where(tiles.inside.squeeze(2), 0).sum(dim=1)
+    return _TileResults(at_targets, parts[kept_targets:], tile)
+
+
+@dataclass(frozen=True)
+class _LogitGradients:
+    """The gradient of the logits, computed tile by tile; see `tile_gradient` for its formula.
+
+    Attributes:
+        logits: the logits, which are computed again unless they were kept.
+        kept_logits: the logits, if they are one tile.
+        normalizers: (N,).
+        slope: (N,).
+        offset: (N,) or None.
+        grad_log_probs: (N, M) gradient of the log-probs.
+        at_targets: (tiles of the vocabulary, N, 1) grad_log_probs where the target is in the tile; None unless M = 1.
+        dtype: dtype of the tiles.
+    """
+
+    logits: _Logits
+    kept_logits: torch.Tensor
+    normalizers: torch.Tensor
+    slope: torch.Tensor
+    offset: torch.Tensor | None
+    grad_log_probs: torch.Tensor
+    at_targets: torch.Tensor | None
+    dtype: torch.dtype
+
+    def tile(self, tiles: _Tiles, number: int, rows: slice, functions: TileFunctions) -> torch.Tensor:
+        """Returns the gradient of the logits of `rows` in a tile of the vocabulary, before the model's transform."""
+        tile = self.kept_logits if tiles.keep else self.logits.tile(rows, tiles.columns[number])
+        index, inside = tiles.targets_in(number, rows)
+        at_target = inside * self.grad_log_probs[rows] if self.at_targets is None else self.at_targets[number, rows]
+        return functions["tile_gradient"](
+            tile,
+            self.normalizers[rows],
+            self.slope[rows],
+            None if self.offset is None else self.offset[rows],
+            index,
+            at_target,
+            self.logits.transform,
+            self.dtype,
+        )
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -418,110 +501,75 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        transform: LogitTransform,
-        chunk_tokens: int,
-        calculate_entropy: bool,
-        calculate_sum_pi_squared: bool,
-        functions: Mapping[str, Callable[..., Any]],
         candidates: torch.Tensor | None,
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        kind = "cpu" if hidden.device.type == "cpu" else "cuda" if functions is TILE_FUNCTIONS else "cuda, compiled"
-        tiles = _Tiles(targets, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[kind])
-        options, number_of_targets = (calculate_entropy, calculate_sum_pi_squared), targets.shape[1]
-        # statistics of each tile; before them, with one target per token, the logit at its column in the tile
-        kept_targets = int(tiles.inside is not None)
-        shape = (kept_targets + 1 + sum(options), len(tiles.columns), len(targets))
-        parts = torch.empty(shape, dtype=dtype, device=hidden.device)
-        at_targets = torch.zeros(targets.t().shape, dtype=dtype, device=hidden.device)
-        logits = hidden.new_empty(0, dtype=dtype)
-        for number, columns in enumerate(tiles.columns):
-            for rows in tiles.rows:
-                logits = _logits(hidden, weight, bias, rows, columns, transform, candidates)
-                index, inside = tiles.places(number, rows)
-                values = functions["tile_statistics"](logits, index, *options)
-                parts[:, number, rows] = values[number_of_targets - kept_targets :]
-                if not kept_targets:
-                    at_targets[:, rows] += values[:number_of_targets].where(inside.t(), 0)
-        if tiles.inside is not None:
-            at_targets = parts[:1].where(tiles.inside.squeeze(2), 0).sum(dim=1)
-        partial, *more = parts[kept_targets:]
-        normalizers = partial.logsumexp(dim=0)
-        share = (partial - normalizers).exp_()  # of each tile in the probability
+        tile_bytes = options.tile_bytes(hidden.device)
+        tiles = _Tiles(targets, len(weight), dtype.itemsize, options.chunk_tokens, tile_bytes)
+        logits = _Logits(hidden, weight, bias, options.transform, candidates)
+        at_targets, statistics, last_tile = _results_of_tiles(logits, targets, tiles, options)
+
+        # the statistics of softmax over the vocabulary from those over the tiles
+        tile_normalizers, *others = statistics
+        normalizers = tile_normalizers.logsumexp(dim=0)
+        tile_shares = (tile_normalizers - normalizers).exp_()  # of each tile in the probability
         log_probs = (at_targets - normalizers).t().contiguous()
-        none = log_probs.new_empty(0)
-        entropys = normalizers - more[0].mul_(share).sum(dim=0) if calculate_entropy else none
-        squares = more[-1].mul_(share.square_()).sum(dim=0) if calculate_sum_pi_squared else none
-        kept = logits if tiles.keep else none
-        ctx.save_for_backward(hidden, weight, bias, normalizers, entropys, kept, candidates)
-        ctx.transform, ctx.tiles, ctx.functions, ctx.calculate_entropy = transform, tiles, functions, calculate_entropy
+        entropys = squares = log_probs.new_empty(0)
+        if options.calculate_entropy:
+            entropys = normalizers - others[0].mul_(tile_shares).sum(dim=0)
+        if options.calculate_sum_pi_squared:
+            squares = others[-1].mul_(tile_shares.square_()).sum(dim=0)
+
+        kept_logits = last_tile if tiles.keep else log_probs.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, normalizers, entropys, kept_logits, candidates)
+        ctx.tiles = tiles
+        ctx.options = options
         ctx.mark_non_differentiable(squares)
         return log_probs, entropys, squares
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, normalizers, entropys, kept, candidates = ctx.saved_tensors
+        hidden, weight, bias, normalizers, entropys, kept_logits, candidates = ctx.saved_tensors
         grad_log_probs, grad_entropys, _ = grad_outputs
-        tiles, dtype = ctx.tiles, normalizers.dtype
         _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # False for a model with an adapter
+        options: _Options = ctx.options
+        tiles: _Tiles = ctx.tiles
+        dtype = normalizers.dtype
+
         # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
-        slope, offset = -grad_log_probs.sum(dim=1), None
-        if ctx.calculate_entropy:
-            slope, offset = -grad_entropys, grad_entropys * (normalizers - entropys) + slope
+        slope = -grad_log_probs.sum(dim=1)
+        offset = None
+        if options.calculate_entropy:
+            offset = grad_entropys * (normalizers - entropys) + slope
+            slope = -grad_entropys
+        gradients = _LogitGradients(
+            logits=_Logits(hidden, weight, bias, options.transform, candidates),
+            kept_logits=kept_logits,
+            normalizers=normalizers,
+            slope=slope,
+            offset=offset,
+            grad_log_probs=grad_log_probs,
+            at_targets=None if tiles.inside is None else tiles.inside * grad_log_probs,
+            dtype=dtype if bias_learns else hidden.dtype,
+        )
+
+        # sums over tiles need fp32; a weight in bf16 is added to in fp32 for one part of the vocabulary at a time
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if weight_learns else None
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None
-        spread = None if tiles.inside is None else tiles.inside * grad_log_probs
         for number, columns in enumerate(tiles.columns):
-            total = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
+            grad_columns = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
             for rows in tiles.rows:
-                logits = kept
-                if not tiles.keep:
-                    logits = _logits(hidden, weight, bias, rows, columns, ctx.transform, candidates)
-                index, inside = tiles.places(number, rows)
-                at_target = inside * grad_log_probs[rows] if spread is None else spread[number, rows]
-                gradient = ctx.functions["tile_gradient"](
-                    logits,
-                    normalizers[rows],
-                    slope[rows],
-                    None if offset is None else offset[rows],
-                    index,
-                    at_target,
-                    ctx.transform,
-                    dtype if bias_learns else hidden.dtype,
-                )
-                del logits
-                if grad_bias is not None:
+                gradient = gradients.tile(tiles, number, rows, options.functions)
+                if grad_bias is not None:  # its sum over the tokens needs fp32
                     grad_bias[columns] += gradient.sum(dim=0)
                     gradient = gradient.to(hidden.dtype)
                 _add_product(grad_hidden[rows], gradient, weight[columns])
-                if total is not None:
-                    _add_product(total, gradient.t(), hidden[rows])
-            if grad_weight is not None and total is not None and total.dtype != weight.dtype:
-                grad_weight[columns] = total
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 7
-
-
-def _logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: slice,
-    columns: slice,
-    transform: LogitTransform,
-    candidates: torch.Tensor | None,
-) -> torch.Tensor:
-    """A tile of the transformed logits, in which FINITE_LOGIT replaces the -inf that a bias can contain, and the logits
-    outside the candidates of rows that have some."""
-    logits = transform(output_logits(hidden[rows], weight[columns], None if bias is None else bias[columns]))
-    logits = logits if bias is None else logits.clamp_(min=FINITE_LOGIT)
-    if candidates is None:
-        return logits
-    local = candidates[rows].long() - columns.start
-    is_inside = (local >= 0) & (local < logits.shape[1])
-    index = local.where(is_inside, 0)
-    kept = logits.gather(1, index).where(is_inside, FINITE_LOGIT)
-    is_restricted = (candidates[rows] >= 0).any(dim=1, keepdim=True)
-    # candidates outside the tile write FINITE_LOGIT to its first column, which must not replace a kept logit: maximum
-    return logits.masked_fill_(is_restricted, FINITE_LOGIT).scatter_reduce_(1, index, kept, "amax")
+                if grad_columns is not None:
+                    _add_product(grad_columns, gradient.t(), hidden[rows])
+            if grad_weight is not None and grad_columns is not None and grad_columns.dtype != weight.dtype:
+                grad_weight[columns] = grad_columns
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from transformers import PreTrainedTokenizerBase
@@ -73,29 +73,36 @@ def render_chats(
     global _child
     message = pickle.dumps((list(chats), arguments))  # fails for deeply nested arguments, before a child is in use
     with _rendering:
-        child, _child = _child, None  # if this call is interrupted, no later call reads its reply
-        if child is None or not child.fits(tokenizer):
-            if child is not None and child.parent == os.getpid():
+        child = _child
+        _child = None  # if this call is interrupted, no later call reads its reply
+        if child is not None and not child.fits(tokenizer):
+            if child.parent == os.getpid():
                 child.end()
+            child = None
+        if child is None:
             child = _Child(tokenizer)
+
         try:
             child.connection.send_bytes(message)
-            texts, refusal, excess = child.connection.recv()
+            reply: _Reply = child.connection.recv()
         except (EOFError, OSError):
             code = child.end()
             excess = f"ended the process that renders it (exit code {code})"
             if code == -signal.SIGPROF:
                 excess = f"took more than {SECONDS + SECONDS_PER_CHAT * len(chats):g} s of processor time"
+            reply = _Reply(excess=excess)
         else:
             _child = child
-    if excess:
+
+    if reply.excess:
+        problem = f"The chat template of {tokenizer.name_or_path!r} (or data.chat_template) {reply.excess}"
         raise UserError(
-            f"The chat template of {tokenizer.name_or_path!r} (or data.chat_template) {excess} for {len(chats)} chats. "
+            f"{problem} for {len(chats)} chats. "
             "Check the template before you use this folder, or set data.chat_template to another one"
         )
-    if refusal:
-        raise ChatTemplateError(refusal)
-    return texts
+    if reply.error:
+        raise ChatTemplateError(reply.error)
+    return reply.texts
 
 
 def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> int:
@@ -123,42 +130,65 @@ def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> int:
         connection.send(reply)
 
 
+class _Reply(NamedTuple):
+    """The child's reply to one call.
+
+    Attributes:
+        texts: the rendered chats, if nothing failed.
+        error: the template's error; empty if it raised none.
+        excess: the exceeded limit, as a message describes it; empty if there is none.
+    """
+
+    texts: list[str] = []
+    error: str = ""
+    excess: str = ""
+
+
 def _rendered(
     tokenizer: PreTrainedTokenizerBase,
-    chats: list[Any],
+    chats: list[list[dict[str, Any]]],
     arguments: dict[str, Any],
     forms: dict[str, "CallForm"],
-    most: int,
-) -> tuple[list[str], str, str]:
-    """Renders chats. Returns the texts, the template's error, and the exceeded limit (each of them may be empty).
+    most_characters: int,
+) -> _Reply:
+    """Renders chats.
 
-    forms: the forms of tool calls found so far, by the arguments of the template.
+    Args:
+        tokenizer: the tokenizer with its template.
+        chats: messages of each chat.
+        arguments: arguments of the template.
+        forms: the forms of tool calls found so far, by the arguments of the template; the call adds to them.
+        most_characters: limit of characters in all texts.
     """
     texts: list[str] = []
     written = 0
     try:
         for chat in chats:
+            messages = chat
             if any(message.get("tool_calls") for message in chat):
                 key = repr(arguments)
                 if key not in forms:
                     forms[key] = find_call_form(tokenizer, arguments)
-                chat = [forms[key].apply(message) for message in chat]
-            texts.append(str(tokenizer.apply_chat_template(chat, tokenize=False, **arguments)))
-            written += len(texts[-1])
-            if written > most:
-                return [], "", f"wrote {written:,} characters, more than the {most:,} allowed,"
+                messages = [forms[key].apply(message) for message in chat]
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+            texts.append(text)
+            written += len(text)
+            if written > most_characters:
+                return _Reply(excess=f"wrote {written:,} characters, more than the {most_characters:,} allowed,")
     except MemoryError:
-        return [], "", f"needed more than {MEMORY_BYTES >> 30} GiB of memory"
+        return _Reply(excess=f"needed more than {MEMORY_BYTES >> 30} GiB of memory")
     except Exception as error:  # the template is code of the model's folder and may raise any exception
-        return [], f"{type(error).__name__}: {error}", ""
-    return texts, "", ""
+        return _Reply(error=f"{type(error).__name__}: {error}")
+    return _Reply(texts)
 
 
 def tool_arguments(arguments: Any) -> Any:
-    """Returns the arguments of a tool call as a dict if they are one as JSON text, which chat templates expect, else
-    unchanged."""
+    """Returns the arguments of a tool call as a dict, which chat templates expect, if they are one as JSON text;
+    returns all others unchanged."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
@@ -171,11 +201,12 @@ def tool_arguments(arguments: Any) -> Any:
 class CallForm:
     """How a template reads an assistant's message with tool calls.
 
-    content: the content of a message without text: None, or "" for templates that would print None or fail on it.
-    arguments_are_text: True if the arguments of a call are JSON text, False if they are a dict. Templates with
-        `arguments | tojson` need the dict, templates that concatenate the arguments need the text.
-    writes_calls: True if the template does not show tool calls, so that they are written into the content, in the
-        notation that agents use with such templates.
+    Attributes:
+        content: the content of a message without text: None, or "" for templates that would print None or fail on it.
+        arguments_are_text: True if the arguments of a call are JSON text, False if they are a dict. Templates with
+            `arguments | tojson` need the dict, templates that concatenate the arguments need the text.
+        writes_calls: True if the template does not show tool calls, so that they are written into the content, in the
+            notation that agents use with such templates.
     """
 
     content: str | None
@@ -223,7 +254,9 @@ def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
     """Returns the first form of `_CALL_FORMS` that the template renders with the call's name, and without the word None
     or a Python dict. If there is none, the template does not show calls, and they become content.
 
-    arguments: arguments of the template.
+    Args:
+        tokenizer: the tokenizer with its template.
+        arguments: arguments of the template.
     """
     function = {"name": _PROBE_NAME, "arguments": {_PROBE_KEY: "value"}}
     # Mistral's templates accept only ids of nine letters and digits
@@ -231,12 +264,12 @@ def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
     system = {"role": "system", "content": "s"}
     question = {"role": "user", "content": "q"}
     for beginning in ([question], [system, question]):  # few templates need a system message, some refuse it
-        plain = _probe(tokenizer, [*beginning, {"role": "assistant", "content": "a"}], arguments)
+        without_calls = _probe(tokenizer, [*beginning, {"role": "assistant", "content": "a"}], arguments)
         for form in _CALL_FORMS:
             message = form.apply({"role": "assistant", "content": "", "tool_calls": [call]})
             text = _probe(tokenizer, [*beginning, message], arguments)
-            is_python = f"'{_PROBE_KEY}'" in text
-            if _PROBE_NAME in text and not is_python and text.count("None") <= plain.count("None"):
+            shows_python = f"'{_PROBE_KEY}'" in text or text.count("None") > without_calls.count("None")
+            if _PROBE_NAME in text and not shows_python:
                 return form
     return CallForm("", False, writes_calls=True)
 

@@ -35,23 +35,29 @@ def classifier_of(kind: str, config: PretrainedConfig) -> Any:
     Raises UserError for a family without a causal language model.
     """
     auto_class, layers = KINDS[kind]
-    with_code = getattr(config, "auto_map", None) or {}  # classes whose code comes with the model
-    if type(config) in auto_class._model_mapping or auto_class.__name__ in with_code:
+    classes_with_code = getattr(config, "auto_map", None) or {}  # their code comes with the model
+    if type(config) in auto_class._model_mapping or auto_class.__name__ in classes_with_code:
         return auto_class
-    causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if causal is None:
+    causal_lm_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if causal_lm_class is None:
         raise UserError(
             f"model.path: transformers has neither a For{kind} nor a ForCausalLM network of the family "
             f"{config.model_type}; choose a model of a family in workers/policy/README.md"
         )
-    base = next(known for known in causal.__mro__[1:] if issubclass(known, PreTrainedModel))
-    entries = {name: getattr(causal, name) for name in ("config_class", "base_model_prefix", "__module__")}
-    name = causal.config_class.__name__.removesuffix("Config")
-    made = type(f"{name}For{kind}", (layers, base), entries)
-    auto_class._model_mapping.register(type(config), made, exist_ok=True)
+
+    family_base = next(base for base in causal_lm_class.__mro__[1:] if issubclass(base, PreTrainedModel))
+    entries = {
+        "config_class": causal_lm_class.config_class,
+        "base_model_prefix": causal_lm_class.base_model_prefix,
+        "__module__": causal_lm_class.__module__,
+    }
+    family = causal_lm_class.config_class.__name__.removesuffix("Config")
+    classifier = type(f"{family}For{kind}", (layers, family_base), entries)
+    auto_class._model_mapping.register(type(config), classifier, exist_ok=True)
     # transformers finds the names of weights in files by the name of the class
-    if (renamings := get_checkpoint_conversion_mapping(causal.__name__)) is not None:
-        register_checkpoint_conversion_mapping(made.__name__, renamings, overwrite=True)
+    renamings = get_checkpoint_conversion_mapping(causal_lm_class.__name__)
+    if renamings is not None:
+        register_checkpoint_conversion_mapping(classifier.__name__, renamings, overwrite=True)
     return auto_class
 
 

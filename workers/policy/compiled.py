@@ -33,24 +33,33 @@ def compile_policy(policy: EngineNetwork, backend: str | Callable[..., Any] = "i
 class CompiledFunction:
     """A function compiled as one graph, with dynamic shapes.
 
-    name: name in the note and in `eager`, the set of functions whose compilation failed.
+    Args:
+        name: name in the note and in `eager`.
+        function: the function to compile.
+        eager: the names of functions whose compilation failed, shared by all functions of a policy.
+        backend: backend of `torch.compile`.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], eager: set[str], backend: Any) -> None:
-        self.name, self.function, self.eager = name, function, eager
+    def __init__(
+        self, name: str, function: Callable[..., Any], eager: set[str], backend: str | Callable[..., Any]
+    ) -> None:
+        self.name = name
+        self.function = function
+        self.eager = eager
         self.compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        if self.name not in self.eager:
-            try:
-                with config.patch(disable=False):  # vLLM on a CPU disables the compiler for its own functions
-                    return self.compiled(*args, **kwargs)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                self.eager.add(self.name)
-                if not dist.is_initialized() or dist.get_rank() == 0:
-                    reason = " ".join(str(error).split("\n\n")[0].split())
-                    print(f"model.compile=true: {self.name} is not compiled and runs eagerly: {reason}", flush=True)
+        if self.name in self.eager:
+            return self.function(*args, **kwargs)
+        try:
+            with config.patch(disable=False):  # vLLM on a CPU disables the compiler for its own functions
+                return self.compiled(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self.eager.add(self.name)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                reason = " ".join(str(error).split("\n\n")[0].split())
+                print(f"model.compile=true: {self.name} is not compiled and runs eagerly: {reason}", flush=True)
         return self.function(*args, **kwargs)

@@ -55,7 +55,9 @@ def eos_token_ids(entries: Mapping[str, Any]) -> list[int]:
         TypeError: eos_token_id is neither a token nor a list of tokens.
     """
     value = entries.get("eos_token_id")
-    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    tokens = value if isinstance(value, list) else [value]
     for token in tokens:
         if type(token) is not int or token < 0:
             raise TypeError(f"eos_token_id={value!r}: expected a token id or a list of them")

@@ -45,10 +45,14 @@ clean_library_logs()
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """Specification of a network to build on the CPU in `dtype`.
+    """Specification of a network to build on the CPU.
 
-    with_weights: False sets only the buffers. The parameters stay uninitialised and need no memory until written.
-    is_empty: True builds the network on the meta device and compares it with the weight files. They are not read.
+    Attributes:
+        model: the options of the network.
+        config: the network's config, with the options applied.
+        dtype: dtype of the parameters.
+        with_weights: False sets only the buffers. The parameters stay uninitialised and need no memory until written.
+        is_empty: True builds the network on the meta device and compares it with the weight files. They are not read.
     """
 
     model: NetworkConfig
@@ -64,13 +68,15 @@ class Policy(EngineNetwork):
     The parameters of `model` have the prefix `model.`, followed by their Hugging Face names. `forward` takes
     `ModelInputs` and options, and returns outputs (b, R) by name.
 
-    extra_inputs: columns that `forward` reads besides the token columns if the batch has them: multi_modal_inputs, and
-        others of the shape (b, P+R, ...) or (b, R, ...).
-    trains_vision: True if the vision tower is trained.
-    adapter: peft's config if an adapter is trained instead of `model`'s own parameters (`workers.policy.adapter`).
-    spec, arrangement: the network's specification, and the function that converts micro-batches to inputs
-        (`workers.policy.token_mixing`); set by `token_network`.
-    assets: files of a checkpoint besides the weights, on the rank that writes them.
+    Attributes:
+        model: the transformers network.
+        spec: the network's specification; set by `token_network`.
+        arrangement: the function that converts micro-batches to inputs (`workers.policy.token_mixing`); set by
+            `token_network`.
+        extra_inputs: columns that `forward` reads besides the token columns if the batch has them: multi_modal_inputs,
+            and others of the shape (b, P+R, ...) or (b, R, ...).
+        trains_vision: True if the vision tower is trained.
+        assets: files of a checkpoint besides the weights, on the rank that writes them.
     """
 
     model: PreTrainedModel
@@ -88,12 +94,14 @@ class Policy(EngineNetwork):
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
         """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
         columns: dict[str, Any] = dict(micro_batch.batch.items())
-        images: Any = micro_batch.non_tensor_batch.get(MULTI_MODAL_INPUTS)
-        if images is not None:
-            columns["prompt_digests"] = prompt_digests(images)
-        inputs = self.arrangement(columns)
-        if images is not None:
+        image_column = micro_batch.non_tensor_batch.get(MULTI_MODAL_INPUTS)
+        if image_column is None:
+            inputs = self.arrangement(columns)
+        else:
+            images = image_column.tolist()
+            inputs = self.arrangement(columns | {"prompt_digests": prompt_digests(images)})
             inputs = with_images(inputs, images, columns["position_ids"], self.model.config.image_token_id)
+
         for name in self.extra_inputs:
             if name in columns:
                 inputs = inputs.with_column(name, columns[name])
@@ -107,28 +115,34 @@ class Policy(EngineNetwork):
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
         """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
-        packed = {} if inputs.sequences is None else {"packed_sequences": inputs.sequences}
+        options: dict[str, Any] = dict(inputs.images or {})
+        if inputs.sequences is not None:
+            options["packed_sequences"] = inputs.sequences
         backbone = self.model.base_model if inputs.images else self.model.get_decoder()
+
         runs_dummy = self.trains_vision or (inputs.images is not None and dist.get_world_size() > 1)
+        zero = None
         # before the decoder, as for images: all ranks gather the weights of the blocks in the same order
-        zero = unused_tower(self.model) if runs_dummy and not inputs.images else None
-        hidden = backbone(
+        if runs_dummy and not inputs.images:
+            zero = unused_tower(self.model)
+        outputs = backbone(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
             use_cache=False,
-            **packed,
-            **(inputs.images or {}),
-        ).last_hidden_state
+            **options,
+        )
+        hidden: torch.Tensor = outputs.last_hidden_state
         return hidden if zero is None else hidden + zero.to(hidden.dtype)
 
     def label_of(self, head: nn.Linear, inputs: ModelInputs) -> torch.Tensor:
         """Applies a head with one label at each position that predicts a response token. Returns its logits (b, R) in
         the columns of the predicted tokens; fp32, 0 elsewhere."""
-        hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)
+        hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)  # (N, H)
         dtype = torch.promote_types(hidden.dtype, torch.float32)  # cheap for a single label
         bias = None if head.bias is None else head.bias.to(dtype)
-        return inputs.scatter(F.linear(hidden.to(dtype), head.weight.to(dtype), bias).squeeze(-1))
+        labels = F.linear(hidden.to(dtype), head.weight.to(dtype), bias)  # (N, 1)
+        return inputs.scatter(labels.squeeze(-1))
 
 
 PolicyBuilder = Callable[[NetworkSpec], Policy]
@@ -161,16 +175,20 @@ def token_network(
             is_empty=is_empty,
         )
         policy = build_policy(spec)
-        policy.sequence_group = sequence_group(sequence_parallel_size) if sequence_parallel_size > 1 else None
-        policy.spec, policy.arrangement = spec, arrangement_of(policy.model, model)
+        if sequence_parallel_size > 1:
+            policy.sequence_group = sequence_group(sequence_parallel_size)
+        policy.spec = spec
+        policy.arrangement = arrangement_of(policy.model, model)
+
         if arguments.trains:
             policy.trains_vision = trains_vision and has_vision(spec.config) and not has_adapter(model)
             if not policy.trains_vision:
                 _freeze_non_text_layers(policy.model)
             refuse_to_train_choosers(policy.model)
             limit_activations(policy.model, model)
-            if arguments.with_weights or is_empty:
+            if arguments.with_weights or is_empty:  # on the rank that writes them, or to find errors
                 policy.assets = model_assets(model, spec.config, chat_template)
+
         if model.compile and not is_empty:
             compile_policy(policy)
         return policy
@@ -198,15 +216,20 @@ def check_network(
 
 def _freeze_non_text_layers(network: PreTrainedModel) -> None:
     """Freezes the layers that do not process text, such as image encoders: they get no gradient."""
-    of_text = set(network.get_decoder().parameters())
+    text_parameters = set(network.get_decoder().parameters())
     for parameter in network.base_model.parameters():
-        parameter.requires_grad_(parameter.requires_grad and parameter in of_text)
+        if parameter not in text_parameters:
+            parameter.requires_grad_(False)
 
 
 def load_model_config(model: NetworkConfig) -> PretrainedConfig:
-    """The model's config with `model.override_config` applied. For a multimodal model, returns the config of its text
-    model if transformers has a causal language model for that. Raises UserError if the path or an override does not
-    exist."""
+    """Returns the model's config with `model.override_config` applied.
+
+    For a multimodal model, this is the config of its text model if transformers has a causal language model for that.
+
+    Raises:
+        UserError: the path or an override does not exist, or the weights there cannot be trained.
+    """
     if model.path is None:
         raise UserError("model.path=null: expected a Hugging Face folder or the name of a cached model")
     remedy = (
@@ -216,22 +239,27 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
     _refuse_adapter_folder(model)
     with user_error_on_failure(f"model.path={model.path!r} cannot be read", remedy):
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+
     is_whole = config.get_text_config() is config
-    causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if causal is not None and causal.config_class is type(config.get_text_config()):
+    causal_lm_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if causal_lm_class is not None and causal_lm_class.config_class is type(config.get_text_config()):
         config = config.get_text_config()
-    for name, value in model.override_config.items():
-        is_off = value is None or value == 0
-        if is_off and not hasattr(config, name):
-            continue  # 0, false and null switch off what the model does not have anyway, such as embd_pdrop=0
-        if not hasattr(config, name):
-            raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
-        entry = f"model.override_config.{name}={value!r} is not accepted"
-        with user_error_on_failure(entry, f"a {config.model_type} config has {getattr(config, name)!r} there"):
-            setattr(config, name, value)
+    _apply_overrides(config, model)
     _refuse_quantized_weights(config, model)
     _untie_own_output_layer(config, model, is_whole)
     return config
+
+
+def _apply_overrides(config: PretrainedConfig, model: NetworkConfig) -> None:
+    """Sets the entries of `model.override_config`. Raises UserError for an entry that the config lacks or refuses."""
+    for name, value in model.override_config.items():
+        if not hasattr(config, name):
+            if value is None or value == 0:
+                continue  # 0, false and null switch off what the model does not have anyway, such as embd_pdrop=0
+            raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
+        problem = f"model.override_config.{name}={value!r} is not accepted"
+        with user_error_on_failure(problem, f"a {config.model_type} config has {getattr(config, name)!r} there"):
+            setattr(config, name, value)
 
 
 def _refuse_adapter_folder(model: NetworkConfig) -> None:
@@ -298,32 +326,39 @@ def rollout_overrides(model: NetworkConfig) -> dict[str, Any]:
 
 
 def _untied_entries(model: NetworkConfig) -> dict[str, bool]:
+    """Returns tie_word_embeddings=false if `load_model_config` unties an output layer because of its weights."""
+    if "tie_word_embeddings" in model.override_config:
+        return {}
     config = AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code)
-    is_tied = getattr(config, "tie_word_embeddings", False) and "tie_word_embeddings" not in model.override_config
-    if not is_tied or load_model_config(model).tie_word_embeddings:
+    if not getattr(config, "tie_word_embeddings", False) or load_model_config(model).tie_word_embeddings:
         return {}
     return {"tie_word_embeddings": False}
 
 
 def longest_context(model: PretrainedConfig) -> int | None:
-    """The model's maximum number of tokens according to its config; None if the config has no such entry."""
+    """Returns the model's maximum number of tokens according to its config; None if the config has no such entry."""
     return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
 def shown(model: NetworkConfig) -> str:
-    """The network as error messages name it: model.path and model.override_config."""
-    replaced = f" with model.override_config={dict(model.override_config)}" if model.override_config else ""
-    return f"model.path={model.path!r}{replaced}"
+    """Returns the network as error messages name it: model.path and model.override_config."""
+    name = f"model.path={model.path!r}"
+    if model.override_config:
+        name += f" with model.override_config={dict(model.override_config)}"
+    return name
 
 
 def count_parameters(model: NetworkConfig) -> int:
-    """Number of parameters of a causal language model, computed from its config; tied parameters count once."""
+    """Counts the parameters of a causal language model, from its config alone; tied parameters count once."""
     return sum(parameter.numel() for parameter in empty_network(model).parameters())
 
 
 def count_trained(model: NetworkConfig) -> int:
-    """Number of trained parameters, which are the adapter's if there is one, computed from the config. Raises UserError
-    if `model.target_modules` names no layer of the network."""
+    """Counts the trained parameters, which are the adapter's if there is one, from the config alone.
+
+    Raises:
+        UserError: `model.target_modules` names no layer of the network.
+    """
     return count_trained_parameters(empty_network(model), model)
 
 
@@ -356,8 +391,13 @@ def empty_network(model: NetworkConfig) -> PreTrainedModel:
 def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
     """Builds a network of a transformers Auto class, with dropout and other noise disabled.
 
-    new_head: the head may be missing from the checkpoint and is then initialised with zeros. Raises UserError if the
-    checkpoint lacks other weights, which transformers would initialise at random.
+    Args:
+        auto_class: the Auto class.
+        spec: the network's specification.
+        new_head: the head may be missing from the checkpoint and is then initialised with zeros.
+
+    Raises:
+        UserError: the checkpoint lacks other weights, which transformers would initialise at random.
     """
     disable_progress_bar()
     if spec.with_weights or spec.is_empty:
@@ -368,6 +408,8 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
                 spec.config, dtype=spec.dtype, trust_remote_code=spec.model.trust_remote_code
             )
         network.tie_weights()
+
+    # a policy gradient needs the log-probs of the policy that sampled
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -380,8 +422,10 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
 def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedModel:
     """Builds a network with one label from a saved one, or from a causal language model with a new head of zeros.
 
-    kind: see `workers.policy.classifier`. refusal: message of the UserError for a saved network with several labels;
-    has the fields {path} and {labels}.
+    Args:
+        kind: see `workers.policy.classifier`.
+        spec: the network's specification. Its config gets one label and the class of the network.
+        refusal: message of the UserError for a saved network with several labels; has the fields {path} and {labels}.
     """
     auto_class = classifier_of(kind, spec.config)
     has_head = any(kind in name for name in spec.config.architectures or ())
@@ -414,15 +458,14 @@ def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrai
         set_verbosity(verbosity)
 
     backbone = f"{network.base_model_prefix}."
-    replaceable: set[str] = set()
+    head_parameters: set[str] = set()
     if new_head:
-        replaceable = {name for name in report["missing_keys"] if not name.startswith(backbone)}
-    require_fitting_weights(
-        network, report, shown(spec.model), may_lack=replaceable, may_have=_unread_parts(network, spec, report)
-    )
+        head_parameters = {name for name in report["missing_keys"] if not name.startswith(backbone)}
+    unread_parts = _unread_parts(network, spec, report)
+    require_fitting_weights(network, report, shown(spec.model), may_lack=head_parameters, may_have=unread_parts)
     _require_tied_as_configured(network, spec)
     with torch.no_grad():
-        for name in replaceable:
+        for name in head_parameters:
             network.get_parameter(name).zero_()
     return network
 

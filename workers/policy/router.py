@@ -32,9 +32,12 @@ UNSUPPORTED = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter") 
 class Routes:
     """The output of one router for T tokens.
 
-    scores: (T, E) probabilities or other positive weights of the experts; logits if is_logits. experts: (T, k) selected
-    experts. changed: (T,) bool, True if the router would have selected other experts than the replayed ones; None
-    without replay.
+    Attributes:
+        scores: (T, E) probabilities or other positive weights of the experts; logits if is_logits.
+        is_logits: whether the scores are logits.
+        experts: (T, k) selected experts.
+        changed: (T,) bool, True if the router would have selected other experts than the replayed ones; None without
+            replay.
     """
 
     scores: torch.Tensor
@@ -45,39 +48,51 @@ class Routes:
 
 class Routers:
     """The routers of a network in layer order, patched to record and replay. Raises UserError as `find_routers`.
-    extra_outputs: the column that a rollout engine fills with their routes (`RolloutEngine.extra_outputs`)."""
+
+    Attributes:
+        layers: the layer of each router, see `router_layers`.
+        top_k: number of experts that a router selects.
+        extra_outputs: the column that a rollout engine fills with their routes (`RolloutEngine.extra_outputs`).
+    """
 
     def __init__(self, network: nn.Module) -> None:
-        self._seen: list[Routes] | None = None
-        self._given: torch.Tensor | None = None
+        self._routes: list[Routes] | None = None
+        self._replayed: torch.Tensor | None = None
         self.layers = router_layers(network)
         for layer, router in enumerate(find_routers(network)):
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
             top_k: Any = router.top_k
             vars(router)["forward"] = partial(self._route, router.forward, layer, top_k, matrix.shape[0])
-            self.top_k, self.extra_outputs = top_k, {ROUTED_EXPERTS: (layer + 1, top_k)}
+            self.top_k = top_k
+            self.extra_outputs = {ROUTED_EXPERTS: (layer + 1, top_k)}
 
     @contextmanager
-    def watched(self, given: torch.Tensor | None = None) -> Iterator[list[Routes]]:
-        """Context manager that records the routes of the forward inside, one entry per router. given: (T, layers, k)
-        experts to replay where they are not -1. A backward pass after the context, which may recompute parts of the
-        forward, also replays them, and is not recorded."""
-        seen: list[Routes] = []
-        self._seen, self._given = seen, None if given is None else given.long()
+    def watched(self, replayed: torch.Tensor | None = None) -> Iterator[list[Routes]]:
+        """Context manager that records the routes of the forward inside, one entry per router.
+
+        A backward pass after the context, which may recompute parts of the forward, also replays, and is not recorded.
+
+        Args:
+            replayed: (T, layers, k) experts to replay where they are not -1; None = no replay.
+        """
+        routes: list[Routes] = []
+        self._routes = routes
+        self._replayed = None if replayed is None else replayed.long()
         try:
-            yield seen
+            yield routes
         finally:
-            self._seen = None
+            self._routes = None
 
     def _route(
         self, forward: Callable[..., Any], layer: int, top_k: int, num_experts: int, *args: Any, **kwargs: Any
     ) -> Any:
         """Replaces the forward of one router: calls the original forward and records its routes."""
-        watch = _Watch(top_k, num_experts, None if self._given is None else self._given[:, layer])
+        replayed = None if self._replayed is None else self._replayed[:, layer]
+        watch = _Watch(top_k, num_experts, replayed)
         with watch:
             result = forward(*args, **kwargs)
-        if self._seen is not None:
-            self._seen.append(watch.routes())
+        if self._routes is not None:
+            self._routes.append(watch.routes())
         return result
 
 
@@ -85,12 +100,18 @@ class _Watch(TorchFunctionMode):
     """Torch function mode that intercepts how a router scores `num_experts` experts and selects `top_k` of them.
 
     If the router selects several times, the last selection counts: families with groups of experts first select groups.
-    given: (T, k) experts to select instead where they are not -1; None = no replay.
+
+    Args:
+        top_k: number of experts that the router selects.
+        num_experts: number of experts.
+        replayed: (T, k) experts to select instead where they are not -1; None = no replay.
     """
 
-    def __init__(self, top_k: int, num_experts: int, given: torch.Tensor | None) -> None:
+    def __init__(self, top_k: int, num_experts: int, replayed: torch.Tensor | None) -> None:
         super().__init__()
-        self.top_k, self.num_experts, self.given = top_k, num_experts, given
+        self.top_k = top_k
+        self.num_experts = num_experts
+        self.replayed = replayed
         self.scores: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         self.experts: torch.Tensor | None = None
@@ -99,29 +120,40 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
         if name in ("softmax", "sigmoid") and self.experts is None and result.shape[-1] == self.num_experts:
             self.scores = result
-        elif name == "topk" and (args[0].shape[-1], result.indices.shape[-1]) == (self.num_experts, self.top_k):
-            self.logits, self.experts = args[0], result.indices
-            if self.given is not None:
-                given = self.given.view(self.experts.shape)
-                chosen = torch.where(given >= 0, given, self.experts)
-                self.changed = (chosen.sort(-1).values != self.experts.sort(-1).values).any(-1).flatten()
-                # self.scores has the scores of all experts; the argument of topk may exclude groups of experts
-                scores = args[0] if self.scores is None else self.scores.view(args[0].shape)
-                self.experts = chosen
-                return torch.return_types.topk((scores.gather(-1, chosen).to(result.values.dtype), chosen))
-        return result
+        if name != "topk":
+            return result
+
+        logits = args[0]
+        if logits.shape[-1] != self.num_experts or result.indices.shape[-1] != self.top_k:
+            return result  # a selection of groups of experts
+        self.logits = logits
+        self.experts = result.indices
+        if self.replayed is None:
+            return result
+
+        replayed = self.replayed.view(result.indices.shape)
+        experts = torch.where(replayed >= 0, replayed, result.indices)
+        is_other = experts.sort(-1).values != result.indices.sort(-1).values
+        self.changed = is_other.any(-1).flatten()
+        self.experts = experts
+        # self.scores has the scores of all experts; the argument of topk may exclude groups of experts
+        scores = logits if self.scores is None else self.scores.view(logits.shape)
+        return torch.return_types.topk((scores.gather(-1, experts).to(result.values.dtype), experts))
 
     def routes(self) -> Routes:
-        """The recorded scores and experts."""
-        scores = self.logits if self.scores is None else self.scores
+        """Returns the recorded scores and experts."""
+        is_logits = self.scores is None
+        scores = self.logits if is_logits else self.scores
         assert scores is not None and self.experts is not None, (
             "the router called no topk: add its class to UNSUPPORTED"
         )
-        experts = self.experts.view(-1, self.top_k)
-        return Routes(scores.view(-1, self.num_experts), self.scores is None, experts, self.changed)
+        return Routes(
+            scores.view(-1, self.num_experts), is_logits, self.experts.view(-1, self.top_k), self.changed
+        )
 
 
 def find_routers(network: nn.Module) -> list[nn.Module]:
@@ -164,12 +196,12 @@ def replay_counts(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor
     """Counts the pairs of token and layer of each sequence. Returns (b, 2): pairs whose router would have selected
     other experts than the replayed ones, and all pairs."""
     token_index = inputs.token_index
-    found = token_index >= 0
+    is_token = token_index >= 0
     counts = torch.zeros(*token_index.shape, 2, device=token_index.device)
     for layer in routes:
         assert layer.changed is not None
-        counts[..., 0] += layer.changed[token_index.clamp(min=0)] & found
-        counts[..., 1] += found
+        counts[..., 0] += layer.changed[token_index.clamp(min=0)] & is_token
+        counts[..., 1] += is_token
     return inputs.total(counts.sum(1))
 
 
@@ -183,16 +215,24 @@ def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.
     Source: the sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), without its factor.
     """
     token_index = inputs.token_index
-    rows, columns = (token_index >= 0).nonzero(as_tuple=True)
-    places = token_index[rows, columns]
+    is_token = token_index >= 0
+    rows, columns = is_token.nonzero(as_tuple=True)
+    tokens = token_index[rows, columns]
     total: torch.Tensor = torch.zeros((), device=token_index.device)
     for layer in routes:
         scores = layer.scores.to(torch.promote_types(layer.scores.dtype, torch.float32))
-        scores = scores.softmax(-1) if layer.is_logits else scores / scores.sum(-1, keepdim=True)
-        chosen = torch.zeros_like(scores).scatter_(1, layer.experts, 1.0)
-        shape = len(token_index), scores.shape[1]
-        load = inputs.total(scores.new_zeros(shape).index_add(0, rows, chosen[places]))
-        probability = inputs.total(scores.new_zeros(shape).index_add(0, rows, scores[places]))
-        total = total + (load * probability).sum(-1) * shape[1] / layer.experts.shape[1]
-    lengths = inputs.total((token_index >= 0).sum(-1)).clamp(min=1)
+        if layer.is_logits:
+            scores = scores.softmax(-1)
+        else:
+            scores = scores / scores.sum(-1, keepdim=True)
+        is_selected = torch.zeros_like(scores).scatter_(1, layer.experts, 1.0)
+
+        # (b, E): sums over the tokens of each sequence; only the second one has a gradient
+        num_experts = scores.shape[1]
+        load = scores.new_zeros(len(token_index), num_experts).index_add(0, rows, is_selected[tokens])
+        probability = scores.new_zeros(len(token_index), num_experts).index_add(0, rows, scores[tokens])
+        products = inputs.total(load) * inputs.total(probability)
+        total = total + products.sum(-1) * num_experts / layer.experts.shape[1]
+    # both sums become means; with E / k, a sequence with an even load has the loss 1
+    lengths = inputs.total(is_token.sum(-1)).clamp(min=1)
     return total / lengths.square() / len(routes)

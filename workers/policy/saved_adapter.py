@@ -82,18 +82,21 @@ def require_plain_lora(entries: Mapping[str, Any], folder: Path) -> None:
         is_empty = value is None or value is False or value in ("", [], {})
         is_accepted = is_empty if accepted is None else _is_one_of(value, accepted)
         if not is_accepted:
-            known = "null or false" if accepted is None else ", ".join(json.dumps(each) for each in accepted)
+            accepted_values = "null or false"
+            if accepted is not None:
+                accepted_values = ", ".join(json.dumps(accepted_value) for accepted_value in accepted)
             raise UserError(
                 f"model.lora_adapter_path={folder}: its {CONFIG_FILE} has {name}={json.dumps(value)[:200]}, with which "
-                f"the adapter is another function than W x + lora_alpha / r * B A x; accepted: {known}. To train from "
-                f"this adapter, {_MERGE}"
+                f"the adapter is another function than W x + lora_alpha / r * B A x; accepted: {accepted_values}. To "
+                f"train from this adapter, {_MERGE}"
             )
 
 
 def _is_one_of(value: Any, accepted: Iterable[Any]) -> bool:
     """True if the value is equal to one of these and has its type: 1 is not true."""
-    value = value.lower() if isinstance(value, str) and value.lower() in accepted else value
-    return any(type(value) is type(each) and value == each for each in accepted)
+    if isinstance(value, str) and value.lower() in accepted:
+        value = value.lower()
+    return any(type(value) is type(accepted_value) and value == accepted_value for accepted_value in accepted)
 
 
 def require_equal_sizes(entries: Mapping[str, Any], folder: Path, lora_rank: int, lora_alpha: int) -> None:

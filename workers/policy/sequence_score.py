@@ -24,8 +24,12 @@ _REMEDY = "give a model that was trained to score and saved as ...ForSequenceCla
 class SequenceScorePolicy(Policy):
     """The network of a reward model.
 
-    model: a decoder's `...ForSequenceClassification` with one label. option: the key of the model's path, for messages.
-    Raises UserError if the model has no linear layer on its last token, such as an encoder with a pooler.
+    Args:
+        model: a decoder's `...ForSequenceClassification` with one label.
+        option: the key of the model's path, for messages.
+
+    Raises:
+        UserError: the model has no linear layer on its last token, such as an encoder with a pooler.
     """
 
     def __init__(self, model: PreTrainedModel, option: str = "reward_model.model.path") -> None:
@@ -69,13 +73,16 @@ def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
 def check_sequence_classifier(config: PretrainedConfig, path: str) -> None:
     """Raises UserError unless the config belongs to a sequence-classification model with one label.
 
-    A causal language model would get a head of random numbers, whose scores are meaningless. path: path of the
-    checkpoint, for the message.
+    A causal language model would get a head of random numbers, whose scores are meaningless.
+
+    Args:
+        config: the config of the checkpoint.
+        path: path of the checkpoint, for messages.
     """
-    kinds = config.architectures or []
-    if kinds and not any("SequenceClassification" in kind for kind in kinds):
+    class_names = config.architectures or []
+    if class_names and not any("SequenceClassification" in name for name in class_names):
         raise UserError(
-            f"reward_model.model.path={path!r}: it contains a {kinds[0]}, which has no trained head for scores; "
+            f"reward_model.model.path={path!r}: it contains a {class_names[0]}, which has no trained head for scores; "
             f"{_REMEDY}"
         )
     if config.num_labels != 1:
@@ -91,15 +98,24 @@ def scored_rows(columns: Mapping[str, torch.Tensor], pad_token_id: int | None) -
     That column follows the last real token of the answer that is not the pad token. If the answer has no such token, it
     is the first column, which the last token of the prompt predicts. A row with an empty response_mask keeps it empty.
 
-    columns: input_ids, attention_mask, position_ids (b, P+R), responses, response_mask (b, R). pad_token_id: pad token
-    of the model; None if it has none.
+    Args:
+        columns: input_ids, attention_mask, position_ids (b, P+R), responses, response_mask (b, R).
+        pad_token_id: pad token of the model; None if it has none.
     """
-    answers = columns["responses"]
-    real = columns["attention_mask"][:, -answers.shape[1] :] != 0
+    responses = columns["responses"]
+    response_width = responses.shape[1]
+    is_scored = columns["attention_mask"][:, -response_width:] != 0
     if pad_token_id is not None:
-        real = real & (answers != pad_token_id)
-    column = (torch.arange(1, answers.shape[1] + 1, device=real.device) * real).amax(1)  # (b,)
-    mask = F.pad(torch.zeros_like(columns["response_mask"]), (0, 1))
-    mask[torch.arange(len(mask), device=mask.device), column] = columns["response_mask"].any(1).to(mask.dtype)
-    tokens = ("input_ids", "attention_mask", "position_ids", "responses")
-    return {name: F.pad(columns[name], (0, 1)) for name in tokens} | {"response_mask": mask}
+        is_scored = is_scored & (responses != pad_token_id)
+    next_columns = torch.arange(1, response_width + 1, device=is_scored.device)
+    column_after_last = (next_columns * is_scored).amax(1)  # (b,)
+
+    response_mask = F.pad(torch.zeros_like(columns["response_mask"]), (0, 1))
+    has_response = columns["response_mask"].any(1)
+    rows = torch.arange(len(response_mask), device=response_mask.device)
+    response_mask[rows, column_after_last] = has_response.to(response_mask.dtype)
+
+    widened = {"response_mask": response_mask}
+    for name in ("input_ids", "attention_mask", "position_ids", "responses"):
+        widened[name] = F.pad(columns[name], (0, 1))
+    return widened

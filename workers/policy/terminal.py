@@ -24,5 +24,5 @@ def clean_library_logs() -> None:
     transformers_logging.get_logger()  # creates transformers' handler
     for name in LIBRARIES:
         for handler in logging.getLogger(name).handlers:
-            if not any(isinstance(each, _Printable) for each in handler.filters):
+            if not any(isinstance(existing, _Printable) for existing in handler.filters):
                 handler.addFilter(_Printable())

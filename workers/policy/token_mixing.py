@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packing import PACKED_ATTENTION, ModelInputs, PackedSequences, align, by_sequences, pack, pad
+from workers.engine.packed_attention import PACKED_ATTENTION, by_sequences
+from workers.engine.packed_sequences import PackedSequences
+from workers.engine.packing import ModelInputs, align, pack, pad
 from workers.engine.sequence_parallel import valid_sizes
 from workers.policy.families import FAMILIES, family_of
 from workers.policy.vision import attention_of_text, has_vision

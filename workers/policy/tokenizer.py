@@ -20,6 +20,7 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
     """Loads the tokenizer of `model.tokenizer_path` or `model.path`. Without a pad token, the end-of-text token pads.
 
     Args:
+        model: options with the path of the tokenizer.
         chat_template: value of data.chat_template.
 
     Raises:
@@ -50,13 +51,15 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         UserError: the template's file cannot be read.
     """
     own_templates = tokenizer.chat_template
+    if chat_template is None:
+        return
     if isinstance(own_templates, dict) and chat_template in own_templates:
         tokenizer.chat_template = own_templates[chat_template]
     elif chat_template == "none":
         tokenizer.chat_template = plain_template(tokenizer)
-    elif chat_template is not None and ("{{" in chat_template or "{%" in chat_template):
+    elif "{{" in chat_template or "{%" in chat_template:
         tokenizer.chat_template = chat_template
-    elif chat_template is not None:
+    else:
         try:
             tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -65,10 +68,11 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Jinja template that concatenates the texts of the messages, after the token that this tokenizer puts at the
-    beginning of every text, if any."""
-    begins = tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    return "{{ bos_token }}" * begins + "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    """Returns the Jinja template that concatenates the texts of the messages, after the token that this tokenizer puts
+    at the beginning of every text, if any."""
+    texts = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    adds_bos = tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return "{{ bos_token }}" + texts if adds_bos else texts
 
 
 def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -78,6 +82,7 @@ def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tu
 
 @functools.cache
 def _stop_token_ids(path: str, eos_token_id: int | None) -> tuple[int, ...]:
-    stops = set() if eos_token_id is None else {eos_token_id}
-    stops.update(eos_token_ids(generation_config(path)))
+    stops = set(eos_token_ids(generation_config(path)))
+    if eos_token_id is not None:
+        stops.add(eos_token_id)
     return tuple(sorted(stops))

@@ -30,10 +30,13 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(VISION_FAMILIES)
 class ImageInputs:
     """The images of a prompt as the network reads them.
 
-    pixel_values: (N, D) patches of all images, in the compute dtype. image_grid_thw: (I, 3) patches of each image along
-    time, height and width. position_ids: (3, L) int32 positions of the prompt's L tokens. next_position: position of
-    the first token after the prompt. digest: distinguishes prompts with equal tokens and different images. files: the
-    images as encoded files, for vLLM, reward functions and reports.
+    Attributes:
+        pixel_values: (N, D) patches of all images, in the compute dtype.
+        image_grid_thw: (I, 3) patches of each image along time, height and width.
+        position_ids: (3, L) int32 positions of the prompt's L tokens.
+        next_position: position of the first token after the prompt.
+        digest: distinguishes prompts with equal tokens and different images.
+        files: the images as encoded files, for vLLM, reward functions and reports.
     """
 
     pixel_values: torch.Tensor
@@ -82,8 +85,12 @@ def prompt_positions(
 
 def join_images(images: Sequence[ImageInputs]) -> dict[str, torch.Tensor]:
     """Returns the images of several prompts as keyword arguments of the network."""
-    names = ("pixel_values", "image_grid_thw") if images else ()
-    return {name: torch.cat([getattr(each, name) for each in images]) for name in names}
+    if not images:
+        return {}
+    return {
+        "pixel_values": torch.cat([image.pixel_values for image in images]),
+        "image_grid_thw": torch.cat([image.image_grid_thw for image in images]),
+    }
 
 
 def with_images(
@@ -91,35 +98,50 @@ def with_images(
 ) -> ModelInputs:
     """Returns the inputs with the images of their prompts, in the order of the tokens, and with positions (3, ...).
 
-    images: of each row; None for a row of text. position_ids: (b, P+R) number of each token in its sequence.
+    Args:
+        inputs: the micro-batch without images.
+        images: the images of each row; None for a row of text.
+        position_ids: (b, P+R) number of each token in its sequence.
+        image_token_id: the token that stands for a patch of an image.
     """
-    rows, width = inputs.token_index.shape
+    num_rows, width = inputs.token_index.shape
     prompt_width = width - inputs.response_shape[1]
-    positions = position_ids.unsqueeze(2).repeat(1, 1, 3)
-    for row, found in enumerate(images):
-        if found is not None:
-            start = prompt_width - found.position_ids.shape[1]
-            positions[row] += found.shift
-            positions[row, start:prompt_width] = found.position_ids.T
+    # text has three equal positions; a row with images continues after the position that its prompt ends with
+    positions = position_ids.unsqueeze(2).repeat(1, 1, 3)  # (b, P+R, 3)
+    for row, row_images in enumerate(images):
+        if row_images is None:
+            continue
+        start = prompt_width - row_images.position_ids.shape[1]
+        positions[row] += row_images.shift
+        positions[row, start:prompt_width] = row_images.position_ids.T
+
     origin = inputs.origin
-    known = origin < rows * width
-    arranged = inputs.position_ids.flatten().unsqueeze(1).repeat(1, 3)
-    arranged[known] = positions.flatten(0, 1)[origin[known]]
+    has_origin = origin < num_rows * width
+    arranged_positions = inputs.position_ids.flatten().unsqueeze(1).repeat(1, 3)  # (T, 3)
+    arranged_positions[has_origin] = positions.flatten(0, 1)[origin[has_origin]]
+
     ids = inputs.input_ids.flatten()
     is_image = ids == image_token_id
-    owners = torch.unique_consecutive(origin[is_image & known] // width).tolist()
+    # the pixels in the order of the image tokens; a shared prompt has them once
+    rows_of_image_tokens = origin[is_image & has_origin] // width
+    used_images = []
+    for row in torch.unique_consecutive(rows_of_image_tokens).tolist():
+        row_images = images[row]
+        assert row_images is not None
+        used_images.append(row_images)
     return replace(
         inputs,
         # rows without a prediction keep their tokens in the padded form, but not their pixels
-        input_ids=ids.masked_fill(is_image & ~known, 0).view_as(inputs.input_ids),
-        position_ids=arranged.T.reshape(3, *inputs.input_ids.shape),
-        images=join_images([images[row] for row in owners]),
+        input_ids=ids.masked_fill(is_image & ~has_origin, 0).view_as(inputs.input_ids),
+        position_ids=arranged_positions.T.reshape(3, *inputs.input_ids.shape),
+        images=join_images(used_images),
     )
 
 
 def prompt_digests(images: Sequence[ImageInputs | None]) -> torch.Tensor:
     """Returns (b,) `ImageInputs.digest` of each row, 0 for rows of text."""
-    return torch.tensor([0 if each is None else each.digest for each in images])
+    digests = [0 if row_images is None else row_images.digest for row_images in images]
+    return torch.tensor(digests)
 
 
 def unused_tower(network: PreTrainedModel) -> torch.Tensor:
@@ -127,10 +149,13 @@ def unused_tower(network: PreTrainedModel) -> torch.Tensor:
 
     Ranks that have no image in a micro-batch use it, because a sharded tower gathers its weights from all ranks.
     """
-    vision, device = network.config.vision_config, network.get_input_embeddings().weight.device
-    side = vision.spatial_merge_size
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels, grid = torch.zeros(side**2, width, device=device), torch.tensor([[1, side, side]], device=device)
-    found: Any = network.base_model.get_image_features(pixels, grid, return_dict=True)
-    features = tree_leaves([found.pooler_output, getattr(found, "deepstack_features", None) or ()])
-    return torch.stack([each.float().sum() for each in features]).sum() * 0.0
+    config = network.config.vision_config
+    device = network.get_input_embeddings().weight.device
+    side = config.spatial_merge_size
+    patch_width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    pixels = torch.zeros(side**2, patch_width, device=device)
+    grid = torch.tensor([[1, side, side]], device=device)
+    outputs: Any = network.base_model.get_image_features(pixels, grid, return_dict=True)
+    features = tree_leaves([outputs.pooler_output, getattr(outputs, "deepstack_features", None) or ()])
+    sums = [feature.float().sum() for feature in features]
+    return torch.stack(sums).sum() * 0.0

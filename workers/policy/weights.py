@@ -43,6 +43,7 @@ def require_fitting_weights(
     """Raises UserError if weights are missing, have other shapes than the network, or have no place in it.
 
     Args:
+        network: the network.
         report: transformers' loading info, with missing_keys, unexpected_keys and mismatched_keys.
         shown_path: the network as messages name it.
         may_lack: names of weights that may be missing from the files.
@@ -74,10 +75,10 @@ def require_fitting_weights(
 
 
 def _listed(names: Collection[str]) -> str:
-    """The first names, and the number of the others."""
-    shown = ", ".join(list(names)[:_MOST_NAMES])
+    """Returns the first names, and the number of the others."""
+    first_names = ", ".join(list(names)[:_MOST_NAMES])
     others = len(names) - _MOST_NAMES
-    return f"{shown} and {others} more" if others > 0 else shown
+    return f"{first_names} and {others} more" if others > 0 else first_names
 
 
 def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
@@ -94,24 +95,30 @@ def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
         return False
     remedy = "its weight files must be complete; copy or download the folder again"
     with user_error_on_failure(f"model.path={path!r}: the weights cannot be loaded", remedy):
+        # with the times of change, because `_differ` remembers its results
         files = tuple((file, Path(file).stat().st_mtime_ns) for file in weight_files(path))
-        return any(_differ(files, _tail(output), _tail(embedding)) for output, embedding in tied_names.items())
+        for output, embedding in tied_names.items():
+            if _differ(files, _tail(output), _tail(embedding)):
+                return True
+        return False
 
 
 def weight_files(path: str) -> list[str]:
     """Returns the weight files that transformers would load from a folder or from the hub's cache."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if (file := model_file(path, single)) is not None:
-            return [file]
-        if (file := model_file(path, index)) is not None:
-            weight_map = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+        single_file = model_file(path, single)
+        if single_file is not None:
+            return [single_file]
+        index_file = model_file(path, index)
+        if index_file is not None:
+            weight_map = json.loads(Path(index_file).read_text(encoding="utf-8"))["weight_map"]
             shards = [model_file(path, name) for name in sorted(set(weight_map.values()))]
             return [shard for shard in shards if shard is not None]
     return []
 
 
 def _tail(name: str) -> str:
-    """The last two parts of a parameter's name. Files may have other prefixes than the network."""
+    """Returns the last two parts of a parameter's name. Files may have other prefixes than the network."""
     return ".".join(name.split(".")[-2:])
 
 
@@ -135,6 +142,7 @@ def _tensors_named(files: tuple[tuple[str, int], ...], tail: str) -> Iterator[to
                         yield tensors.get_tensor(name)
         else:
             is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are not, and cannot be mapped
-            for name, tensor in torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True).items():
+            state = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+            for name, tensor in state.items():
                 if f".{name}".endswith(f".{tail}"):
                     yield tensor
