@@ -14,7 +14,7 @@ estimators except gae are REINFORCE; outside of a run, a batch without group col
 the reward, ROLL subtracts it after the normalisation, verl before. recipes/COMPARISON.md lists ROLL's recipes.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -71,29 +71,41 @@ def reward_postprocess(
     """
     stage = "reward_postprocess"
     scores, valid = response_scores(data, stage)
-    types = getattr(pipeline_config, "norm_mean_type", None), getattr(pipeline_config, "norm_std_type", None)
+
+    mean_type = getattr(pipeline_config, "norm_mean_type", None)
+    std_type = getattr(pipeline_config, "norm_std_type", None)
     groups = _groups_of_roll(data, pipeline_config, stage)
     if groups is not None and getattr(pipeline_config, "adv_estimator", None) == "grpo":
-        types = ("group", "group")
-    elif groups is None and "group" in types:
+        mean_type = std_type = "group"
+    elif groups is None and "group" in (mean_type, std_type):
         groups = column_of(data, "uid", f"{stage}: normalisation by group")
+
     domains: list[Any] | None = None
-    running: MutableMapping[Any, RunningMoments] | None
-    running = {"all": running_ctrl} if isinstance(running_ctrl, RunningMoments) else running_ctrl
-    if "running" in types:
-        if running is None:
-            raise ValueError(f"{stage}: running_ctrl is None; running statistics need RunningMoments to stand in.")
-        name = "domain" if "domain" in data else "data_source"
-        if running_ctrl is not running or (len(running) == 1 and name not in data):
-            domains = [*running] * len(data)
-        else:
-            domains = column_of(data, name, f"{stage}: running statistics").tolist()
+    running: MutableMapping[Any, RunningMoments] | None = None
+    if "running" in (mean_type, std_type):
+        running, domains = _running_moments(data, running_ctrl, stage)
         update_running(running, scores, valid, domains)
-    rewards = normalise_scores(scores, valid, *types, groups=groups, domains=domains, running=running)
+    rewards = normalise_scores(scores, valid, mean_type, std_type, groups=groups, domains=domains, running=running)
     rewards, clipped = _clip(rewards, getattr(pipeline_config, "reward_clip", None), valid)
+
     result = data.select()
     result.batch["response_level_rewards"] = rewards
     return result, {"critic/reward_clip_frac": clipped}
+
+
+def _running_moments(
+    data: DataProto, running_ctrl: Controllers | None, stage: str
+) -> tuple[MutableMapping[Any, RunningMoments], list[Any]]:
+    """Returns the moments by domain, and the domain of each row. Raises ValueError if one of them is missing."""
+    if running_ctrl is None:
+        raise ValueError(f"{stage}: running_ctrl is None; running statistics need RunningMoments to stand in.")
+    if isinstance(running_ctrl, RunningMoments):
+        return {"all": running_ctrl}, ["all"] * len(data)
+
+    name = "domain" if "domain" in data else "data_source"
+    if name not in data and len(running_ctrl) == 1:
+        return running_ctrl, [*running_ctrl] * len(data)
+    return running_ctrl, column_of(data, name, f"{stage}: running statistics").tolist()
 
 
 @torch.no_grad()
@@ -125,22 +137,32 @@ def compute_token_reward(
         check(data, ["old_log_probs"] if "ref_log_probs" in data else ["old_log_probs", "ref_log_prob"], stage)
         if kl_ctrl is None:
             raise ValueError(f"{stage}: kl_ctrl is None; the KL in the reward needs the controller of its coefficient.")
+
     mask = _response_mask(data)
     rewards = _place_rewards(data, mask)
     metrics: ScalarMetrics = {}
     if "old_log_probs" in data and reference in data:
         coefficient = kl_ctrl.value if is_penalised and kl_ctrl is not None else 0.0
-        kind = getattr(pipeline_config, "kl_penalty", "kl")
-        old, ref = data.batch["old_log_probs"], data.batch[reference]
-        penalised, mean_kl = apply_kl_penalty(rewards, old, ref, mask, coefficient, kind)
+        penalised_rewards, mean_kl = apply_kl_penalty(
+            rewards,
+            data.batch["old_log_probs"],
+            data.batch[reference],
+            mask,
+            coefficient,
+            getattr(pipeline_config, "kl_penalty", "kl"),
+        )
         metrics |= {"critic/kl": mean_kl, "critic/kl_coef": coefficient}
         if is_penalised and kl_ctrl is not None:
-            rewards = penalised
-            kl_ctrl.update(mean_kl, int((mask != 0).any(-1).sum()))
+            rewards = penalised_rewards
+            num_valid = int((mask != 0).any(-1).sum())
+            kl_ctrl.update(mean_kl, num_valid)
             metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
+
     bound = getattr(pipeline_config, "reward_clip", None)
     if bound is not None:
-        rewards, metrics["critic/token_reward_clip_frac"] = _clip(rewards, bound, mask != 0)
+        rewards, clipped = _clip(rewards, bound, mask != 0)
+        metrics["critic/token_reward_clip_frac"] = clipped
+
     result = data.select()
     if "token_level_rewards" in data and "token_level_scores" not in data:
         result.rename("token_level_rewards", "token_level_scores")
@@ -186,14 +208,7 @@ def compute_advantage(
     is_rolls = pipeline_config is None
     if is_rolls and adv_estimator in RETURNS_IN_ROLL and not any(name in data for name in _LABELS):
         adv_estimator = "reinforce"
-    check(data, ["token_level_rewards"], stage)
-    rewards = data.batch["token_level_rewards"].float()
-    mask = _response_mask(data, rewards.shape[-1]) if response_mask is None else response_mask
-    if mask.shape != rewards.shape:
-        raise ValueError(
-            f"{stage}: response_mask has shape {tuple(mask.shape)}, expected that of token_level_rewards, "
-            f"{tuple(rewards.shape)}."
-        )
+    rewards, mask = _rewards_and_mask(data, response_mask, stage)
     if whiten_rewards:
         rewards = whiten_or_keep(rewards, mask)
 
@@ -222,15 +237,36 @@ def compute_advantage(
         raw_advantages = raw_advantages.masked_fill(is_unseen, 0)
         returns = returns.masked_fill(is_unseen, 0)
 
-    advantages = whiten_or_keep(raw_advantages, compared_mask) if whiten_advantages else raw_advantages
+    advantages = raw_advantages
+    if whiten_advantages:
+        advantages = whiten_or_keep(advantages, compared_mask)
     if advantage_clip is not None:
-        advantages, metrics["critic/advantage_clip_frac"] = _clip(advantages, advantage_clip, mask != 0)
+        advantages, clipped = _clip(advantages, advantage_clip, mask != 0)
+        metrics["critic/advantage_clip_frac"] = clipped
 
     result = data.select()
     if metrics:
         result.meta_info["metrics"] = {**data.meta_info.get("metrics", {}), **metrics}
     result.batch.update({"raw_advantages": raw_advantages, "advantages": advantages, "returns": returns})
     return result
+
+
+def _rewards_and_mask(
+    data: DataProto, response_mask: torch.Tensor | None, stage: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token_level_rewards and the mask of the response, both (B, R). response_mask: None = the batch's own.
+    Raises ValueError if the shapes differ."""
+    check(data, ["token_level_rewards"], stage)
+    rewards = data.batch["token_level_rewards"].float()
+    mask = response_mask
+    if mask is None:
+        mask = _response_mask(data, rewards.shape[-1])
+    if mask.shape != rewards.shape:
+        raise ValueError(
+            f"{stage}: response_mask has shape {tuple(mask.shape)}, expected that of token_level_rewards, "
+            f"{tuple(rewards.shape)}."
+        )
+    return rewards, mask
 
 
 def compares_groups(adv_estimator: str) -> bool:
@@ -268,21 +304,15 @@ def incomparable_rows(data: DataProto, mask: torch.Tensor, stage: str) -> tuple[
 
 
 def estimate_advantages(
-    batch: DataProto,
-    algorithm: AlgorithmConfig,
-    estimator: str,
-    kl_ctrl: FixedKLController | None = None,
-    correct: Callable[[DataProto], DataProto] | None = None,
+    batch: DataProto, algorithm: AlgorithmConfig, estimator: str
 ) -> tuple[DataProto, ScalarMetrics]:
-    """Calls `compute_token_reward`, `correct` and `compute_advantage` with the options of a run.
+    """Calls `compute_advantage` with the options of a run. Returns the batch and the metrics.
 
     Args:
         estimator: name of the estimator for token-level rewards.
-        correct: returns the batch with the correction of the rollout; None = no correction.
     """
-    batch, metrics = compute_token_reward(batch, algorithm, kl_ctrl)
     batch = compute_advantage(
-        batch if correct is None else correct(batch),
+        batch,
         algorithm.gamma,
         algorithm.lam,
         estimator,
@@ -291,7 +321,7 @@ def estimate_advantages(
         whiten_rewards=algorithm.whiten_rewards,
         pipeline_config=algorithm,
     )
-    return batch, metrics | batch.meta_info.pop("metrics", {})
+    return batch, batch.meta_info.pop("metrics", {})
 
 
 def _call_estimator(
@@ -312,12 +342,13 @@ def _call_estimator(
     result = function(**accepted)
 
     valid = arguments["response_mask"] != 0
-    pair = result if isinstance(result, tuple) else ()
-    is_sound = len(pair) == 2 and all(x.shape == valid.shape and bool(x[valid].isfinite().all()) for x in pair)
-    if not is_sound:
+    tensors = result if isinstance(result, tuple) else ()
+    is_valid = [tensor.shape == valid.shape and bool(tensor[valid].isfinite().all()) for tensor in tensors]
+    if is_valid != [True, True]:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         raise UserError(
             f"algorithm.adv_estimator={name}: expected a tuple (advantages, returns) of shape {tuple(valid.shape)}, "
-            f"finite where response_mask is 1; found {[tuple(x.shape) for x in pair] or type(result).__name__}. Test "
+            f"finite where response_mask is 1; found {shapes or type(result).__name__}. Test "
             "the function with verl_lite.contracts.check_adv_estimator, which names the promise that it breaks"
         )
     return result

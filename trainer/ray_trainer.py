@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer import step_metrics
-from trainer.advantage import ScalarMetrics, estimate_advantages, reward_postprocess
+from trainer.advantage import ScalarMetrics, compute_token_reward, estimate_advantages, reward_postprocess
 from trainer.checkpoint import saved_steps
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import AnswerGroups, DynamicSampling, FilterBudgetExceeded
+from trainer.dynamic_sampling import DynamicSampling, FilterBudgetExceeded
 from trainer.evaluate import chunks
 from trainer.evaluate.sample import Sample, samples_of
 from trainer.evaluate.sample_files import SampleFiles
@@ -24,7 +24,7 @@ from trainer.group_sources import ANSWERS, prompt_groups
 from trainer.planner.model_shape import ModelShape
 from trainer.requirements import needs_old_log_prob
 from trainer.rewards.groups import group_shares
-from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
+from trainer.rewards.scores import Rewards, Scorer, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.rollout_scheduler import GroupFilter, GroupSource, RolloutScheduler
 from trainer.saving import Saver
@@ -33,6 +33,7 @@ from trainer.teacher_server import TeacherStopped
 from trainer.teachers import Teachers
 from trainer.tracking import Tracking
 from trainer.training_loop import TrainingLoop
+from trainer.weight_sync import WeightSync
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metrics import Metric, combine, values
@@ -77,15 +78,30 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         saver: Saver,
         run_dir: Path,
     ) -> None:
-        self.config, self.val_only = config, config.trainer.val_only
-        self.actor, self.ref, self.critic, self.teachers = actor, ref, critic, teachers
-        self.rewards: Any = rewards
-        chosen = self.group_filter()
-        self.scheduler = RolloutScheduler(config, source, actor, training_sampling(config), chosen, total_steps)
-        super().__init__(
-            config.trainer, TrainingSteps(config, self.scheduler, total_steps), tracking, saver, FitResult()
+        self.config = config
+        self.val_only = config.trainer.val_only
+        self.actor = actor
+        self.ref = ref
+        self.critic = critic
+        self.teachers = teachers
+        self.rewards = rewards
+        self.scheduler = RolloutScheduler(
+            config,
+            source,
+            actor,
+            training_sampling(config),
+            self.group_filter(),
+            total_steps,
+            rewards if isinstance(rewards, Rewards) else None,  # the rows of episodes contain their rewards
         )
-        self.val_data, self.tokenizer, self.samples, self.run_dir = val_data, tokenizer, samples, run_dir
+        steps = TrainingSteps(config, self.scheduler, total_steps)
+        super().__init__(config.trainer, steps, tracking, saver, FitResult())
+        self.weight_sync = WeightSync(config, self.scheduler, actor, steps)
+
+        self.val_data = val_data
+        self.tokenizer = tokenizer
+        self.samples = samples
+        self.run_dir = run_dir
         if teachers is not None:
             teachers.watch_for_stop(lambda: self.steps.stop_asked)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
@@ -130,50 +146,47 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         return self.result
 
     def begin(self) -> None:
-        """Restores the checkpoint, copies the weights to the rollout engines, and validates."""
+        """Restores the checkpoint, gives the weights to the rollout engines, and validates."""
         self.resume()
-        self.model_update()
+        self.weight_sync.start()
         self.validate_first()
 
     # ------------------------------------------------------------------------------------------------- the stages
 
     def collect_batch(self) -> DataProto:
-        """Returns the sampled rows of this step; with dynamic sampling, scored groups that passed the filter.
-
-        With async_training.batches_ahead, starts the samples of later steps. Unless groups span weight updates, the
-        engines receive the weights of the last step here, between the samples of this step and those of later ones.
-        """
-        step, scheduler = self.steps.global_step, self.scheduler
-        if scheduler.spans_updates:
-            scheduler.begin_ahead(step)
+        """Returns the sampled rows of this step; with dynamic sampling, scored groups that passed the filter. With
+        async_training.batches_ahead, also starts the samples of later steps."""
+        step = self.steps.global_step
         try:
-            batch = scheduler.get_batch(step)
+            batch = self.scheduler.get_batch(step)
         except FilterBudgetExceeded:
             self._save_last_step()
             raise
         self.metrics |= batch.meta_info.pop("metrics")
-        if scheduler.batches_ahead and not scheduler.spans_updates and not self.steps.is_last:
-            with self.timed("update_weights"):
-                self.metrics |= self.give_weights(step - 1)
-            scheduler.begin_ahead(step)
+
+        with self.timed("update_weights"):
+            self.metrics |= self.weight_sync.after_batch()
+        if not self.steps.is_last:
+            self.scheduler.begin_ahead(step)
+
         if self.config.algorithm.rollout_correction.bypass_mode:  # the ratio is taken against the rollout policy
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         return batch
 
-    def group_filter(self) -> GroupFilter:
-        """Returns the filter of the sampled groups."""
-        if self.config.algorithm.filter_groups.enable:
-            return DynamicSampling(self.config, self.rewards, self.score_groups)
-        # a reward model scores the batch after sampling, so its groups are complete when they are sampled
-        return AnswerGroups(self.rewards, waits=self.config.spans_updates and not self.config.reward_model.enable)
+    def group_filter(self) -> GroupFilter | None:
+        """Returns the filter of the sampled groups; None to train on every group."""
+        if not self.config.algorithm.filter_groups.enable:
+            return None
+        return DynamicSampling(self.config, self.score_groups)
 
     def score_groups(self, groups: DataProto) -> DataProto:
         """Scores the rows of complete groups for the filter. Combines the metrics with those of the step's other
         groups."""
-        before, self.metrics = self.metrics, {}
+        metrics_before = self.metrics
+        self.metrics = {}
         with self.timed("reward", within="gen"):
             groups = self.compute_reward(groups)
-        self.metrics = combine([before, self.metrics])
+        self.metrics = combine([metrics_before, self.metrics])
         return groups
 
     def _save_last_step(self) -> None:
@@ -185,28 +198,16 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
                 self.saver.save(self.steps, self.state_dict())
 
     def model_update(self) -> Metrics:
-        """Copies the trained weights to the rollout engines. The current step becomes the version of new samples. If
-        samples of later steps are started ahead with one version each, `collect_batch` does this instead."""
-        scheduler = self.scheduler
-        if scheduler.batches_ahead and not scheduler.spans_updates and scheduler.version is not None:
-            return {}
-        return self.give_weights(self.steps.global_step)
-
-    def give_weights(self, version: int, must: bool = False) -> Metrics:
-        """Copies the weights every agentic.model_update_frequency steps. version: last step of their training. must:
-        True to ignore the frequency."""
-        scheduler, every = self.scheduler, self.config.agentic.model_update_frequency
-        if version == scheduler.version or not (must or scheduler.version is None or version % every == 0):
-            return {}
-        if not scheduler.spans_updates:
-            scheduler.finish()
-        scheduler.version = version
-        return self.actor.update_weights(version=version)
+        """Gives the trained weights to the rollout engines. `WeightSync` decides whether they receive them now."""
+        return self.weight_sync.after_update()
 
     def score(self, batch: DataProto) -> DataProto:
         """Adds the rewards, most of which were computed during generation. With dynamic sampling the batch already has
         them."""
-        return batch if self.scheduler.filter.adds_scores else self.compute_reward(batch)
+        group_filter = self.scheduler.filter
+        if group_filter is not None and group_filter.adds_scores:
+            return batch
+        return self.compute_reward(batch)
 
     def compute_reward(self, batch: DataProto) -> DataProto:
         """Waits for the rewards of the batch, masks failed rows and subtracts the length penalty."""
@@ -244,12 +245,17 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds token_level_rewards (normalised, clipped scores less the KL penalty), advantages and returns."""
+        algorithm = self.config.algorithm
         batch, score_metrics = self.normalize_rewards(batch)
-        batch, metrics = estimate_advantages(
-            batch, self.config.algorithm, self.token_estimator, self.kl_ctrl, self.correct_rollout
-        )
-        self.metrics |= {name: Metric.last(value) for name, value in (score_metrics | metrics).items()}
+        batch, token_metrics = compute_token_reward(batch, algorithm, self.kl_ctrl)
+        batch = self.correct_rollout(batch)
+        batch, advantage_metrics = estimate_advantages(batch, algorithm, self.token_estimator)
+        self.add_scalars(score_metrics | token_metrics | advantage_metrics)
         return batch
+
+    def add_scalars(self, metrics: ScalarMetrics) -> None:
+        """Adds numbers to the metrics of the step."""
+        self.metrics |= {name: Metric.last(value) for name, value in metrics.items()}
 
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
         """Adds response_level_rewards: the normalised and clipped score of each response."""
@@ -266,13 +272,19 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """
         if not (self.needs_old_log_prob and self.config.rollout.calculate_log_probs):
             return batch
-        columns, options = batch.batch, self.config.algorithm.rollout_correction
-        mask, rewards = columns["response_mask"], columns["token_level_rewards"]
-        weights, kept, metrics = correct_rollout(columns["old_log_probs"], columns["rollout_log_probs"], mask, options)
+        columns = batch.batch
+        mask = columns["response_mask"]
+        weights, corrected_mask, metrics = correct_rollout(
+            columns["old_log_probs"],
+            columns["rollout_log_probs"],
+            mask,
+            self.config.algorithm.rollout_correction,
+        )
         self.metrics |= metrics
+
         batch = batch.select()
-        batch.batch["response_mask"] = kept
-        batch.batch["token_level_rewards"] = keep_rewards(rewards, mask, kept)
+        batch.batch["response_mask"] = corrected_mask
+        batch.batch["token_level_rewards"] = keep_rewards(columns["token_level_rewards"], mask, corrected_mask)
         if weights is not None:
             batch.batch["rollout_is_weights"] = weights
         return batch
@@ -281,12 +293,13 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Returns the rows for the update: all, or with algorithm.use_pf_ppo the same number drawn by score."""
         if not self.config.algorithm.use_pf_ppo:
             return batch
-        options, seed = self.config.algorithm.pf_ppo, [self.config.trainer.seed, self.steps.global_step]
-        chosen = compute_pf_ppo_reweight_data(batch, options.reweight_method, options.weight_pow, seed)
-        chosen.batch.pop(ANSWERS, None)  # drawn rows do not form complete groups
-        distinct = len(set(chosen.non_tensor_batch["sample_id"]))
+        options = self.config.algorithm.pf_ppo
+        seed = [self.config.trainer.seed, self.steps.global_step]
+        drawn = compute_pf_ppo_reweight_data(batch, options.reweight_method, options.weight_pow, seed)
+        drawn.batch.pop(ANSWERS, None)  # drawn rows do not form complete groups
+        distinct = len(set(drawn.non_tensor_batch["sample_id"]))
         self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(distinct, len(batch))
-        return chosen
+        return drawn
 
     # ------------------------------------------------------------------------------------------------- validation
 
@@ -297,8 +310,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def validate(self, result: FitResult) -> dict[str, float]:
         """Generates and scores the validation set, and stores some samples in `result`. Returns the metrics."""
-        if self.scheduler.batches_ahead:
-            self.give_weights(self.steps.global_step, must=True)
+        self.weight_sync.before_validation()
         answered = self.generate_validation_set()
         metrics: dict[str, float] = {}
         for sampling, rows in answered.items():
@@ -347,12 +359,9 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         return {"kl_coef": self.kl_ctrl.value, "running_moments": moments}
 
     def save(self) -> None:
-        """Writes a checkpoint of this step. If every batch has one version, the engines then receive the weights that
-        those of a resumed run have, because the groups that replace dropped ones are sampled with them."""
+        """Writes a checkpoint of this step."""
         super().save()
-        is_last = self.steps.is_last or self.steps.stopping
-        if self.scheduler.batches_ahead and not self.scheduler.spans_updates and not is_last:
-            self.give_weights(self.steps.global_step)
+        self.weight_sync.after_checkpoint()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`, and removes the sample files of later steps."""

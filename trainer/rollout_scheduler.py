@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     stop: int
 
 
-@dataclass
+@dataclass(eq=False)  # two groups are never the same, and a set may hold them
 class Group:
     """A group that was drawn and is not resolved yet, that is, neither trained on nor dropped.
 
@@ -61,7 +61,7 @@ class Group:
             scores if the filter needed them. A complete group therefore needs nothing else, whether its rows were
             sampled by this process or read from a checkpoint.
         counts: counts of its episodes.
-        kind: verdict of the filter, "kept" or a reason to drop the group; None before that.
+        kind: None until the group is complete; then "kept", or the reason why the filter drops the group.
     """
 
     plan: GroupPlan
@@ -71,6 +71,16 @@ class Group:
     sampled: Rows | None = None
     counts: EpisodeCounts | None = None
     kind: str | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the group is complete and can be trained on."""
+        return self.kind == "kept"
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if the filter dropped the group."""
+        return self.kind not in ("kept", None)
 
 
 class Engines(Protocol):
@@ -107,22 +117,35 @@ class GroupSource(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class GroupFilter:
-    """Judges complete groups. This base class keeps every group."""
+class AnswerRewards(Protocol):
+    """Rewards that are computed while groups are sampled, as those of `trainer.rewards.scores.Rewards`."""
 
-    drops = False
-    """True if the filter may drop groups, so that the driver judges complete groups while others are running."""
+    def are_ready(self, batch: DataProto) -> np.ndarray:
+        """Returns (B,) bool: True for rows whose reward is available without waiting."""
+
+    def submit(self, batch: DataProto) -> None:
+        """Starts the computation of the rewards of these rows."""
+
+    def cancel(self, sample_ids: Sequence[str]) -> None:
+        """Ends the computation of rewards that are not needed."""
+
+
+class GroupFilter:
+    """Base class of filters, which decide which complete groups are trained on."""
+
+    drops = True
+    """False if this filter, with its options, never drops a group. The driver need not check the groups during
+    sampling then."""
     adds_scores = False
     """True if the filter adds the scores to the rows of the groups."""
 
-    def judge(self, groups: Sequence[Group], wait: bool) -> None:
-        """Sets `kind` of the groups whose scores are available; with wait=True waits for all scores."""
-        for group in groups:
-            group.kind = "kept"
+    def judge(self, groups: Sequence[Group]) -> None:
+        """Sets `kind` of complete groups whose rewards are available, or may be waited for."""
+        raise NotImplementedError
 
     def most(self, wanted: int) -> float:
         """Returns the maximum number of groups that may be drawn for a batch of `wanted` groups."""
-        return wanted
+        raise NotImplementedError
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
         """Keeps `missing` of the dropped groups, or raises. Called if no more groups may be drawn to replace them."""
@@ -132,12 +155,6 @@ class GroupFilter:
         """Returns metrics of the batch of this step. dropped: groups that were dropped since the last batch."""
         return {}
 
-    def discard(self, groups: Sequence[Group]) -> None:
-        """Called with groups that were aborted, whose scores are not needed."""
-
-    def restore(self, groups: Sequence[Group]) -> None:
-        """Called with the complete groups of a checkpoint, whose scores may have been lost with the processes."""
-
 
 class RolloutScheduler:
     """Schedules the batches of one source.
@@ -145,7 +162,9 @@ class RolloutScheduler:
     Args:
         engines: run the groups.
         sampling: sampling parameters.
+        group_filter: chooses among the complete groups; None = every complete group is trained on.
         last_step: no group is started for steps after this one.
+        rewards: rewards of the samples; None if the rows of the engines contain them, as those of episodes do.
     """
 
     def __init__(
@@ -156,12 +175,25 @@ class RolloutScheduler:
         sampling: SamplingParams,
         group_filter: GroupFilter | None = None,
         last_step: int = 0,
+        rewards: AnswerRewards | None = None,
     ) -> None:
-        self.source, self.engines, self.sampling = source, engines, sampling
-        self.filter, self.last_step = group_filter or GroupFilter(), last_step
-        self.threshold, self.batches_ahead = config.async_training.max_off_policy_threshold, config.async_training.depth
-        self.spans_updates, self.oversample = config.spans_updates, config.rollout.oversample
+        self.source = source
+        self.engines = engines
+        self.sampling = sampling
+        self.filter = group_filter
+        self.last_step = last_step
+        self.rewards = rewards
+
+        self.threshold = config.async_training.max_off_policy_threshold
+        self.batches_ahead = config.async_training.depth
+        self.spans_updates = config.spans_updates
+        self.oversample = config.rollout.oversample
         self.warmup = config.trainer.critic_warmup  # the weights after these steps are those of version 0
+        # Where groups may overtake each other, one is complete only with its rewards, so that slow rewards delay no
+        # batch. A reward model scores the batch after sampling, because it shares the devices.
+        overtakes_with_rewards = self.spans_updates and not config.reward_model.enable
+        self._awaits_rewards = group_filter is not None or overtakes_with_rewards
+
         self.version: int | None = None  # of the weights in the engines
         self.groups: list[Group] = []  # unresolved groups in the order of the source
         self.sizes: dict[int, int] = {}  # number of groups of each batch that was begun, by step
@@ -175,45 +207,53 @@ class RolloutScheduler:
     def get_batch(self, step: int) -> DataProto:
         """Returns the rows of the batch of this step (from 1), ordered by group.
 
+        If groups span weight updates, first starts the batches of later steps, too, so that the engines do not idle
+        while the last groups of this batch end.
+
         meta_info has `metrics` of the engines, the scheduler and the filter, and for episodes `episodes`, an
         EpisodeCounts that includes dropped groups.
         """
         self._begin_again()
         if step not in self.sizes:
             self._begin_batch(step, step)
+        if self.spans_updates:
+            self.begin_ahead(step)
+
         started = time.perf_counter()
-        # groups of this batch that an earlier step dropped without a replacement are replaced in addition
-        budget = self.filter.most(self.sizes[step]) - self.sizes[step] + max(0, self._missing(step))
-        while (chosen := self._chosen(step)) is None:
-            budget -= self._advance(step, budget)
-        if self._is_sliced:
-            self._collect((), self.groups)  # calls with a time limit return no metrics
+        chosen = self._sample_batch(step)
         waited = time.perf_counter() - started
-        taken = {id(group) for group in chosen}
-        dropped = [group for group in self.groups if group.kind not in ("kept", None) and id(group) not in taken]
-        gone = taken | {id(group) for group in dropped}
-        surplus = [group for group in self._candidates(step) if id(group) not in gone] if self._aborts else []
-        gone |= {id(group) for group in surplus}
-        self.groups = [group for group in self.groups if id(group) not in gone]
+
+        chosen_groups = set(chosen)
+        dropped = [group for group in self.groups if group.is_dropped]
+        surplus: list[Group] = []
+        if self._aborts:
+            candidates = self._candidates(step)
+            surplus = [group for group in candidates if not group.is_dropped and group not in chosen_groups]
+        resolved = chosen_groups.union(dropped, surplus)
+        self.groups = [group for group in self.groups if group not in resolved]
         del self.sizes[step]
+
         batch = assembled(chosen)
-        bias = self._abort(batch, len(chosen), surplus)
+        oversampling_metrics = self._abort(surplus, batch, len(chosen)) if surplus else {}
         self._account(step, chosen, dropped)
-        metrics = self._take_metrics()
-        batch.meta_info["metrics"] = metrics | bias | self.filter.metrics(step, chosen, dropped)
+        engine_metrics = self._take_metrics()
+        metrics = engine_metrics | oversampling_metrics
+        if self.filter is not None:
+            metrics |= self.filter.metrics(step, chosen, dropped)
         if self.batches_ahead or self.spans_updates:
-            batch.meta_info["metrics"] |= self._async_metrics(step, chosen, waited, metrics) | _version_metrics(batch)
+            metrics |= self._async_metrics(step, chosen, waited, engine_metrics) | _version_metrics(batch)
+        batch.meta_info["metrics"] = metrics
         self._ended_at = time.perf_counter()
         _add_counts(batch, [*chosen, *dropped])
         return batch
 
     def begin_ahead(self, step: int) -> None:
         """Starts the batches of the next steps, with the weights that the engines have. They run between micro-batches
-        of training; `get_batch` and `finish` complete them. If groups span updates, call it before `get_batch` of the
-        step, so that the engines do not idle while the last groups of its batch end; otherwise after it."""
+        of training; `get_batch` and `finish` complete them. Call it after `get_batch` of the step. Does nothing for
+        batches that are started already."""
         self._begin_again()
-        first = step if self.spans_updates else step + 1
-        for later in range(first, min(step + self.batches_ahead, self.last_step) + 1):
+        last = min(step + self.batches_ahead, self.last_step)
+        for later in range(step + 1, last + 1):
             if later not in self.sizes:
                 self._begin_batch(later, step)
 
@@ -235,23 +275,52 @@ class RolloutScheduler:
 
     # ----------------------------------------------------------------------------------------- waiting and choosing
 
+    def _sample_batch(self, step: int) -> list[Group]:
+        """Runs and replaces groups until the batch of this step is complete. Returns its groups."""
+        size = self.sizes[step]
+        most = size if self.filter is None else self.filter.most(size)
+        # groups of this batch that an earlier step dropped without a replacement are replaced in addition
+        budget = most - size + max(0, self._missing(step))
+
+        chosen = self._chosen(step)
+        while chosen is None:
+            self._run_and_judge()
+            budget -= self._replace_dropped(step, budget)
+            chosen = self._chosen(step)
+        if self._is_sliced:
+            self._collect((), self.groups)  # calls with a time limit return no metrics
+        return chosen
+
     def _chosen(self, step: int) -> list[Group] | None:
         """Returns the groups of the batch of this step, or None while it must wait."""
-        wanted = self.sizes[step]
-        chosen = [group for group in self._candidates(step) if group.kind == "kept"][:wanted]
-        if len(chosen) < wanted:
+        size = self.sizes[step]
+        chosen = [group for group in self._candidates(step) if group.is_kept][:size]
+        if len(chosen) < size:
             return None
         if self._aborts:
             return chosen
-        taken = {id(group) for group in chosen}
-        rest = [group for group in self.groups if group.kind in ("kept", None) and id(group) not in taken]
-        # group number i of the rest is trained on in this step at the earliest, if older ones are trained on first
-        earliest = [later for later in sorted(self.sizes) if later > step for _ in range(self.sizes[later])]
+
+        chosen_groups = set(chosen)
+        rest = [group for group in self.groups if not group.is_dropped and group not in chosen_groups]
+        if all(group.is_kept for group in rest):
+            return chosen
+        steps = self._earliest_steps(step, len(rest))
+        are_in_time = all(earliest <= self._last_step_of(group) for earliest, group in zip(steps, rest, strict=True))
+        return chosen if are_in_time else None
+
+    def _earliest_steps(self, step: int, count: int) -> list[int]:
+        """Returns the earliest step that can train on each of the `count` groups that remain after this step, if older
+        groups are trained on first."""
+        steps: list[int] = []
+        for later in sorted(self.sizes):
+            if later > step:
+                steps += [later] * self.sizes[later]
+
+        # groups beyond the batches that are begun form further batches, of the size of the last one
         last = max(self.sizes)
-        earliest += [last + 1 + number // self.sizes[last] for number in range(len(rest) - len(earliest))]
-        are_in_time = all(later <= self._last_step_of(group) for later, group in zip(earliest, rest, strict=False))
-        are_complete = all(group.kind is not None for group in rest)
-        return chosen if are_in_time or are_complete else None
+        for number in range(count - len(steps)):
+            steps.append(last + 1 + number // self.sizes[last])
+        return steps[:count]
 
     def _last_step_of(self, group: Group) -> int:
         """Returns the last step in which the staleness of a group does not exceed the threshold."""
@@ -272,56 +341,104 @@ class RolloutScheduler:
 
     def _missing(self, step: int) -> int:
         """Returns the number of groups that the begun batches lack because of dropped ones; negative for a surplus."""
-        sizes = self.sizes[step] if self._aborts else sum(self.sizes.values())
-        return sizes - sum(group.kind in ("kept", None) for group in self._candidates(step))
+        wanted = self.sizes[step] if self._aborts else sum(self.sizes.values())
+        return wanted - sum(not group.is_dropped for group in self._candidates(step))
 
     @property
     def _is_sliced(self) -> bool:
-        return self.filter.drops or self.spans_updates or self.oversample > 1
+        """True if the driver checks complete groups while others are running."""
+        drops = self.filter is not None and self.filter.drops
+        return drops or self.spans_updates or self.oversample > 1
 
-    def _abort(self, batch: DataProto, chosen: int, surplus: Sequence[Group]) -> dict[str, Metric]:
-        """Aborts the surplus groups of a batch. Returns metrics: their number, and the bias of the lengths, which is
-        the mean number of tokens of the chosen groups relative to that of all groups, minus 1. An aborted group counts
-        with the tokens that it had sampled, so the true bias is at least as large."""
-        if not surplus:
-            return {}
-        aborted = self.engines.abort_groups([group.plan.key for group in surplus if group.sampled is None])
+    def _abort(self, surplus: Sequence[Group], batch: DataProto, num_chosen: int) -> dict[str, Metric]:
+        """Aborts the surplus groups of a batch, and cancels their rewards.
+
+        Args:
+            surplus: the groups, running or complete.
+            batch: rows of the chosen groups.
+            num_chosen: number of the chosen groups.
+
+        Returns:
+            Metrics: the number of aborted groups, and the bias of the lengths, which is the mean number of tokens of
+            the chosen groups relative to that of all groups, minus 1. An aborted group counts with the tokens that it
+            had sampled, so the true bias is at least as large.
+        """
+        running = [group.plan.key for group in surplus if group.sampled is None]
+        aborted_tokens = self.engines.abort_groups(running)
         for group in surplus:
             if group.sampled is not None:
                 rows, start, stop = group.sampled
-                aborted += int(rows.batch["response_mask"][start:stop].sum())
-        self.filter.discard(surplus)
+                aborted_tokens += int(rows.batch["response_mask"][start:stop].sum())
+        if self.rewards is not None:
+            self.rewards.cancel(_sample_ids(surplus))
         self.counts["aborted"] += len(surplus)
-        kept = int(batch.batch["response_mask"].sum())
-        mean = (kept + aborted) / (chosen + len(surplus))
+
+        chosen_tokens = int(batch.batch["response_mask"].sum())
+        mean = (chosen_tokens + aborted_tokens) / (num_chosen + len(surplus))
         return {
             "rollout/oversample/aborted_groups": Metric.last(len(surplus)),
-            "rollout/oversample/length_bias": Metric.last(kept / chosen / max(mean, 1e-9) - 1),
+            "rollout/oversample/length_bias": Metric.last(chosen_tokens / num_chosen / max(mean, 1e-9) - 1),
         }
 
-    def _advance(self, step: int, budget: float) -> int:
-        """Runs groups, judges those that are complete and replaces dropped ones, at most `budget`. Returns the number
-        of replacements."""
+    def _run_and_judge(self) -> None:
+        """Runs the engines, and decides which of the complete groups are kept."""
         if keys := self._running():
             self._collect(keys, self.groups, SLICE_S if self._is_sliced else None)
-        is_running = bool(self._running())
-        unjudged = [group for group in self.groups if group.sampled is not None and group.kind is None]
-        self.filter.judge(unjudged, wait=not is_running)
+
+        complete = [group for group in self.groups if group.sampled is not None and group.kind is None]
+        if self._running():
+            complete = self._with_rewards(complete)
+        if not complete:
+            return
+        if self.filter is not None:
+            self.filter.judge(complete)
+            return
+        for group in complete:
+            group.kind = "kept"
+
+    def _with_rewards(self, groups: list[Group]) -> list[Group]:
+        """Returns the groups that need not wait for their rewards while other groups are running."""
+        if self.rewards is None or not self._awaits_rewards or not groups:
+            return groups
+        is_ready = self.rewards.are_ready(assembled(groups))
+        ready = []
+        start = 0
+        for group in groups:
+            assert group.sampled is not None
+            stop = start + group.sampled.stop - group.sampled.start
+            if is_ready[start:stop].all():
+                ready.append(group)
+            start = stop
+        return ready
+
+    def _replace_dropped(self, step: int, budget: float) -> int:
+        """Starts groups that replace dropped ones, at most `budget`. Returns their number."""
         missing = self._missing(step)
-        replacements = self.source.draw(int(min(missing, budget)), step) if missing > 0 and budget > 0 else []
+        if missing <= 0:
+            return 0
+        replacements = self.source.draw(int(min(missing, budget)), step) if budget > 0 else []
         if replacements:
             self._begin(replacements, step)
-        elif missing > 0 and not is_running:
+        elif not self._running():
+            if self.filter is None:
+                raise RuntimeError(f"step {step}: {missing} groups are missing, and the source has no more")
             self.filter.complete(step, self.groups, missing)
         return len(replacements)
 
     def _begin_batch(self, step: int, start_step: int) -> None:
+        """Starts the batch of `step`, and with rollout.oversample more groups than it needs."""
         groups = self.source.draw_batch(step, start_step)
-        self.sizes[step] = size = len(groups)
-        more = math.ceil(size * (self.oversample - 1)) if step < self.last_step or self._aborts else 0
+        size = len(groups)
+        self.sizes[step] = size
+
+        surplus = 0
+        if step < self.last_step or self._aborts:
+            surplus = math.ceil(size * (self.oversample - 1))
         if self.spans_updates:  # the surplus that earlier batches left over counts
-            more += self._missing(step) - size
-        self._begin(groups + (self.source.draw(more, step) if more > 0 else []), step)
+            surplus += self._missing(step) - size
+        if surplus > 0:
+            groups = groups + self.source.draw(surplus, step)
+        self._begin(groups, step)
 
     def _begin(self, groups: Sequence[Group], step: int) -> None:
         for group in groups:
@@ -353,9 +470,11 @@ class RolloutScheduler:
     def _account(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
         """Checks that every started group is trained on, dropped, aborted or still here, and that none is too old."""
         self.counts.update(trained=len(chosen), dropped=len(dropped))
-        started, resolved = self.counts["started"], sum(self.counts[name] for name in ("trained", "dropped", "aborted"))
+        started = self.counts["started"]
+        resolved = self.counts["trained"] + self.counts["dropped"] + self.counts["aborted"]
         if started != resolved + len(self.groups):
             raise RuntimeError(f"step {step}: {started} groups started, {resolved} resolved, {len(self.groups)} left")
+
         oldest = max(self.staleness(step, group) for group in chosen)
         if oldest > self.threshold:
             raise RuntimeError(
@@ -364,8 +483,11 @@ class RolloutScheduler:
             )
 
     def _take_metrics(self) -> dict[str, Metric]:
-        metrics, self._metrics = combine(self._metrics), []
-        slowest, mean = (metrics.get(f"rollout/{name}_rank_seconds") for name in ("slowest", "mean"))
+        """Returns the metrics of the engines since the last call."""
+        metrics = combine(self._metrics)
+        self._metrics = []
+        slowest = metrics.get("rollout/slowest_rank_seconds")
+        mean = metrics.get("rollout/mean_rank_seconds")
         if slowest is not None and mean is not None and slowest.value > 0:
             metrics["rollout/idle_frac"] = Metric.last(1 - mean.value / slowest.value)
         return metrics
@@ -414,9 +536,12 @@ class RolloutScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint. Groups that continue under new weights are saved as far as they were
         sampled, if their samples can be continued in another process. Waits for all others."""
-        plans = {plan.key: plan for plan in self.engines.snapshot_groups()} if self.spans_updates else {}
-        if others := [key for key in self._running() if key not in plans]:
+        continued: dict[str, GroupPlan] = {}
+        if self.spans_updates:
+            continued = {plan.key: plan for plan in self.engines.snapshot_groups()}
+        if others := [key for key in self._running() if key not in continued]:
             self._collect(others, self.groups)
+
         groups = []
         for group in self.groups:
             # of a complete group its rows are saved, and of a running one what continues it
@@ -424,10 +549,12 @@ class RolloutScheduler:
                 plan = GroupPlan(group.plan.key, ())
                 rows: Rows | None = group.sampled
             else:
-                plan = plans[group.plan.key]
+                plan = continued[group.plan.key]
                 rows = group.columns
-            saved = None if rows is None else rows.batch.select_idxs(np.arange(rows.start, rows.stop))
-            columns = None if saved is None else (dict(saved.batch.items()), saved.non_tensor_batch)
+            columns = None
+            if rows is not None:
+                saved = rows.batch.select_idxs(np.arange(rows.start, rows.stop))
+                columns = (dict(saved.batch.items()), saved.non_tensor_batch)
             groups.append((plan, group.version, group.step, group.counts, group.kind, columns))
         return self.snapshot() | {"groups": groups}
 
@@ -435,22 +562,34 @@ class RolloutScheduler:
         """Restores the result of `state_dict`."""
         groups = []
         for plan, version, step, counts, kind, columns in state["groups"]:
-            saved = None if columns is None else DataProto.from_dict(*columns)
-            rows = None if saved is None else Rows(saved, 0, len(saved))
-            is_complete = not plan.samples
-            source_columns = None if is_complete else rows
-            sampled = rows if is_complete else None
-            groups.append(Group(plan, source_columns, version, step, sampled, counts, kind))
+            rows: Rows | None = None
+            if columns is not None:
+                saved = DataProto.from_dict(*columns)
+                rows = Rows(saved, 0, len(saved))
+            group = Group(plan, version=version, step=step, counts=counts, kind=kind)
+            if plan.samples:
+                group.columns = rows
+            else:
+                group.sampled = rows
+            groups.append(group)
         self.restore(state | {"groups": groups})
 
     def _begin_again(self) -> None:
-        """Starts the incomplete groups of a restored state, once."""
+        """Starts the incomplete groups of a restored state, once. The rewards of complete groups that had not been
+        collected have ended with the processes of the earlier run, and are computed again."""
         if not self._is_restored:
             return
         self._is_restored = False
         if plans := [group.plan for group in self.groups if group.sampled is None]:
             self.engines.begin_groups(plans, self.sampling)
-        self.filter.restore([group for group in self.groups if group.sampled is not None])
+        if self.rewards is None:
+            return
+        unscored = []
+        for group in self.groups:
+            if group.sampled is not None and "token_level_scores" not in group.sampled.batch:
+                unscored.append(group)
+        if unscored:
+            self.rewards.submit(assembled(unscored))
 
 
 def assembled(groups: Sequence[Group]) -> DataProto:
@@ -470,15 +609,33 @@ def _with_columns(columns: Rows | None, sampled: Rows) -> Rows:
 def _gathered(parts: Sequence[Rows]) -> DataProto:
     """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
     batches = list({id(part.batch): part.batch for part in parts}.values())
-    starts = dict(zip(map(id, batches), np.cumsum([0, *map(len, batches)]), strict=False))
-    names = dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch)
-    complete = []
+    names: dict[str, None] = {}  # in the order of their first occurrence
     for batch in batches:
-        batch = batch.select(meta_info_keys=[])
-        batch.non_tensor_batch = {name: batch.non_tensor_batch.get(name, np.full(len(batch), None)) for name in names}
-        complete.append(batch)
-    order = np.concatenate([starts[id(part.batch)] + np.arange(part.start, part.stop) for part in parts])
-    return DataProto.concat(complete).select_idxs(order.astype(np.int64))
+        names |= dict.fromkeys(batch.non_tensor_batch)
+
+    complete = []
+    first_row: dict[int, int] = {}
+    num_rows = 0
+    for batch in batches:
+        columns = batch.non_tensor_batch
+        selected = batch.select(meta_info_keys=[])
+        selected.non_tensor_batch = {name: columns.get(name, np.full(len(batch), None)) for name in names}
+        complete.append(selected)
+        first_row[id(batch)] = num_rows
+        num_rows += len(batch)
+
+    rows = [first_row[id(part.batch)] + np.arange(part.start, part.stop) for part in parts]
+    return DataProto.concat(complete).select_idxs(np.concatenate(rows).astype(np.int64))
+
+
+def _sample_ids(groups: Sequence[Group]) -> list[str]:
+    """Returns the ids of the samples of groups of answers, running or complete."""
+    ids: list[str] = []
+    for group in groups:
+        rows = group.columns or group.sampled
+        if rows is not None:
+            ids += map(str, rows.batch.non_tensor_batch["sample_id"][rows.start : rows.stop])
+    return ids
 
 
 def _version_metrics(batch: DataProto) -> dict[str, Metric]:

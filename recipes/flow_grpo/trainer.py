@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from trainer.advantage import estimate_advantages, reward_postprocess
+from trainer.advantage import compute_token_reward, estimate_advantages, reward_postprocess
 from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
 from trainer.evaluate.validation_metrics import name_metrics, process_validation_metrics
 from trainer.roles import loss_columns, plan_pass
@@ -119,8 +119,9 @@ class FlowGRPOTrainer(DiffusionTrainer):
         """Adds token_level_rewards, advantages and returns, as for responses of T tokens."""
         algorithm = self.config.algorithm
         batch, score_metrics = reward_postprocess(batch, algorithm, self.running_moments)
-        batch, metrics = estimate_advantages(batch, algorithm, algorithm.adv_estimator)
-        self.metrics |= score_metrics | metrics
+        batch, token_metrics = compute_token_reward(batch, algorithm)
+        batch, advantage_metrics = estimate_advantages(batch, algorithm, algorithm.adv_estimator)
+        self.metrics |= score_metrics | token_metrics | advantage_metrics
         return batch
 
     def evaluate(self) -> tuple[dict[str, float], DataProto]:

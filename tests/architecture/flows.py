@@ -101,9 +101,9 @@ def measure(folder: Path) -> dict[str, list[str]]:
     fit = RayPPOTrainer.fit
 
     def counted_fit(trainer: RayPPOTrainer) -> Any:
-        for name in ("resume", "model_update", "validate", "log_step", "save", "must_save"):
-            if hasattr(trainer, name):
-                wrap(trainer, name, lambda: prompt.counting(False))
+        for name in ("resume", "model_update", "validate", "log_step", "save"):
+            wrap(trainer, name, lambda: prompt.counting(False))
+        wrap(trainer.weight_sync, "start", lambda: prompt.counting(False))
         update = trainer.actor.update
 
         def last(*args: Any, **kwargs: Any) -> Any:

@@ -176,15 +176,13 @@ def simulate(
     scheduler = RolloutScheduler(config, fake, engines, SamplingParams(), last_step=steps)
     scheduler.version, tokens, oldest = 0, 0, 0
     for step in range(1, steps + 1):
-        if scheduler.spans_updates:
-            scheduler.begin_ahead(step)
         before = {group.plan.key: group for group in scheduler.groups}
         tokens += int(scheduler.get_batch(step).batch["response_mask"].sum())
         left = {group.plan.key for group in scheduler.groups}
         oldest = max([oldest, *(step - 1 - group.version for key, group in before.items() if key not in left)])
         if scheduler.batches_ahead and not scheduler.spans_updates:
             scheduler.version = step - 1
-            scheduler.begin_ahead(step)
+        scheduler.begin_ahead(step)
         engines.train()
         if scheduler.spans_updates or not scheduler.batches_ahead:
             scheduler.version = step

@@ -25,7 +25,7 @@ from tests.set_keys import set_keys
 from tests.trainer import tiny_run
 from tests.trainer.test_fit import FakePrompts
 from tests.trainer.test_rollout_scheduler import give, train
-from trainer.dynamic_sampling import AnswerGroups, DynamicSampling
+from trainer.dynamic_sampling import DynamicSampling
 from trainer.group_sources import ANSWERS, PromptSource
 from trainer.rewards.scores import Rewards, mask_failed
 from trainer.rollout_scheduler import Group, RolloutScheduler
@@ -218,12 +218,15 @@ class Life:
         engines, seats = int(self.random.integers(1, 3)), int(self.random.integers(1, 4))
         self.engines = LocalEngines(self.pool, engines, seats, self.steps)
         self.source = RecordedSource(self.config, Prompts(10))
-        if self.config.algorithm.filter_groups.enable:
-            chosen: AnswerGroups = DynamicSampling(self.config, self.rewards, self.score)
-        else:
-            chosen = AnswerGroups(self.rewards, waits=self.config.spans_updates)
+        has_filter = self.config.algorithm.filter_groups.enable
         self.scheduler = RolloutScheduler(
-            self.config, self.source, self.engines, SAMPLING, chosen, last_step=self.last_step
+            self.config,
+            self.source,
+            self.engines,
+            SAMPLING,
+            DynamicSampling(self.config, self.score) if has_filter else None,
+            last_step=self.last_step,
+            rewards=self.rewards,
         )
 
     def score(self, rows: DataProto) -> DataProto:

@@ -125,7 +125,9 @@ class Numbers:
     def columns(self, drawn: Sequence[int]) -> DataProto:
         """The columns of these groups that the engines do not return."""
         names = np.array([f"number {n}" for n in drawn], dtype=object)
-        return DataProto.from_dict({"number": torch.tensor(list(drawn), dtype=torch.long)}, {"drawn_number": names})
+        ids = np.array([f"id of {n}" for n in drawn], dtype=object)
+        number = torch.tensor(list(drawn), dtype=torch.long)
+        return DataProto.from_dict({"number": number}, {"drawn_number": names, "sample_id": ids})
 
     def update(self, batch: DataProto) -> dict[str, float]:
         return {}
@@ -140,12 +142,10 @@ class Numbers:
 class Sieve(GroupFilter):
     """Drops the groups of these numbers and replaces any number of them."""
 
-    drops = True
-
     def __init__(self, dropped: Container[int]) -> None:
         self.dropped = dropped
 
-    def judge(self, groups: Sequence[Group], wait: bool) -> None:
+    def judge(self, groups: Sequence[Group]) -> None:
         for group in groups:
             group.kind = "dropped" if int(group.plan.key) in self.dropped else "kept"
 
@@ -158,12 +158,12 @@ class Sieve(GroupFilter):
 
 def numbers(engines: Engines, threshold: int, ahead: int | None = None, size: int = 2, *,
             sieve: Sieve | None = None, end: int = 10**6, last_step: int = 100, partial: bool | None = None,
-            oversample: float = 1.0) -> RolloutScheduler:  # fmt: skip
+            oversample: float = 1.0, rewards: LateRewards | None = None) -> RolloutScheduler:  # fmt: skip
     """A scheduler of `Numbers` in batches of this size."""
     config, source = PPOConfig(), Numbers(size, end)
     config.async_training.partial_rollout, config.rollout.oversample = partial, oversample
     config.async_training.max_off_policy_threshold, config.async_training.batches_ahead = threshold, ahead
-    return RolloutScheduler(config, source, engines, SamplingParams(), sieve, last_step)
+    return RolloutScheduler(config, source, engines, SamplingParams(), sieve, last_step, rewards)
 
 
 def manager(**options: object) -> EnvManagerConfig:
@@ -205,12 +205,10 @@ def train(subject: RolloutScheduler, steps: Sequence[int], every: int = 1) -> It
     if subject.version is None:
         give(subject, steps[0] - 1)
     for step in steps:
-        if subject.spans_updates:
-            subject.begin_ahead(step)
         batch = subject.get_batch(step)
         if subject.batches_ahead and not subject.spans_updates:
             give(subject, step - 1)
-            subject.begin_ahead(step)
+        subject.begin_ahead(step)
         yield batch
         if (subject.spans_updates or not subject.batches_ahead) and step % every == 0:
             give(subject, step)
@@ -512,27 +510,44 @@ def test_the_bias_of_an_aborted_surplus_is_logged() -> None:
     assert logged(batch, "rollout/oversample/length_bias") == pytest.approx(2 / (8 / 3) - 1)
 
 
-class LateScores(Sieve):
-    """Judges no group before group 2 is complete, then all except group 3, and adds the scores of these."""
+class AddsScores(Sieve):
+    """Adds the scores to the groups that it judges."""
 
-    def judge(self, groups: Sequence[Group], wait: bool) -> None:
-        if not any(group.plan.key == "2" for group in groups):
-            return
-        judged = [group for group in groups if group.plan.key != "3"]
-        super().judge(judged, wait)
-        for group in judged:
+    def judge(self, groups: Sequence[Group]) -> None:
+        super().judge(groups)
+        for group in groups:
             rows = assembled([group])
             rows.batch["token_level_scores"] = torch.ones(len(rows), 1)
             group.sampled = Rows(rows, 0, len(rows))
 
 
-def test_a_surplus_of_judged_and_unjudged_groups_is_aborted() -> None:
+class LateRewards:
+    """No reward is available before group 2 is complete, and then all except that of group 3."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.canceled: list[str] = []
+
+    def are_ready(self, batch: DataProto) -> np.ndarray:
+        drawn = batch.batch["number"].numpy()
+        return (drawn != 3) & (2 in drawn)
+
+    def submit(self, batch: DataProto) -> None:
+        self.submitted += batch.non_tensor_batch["sample_id"].tolist()
+
+    def cancel(self, sample_ids: Sequence[str]) -> None:
+        self.canceled += sample_ids
+
+
+def test_a_surplus_of_judged_and_unjudged_groups_is_aborted_with_its_rewards() -> None:
     """Groups 0 and 1 with 1 and 2 tokens are the batch. The surplus is group 2 with 3 tokens and a score, and group 3
     with 2 tokens and none."""
-    engines = Engines(lambda key: {"0": 1, "1": 2, "2": 3, "3": 2}[key])
-    subject = numbers(engines, 0, oversample=2.0, sieve=LateScores(()))
+    engines = Engines(lambda key: {"0": 1, "1": 2, "2": 3, "3": 2, "4": 50}[key])
+    rewards = LateRewards()
+    subject = numbers(engines, 0, oversample=2.0, sieve=AddsScores(()), rewards=rewards)
     batch = subject.get_batch(1)
     assert samples(batch) == [0, 1] and not subject.groups
+    assert rewards.canceled == ["id of 2", "id of 3"]
     assert logged(batch, "rollout/oversample/aborted_groups") == 2
     assert logged(batch, "rollout/oversample/length_bias") == pytest.approx((3 / 2) / (8 / 4) - 1)
 
@@ -614,7 +629,6 @@ def test_weights_do_not_age_during_critic_warmup() -> None:
     subject, batches = numbers(engines := stuck(), 2), list[DataProto]()
     subject.warmup, subject.version = 3, 0
     for step in range(1, 7):
-        subject.begin_ahead(step)
         batches.append(subject.get_batch(step))
         assert (engines.calls >= 500) == (0 in samples(batches[-1])) == (step == 6)
         if step > 3:

@@ -108,25 +108,30 @@ class EpisodeFilter(GroupFilter):
     """
 
     def __init__(self, config: PPOConfig) -> None:
-        self.manager, self.warmup = config.agentic.train_env_manager, config.trainer.critic_warmup
+        self.manager = config.agentic.train_env_manager
+        self.warmup = config.trainer.critic_warmup
         self._filter = make_group_filter(config.agentic, self.manager, "train")
-        self._options, self._compares = config.algorithm.filter_groups, config.algorithm.filter_groups.enable
+        self._options = config.algorithm.filter_groups
+        self._compares = config.algorithm.filter_groups.enable
         self.drops = self._filter is not None or self._compares
         self._kept_though_dropped = 0
 
-    def judge(self, groups: Sequence[Group], wait: bool) -> None:
+    def judge(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            is_dropped = False
-            if self._filter is not None:
-                _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
-                is_dropped = bool(self._filter.filter(int(group_id), int(episode_id), _episodes(rows_of(group))))
-            if self._compares:  # of a program
-                rows = rows_of(group)
-                scores = rows.batch["episode_scores"][
-                    torch.from_numpy(~rows.non_tensor_batch["reward_failed"].astype(bool))
-                ]
-                is_dropped = not len(scores) or bool(scores.min() == scores.max())
-            group.kind = "dropped" if is_dropped else "kept"
+            group.kind = "dropped" if self._is_dropped(group) else "kept"
+
+    def _is_dropped(self, group: Group) -> bool:
+        """Returns True if the group is not trained on unless too few others are left."""
+        if not self.drops:
+            return False
+        rows = rows_of(group)
+        if self._compares:  # of a program
+            is_scored = ~rows.non_tensor_batch["reward_failed"].astype(bool)
+            scores = rows.batch["episode_scores"][torch.from_numpy(is_scored)]
+            return not len(scores) or bool(scores.min() == scores.max())
+        assert self._filter is not None
+        _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
+        return bool(self._filter.filter(int(group_id), int(episode_id), _episodes(rows)))
 
     def most(self, wanted: int) -> float:
         if self._compares:
@@ -137,7 +142,8 @@ class EpisodeFilter(GroupFilter):
         return most if limit < 0 else max(wanted, min(most, limit * manager.num_env_groups))
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
-        for group in [group for group in groups if group.kind == "dropped"][:missing]:
+        dropped = [group for group in groups if group.is_dropped]
+        for group in dropped[:missing]:
             group.kind = "kept"
         self._kept_though_dropped += missing
 
@@ -182,20 +188,30 @@ class AgentTrainer(RayPPOTrainer):
         once in the statistics of its group, and its advantage is that of all its rows."""
         if not self.config.agentic.has_program:
             return super().estimate_advantages(batch)
-        batch, metrics = compute_token_reward(batch, self.config.algorithm)
+        algorithm = self.config.algorithm
+        batch, row_metrics = compute_token_reward(batch, algorithm)
         batch = self.correct_rollout(batch)
+
+        # one row stands for its episode: the first one with a valid token, or the first one
         mask = batch.batch["response_mask"] != 0
-        names, place = np.unique(batch.non_tensor_batch["traj_id"].astype(str), return_inverse=True)
-        valid = mask.any(-1).numpy()
-        heads = np.array([max(np.flatnonzero(place == of), key=valid.__getitem__) for of in range(len(names))])
-        of_episode, score_metrics = self.normalize_rewards(batch.select_idxs(heads))
-        of_episode, more = estimate_advantages(of_episode, self.config.algorithm, self.token_estimator)
-        self.metrics |= {name: Metric.last(value) for name, value in (metrics | score_metrics | more).items()}
-        counts = (of_episode.batch["response_mask"] != 0).sum(-1).clamp(min=1)
+        is_valid = mask.any(-1).numpy()
+        names, episode_of_row = np.unique(batch.non_tensor_batch["traj_id"].astype(str), return_inverse=True)
+        rows = []
+        for episode in range(len(names)):
+            rows_of_episode = np.flatnonzero(episode_of_row == episode)
+            rows.append(max(rows_of_episode, key=is_valid.__getitem__))
+        episodes = batch.select_idxs(np.array(rows))
+
+        episodes, score_metrics = self.normalize_rewards(episodes)
+        episodes, token_metrics = compute_token_reward(episodes, algorithm)
+        episodes, advantage_metrics = estimate_advantages(episodes, algorithm, self.token_estimator)
+        self.add_scalars(row_metrics | score_metrics | token_metrics | advantage_metrics)
+
+        num_tokens = (episodes.batch["response_mask"] != 0).sum(-1).clamp(min=1)
         for name in ("raw_advantages", "advantages", "returns"):
-            values = of_episode.batch[name].sum(-1) / counts  # equal on all tokens of a row
-            batch.batch[name] = torch.where(mask, values[place][:, None], 0)
-        batch.batch["response_level_rewards"] = of_episode.batch["response_level_rewards"][place]
+            values = episodes.batch[name].sum(-1) / num_tokens  # equal on all tokens of a row
+            batch.batch[name] = torch.where(mask, values[episode_of_row][:, None], 0)
+        batch.batch["response_level_rewards"] = episodes.batch["response_level_rewards"][episode_of_row]
         return batch
 
     @property
@@ -215,7 +231,7 @@ class AgentTrainer(RayPPOTrainer):
         """Runs the validation episodes with the newest weights, and stores some samples in `result`."""
         metrics = dict[str, float]()
         assert self.val_source is not None
-        self.give_weights(self.steps.global_step, must=True)
+        self.weight_sync.before_validation()
         for sampling in val_samplings(self.config):
             prefix = sampling.prefix
             batch = self.scheduler.run(self.val_source.draw_validation(sampling.n), sampling.params)

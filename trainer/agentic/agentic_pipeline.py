@@ -34,8 +34,6 @@ class RollScheduler:
         source = self._source
         source.batch_size = batch_size
         if source.purpose == "train":
-            if scheduler.spans_updates:
-                scheduler.begin_ahead(step + 1)
             batch = scheduler.get_batch(step + 1)
             if self._pipeline.config.algorithm.rollout_correction.bypass_mode:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -47,10 +45,9 @@ class RollScheduler:
         return batch
 
     def begin_ahead(self, data: DataProto, batch_size: int) -> None:
-        """Starts the episodes of later steps. If episodes span weight updates, `get_batch` has already done this."""
-        self._source.batch_size, scheduler = batch_size, self._pipeline.scheduler
-        if not scheduler.spans_updates:
-            scheduler.begin_ahead(int(data.meta_info["global_step"]) + 1)
+        """Starts the episodes of later steps, unless `get_batch` has already done this (partial rollouts)."""
+        self._source.batch_size = batch_size
+        self._pipeline.scheduler.begin_ahead(int(data.meta_info["global_step"]) + 1)
 
 
 class RollCluster:
@@ -104,7 +101,9 @@ class AgenticPipeline(AgentTrainer):
     def model_update(self, global_step: int | None = None) -> Metrics:
         """Copies the trained weights to the rollout engines. global_step: number of trained steps, for loops that start
         each step with this call; running episodes are finished first."""
-        return super().model_update() if global_step is None else self.give_weights(global_step)
+        if global_step is None:
+            return super().model_update()
+        return self.weight_sync.give_if_due(global_step)
 
     def do_checkpoint(self, global_step: int) -> None:
         """Ends a step of a custom loop, counted from 0: writes a checkpoint if one is due."""

@@ -207,7 +207,7 @@ class Generation(AnsweringTrainer):
     def fit(self) -> FitResult:
         """Loads the weights, generates the answers, and writes the file."""
         self.resume()
-        self.model_update()
+        self.weight_sync.start()
         [answers] = self.generate_validation_set().values()
         write_table(table_of(answers), self.run_dir.with_suffix(""))
         self.kept_answers().clear()
