@@ -6,7 +6,7 @@
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +34,11 @@ from trainer.planner.launched import (
     expected_rows,
     launch_device,
     measured_line,
-    policy_work,
     sharding_of_run,
+    update_work,
 )
 from trainer.planner.memory import memory_plan
-from trainer.planner.networks import read_networks
+from trainer.planner.networks import checkpoint_bytes, read_networks
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import recipe_overrides, trainer_of, worker_modules
 from trainer.requirements import (
@@ -55,7 +55,7 @@ from trainer.rewards.model_inputs import RewardInputs, reward_inputs
 from trainer.rewards.scores import OVERLONG, Rewards
 from trainer.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
 from trainer.run import Job, Report, ResourceRequest, run
-from trainer.saving import Saver, checkpoint_bytes
+from trainer.saving import Saver
 from trainer.steps import count_steps
 from trainer.teachers import build_teachers, check_teachers, role_of
 from trainer.tracking import Tracking
@@ -115,43 +115,79 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
         try_environments(config, tokenizer)
         check_teachers(config, tokenizer)
         return RunData(tokenizer, None, None)
+
     check_context(config)
-    has_function, files, device = scores and needs_reward_function(config), config.data, config.trainer.device
+    tries_rewards = scores and needs_reward_function(config)
     if config.is_agentic:
         try_program(config, tokenizer)
-        has_function = has_function and not asks_by_source(config.reward)  # otherwise the program may return scores
-        trains = trains and not config.trainer.val_only
+        if asks_by_source(config.reward):  # the program may return the scores
+            tries_rewards = False
+        if config.trainer.val_only:
+            trains = False
 
-    dtype = compute_dtype(config.actor.fsdp_config.mixed_precision.param_dtype, torch.device(device_type(device)))
-    images = image_processor(config.model, files, dtype)
-
-    def prompts(split: str, paths: list[str], **more: int) -> PromptDataset:
-        options: dict[str, Any] = {"needs_ground_truth": has_function, "images": images, **more}
-        return PromptDataset(paths, tokenizer, files, split=split, **options)
-
-    train = prompts("train", files.train_files, answers=config.rollout.n) if trains else None
-    val = prompts("val", files.val_files) if files.val_files else None
+    train, val = read_prompts(config, tokenizer, trains=trains, needs_ground_truth=tries_rewards)
     datasets = [data for data in (train, val) if data is not None]
     epoch_prompts = build_order(datasets[0], config).rows
     check_vocabulary(config, datasets)
     if any(data.has_images for data in datasets):
         check_images(config)
+
     named = named_by_options(config) if trains and scores else {}
-    extras: list[list[dict[str, float | str]]] = []
-    if has_function:  # try two rows per dataset; if options name reward values, also one row per data source
-        pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
-        try:
-            for data in datasets:
-                tried = {*range(min(2, len(data)))}
-                tried |= {int(places[0]) for places in data.positions_by_source().values()} if named else set()
-                extras.append(pool.dry_run([data.row(position) for position in sorted(tried)], data.data_sources()))
-        finally:
-            pool.close()
-    check_named(config, named, extras[0] if extras else [])
+    extras = try_rewards(config, datasets, has_named=bool(named)) if tries_rewards else []
+    check_named(config, named, extras)
     if trains:
         check_teachers(config, tokenizer, datasets[:1])
     inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
     return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
+
+
+def read_prompts(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, trains: bool, needs_ground_truth: bool
+) -> tuple[PromptDataset | None, PromptDataset | None]:
+    """Reads the prompts of the training (None if the run does not train) and of the validation (None without files)."""
+    files = config.data
+    device = torch.device(device_type(config.trainer.device))
+    dtype = compute_dtype(config.actor.fsdp_config.mixed_precision.param_dtype, device)
+    images = image_processor(config.model, files, dtype)
+    train = val = None
+    if trains:
+        train = PromptDataset(
+            files.train_files,
+            tokenizer,
+            files,
+            split="train",
+            needs_ground_truth=needs_ground_truth,
+            images=images,
+            answers=config.rollout.n,
+        )
+    if files.val_files:
+        val = PromptDataset(
+            files.val_files, tokenizer, files, split="val", needs_ground_truth=needs_ground_truth, images=images
+        )
+    return train, val
+
+
+def try_rewards(config: PPOConfig, datasets: Sequence[PromptDataset], has_named: bool) -> list[dict[str, float | str]]:
+    """Calls the reward function on two rows of each dataset, with the ground truth as the answer.
+
+    Args:
+        has_named: True if options name values of the reward; then also tries one row of each data source.
+
+    Returns:
+        The values that the reward returned besides the score, for each row of the first dataset.
+    """
+    extras = []
+    pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
+    try:
+        for data in datasets:
+            positions = set(range(min(2, len(data))))
+            if has_named:
+                positions |= {int(rows[0]) for rows in data.positions_by_source().values()}
+            rows = [data.row(position) for position in sorted(positions)]
+            extras.append(pool.dry_run(rows, data.data_sources()))
+    finally:
+        pool.close()
+    return extras[0]
 
 
 def named_by_options(config: PPOConfig) -> dict[str, str]:
@@ -265,17 +301,20 @@ class PPOJob(Job[PPOConfig]):
         self.kind.check_folder(self.config, self.data.val, self.run_dir)
 
     def plan(self) -> str:
-        config, slots, steps = self.config, self.slots, self.total_steps
-        return launch_table(config, slots, steps, expected_rows(config, slots, steps)) if self.kind.trains else ""
+        if not self.kind.trains:
+            return ""
+        rows = expected_rows(self.config, self.slots, self.total_steps)
+        return launch_table(self.config, self.slots, self.total_steps, rows)
 
     def full_plan(self) -> tuple[str, bool]:
-        config, slots, device = self.config, self.slots, launch_device(self.config)
-        memory = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
+        config = self.config
+        device = launch_device(config)
+        memory_gib = device_memory_gib(device, max(1, self.slots // config.trainer.nnodes))
         networks = read_networks(config)
-        plan = memory_plan(config, networks, slots, device)
-        fits = plan.fits(memory * GIB)
-        advice = "" if fits else fewer_processes(config, networks, slots, device, memory)
-        return "\n".join([self.plan(), *plan.lines(device.name, memory), advice]), fits
+        plan = memory_plan(config, networks, self.slots, device)
+        fits = plan.fits(memory_gib * GIB)
+        advice = "" if fits else fewer_processes(config, networks, self.slots, device, memory_gib)
+        return "\n".join([self.plan(), *plan.lines(device.name, memory_gib), advice]), fits
 
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)
@@ -283,21 +322,33 @@ class PPOJob(Job[PPOConfig]):
     def report(self, trainer: Any, result: Any) -> Report:
         from trainer.picture import draw_curve  # imports matplotlib, which a starting run does not need
 
-        config, run_dir = self.config, self.run_dir
-        measured = measured_line(config, self.slots, run_dir) if self.kind.trains else ""
-        more = "rollout.val_kwargs.n=8" if config.rollout.val_kwargs.do_sample else SAMPLED.format(8)
-        if not config.reads_prompts:
-            more = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
-        run = shlex.quote(str(run_dir))
-        commands = {"look": f"python -m trainer.report {run}"} if self.kind.trains else {}
-        if result.checkpoint and config.validates:
-            commands["evaluate"] = f"python -m trainer.main_eval {run} {more}"
-        if result.checkpoint:
-            commands["export"] = f"python -m trainer.export {run} --out {shlex.quote(str(run_dir / 'hf'))}"
-        if result.checkpoint and config.model.lora_rank:
-            target = shlex.quote(str(run_dir / "adapter"))
-            commands["export the adapter"] = f"python -m trainer.export {run} --adapter --out {target}"
-        return Report([measured], {"picture": draw_curve(run_dir)}, commands)
+        measured = ""
+        if self.kind.trains:
+            measured = measured_line(self.config, self.slots, self.run_dir)
+        commands = self.next_commands(has_checkpoint=result.checkpoint is not None)
+        return Report([measured], {"picture": draw_curve(self.run_dir)}, commands)
+
+    def next_commands(self, has_checkpoint: bool) -> dict[str, str]:
+        """Returns the commands that the final report suggests, by their label."""
+        config = self.config
+        run = shlex.quote(str(self.run_dir))
+        commands = {}
+        if self.kind.trains:
+            commands["look"] = f"python -m trainer.report {run}"
+        if not has_checkpoint:
+            return commands
+
+        if config.validates:
+            more_samples = "rollout.val_kwargs.n=8" if config.rollout.val_kwargs.do_sample else SAMPLED.format(8)
+            if not config.reads_prompts:
+                more_samples = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
+            commands["evaluate"] = f"python -m trainer.main_eval {run} {more_samples}"
+        model_folder = shlex.quote(str(self.run_dir / "hf"))
+        commands["export"] = f"python -m trainer.export {run} --out {model_folder}"
+        if config.model.lora_rank:
+            adapter_folder = shlex.quote(str(self.run_dir / "adapter"))
+            commands["export the adapter"] = f"python -m trainer.export {run} --adapter --out {adapter_folder}"
+        return commands
 
 
 def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
@@ -558,51 +609,77 @@ def build_trainer(
 
     config: resolved and validated configuration with `trainer.n_gpus_per_node` set. run_dir: existing run folder.
     """
-    total_steps, trainer = count_steps(config, data.epoch_prompts), config.trainer
+    total_steps = count_steps(config, data.epoch_prompts)
+    options = config.trainer
     with ExitStack() as stack:
         join_ray(config, run_dir.name, tracking.note, stack)
         pool = start_reward_pool(config, run_dir / "logs", stack) if kind.scores else None
-        roles = worker_classes(config, total_steps, pool, run_dir, kind)
-        groups = start_workers(config, roles, worker_modules(config), run_dir / "logs", stack)
+        classes = worker_classes(config, total_steps, pool, run_dir, kind)
+        groups = start_workers(config, classes, worker_modules(config), run_dir / "logs", stack)
+
         if config.hybrid_engine:
             actor = ActorRole(groups["actor_rollout"], config)
         else:
             actor = start_engines(config, groups["actor_rollout"], pool, run_dir, tracking, stack)
-        if data.train is None:
-            parts = episode_parts(config, run_dir, tracking.note)
-        elif config.is_agentic:
-            parts = program_parts(config, data.train, data.val, run_dir, tracking.note)
-        else:
-            model = None
-            if data.reward_inputs is not None:
-                model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
-            text: Any = partial(data.tokenizer.decode, skip_special_tokens=True)
-            rows = config.data.train_batch_size * config.rollout.n if config.algorithm.filter_groups.enable else 0
-            least = max(LEAST_REWARDS, rows)
-            failures = FailureLog(config.reward.max_error_rate, run_dir, text, tracking.note, least)
-            rewards = Rewards(pool, config.reward, run_dir, model, failures)
-            parts = {"rewards": rewards, "val_data": data.val, "source": PromptSource(config, data.train)}
-        critic = CriticRole(groups["critic"], config) if "critic" in groups else None
-        learners: dict[str, ActorRole | CriticRole] = {"actor": actor} | ({"critic": critic} if critic else {})
-        reference = groups.get("ref", groups["actor_rollout"])
-        folders = trainer.rollout_data_dir, trainer.validation_data_dir
-        built = kind(
+        learners: dict[str, ActorRole | CriticRole] = {"actor": actor}
+        critic = None
+        if "critic" in groups:
+            critic = learners["critic"] = CriticRole(groups["critic"], config)
+        reference = None
+        if needs_reference(config):
+            # without a model of its own, the reference is the policy without its adapter
+            reference = ReferenceRole(groups.get("ref", groups["actor_rollout"]), config)
+        teachers = None
+        if kind.trains:
+            teachers = build_teachers(config, groups, data.tokenizer, run_dir, tracking.note)
+
+        folders = options.rollout_data_dir, options.validation_data_dir
+        trainer = kind(
             config,
             actor=actor,
-            ref=ReferenceRole(reference, config) if needs_reference(config) else None,
+            ref=reference,
             critic=critic,
-            teachers=build_teachers(config, groups, data.tokenizer, run_dir, tracking.note) if kind.trains else None,
+            teachers=teachers,
             tokenizer=data.tokenizer,
             tracking=tracking,
-            samples=SampleFiles(run_dir, trainer.samples_max_mb << 20, tracking.note, *folders),
+            samples=SampleFiles(run_dir, options.samples_max_mb << 20, tracking.note, *folders),
             saver=Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note),
             run_dir=run_dir,
             total_steps=total_steps,
-            **parts,
+            **sample_parts(config, data, groups, pool, run_dir, tracking.note),
         )
-        built.policy_work = policy_work(config)
-        yield built
+        trainer.update_work = update_work(config)
+        yield trainer
+
         # only after success: closing a dead process would raise and hide the first error
         actor.close()
         if pool is not None:
             pool.call("close")
+
+
+def sample_parts(
+    config: PPOConfig,
+    data: RunData,
+    groups: Mapping[str, WorkerGroup],
+    pool: ServiceHandle | None,
+    run_dir: Path,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """Returns the arguments of the trainer that define its samples and their rewards: for answers, for episodes of
+    environments, or for those of a program."""
+    if data.train is None:
+        return episode_parts(config, run_dir, note)
+    if config.is_agentic:
+        return program_parts(config, data.train, data.val, run_dir, note)
+
+    model = None
+    if data.reward_inputs is not None:
+        model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
+    # dynamic sampling scores a few groups at a time, and the share of failures is that of a whole batch
+    least = LEAST_REWARDS
+    if config.algorithm.filter_groups.enable:
+        least = max(least, config.data.train_batch_size * config.rollout.n)
+    text: Any = partial(data.tokenizer.decode, skip_special_tokens=True)
+    failures = FailureLog(config.reward.max_error_rate, run_dir, text, note, least)
+    rewards = Rewards(pool, config.reward, run_dir, model, failures)
+    return {"rewards": rewards, "val_data": data.val, "source": PromptSource(config, data.train)}

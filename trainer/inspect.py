@@ -24,14 +24,14 @@ from rich.tree import Tree
 from trainer.cli import command
 from trainer.console import Terminal, format_seconds
 from trainer.final_report import shortened, validation_means, validation_table
-from trainer.reports.health import BAD, LOOK, OK, Finding, findings_of, number
+from trainer.reports.findings import findings_table
+from trainer.reports.health import findings_of, number
 from trainer.reports.page_data import panels_of
-from trainer.reports.run_data import METRICS, Answer, Run, chosen, read_run, run_titles, stage_seconds
+from trainer.reports.run_data import Answer, Run, chosen, read_run, run_titles, stage_seconds
 from verl_lite.errors import printable
 
 EVERY_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"
-_STYLES = {BAD: "bold red", LOOK: "yellow", OK: "green"}
 _MOST_CHARACTERS = 4000
 _MOST_REQUESTS, _REQUEST_CHARACTERS = 40, 240
 
@@ -90,7 +90,7 @@ def overview(run: Run, width: int) -> RenderableType:
     for name, (mean,) in sorted(stages.items(), key=lambda item: -item[1][0]):
         share = Text("█" * round(40 * mean / whole), style="cyan")
         table.add_row(name, f"{mean:.3g} s", f"{mean / whole:.0%}", share)
-    return Group(*(Padding(part, (0, 0, 1, 0)) for part in (*parts, table)), findings_shown(findings_of(run)))
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in (*parts, table)), findings_table(findings_of(run)))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -100,29 +100,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
     low, high = min(means), max(means)
     return "".join(_BARS[min(7, int((mean - low) / (high - low or 1.0) * 8))] for mean in means)
-
-
-def findings_shown(findings: Sequence[Finding], most: int | None = None) -> RenderableType:
-    """Returns a table of the findings that need attention, in the given order, and the number of passed checks.
-
-    most: maximum number of findings to show; None = all.
-    """
-    found = [finding for finding in findings if finding.grade != OK]
-    table = Table.grid(padding=(0, 1))
-    for finding in found[:most]:
-        cause = f"\nlikely: {finding.cause}" * bool(finding.cause)
-        text = Text.assemble(shortened(finding.text, _MOST_CHARACTERS), (f"{cause}\nto do:  {finding.advice}", "dim"))
-        table.add_row(Text(finding.grade, _STYLES[finding.grade]), text)
-    more = len(found) - len(found[:most])
-    fine = f"{more} more findings, and " * bool(more) + f"{len(findings) - len(found)} checks are fine"
-    table.add_row(Text(OK, _STYLES[OK]), fine)
-    return Group(Text("Findings", style="bold"), table)
-
-
-def closing_findings(run_dir: Path) -> list[Finding]:
-    """Returns the findings of an ended run, or an empty list if all checks passed or the run has no metrics file."""
-    findings = findings_of(read_run(run_dir)) if (run_dir / METRICS).is_file() else []
-    return findings if any(finding.grade != OK for finding in findings) else []
 
 
 def _table(title: str) -> Table:

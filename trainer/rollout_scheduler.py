@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -117,6 +117,7 @@ class GroupSource(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
 class AnswerRewards(Protocol):
     """Rewards that are computed while groups are sampled, as those of `trainer.rewards.scores.Rewards`."""
 

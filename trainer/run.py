@@ -25,8 +25,9 @@ from trainer.checkpoint import saved_steps, whole_checkpoint
 from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, file_mask, stopping_on_signal
 from trainer.console import Console
 from trainer.crash_dump import dump_on_failure
-from trainer.inspect import closing_findings, findings_shown
+from trainer.final_report import FitResult
 from trainer.recipe import prepare_recipe
+from trainer.reports.findings import closing_findings, findings_table
 from trainer.reports.health import DIVERGED
 from trainer.resources import reserved_devices, resolve_slots
 from trainer.resume import refuse_another_run, refuse_missed_profiles
@@ -212,20 +213,23 @@ def train(
     Returns:
         The exit status.
     """
-    config, console, run_dir = job.config, job.console, job.run_dir
+    config = job.config
+    console = job.console
     for note in loaded.notes:
         console.note(note)
     callbacks = Callbacks([*load_callbacks(config.trainer), *own_callbacks])
     job.prepare()
     if config.trainer.dry_run:
         return dry_run(job, loaded, stack)
+
     job.check(visible_devices(device_type(config.trainer.device)))
     job.check_models()
     tell_idle_options(job, loaded)
     stack.enter_context(reserved_devices(config, job.request(), console.note))
     total_steps = job.read_data()
     tell_idle_options(job, loaded)
-    make_run_dir(config, stack)
+
+    run_dir = make_run_dir(config, stack)
     folder = HeldFolder(run_dir, console.note, stack)
     check_run_dir(job, total_steps)
     plan = job.plan()
@@ -246,17 +250,25 @@ def train(
         trainer.callbacks = callbacks
         result = trainer.fit()
         folder.restore()
-    report = job.report(trainer, result)
-    findings = closing_findings(run_dir) if plan else []
-    for part in [*report.lines, findings_shown(findings, 2) if findings else None]:
-        if part:
-            console.print(part)
-    console.print(final_report.final_report(result, run_dir, report.pictures, report.commands))
-    if findings and findings[0].text.startswith(DIVERGED):
-        console.note(f"{findings[0].text}; {findings[0].advice}")
+    print_report(job, trainer, result, has_findings=bool(plan))
     if result.stopped:
         console.print(how_to_continue(command, run_dir))
     return INTERRUPTED if result.stopped else 0
+
+
+def print_report(job: Job[Options], trainer: TrainingLoop[Any, Any], result: FitResult, *, has_findings: bool) -> None:
+    """Prints the report of an ended run. has_findings: True to check the health of the run."""
+    console = job.console
+    report = job.report(trainer, result)
+    findings = closing_findings(job.run_dir) if has_findings else []
+    for line in report.lines:
+        if line:
+            console.print(line)
+    if findings:
+        console.print(findings_table(findings, 2))
+    console.print(final_report.final_report(result, job.run_dir, report.pictures, report.commands))
+    if findings and findings[0].text.startswith(DIVERGED):
+        console.note(f"{findings[0].text}; {findings[0].advice}")
 
 
 def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) -> int:

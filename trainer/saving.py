@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer import checkpoint
-from trainer.requirements import needs_critic
 from trainer.resume import flat_config
 from trainer.steps import StepCounter
-from verl_lite.config import PPOConfig, RunConfig, RunOptions, SupervisedConfig
+from verl_lite.config import RunConfig, RunOptions
 from verl_lite.random_state import get_random_state, set_random_state
 from verl_lite.safe_state import write_state
 from verl_lite.single_controller.worker_group import WorkerGroup
-from workers.critic import critic_network
-from workers.policy.loading import count_parameters, count_trained
-
-BYTES_PER_PARAMETER = 12  # fp32: the parameter and AdamW's two moments
 
 
 class SavedByWorkers:
@@ -167,14 +162,6 @@ class Saver:
         set_random_state(state["random"])
         self.log(f"The run continues after step {steps.global_step} of {steps.total}, from {folder}")
         return state
-
-
-def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
-    """Returns the estimated size of one checkpoint: weights and moments of the trained models."""
-    trained = count_trained(config.model)
-    if isinstance(config, PPOConfig) and needs_critic(config):
-        trained += count_parameters(critic_network(config))
-    return trained * BYTES_PER_PARAMETER
 
 
 def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:

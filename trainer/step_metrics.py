@@ -4,17 +4,13 @@ All functions ignore padding rows and rows whose response_mask is empty because 
 `critic/`, as in verl, stands for the training signal and is used with or without a critic.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from codetiming import Timer
 
-from trainer.planner.model_shape import ModelShape
-from trainer.planner.step_time import forward_flops
 from verl_lite.core_algos import group_ids
-from verl_lite.errors import during
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan
 
@@ -29,7 +25,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     responses are left out of all lengths, so verl's response_length_non_aborted equals response_length.
     """
     tensors = batch.batch
-    (counted, prompt_length, response_length), width = _lengths(batch), tensors["responses"].shape[-1]
+    width = tensors["responses"].shape[-1]
+    counted, prompt_length, response_length = _lengths(batch)
     mask = (tensors["response_mask"] != 0) & counted[:, None]
     scores = tensors["token_level_scores"].sum(-1)[counted]
     returns = tensors["returns"][mask]
@@ -74,55 +71,61 @@ def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, flo
     return {"frac_reward_zero_std": _mean((lowest == highest)[several])} if several.any() else {}
 
 
-@contextmanager
-def timed(timing: dict[str, float], name: str, step: int, within: str | None = None) -> Iterator[None]:
-    """Context manager that adds the block's seconds to timing[name]. Exceptions raised inside name this phase and step.
-
-    within: the enclosing phase, which is still running; the seconds are subtracted from it.
-    """
-    with Timer(name=name, logger=None) as timer, during(name, step):
-        yield
-    timing[name] = timing.get(name, 0.0) + timer.last
-    if within is not None:
-        timing[within] = timing.get(within, 0.0) - timer.last
-
-
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Returns timing_s/<stage> and timing_per_token_ms/<stage>, per response token for gen and per token of whole
     sequences for the other stages."""
     _, prompt, response = _lengths(batch)
-    whole = int(prompt.sum() + response.sum())
-    tokens = {"gen": int(response.sum())} | dict.fromkeys(WHOLE_SEQUENCE_STAGES, whole)
-    spent = {name: timing_raw[name] * 1000 / count for name, count in tokens.items() if name in timing_raw and count}
+    num_tokens = int(prompt.sum() + response.sum())
+    tokens_of_stage = {"gen": int(response.sum())} | dict.fromkeys(WHOLE_SEQUENCE_STAGES, num_tokens)
+
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
-    return metrics | {f"timing_per_token_ms/{name}": milliseconds for name, milliseconds in spent.items()}
+    for name, tokens in tokens_of_stage.items():
+        if name in timing_raw and tokens:
+            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / tokens
+    return metrics
 
 
 def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
     """Returns perf/total_num_tokens (prompts and responses), perf/time_per_step (s) and perf/throughput (tokens/s per
     device)."""
     _, prompt, response = _lengths(batch)
-    total, seconds = float(prompt.sum() + response.sum()), timing_raw["step"]
-    metrics = {"perf/total_num_tokens": total, "perf/time_per_step": seconds}
-    return metrics | ({"perf/throughput": total / (seconds * n_gpus)} if seconds > 0 else {})
+    num_tokens = float(prompt.sum() + response.sum())
+    seconds = timing_raw["step"]
+    metrics = {"perf/total_num_tokens": num_tokens, "perf/time_per_step": seconds}
+    if seconds > 0:
+        metrics["perf/throughput"] = num_tokens / (seconds * n_gpus)
+    return metrics
 
 
-def compute_mfu(
-    batch: DataProto, seconds: float, n_gpus: int, shape: ModelShape, peak: float, passes: int
-) -> dict[str, float]:
-    """Returns perf/mfu/actor: the FLOPs of the update divided by the peak FLOPs of the devices in the same time (model
-    FLOPs utilization as defined by PaLM, which excludes recomputation by gradient checkpointing).
+@dataclass(frozen=True)
+class UpdateWork:
+    """The work of updating the policy, as far as the planner knows the model and the devices.
+
+    Attributes:
+        flops: returns the operations of an update on sequences with these numbers of tokens.
+        peak_flops: FLOP/s of one device.
+    """
+
+    flops: Callable[[Sequence[int]], float]
+    peak_flops: float
+
+
+def compute_mfu(flops: float, seconds: float, n_gpus: int, peak_flops: float) -> dict[str, float]:
+    """Returns perf/mfu/actor: the operations of the update divided by the peak operations of the devices in the same
+    time (model FLOPs utilization as defined by PaLM, which excludes recomputation by gradient checkpointing).
 
     Args:
+        flops: operations of the update.
         seconds: duration of update_actor.
-        peak: peak FLOP/s of one device.
-        passes: cost of the update in forward passes. A backward pass counts as two, or as one if only an adapter is
-            trained.
+        peak_flops: FLOP/s of one device.
     """
+    return {"perf/mfu/actor": flops / (seconds * n_gpus * peak_flops)} if seconds > 0 else {}
+
+
+def sequence_lengths(batch: DataProto) -> list[int]:
+    """Returns the number of tokens of each row, without padding rows and rows whose reward failed."""
     _, prompt, response = _lengths(batch)
-    lengths = (prompt + response).tolist()
-    done = passes * sum(forward_flops(shape, length, length) for length in lengths)
-    return {"perf/mfu/actor": done / (seconds * n_gpus * peak)} if seconds > 0 else {}
+    return (prompt + response).tolist()
 
 
 def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, float]:
@@ -156,7 +159,8 @@ def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     tokens include those of tools and environments.
     """
     tensors = batch.batch
-    attention, width = tensors["attention_mask"], tensors["responses"].shape[-1]
+    attention = tensors["attention_mask"]
+    width = tensors["responses"].shape[-1]
     counted = (tensors["response_mask"] != 0).any(-1)
     if "reward_failed" in batch.non_tensor_batch:
         is_answered = (attention[:, -width:] != 0).any(-1)

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from trainer import step_metrics
+from codetiming import Timer
+
 from trainer.callbacks import Callbacks, RunState
 from trainer.checkpoint import saved_steps
 from trainer.evaluate.sample import Sample
@@ -20,6 +21,7 @@ from trainer.steps import StepCounter
 from trainer.tracking import METRICS, Tracking, logged_validations
 from verl_lite import profiling
 from verl_lite.config import RunConfig
+from verl_lite.errors import during
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.worker_group import WorkerGroup
 
@@ -237,13 +239,20 @@ class TrainingLoop(Generic[Steps, Result]):
 
     @contextmanager
     def timed(self, name: str, within: str | None = None) -> Iterator[None]:
-        """Adds the block's seconds to timing_s/<name>, see `step_metrics.timed`, and its use of workers to `usage`."""
-        before = self.groups[0].usage
-        with step_metrics.timed(self.timing, name, self.steps.global_step, within), profiling.span(name):
+        """Adds the block's seconds to timing_s/<name>, and its use of workers to `usage`. Exceptions raised inside name
+        this phase and the step.
+
+        within: the enclosing phase, which is still running; seconds and use are subtracted from it.
+        """
+        usage_before = self.groups[0].usage
+        timer = Timer(name=name, logger=None)
+        with timer, during(name, self.steps.global_step), profiling.span(name):
             yield
-        used = self.groups[0].usage - before
+        used = self.groups[0].usage - usage_before
+        self.timing[name] = self.timing.get(name, 0.0) + timer.last
         self.usage[name] = self.usage.get(name, 0.0) + used
         if within is not None:
+            self.timing[within] = self.timing.get(within, 0.0) - timer.last
             self.usage[within] = self.usage.get(within, 0.0) - used
 
     @property

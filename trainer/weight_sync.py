@@ -1,9 +1,20 @@
 """Decides when the rollout engines receive the weights of the trained policy."""
 
-from trainer.roles import ActorRole, Metrics
+from typing import Protocol
+
 from trainer.rollout_scheduler import RolloutScheduler
 from trainer.steps import StepCounter
 from verl_lite.config import PPOConfig
+from verl_lite.metrics import Metric
+
+Metrics = dict[str, Metric]
+
+
+class TrainedPolicy(Protocol):
+    """A policy with rollout engines, such as `trainer.roles.ActorRole`."""
+
+    def update_weights(self, version: int) -> Metrics:
+        """Copies the trained weights to the engines, whose new samples carry this version."""
 
 
 class WeightSync:
@@ -39,7 +50,9 @@ class WeightSync:
         steps: the current step of the run.
     """
 
-    def __init__(self, config: PPOConfig, scheduler: RolloutScheduler, actor: ActorRole, steps: StepCounter) -> None:
+    def __init__(
+        self, config: PPOConfig, scheduler: RolloutScheduler, actor: TrainedPolicy, steps: StepCounter
+    ) -> None:
         self.config = config
         self.scheduler = scheduler
         self.actor = actor

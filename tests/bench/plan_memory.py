@@ -202,11 +202,11 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
     from trainer.build import run_ppo
     from trainer.planner.accelerators import ACCELERATORS, with_measured_rate
     from trainer.planner.memory import memory_plan
+    from trainer.planner.memory_table import WORKER_BYTES
     from trainer.planner.networks import read_networks
     from trainer.planner.step_time import Lengths, step_stages
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
-    from trainer.resources import WORKER_BYTES
     from trainer.tracking import METRICS, read_metrics
     from verl_lite.config import PPOConfig, load_config
 

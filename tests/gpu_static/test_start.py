@@ -24,10 +24,10 @@ from trainer.plan import main
 from trainer.planner import launched
 from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.fit import decide_sharding
-from trainer.planner.launched import policy_work
-from trainer.planner.model_shape import config_like, shape_of
+from trainer.planner.launched import update_flops, update_work
+from trainer.planner.model_shape import config_like, read_shape, shape_of
 from trainer.planner.networks import Networks
-from trainer.step_metrics import compute_mfu
+from trainer.step_metrics import compute_mfu, sequence_lengths
 from verl_lite import device as verl_device
 from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig
 from verl_lite.config.flow_grpo import FlowGRPOConfig
@@ -169,15 +169,21 @@ def test_mfu_is_arithmetic_over_time_and_peak_of_a_known_gpu(monkeypatch: pytest
     columns = {"attention_mask": torch.ones(2, 7).long(), "response_mask": mask, "responses": torch.zeros(2, 4).long()}
     batch = DataProto.from_single_dict(columns)
     batch.batch["attention_mask"][:, -4:] = mask
+    lengths = sequence_lengths(batch)
+    assert lengths == [7, 5]
     forward = sum(2 * shape.multiplied * n + 2 * shape.layers * shape.query * n * n for n in (7, 5))
-    found = compute_mfu(batch, seconds=2.0, n_gpus=4, shape=shape, peak=1e12, passes=3)
+    flops = update_flops(shape, 3, lengths)
+    assert flops == pytest.approx(3 * forward)
+    found = compute_mfu(flops, seconds=2.0, n_gpus=4, peak_flops=1e12)
     assert found == {"perf/mfu/actor": pytest.approx(3 * forward / (2.0 * 4 * 1e12))}
     config = PPOConfig()
     config.model.path = tiny_qwen2(tmp_path)
-    assert policy_work(config) is None, "a CPU"
+    assert update_work(config) is None, "a CPU"
     known = (("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12))
     unknown = (("NVIDIA GeForce", None), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None))
     for name, peak in (*known, *unknown):
         monkeypatch.setattr(launched, "launch_device", lambda config, name=name: replace(H100, name=name))
-        work = policy_work(config)
-        assert (work and work[1]) == peak
+        work = update_work(config)
+        assert (work and work.peak_flops) == peak
+        if work:
+            assert work.flops([7, 5]) == update_flops(read_shape(config.model), 3, [7, 5])

@@ -20,7 +20,7 @@ from trainer import main_sft
 from trainer.build import check_experts, run_ppo, sampling_notes, worker_classes
 from trainer.export import main as export
 from trainer.planner.batch import launch_table
-from trainer.saving import checkpoint_bytes
+from trainer.planner.networks import checkpoint_bytes
 from trainer.tracking import read_metrics
 from verl_lite.config import ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
 from verl_lite.errors import UserError

@@ -106,6 +106,14 @@ def test_the_frequency_of_updates_does_not_hold_for_the_start_and_for_validation
     assert Run(ONE_VERSION, 6, frequency=2).train() == ["start 0", "after_batch 2", "after_batch 4"]
 
 
+def test_an_engine_without_weights_receives_them_in_any_case() -> None:
+    """A loop of the user may begin with version 3 although only every second version is given."""
+    run = Run(NONE_AHEAD, frequency=2)
+    assert run.sync.give_if_due(3)
+    assert run.scheduler.version == 3
+    assert not run.sync.give_if_due(5)
+
+
 def test_the_weights_of_one_version_are_given_once() -> None:
     run = Run(NONE_AHEAD)
     run.calls("start", "start", "before_validation")

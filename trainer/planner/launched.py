@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from trainer.planner.accelerators import ACCELERATORS, Accelerator
@@ -19,8 +20,10 @@ from trainer.planner.fit import decide_sharding
 from trainer.planner.memory import memory_plan
 from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.model_shape import ModelShape, read_shape
-from trainer.planner.networks import FP32, compute_size, read_networks
-from trainer.saving import checkpoint_bytes, most_checkpoints
+from trainer.planner.networks import FP32, checkpoint_bytes, compute_size, read_networks
+from trainer.planner.step_time import forward_flops
+from trainer.saving import most_checkpoints
+from trainer.step_metrics import UpdateWork
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.config import PPOConfig, RunOptions, SupervisedConfig
 from verl_lite.device import device_type
@@ -42,8 +45,8 @@ def launch_device(config: RunOptions) -> Accelerator:
     return replace(ACCELERATORS["h100"], name=properties.name, memory_gib=properties.total_memory / GIB)
 
 
-def policy_work(config: PPOConfig) -> tuple[ModelShape, float] | None:
-    """Returns the policy's shape and the bf16 FLOP/s of this run's devices.
+def update_work(config: PPOConfig) -> UpdateWork | None:
+    """Returns the operations of an update of the policy, and the bf16 FLOP/s of this run's devices.
 
     Returns None on a CPU, in fp32, and if the shape or the device is unknown.
     """
@@ -60,9 +63,18 @@ def policy_work(config: PPOConfig) -> tuple[ModelShape, float] | None:
         return None
 
     try:
-        return read_shape(config.model), peaks[0]
+        shape = read_shape(config.model)
     except UserError:
         return None
+    # in forward passes; a backward pass counts as two, or as one if only an adapter is trained
+    passes = config.actor.ppo_epochs * (2 if config.model.lora_rank else 3)
+    return UpdateWork(partial(update_flops, shape, passes), peaks[0])
+
+
+def update_flops(shape: ModelShape, passes: int, lengths: Sequence[int]) -> float:
+    """Returns the operations of an update on sequences with these numbers of tokens. passes: its cost in forward
+    passes."""
+    return passes * sum(forward_flops(shape, length, length) for length in lengths)
 
 
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:

@@ -16,7 +16,17 @@ from dataclasses import dataclass, replace
 from trainer import requirements
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.engine_bytes import copied_matrices, engine_work, kv_bytes_per_token, sync_bytes
-from trainer.planner.memory_table import ENGINE_COPIES, ENGINE_IMAGES, ENGINE_STEP, GIB, KEPT_FREED, TOWER, MemoryPlan
+from trainer.planner.memory_table import (
+    ENGINE_COPIES,
+    ENGINE_IMAGES,
+    ENGINE_STEP,
+    GIB,
+    KEPT_FREED,
+    TOWER,
+    VLLM_BYTES,
+    WORKER_BYTES,
+    MemoryPlan,
+)
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import (
     FP32,
@@ -38,7 +48,6 @@ from trainer.planner.pass_bytes import (
     training_pass,
 )
 from trainer.requirements import distilled_tokens, needs_old_log_prob, needs_reference
-from trainer.resources import VLLM_BYTES, WORKER_BYTES
 from verl_lite.config import DataConfig, NetworkConfig, PPOConfig
 from workers.engine.packing import is_tree_cheaper
 from workers.rollout.base import resolve_engine_name

