@@ -8,6 +8,7 @@ which generation never sees, the text is tokenized in two parts there.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import unicodedata
@@ -17,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.row_formats import Chat
+from trainer.data.row_formats import Chat, Message
 from verl_lite.errors import UserError
 from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
@@ -46,14 +47,15 @@ def render(
     Raises:
         UserError: if the template refuses the chat, or if there is none for a chat of more than two messages.
     """
-    more = dict(arguments)
+    template_arguments = dict(arguments)
     if tokenizer.chat_template is None:
-        if len(chat) > 2 or "tools" in more:
-            kind = "chats with tools" if "tools" in more else "chats of several messages"
-            raise UserError(f"{where}: {NO_TEMPLATE.format(kind)}")
-        more["chat_template"] = plain_template(tokenizer)
+        if "tools" in arguments:
+            raise UserError(f"{where}: {NO_TEMPLATE.format('chats with tools')}")
+        if len(chat) > 2:
+            raise UserError(f"{where}: {NO_TEMPLATE.format('chats of several messages')}")
+        template_arguments["chat_template"] = plain_template(tokenizer)
     try:
-        return render_chats(tokenizer, [chat], add_generation_prompt=is_question, **more)[0]
+        return render_chats(tokenizer, [chat], add_generation_prompt=is_question, **template_arguments)[0]
     except ChatTemplateError as error:
         raise UserError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} (or data.chat_template) refuses this chat "
@@ -100,9 +102,10 @@ def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
         return None
 
 
-def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_calls(message: Message) -> Message:
     result = {name: value for name, value in message.items() if name != "tool_calls"}
-    return result | {"content": message["content"] or ""}
+    result["content"] = message["content"] or ""  # a template may refuse a null without tool calls
+    return result
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -211,8 +214,7 @@ def rewritten_length(last: str, earlier: str) -> int | None:
 
 def _ends_with_next_message(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> bool:
     """Returns whether the template writes no end after an answer, so that the next message ends it (GLM)."""
-    key = _key_of(arguments)
-    return not _writes_end(tokenizer, str(tokenizer.chat_template), key)
+    return not _writes_end(tokenizer, str(tokenizer.chat_template), _key_of(arguments))
 
 
 def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> list[int]:
@@ -223,8 +225,11 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
     Raises:
         UserError: if there is no such token.
     """
-    of_template = _end_of_turn(tokenizer, str(tokenizer.chat_template), _key_of(arguments))
-    ends = list(dict.fromkeys(end for end in (of_template, tokenizer.eos_token_id) if end is not None))
+    end_of_template = _end_of_turn(tokenizer, str(tokenizer.chat_template), _key_of(arguments))
+    ends = []
+    for token in (end_of_template, tokenizer.eos_token_id):
+        if token is not None and token not in ends:
+            ends.append(token)
     if not ends:
         raise UserError(
             f"The tokenizer of {tokenizer.name_or_path!r} has no end-of-text token, and its chat template writes no "
@@ -234,6 +239,7 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
 
 
 def _key_of(arguments: Arguments) -> str:
+    """Returns the arguments without tools as json text, because a cache needs a key that can be hashed."""
     without_tools = {name: value for name, value in arguments.items() if name != "tools"}
     return json.dumps(without_tools, sort_keys=True, default=str)
 
@@ -294,16 +300,18 @@ def _token_ends(
     text: str, tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, is_continuation: bool
 ) -> list[int] | None:
     """Returns the position at which each token ends, in ascending order, or None if the tokenizer does not tell."""
-    if not tokenizer.is_fast or not text:
-        return None if text else []
+    if not text:
+        return []
+    if not tokenizer.is_fast:
+        return None
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ends = [end for _, end in encoding["offset_mapping"]]
     surplus = len(ends) - len(tokens)
     # a continuation has fewer tokens than the same text alone if the latter begins with an added blank
     if surplus < 0 or (surplus and not is_continuation):
         return None
-    ends = ends[surplus:]
-    return [max(ends[: place + 1]) for place in range(len(ends))] if ends != sorted(ends) else ends
+    # a tokenizer may report a smaller end after a larger one, and the ends are searched by bisection
+    return list(itertools.accumulate(ends[surplus:], max))
 
 
 def _encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

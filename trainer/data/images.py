@@ -11,10 +11,11 @@ import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from transformers import AutoImageProcessor
 
 from verl_lite.config import DataConfig, ModelConfig
@@ -30,27 +31,28 @@ PLACEHOLDER = "<image>"
 _MOST_THREADS = 8
 
 
-def read_image(entry: Any, folder: Path | None, where: str) -> bytes:
+def read_image(entry: object, folder: Path | None, where: str) -> bytes:
     """Returns the encoded file of an entry of an image column.
 
-    entry: bytes, a path, a PIL image, or a dict with one of these under bytes, path or image. folder: folder in which
-    paths must be, and to which relative paths refer; None accepts no paths. Raises UserError, which contains `where`.
+    Args:
+        entry: Bytes, a path, a PIL image, or a dict with one of these under `bytes`, `path` or `image`.
+        folder: Folder in which paths must be, and to which relative paths refer. None accepts no paths.
+        where: Location of the entry for messages.
+
+    Raises:
+        UserError: If the entry is none of these, or if its file cannot be read.
     """
     while isinstance(entry, dict):  # of `datasets` (bytes, path), of verl and of Qwen's message parts (image)
-        given = next((entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None)
-        entry = f"a dict with {', '.join(map(str, entry))}" if given is None else given
-        if given is None:
+        values = [entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None]
+        if not values:
+            entry = f"a dict with {', '.join(map(str, entry))}"
             break
+        entry = values[0]
+
     if isinstance(entry, bytes):
         return entry
-    if hasattr(entry, "save") and hasattr(entry, "convert"):  # a PIL image
-        try:
-            image = rgb_image(entry)
-        except (ValueError, OSError, SyntaxError) as error:  # PIL decodes an image that it has opened only here
-            raise UserError(f"{where}: {error}. Replace or remove it") from error
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        return file.getvalue()
+    if hasattr(entry, "save") and hasattr(entry, "convert"):
+        return _encoded(cast(Image, entry), where)
     if not isinstance(entry, str) or "://" in entry.removeprefix("file://") or entry.startswith("data:"):
         raise UserError(
             f"{where}: found {entry!r:.200}, expected the bytes or the path of an image file; download images before "
@@ -58,20 +60,35 @@ def read_image(entry: Any, folder: Path | None, where: str) -> bytes:
         )
     if folder is None:
         raise UserError(f"{where}: found the path {entry!r}; set data.image_folder to the folder of the images")
+    return _read_below(folder, entry, where)
+
+
+def _encoded(image: Image, where: str) -> bytes:
+    """Returns a PIL image as a file."""
+    try:
+        rgb = rgb_image(image)
+    except (ValueError, OSError, SyntaxError) as error:  # PIL decodes an image that it has opened only here
+        raise UserError(f"{where}: {error}. Replace or remove it") from error
+    file = io.BytesIO()
+    rgb.save(file, "PNG")
+    return file.getvalue()
+
+
+def _read_below(folder: Path, entry: str, where: str) -> bytes:
+    """Reads an image file by its path, which must be inside the folder: a dataset must not read other files."""
     try:
         path = (folder / entry.removeprefix("file://")).resolve()
-        if not path.is_relative_to(folder.resolve()):
-            raise UserError(
-                f"{where}: {entry!r:.200} is outside of the folder {folder.absolute()}; set data.image_folder to the "
-                "folder of the images"
-            )
-        if path.exists() and not path.is_file():  # reading a pipe would wait
-            raise OSError("not a file")
-        return path.read_bytes()
-    except UserError:
-        raise
+        is_inside = path.is_relative_to(folder.resolve())
+        if is_inside:
+            if path.exists() and not path.is_file():  # reading a pipe would wait
+                raise OSError("not a file")
+            return path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # also for null bytes and circles of links
         raise UserError(f"{where}: {entry!r:.200} cannot be read ({error}); expected a file in {folder}") from error
+    raise UserError(
+        f"{where}: {entry!r:.200} is outside of the folder {folder.absolute()}; set data.image_folder to the "
+        "folder of the images"
+    )
 
 
 def message_parts(messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
@@ -79,9 +96,12 @@ def message_parts(messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     converted: list[dict[str, Any]] = []
     for message in messages:
         parts: list[dict[str, str]] = []
-        for number, text in enumerate((message["content"] or "").split(PLACEHOLDER)):
-            parts += [{"type": "image"}] if number else []
-            parts += [{"type": "text", "text": text}] if text else []
+        texts = (message["content"] or "").split(PLACEHOLDER)
+        for number, text in enumerate(texts):
+            if number > 0:
+                parts.append({"type": "image"})
+            if text:
+                parts.append({"type": "text", "text": text})
         converted.append({**message, "content": parts})
     return converted
 
@@ -89,26 +109,41 @@ def message_parts(messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
 class ImageProcessor:
     """The image processor of a vision-language model, on PIL, and the positions of its image tokens.
 
-    dtype: compute dtype of the network. Raises UserError if the model's folder has no image processor.
+    Args:
+        model: The model, whose folder contains the configuration of the image processor.
+        data: Contains the limit data.max_pixels.
+        dtype: Compute dtype of the network.
+
+    Raises:
+        UserError: If the model's folder has no image processor.
     """
 
     def __init__(self, model: ModelConfig, data: DataConfig, dtype: torch.dtype) -> None:
-        self._dtype, self._image_token = dtype, load_model_config(model).image_token_id
+        self._dtype = dtype
+        self._image_token = load_model_config(model).image_token_id
         remedy = "expected preprocessor_config.json in that folder, as Hugging Face writes it"
         with user_error_on_failure(f"model.path={model.path!r}: its image processor cannot be read", remedy):
-            trust = model.trust_remote_code
             self._processor: Any = AutoImageProcessor.from_pretrained(
-                model.path, backend="pil", trust_remote_code=trust
+                model.path,
+                backend="pil",
+                trust_remote_code=model.trust_remote_code,
             )
         if data.max_pixels is not None:
-            least = min(data.max_pixels, self._processor.size["shortest_edge"])
-            self._processor.size = {"shortest_edge": least, "longest_edge": data.max_pixels}
+            least_pixels = min(data.max_pixels, self._processor.size["shortest_edge"])
+            self._processor.size = {"shortest_edge": least_pixels, "longest_edge": data.max_pixels}
         self._network = empty_network(model)
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, cpu_count()), "images")
 
     def token_counts(self, rows: Sequence[Sequence[bytes]], places: Sequence[str]) -> list[tuple[int, ...]]:
-        """Decodes the images of several rows. Returns the number of tokens of each image. places: locations of the
-        rows for messages. Raises UserError for an image that cannot be used."""
+        """Decodes the images of several rows, and returns the number of tokens of each image.
+
+        Args:
+            rows: The image files of each row.
+            places: Locations of the rows for messages.
+
+        Raises:
+            UserError: For an image that cannot be used.
+        """
         return list(self._threads.map(self._tokens_of_row, rows, places))
 
     def _tokens_of_row(self, files: Sequence[bytes], place: str) -> tuple[int, ...]:
@@ -123,13 +158,19 @@ class ImageProcessor:
         return tuple(counts)
 
     def expand(self, token_ids: np.ndarray, counts: Sequence[int], place: str) -> np.ndarray:
-        """Returns the tokens of a prompt with as many image tokens as its images have, instead of one for each image.
+        """Repeats the image token of each image as often as the image has tokens.
 
-        Raises UserError if the number of image tokens is another one, for example because the text contains one.
+        Args:
+            token_ids: Tokens of a prompt, with one image token for each image.
+            counts: Number of tokens of each image.
+            place: Location of the prompt for messages.
+
+        Raises:
+            UserError: If the number of image tokens is another one, for example because the text contains one.
         """
         is_image = token_ids == self._image_token
-        adjacent = is_image[1:] & is_image[:-1]
-        if is_image.sum() != len(counts) or adjacent.any() or (counts and is_image[-1]):
+        are_adjacent = is_image[1:] & is_image[:-1]
+        if is_image.sum() != len(counts) or are_adjacent.any() or (counts and is_image[-1]):
             raise UserError(
                 f"{place}: its tokens contain {int(is_image.sum())} image tokens for {len(counts)} images; expected "
                 "one for each image, with other tokens between and after them. The chat template of the model must "
@@ -141,15 +182,24 @@ class ImageProcessor:
 
     def inputs(self, rows: Sequence[tuple[Sequence[bytes], np.ndarray]]) -> list[ImageInputs]:
         """Prepares the images of several prompts. rows: files and token ids of each prompt."""
-        return list(self._threads.map(self._inputs_of_row, *zip(*rows, strict=True))) if rows else []
+        return list(self._threads.map(lambda row: self._inputs_of_row(*row), rows))
 
     def _inputs_of_row(self, files: Sequence[bytes], token_ids: np.ndarray) -> ImageInputs:
-        found = self._processor(images=[open_image(data) for data in files], return_tensors="pt")
-        grid = found["image_grid_thw"].long()
+        processed = self._processor(images=[open_image(data) for data in files], return_tensors="pt")
+        grid = processed["image_grid_thw"].long()
         positions, following = prompt_positions(self._network, torch.from_numpy(token_ids.astype(np.int64)), grid)
-        digest = hashlib.blake2b(b"".join(map(_digest, files)), digest_size=8).digest()
-        number = int.from_bytes(digest, "big") >> 1
-        return ImageInputs(found["pixel_values"].to(self._dtype), grid, positions, following, number, tuple(files))
+
+        # a digest of digests, because files joined directly could be divided in another way
+        digests = b"".join(_digest(data) for data in files)
+        number = int.from_bytes(hashlib.blake2b(digests, digest_size=8).digest(), "big")
+        return ImageInputs(
+            processed["pixel_values"].to(self._dtype),
+            grid,
+            positions,
+            following,
+            number >> 1,  # 63 bits, which int64 can hold
+            tuple(files),
+        )
 
 
 def _digest(data: bytes) -> bytes:

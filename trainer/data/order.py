@@ -7,13 +7,14 @@ in `datasets.interleave_datasets`, which draws the source of each row at random.
 
 import copy
 import functools
+import math
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from verl_lite.config import DataConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.registry import accepts, load_object
+
+OrderState = dict[str, Any]
+"""The state of an order in a checkpoint, including that of a user's sampler."""
 
 
 class Sampler(Protocol):
@@ -55,24 +59,34 @@ class BatchOrder:
     """Batches in which every prompt occurs once per epoch. The order depends only on (seed, epoch).
 
     One pass of the iterator is one epoch, or the rest of the epoch after `load_state_dict`. The last batch of an epoch
-    may be short. rows: prompts per epoch. served: prompts already yielded in the current epoch. fingerprint: digest of
-    the dataset; a state saved with another dataset is refused.
+    may be short.
+
+    Attributes:
+        rows: Prompts per epoch.
+        served: Prompts already yielded in the current epoch.
+        fingerprint: Digest of the dataset. A state saved with another dataset is refused.
     """
 
     def __init__(self, rows: int, batch_size: int, *, seed: int, fingerprint: str, shuffle: bool = True) -> None:
-        self.rows, self.batch_size, self.shuffle = rows, batch_size, shuffle
-        self.seed, self.fingerprint = seed, fingerprint
-        self.epoch = self.served = 0
+        self.rows = rows
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.fingerprint = fingerprint
+        self.epoch = 0
+        self.served = 0
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
-        return -(-self.rows // self.batch_size)
+        return math.ceil(self.rows / self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._rest_of_epoch():
+            # counted before the batch is used, because a checkpoint after its step must not serve it again
             self.served += len(batch)
             yield batch
-        self.epoch, self.served = self.epoch + 1, 0
+        self.epoch += 1
+        self.served = 0
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         """Yields the batches after the first `self.served` rows. The caller updates `served` after each batch."""
@@ -81,23 +95,26 @@ class BatchOrder:
             yield order[start : start + self.batch_size].tolist()
 
     def _shuffled(self, values: np.ndarray, *stream: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, *stream]).permutation(values) if self.shuffle else values
+        if not self.shuffle:
+            return values
+        return np.random.default_rng([self.seed, *stream]).permutation(values)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Receives a finished training batch; returns metrics to log."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> OrderState:
         return {"epoch": self.epoch, "served": self.served, "dataset": [self.rows, self.fingerprint]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        found = [self.rows, self.fingerprint]
-        if state["dataset"] != found:
+    def load_state_dict(self, state: OrderState) -> None:
+        dataset = [self.rows, self.fingerprint]
+        if state["dataset"] != dataset:
             raise UserError(
-                f"The training prompts differ from the checkpoint: their rows and fingerprint are {found}, in the "
+                f"The training prompts differ from the checkpoint: their rows and fingerprint are {dataset}, in the "
                 f"checkpoint {state['dataset']}. Resume with the same data.train_files, tokenizer and template."
             )
-        self.epoch, self.served = state["epoch"], state["served"]
+        self.epoch = state["epoch"]
+        self.served = state["served"]
 
 
 class MixtureBatches(BatchOrder):
@@ -108,23 +125,41 @@ class MixtureBatches(BatchOrder):
     prompt ahead of its share. After its last prompt, a source is reshuffled and starts again. An epoch has as many
     prompts as the dataset, rounded up to full batches.
 
-    sources: positions in the dataset by source name. weights: weight by source name, for the same names.
+    Args:
+        sources: Positions in the dataset by source name.
+        weights: Weight by source name, for the same names. A source with the weight 0 is left out.
+        rows: Prompts of the dataset.
+        batch_size: Prompts per batch.
+        seed, fingerprint, shuffle: See `BatchOrder`.
     """
 
     def __init__(
-        self, sources: dict[str, np.ndarray], weights: dict[str, float], rows: int, batch_size: int, **options: Any
+        self,
+        sources: dict[str, np.ndarray],
+        weights: dict[str, float],
+        rows: int,
+        batch_size: int,
+        *,
+        seed: int,
+        fingerprint: str,
+        shuffle: bool = True,
     ) -> None:
-        super().__init__(-(-rows // batch_size) * batch_size, batch_size, **options)
-        exact = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
-        self.shares = {name: exact[name] / sum(exact.values()) for name in sorted(exact)}
+        rows_of_full_batches = math.ceil(rows / batch_size) * batch_size
+        super().__init__(rows_of_full_batches, batch_size, seed=seed, fingerprint=fingerprint, shuffle=shuffle)
         self.positions = sources
+
+        # fractions, because the error of floating-point shares would add up over the batches
+        exact_weights = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
+        total_weight = sum(exact_weights.values())
+        self.shares = {name: exact_weights[name] / total_weight for name in sorted(exact_weights)}
         # by source: its share of all prompts so far, minus the prompts drawn from it
         self.behind = dict.fromkeys(self.shares, Fraction(0))
         self.drawn = dict.fromkeys(self.shares, 0)
-        # the shuffled positions of a source in its pass number `times`
-        self._order = functools.lru_cache(maxsize=len(self.shares))(
-            lambda name, times: self._shuffled(self.positions[name], zlib.crc32(name.encode()), times)
-        )
+        # the current pass of each source; other passes are never needed again
+        self._order_in_pass = functools.lru_cache(maxsize=len(self.shares))(self._shuffled_source)
+
+    def _shuffled_source(self, name: str, pass_number: int) -> np.ndarray:
+        return self._shuffled(self.positions[name], zlib.crc32(name.encode()), pass_number)
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         while self.served < self.rows:
@@ -135,58 +170,85 @@ class MixtureBatches(BatchOrder):
             yield self._shuffled(batch, self.epoch, self.served).tolist()
 
     def _draw(self) -> int:
+        """Returns the next position of the source that is furthest behind its share."""
         name = max(self.behind, key=self.behind.__getitem__)
-        times, place = divmod(self.drawn[name], len(self.positions[name]))
+        pass_number, offset = divmod(self.drawn[name], len(self.positions[name]))
         self.behind[name] -= 1
         self.drawn[name] += 1
-        return int(self._order(name, times)[place])
+        return int(self._order_in_pass(name, pass_number)[offset])
 
-    def state_dict(self) -> dict[str, Any]:
-        sources = {name: {"behind": str(self.behind[name]), "drawn": self.drawn[name]} for name in self.shares}
+    def state_dict(self) -> OrderState:
+        sources = {}
+        for name in self.shares:
+            sources[name] = {"behind": str(self.behind[name]), "drawn": self.drawn[name]}
         return super().state_dict() | {"sources": sources}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: OrderState) -> None:
         """Restores a state. A source that the state lacks starts from its first prompt."""
         super().load_state_dict(state)
-        for name, saved in state.get("sources", {}).items():
+        for name, source_state in state.get("sources", {}).items():
             if name in self.shares:
-                self.behind[name], self.drawn[name] = Fraction(saved["behind"]), saved["drawn"]
+                self.behind[name] = Fraction(source_state["behind"])
+                self.drawn[name] = source_state["drawn"]
 
 
 class SamplerBatches(BatchOrder):
-    """Batches of the positions that a user's sampler yields. The last batch of an epoch may be short. See `Sampler`."""
+    """Batches of the positions that a user's sampler yields. The last batch of an epoch may be short.
 
-    def __init__(self, sampler: Any, positions: int, batch_size: int, **options: Any) -> None:
-        super().__init__(len(sampler), batch_size, **options)
-        self.sampler, self.positions, self.name = sampler, positions, type(sampler).__name__
+    Args:
+        sampler: The sampler, see `Sampler`.
+        positions: Prompts of the dataset, which the sampler may repeat or leave out.
+        batch_size: Prompts per batch.
+        seed, fingerprint, shuffle: See `BatchOrder`.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        positions: int,
+        batch_size: int,
+        *,
+        seed: int,
+        fingerprint: str,
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__(len(sampler), batch_size, seed=seed, fingerprint=fingerprint, shuffle=shuffle)
+        self.sampler = sampler
+        self.positions = positions
+        self.name = type(sampler).__name__
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
-        # if the epoch was complete when its state was saved, no new iteration of the sampler is started
-        positions = iter(self.sampler) if self.served < self.rows else iter(())
+        if self.served >= self.rows:
+            return  # the epoch was complete when its state was saved: no new iteration of the sampler is started
+        positions = iter(self.sampler)
         while self.served < self.rows:
             count = min(self.batch_size, self.rows - self.served)
             batch = list(islice(positions, count))
             # one more request at the end of an epoch detects surplus positions and runs the code after the last `yield`
-            is_more = self.served + count == self.rows and next(positions, None) is not None
-            is_index = [isinstance(place, int | np.integer) and 0 <= place < self.positions for place in batch]
-            if is_more or len(batch) < count or not all(is_index):
+            is_last = self.served + count == self.rows
+            has_surplus = is_last and next(positions, None) is not None
+            if has_surplus or len(batch) < count or not all(self._is_position(value) for value in batch):
+                yielded = "more" if has_surplus else self.served + len(batch)
                 raise UserError(
-                    f"data.sampler: an epoch of {self.name} yielded {'more' if is_more else self.served + len(batch)} "
-                    f"positions, in the last step {batch!r:.200}; expected {self.rows} (its len), each from 0 to "
-                    f"{self.positions - 1}"
+                    f"data.sampler: an epoch of {self.name} yielded {yielded} positions, in the last step "
+                    f"{batch!r:.200}; expected {self.rows} (its len), each from 0 to {self.positions - 1}"
                 )
             yield [int(position) for position in batch]
+
+    def _is_position(self, value: object) -> bool:
+        return isinstance(value, int | np.integer) and 0 <= value < self.positions
 
     def update(self, batch: DataProto) -> dict[str, float]:
         if not hasattr(self.sampler, "update"):
             return {}
-        logged = self.sampler.update(batch)
-        return {f"sampler/{name}": float(value) for name, value in (logged or {}).items()}
+        metrics = self.sampler.update(batch) or {}
+        return {f"sampler/{name}": float(value) for name, value in metrics.items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> OrderState:
+        # a copy, because the sampler may change its state before the checkpoint is written
         return super().state_dict() | {"sampler": copy.deepcopy(self.sampler.state_dict())}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: OrderState) -> None:
         super().load_state_dict(state)
         self.sampler.load_state_dict(state["sampler"])
 
@@ -197,45 +259,64 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
     Raises:
         UserError: If the settings do not fit the dataset, or an epoch has fewer prompts than a step.
     """
-    options, size = config.data, config.data.train_batch_size
+    options = config.data
+    batch_size = options.train_batch_size
     seed = config.trainer.seed if options.seed is None else options.seed
-    shared: dict[str, Any] = {"seed": seed, "fingerprint": data.fingerprint(), "shuffle": options.shuffle}
+    fingerprint = data.fingerprint()
     weights = {name: entry["weight"] for name, entry in options.sources.items() if entry.get("weight") is not None}
+
+    order: BatchOrder
     if options.sampler.class_path is not None:
         sampler = _make_sampler(data, replace(options, seed=seed))
-        order: BatchOrder = SamplerBatches(sampler, len(data), size, **shared)
+        order = SamplerBatches(
+            sampler, len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=options.shuffle
+        )
     elif weights:
         positions = data.positions_by_source()
-        if odd := sorted(positions.keys() ^ weights.keys()):
-            lacks = "no weight" if odd[0] in positions else f"no prompt of up to {options.max_prompt_length} tokens"
-            raise UserError(
-                f"data.sources: each source needs a weight and prompts in train_files, and {odd[0]!r} has {lacks}: set "
-                f"data.sources.{odd[0]}.weight (0 leaves it out), or leave the source out"
-            )
-        return MixtureBatches(positions, weights, len(data), size, **shared)
+        _check_weights(weights, positions, options)
+        # not checked below: its epochs consist of full batches
+        return MixtureBatches(
+            positions, weights, len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=options.shuffle
+        )
     else:
-        order = BatchOrder(len(data), size, **shared)
+        order = BatchOrder(len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=options.shuffle)
+
     # verl drops a short last batch, and refuses data of which nothing would be left
-    if order.rows < size and not config.trainer.val_only:
+    if order.rows < batch_size and not config.trainer.val_only:
         raise UserError(
-            f"data.train_batch_size={size}: an epoch has only {order.rows} prompts, so no step would have a full "
+            f"data.train_batch_size={batch_size}: an epoch has only {order.rows} prompts, so no step would have a full "
             f"batch. Set data.train_batch_size={order.rows} or less, or add rows to data.train_files"
         )
     return order
 
 
-def _make_sampler(data: PromptDataset, options: DataConfig) -> Any:
-    path, name = options.sampler.class_path or "", options.sampler.class_name or ""
-    made = load_object(path, name, "data.sampler.class_path", "data.sampler.class_name")
-    is_callable = accepts(made, "data_source") and accepts(made, "data_config")
-    sampler = made(data_source=data, data_config=options) if is_callable else None
+def _check_weights(weights: Mapping[str, float], positions: Mapping[str, np.ndarray], options: DataConfig) -> None:
+    """Raises UserError unless the sources with a weight are those with prompts."""
+    incomplete = sorted(positions.keys() ^ weights.keys())
+    if not incomplete:
+        return
+    source = incomplete[0]
+    lacks = "no weight" if source in positions else f"no prompt of up to {options.max_prompt_length} tokens"
+    raise UserError(
+        f"data.sources: each source needs a weight and prompts in train_files, and {source!r} has {lacks}: set "
+        f"data.sources.{source}.weight (0 leaves it out), or leave the source out"
+    )
+
+
+def _make_sampler(data: PromptDataset, options: DataConfig) -> Sampler:
+    path = options.sampler.class_path or ""
+    name = options.sampler.class_name or ""
+    sampler_class = load_object(path, name, "data.sampler.class_path", "data.sampler.class_name")
+    sampler = None
+    if accepts(sampler_class, "data_source") and accepts(sampler_class, "data_config"):
+        sampler = sampler_class(data_source=data, data_config=options)
     if not all(hasattr(sampler, method) for method in ("__len__", "__iter__", "state_dict", "load_state_dict")):
         raise UserError(
             f"data.sampler.class_name={name}: expected {name}(data_source=..., data_config=...) with __len__ and "
             "__iter__ (the positions of one epoch), and state_dict() and load_state_dict(state), so that a resumed run "
             "continues exactly where it was interrupted"
         )
-    return sampler
+    return cast(Sampler, sampler)
 
 
 def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder | None = None) -> StatefulDataLoader:

@@ -7,7 +7,6 @@ tokenized separately, because a policy also receives the question as tokens and 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,11 +19,10 @@ from trainer.data.chat_tokens import (
     ends_of_answers,
     render,
 )
-from trainer.data.row_formats import read_messages
+from trainer.data.row_formats import Chat, read_messages
 from trainer.data.sft_dataset import (
     LOSS_MASKS,
     NO_ARGUMENTS,
-    Chat,
     Example,
     Report,
     collate,
@@ -34,11 +32,14 @@ from trainer.data.sft_dataset import (
     split_loss_mask,
     template_arguments,
 )
+from trainer.data.sources import Row
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
 MARGIN = "margin"
+_COLUMNS_OF_PAIRS = {"mini_batch", "micro_batch", "is_padding", MARGIN}
+"""Columns of a planned batch with one value per pair; the others have one per sequence."""
 PairDataConfig = PreferenceDataConfig | SFTDataConfig
 
 
@@ -79,25 +80,33 @@ def load_pairs(
     """Loads all pairs of the files.
 
     Args:
+        files: Paths of the files.
+        tokenizer: The tokenizer, with its chat template.
+        config: Section `data` of the options.
         score_at: The end of an answer, see `encode_answer`.
         option: The configuration key that lists the files, for messages.
         check: Further check of each pair.
+        report: Receives a sentence on the rows.
+
     Raises:
         UserError: If a file, column or row is unusable, or if question and answer together are longer than
             data.max_length (data.truncation=drop drops such pairs instead).
     """
-    # overlong answers are never truncated: a truncated answer would be a different answer
     pairs: list[Pair] = []
-    read = 0
+    rows_read = 0
     for row, where in rows_of(files, option):
-        chats = read_pair(row, config, where)
-        arguments = template_arguments(row, tokenizer, config, chats[0], where)
-        chosen, rejected = (encode_answer(chat, tokenizer, score_at, where, arguments) for chat in chats)
+        chosen_chat, rejected_chat = read_pair(row, config, where)
+        arguments = template_arguments(row, tokenizer, config, chosen_chat, where)
+        chosen = encode_answer(chosen_chat, tokenizer, score_at, where, arguments)
+        rejected = encode_answer(rejected_chat, tokenizer, score_at, where, arguments)
         if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
             raise UserError(f"{where}: both answers have the same tokens, so neither is better; remove such rows")
-        pair, longest = Pair(chosen, rejected, _margin(row, where)), max(len(chosen), len(rejected))
+        pair = Pair(chosen, rejected, _margin(row, where))
         check(pair, where)
-        read += 1
+        rows_read += 1
+
+        # overlong answers are never truncated: a truncated answer would be a different answer
+        longest = max(len(chosen), len(rejected))
         if longest <= config.max_length:
             pairs.append(pair)
         elif config.truncation == "error":
@@ -107,49 +116,56 @@ def load_pairs(
             )
     if not pairs:
         raise UserError(f"{option}={list(files)}: no pairs are left; expected at least one")
-    report(row_report(option, pairs, read, 0, config))
+    report(row_report(option, pairs, rows_read, 0, config))
     return pairs
 
 
-def _margin(row: dict[str, Any], where: str) -> float:
+def _margin(row: Row, where: str) -> float:
     """Returns the row's value in TRL's column `margin`, or 0 without that column."""
     margin = row.get(MARGIN, 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not math.isfinite(margin):
         raise UserError(f"{where}, column {MARGIN!r}: found {margin!r}, expected a finite number; leave the column out")
     return float(margin)
 
 
-def read_pair(row: dict[str, Any], config: PairDataConfig, where: str) -> tuple[Chat, Chat]:
+def read_pair(row: Row, config: PairDataConfig, where: str) -> tuple[Chat, Chat]:
     """Returns the chosen and the rejected chat of a row. Each ends with a message of the assistant.
 
     An answer is text or a list of messages. Text, and a list that begins with an assistant message, continue the row's
     prompt (text or messages), which is then required. Any other list is a complete chat; a prompt column is ignored.
     """
-    better, worse = (config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")
-    return _chat(row, *better, config, where), _chat(row, *worse, config, where)
+    chosen = _chat(row, config.chosen_key, "chosen_key", config, where)
+    rejected = _chat(row, config.rejected_key, "rejected_key", config, where)
+    return chosen, rejected
 
 
-def _chat(row: dict[str, Any], key: str, option: str, config: PairDataConfig, where: str) -> Chat:
-    answer, place = _column(row, key, option, where), f"{where}, column {key!r}"
+def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -> Chat:
+    """Returns the chat that ends with the answer in column `key`, which the option data.`option` names."""
+    column = f"{where}, column {key!r}"
+    answer = _column(row, key, option, where)
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
-    answer = read_messages(answer, place)
-    if answer[-1]["role"] != "assistant":
-        found = f"its last message is of role {answer[-1]['role']!r}"
-        raise UserError(f"{place}: {found}; expected 'assistant', because an answer is the assistant's")
-    if answer[0]["role"] == "assistant":
-        prompt = _column(row, config.prompt_key, "prompt_key", where)
-        answer = [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *answer]
-    is_kept, chat = split_loss_mask(answer, place)
-    if not is_kept[-1]:
+    messages = read_messages(answer, column)
+    if messages[-1]["role"] != "assistant":
         raise UserError(
-            f"{place}: the answer has {' or '.join(LOSS_MASKS)} 0, and the loss compares whole answers; leave the row "
+            f"{column}: its last message is of role {messages[-1]['role']!r}; expected 'assistant', because an answer "
+            "is the assistant's"
+        )
+    if messages[0]["role"] == "assistant":
+        prompt = _column(row, config.prompt_key, "prompt_key", where)
+        messages = [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *messages]
+
+    are_learnt, chat = split_loss_mask(messages, column)
+    if not are_learnt[-1]:
+        raise UserError(
+            f"{column}: the answer has {' or '.join(LOSS_MASKS)} 0, and the loss compares whole answers; leave the row "
             "out"
         )
     return chat
 
 
-def _column(row: dict[str, Any], key: str, option: str, where: str) -> Any:
+def _column(row: Row, key: str, option: str, where: str) -> object:
     if row.get(key) is None:
         raise UserError(
             f"{where}: there is no column {key!r} (data.{option}); columns found: {', '.join(row)}. A correct row: "
@@ -187,29 +203,39 @@ def encode_answer(
             "would use other tokens than generation; use another template"
         )
     tokens, [start] = encode_and_cut(whole, [len(question)], tokenizer)
-    prompt, response = tokens[:start], tokens[start:]
+    prompt = tokens[:start]
+    response = tokens[start:]
     if score_at == "end_of_turn":
         end = end_of_answer(response, 0, len(response), tokenizer, arguments)
-        response = [*response, ends_of_answers(tokenizer, arguments)[0]] if end is None else response[:end]
+        if end is not None:
+            response = response[:end]  # without what the template writes after the end, such as a newline
+        else:
+            response = [*response, ends_of_answers(tokenizer, arguments)[0]]
     return Example(prompt, response, [1] * len(response))
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     """Collates pairs into a batch with the columns of `trainer.data.sft_dataset.collate`. Each row holds the chosen
     sequence followed by the rejected sequence, so rows are twice as wide. `texts_of` separates the two."""
-    texts = collate([text for pair in pairs for text in (pair.chosen, pair.rejected)], pad_token_id)
-    columns = {str(name): texts.batch[name].reshape(len(pairs), -1) for name in texts.batch.keys()}
-    return DataProto.from_dict(columns | {MARGIN: torch.tensor([pair.margin for pair in pairs])})
+    texts: list[Example] = []
+    for pair in pairs:
+        texts += pair.texts
+    batch = collate(texts, pad_token_id).batch  # (2n, L)
+    columns = {str(name): batch[name].reshape(len(pairs), -1) for name in batch.keys()}  # (n, 2L)
+    columns[MARGIN] = torch.tensor([pair.margin for pair in pairs])
+    return DataProto.from_dict(columns)
 
 
 def texts_of(data: DataProto) -> DataProto:
     """Splits a planned batch of n pairs into 2n sequences, chosen and rejected alternately. Both sequences of a pair
     are in the same micro-batch, because the pair was planned as one row."""
-    of_pair = {"mini_batch", "micro_batch", "is_padding", MARGIN}
     columns: dict[str, torch.Tensor] = {}
     for name in map(str, data.batch.keys()):
         column = data.batch[name]
-        columns[name] = column.repeat_interleave(2, 0) if name in of_pair else column.reshape(2 * len(data), -1)
+        if name in _COLUMNS_OF_PAIRS:
+            columns[name] = column.repeat_interleave(2, 0)
+        else:
+            columns[name] = column.reshape(2 * len(data), -1)
     return DataProto.from_dict(columns, meta_info=data.meta_info)
 
 

@@ -10,7 +10,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
-from workers.policy.vision import MULTI_MODAL_INPUTS
+from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
 
 _SUBSET_SEED = 1
 _DECODED_AT_ONCE = 256  # rows whose images are decoded together while the dataset is read
@@ -59,11 +58,13 @@ class PromptDataset:
         answers: int | None = None,
         images: ImageProcessor | None = None,
     ) -> None:
-        self.split, self._images = split, images
+        self.split = split
+        self._images = images
         self._image_tokens: dict[int, tuple[int, ...]] = {}  # by row, of rows with images
         self._pad_token_id = tokenizer.pad_token_id
         self._max_prompt_length = config.max_prompt_length
         max_samples = config.train_max_samples if split == "train" else config.val_max_samples
+
         paths = [files] if isinstance(files, str) else list(files)
         self._schema = RowSchema(config, split, needs_ground_truth, images is not None)
         self._files = open_sources(paths, config, tokenizer, split=split)
@@ -72,12 +73,15 @@ class PromptDataset:
         total = int(self._starts[-1])
         if total == 0:
             raise UserError(f"data.{split}_files={paths}: the dataset has no rows; expected at least one")
-        rows = total if max_samples < 0 or split == "val" else min(max_samples, total)
-        prompts = self._read(rows, config, answers)
+
+        # the first rows for training, which the order shuffles; a random subset for validation, below
+        row_count = total if max_samples < 0 or split == "val" else min(max_samples, total)
+        prompts = self._read(row_count, config, answers)
         self._tokens = encode_prompts(prompts, tokenizer, config)
         if images is not None:
-            for place, tokens in enumerate(self._tokens):
-                self._tokens[place] = images.expand(tokens, self._image_tokens.get(place, ()), self._describe(place))
+            for row, tokens in enumerate(self._tokens):
+                self._tokens[row] = images.expand(tokens, self._image_tokens.get(row, ()), self._describe(row))
+
         self._index, self.report = self._fit_to_limit(config)
         if split == "val" and 0 < max_samples < len(self._index):
             # drawn at random, because files are often sorted; with a fixed seed, so that runs can be compared
@@ -106,37 +110,62 @@ class PromptDataset:
         reward_model, extra_info, uid and index, and multi_modal_inputs if a row of the dataset has images. Repeated
         prompts in a batch get different uids, so that the answers to each occurrence form their own group.
         """
-        index, width = self._index[np.asarray(positions, dtype=np.int64)], self._max_prompt_length
+        index = self._index[np.asarray(positions, dtype=np.int64)]
+        rows = self._rows(index)
+
+        width = self._max_prompt_length
         prompts = torch.full((len(index), width), self._pad_token_id, dtype=torch.long)
-        mask = torch.zeros_like(prompts)
-        for row, place in enumerate(index):
-            tokens = torch.from_numpy(self._tokens[place].astype(np.int64))
-            prompts[row, width - len(tokens) :] = tokens
-            mask[row, width - len(tokens) :] = 1
-        rows: list[dict[str, Any]] = [{**row, "raw_prompt": row["prompt"]} for row in self._rows(index)]
-        names = ("raw_prompt", "data_source", "reward_model", "extra_info")
-        columns = {name: as_column([row[name] for row in rows]) for name in names}
-        times: Counter[int] = Counter()
-        uids = []
-        for place in index.tolist():
-            uids.append(f"{self.split}-{place}" + (f"+{times[place]}" if times[place] else ""))
-            times[place] += 1
-        columns |= {"uid": as_column(uids), "index": index}
-        if self._images is not None and self._image_tokens:
-            files = {place: row["images"] for place, row in zip(index.tolist(), rows, strict=True) if row["images"]}
-            shown = self._images.inputs([(each, self._tokens[place]) for place, each in files.items()])
-            inputs = dict(zip(files, shown, strict=True))
-            columns[MULTI_MODAL_INPUTS] = as_column([inputs.get(place) for place in index.tolist()])
-        tensors = {"prompts": prompts, "prompt_mask": mask}
+        prompt_mask = torch.zeros_like(prompts)
+        for line, row_number in enumerate(index):
+            tokens = torch.from_numpy(self._tokens[row_number].astype(np.int64))
+            prompts[line, width - len(tokens) :] = tokens
+            prompt_mask[line, width - len(tokens) :] = 1
+        tensors = {"prompts": prompts, "prompt_mask": prompt_mask}
         if self._answers is not None:
             tensors["answers_per_prompt"] = torch.from_numpy(self._answers[index])
+
+        columns = {
+            "raw_prompt": as_column([row["prompt"] for row in rows]),
+            "data_source": as_column([row["data_source"] for row in rows]),
+            "reward_model": as_column([row["reward_model"] for row in rows]),
+            "extra_info": as_column([row["extra_info"] for row in rows]),
+            "uid": as_column(self._uids(index)),
+            "index": index,
+        }
+        if self._images is not None and self._image_tokens:
+            columns[MULTI_MODAL_INPUTS] = as_column(self._image_inputs(self._images, index, rows))
         return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+    def _uids(self, index: np.ndarray) -> list[str]:
+        """Returns "{split}-{row}" for each row, and "{split}-{row}+{times}" for a row that occurred before."""
+        occurrences: Counter[int] = Counter()
+        uids = []
+        for row_number in index.tolist():
+            uid = f"{self.split}-{row_number}"
+            if occurrences[row_number]:
+                uid += f"+{occurrences[row_number]}"
+            uids.append(uid)
+            occurrences[row_number] += 1
+        return uids
+
+    def _image_inputs(
+        self, processor: ImageProcessor, index: np.ndarray, rows: Sequence[PromptRow]
+    ) -> list[ImageInputs | None]:
+        """Returns the model's inputs for the images of each row; None for a row without images."""
+        images_by_row = {}
+        for row_number, row in zip(index.tolist(), rows, strict=True):
+            if row["images"]:
+                images_by_row[row_number] = row["images"]  # a row that is repeated is processed once
+        inputs = processor.inputs([(images, self._tokens[number]) for number, images in images_by_row.items()])
+        inputs_by_row = dict(zip(images_by_row, inputs, strict=True))
+        return [inputs_by_row.get(row_number) for row_number in index.tolist()]
 
     def batches(self, batch_size: int | None = None) -> Iterator[DataProto]:
         """Yields all prompts once, in order, in batches of batch_size prompts (None: in a single batch)."""
         size = batch_size or len(self)
         for start in range(0, len(self), size):
-            yield self.__getitems__(range(start, min(start + size, len(self))))
+            stop = min(start + size, len(self))
+            yield self.__getitems__(range(start, stop))
 
     def row(self, position: int) -> PromptRow:
         """Returns the row of the prompt at a position, converted to a `PromptRow`."""
@@ -148,76 +177,104 @@ class PromptDataset:
 
     def positions_by_source(self) -> dict[str, np.ndarray]:
         """Returns the positions of each data source's prompts; sources without remaining prompts are left out."""
-        kept = self._source_of[self._index]
-        found = {name: np.flatnonzero(kept == code) for code, name in enumerate(self._source_names)}
-        return {name: places for name, places in found.items() if len(places)}
+        source_codes = self._source_of[self._index]
+        positions_by_source = {}
+        for code, name in enumerate(self._source_names):
+            positions = np.flatnonzero(source_codes == code)
+            if len(positions):
+                positions_by_source[name] = positions
+        return positions_by_source
 
     def fingerprint(self) -> str:
         """Returns a digest of the token ids of all prompts, in order."""
         digest = hashlib.blake2b(digest_size=8)
-        for place in self._index:
-            digest.update(self._tokens[place].tobytes() + b"|")
+        for row_number in self._index:
+            digest.update(self._tokens[row_number].tobytes() + b"|")
         return digest.hexdigest()
 
     def largest_token(self) -> int:
         """Returns the largest token id in any prompt."""
         return max(int(tokens.max()) for tokens in self._tokens)
 
-    def _read(self, rows: int, config: DataConfig, answers: int | None) -> list[Prompt]:
-        """Reads and checks the first `rows` prompts; stores their data sources and requested numbers of answers."""
-        codes: dict[str, int] = {}
+    def _read(self, row_count: int, config: DataConfig, answers: int | None) -> list[Prompt]:
+        """Reads and checks the first rows of the files; stores their data sources and requested numbers of answers."""
+        source_codes: dict[str, int] = {}
         prompts: list[Prompt] = []
-        sources = np.zeros(rows, dtype=np.int32)
-        requested = np.zeros(rows, dtype=np.int64)
+        source_of_row = np.zeros(row_count, dtype=np.int32)
+        answers_of_row = np.zeros(row_count, dtype=np.int64)
         for file in self._files:
-            for row, counts in self._measured(file, min(len(file), rows - len(prompts))):
-                source, place = row["data_source"], len(prompts)
-                if counts:
-                    self._image_tokens[place] = counts
-                of_source = config.sources.get(source, {}).get("n")
-                sources[place] = codes.setdefault(source, len(codes))
-                requested[place] = row["n"] or of_source or answers or 0
-                messages = message_parts(row["prompt"]) if counts else row["prompt"]
-                prompts.append(Prompt(messages, json.dumps(row["tools"]) if row["tools"] else None))
-        unknown = sorted(config.sources.keys() - codes.keys()) if self.split == "train" else []
+            rows_of_file = min(len(file), row_count - len(prompts))
+            for row, image_tokens in self._measured(file, rows_of_file):
+                row_number = len(prompts)
+                if image_tokens:
+                    self._image_tokens[row_number] = image_tokens
+                source = row["data_source"]
+                answers_of_source = config.sources.get(source, {}).get("n")
+                source_of_row[row_number] = source_codes.setdefault(source, len(source_codes))
+                answers_of_row[row_number] = row["n"] or answers_of_source or answers or 0
+                messages = message_parts(row["prompt"]) if image_tokens else row["prompt"]
+                tools = json.dumps(row["tools"]) if row["tools"] else None
+                prompts.append(Prompt(messages, tools))
+
+        # validation files may lack a source that data.sources configures for training
+        unknown = sorted(config.sources.keys() - source_codes.keys()) if self.split == "train" else []
         if unknown:
             raise UserError(
                 f"data.sources.{unknown[0]}: data.train_files has no row of that data source; found "
-                f"{', '.join(sorted(codes))}"
+                f"{', '.join(sorted(source_codes))}"
             )
-        self._source_names, self._source_of = list(codes), sources
-        self._answers = None if answers is None or (requested == answers).all() else requested
+        self._source_names = list(source_codes)
+        self._source_of = source_of_row
+        # without own numbers of answers, batches have no such column
+        has_own_answers = answers is not None and (answers_of_row != answers).any()
+        self._answers = answers_of_row if has_own_answers else None
         return prompts
 
-    def _measured(self, file: RowTable, number: int) -> Iterator[tuple[PromptRow, tuple[int, ...]]]:
-        """Yields the first `number` rows of a file, each with the number of tokens of each of its images."""
-        rows, read = self._schema.rows(file, range(number)), 0
-        while part := list(itertools.islice(rows, _DECODED_AT_ONCE)):
-            counts: list[tuple[int, ...]] = [()] * len(part)
+    def _measured(self, file: RowTable, row_count: int) -> Iterator[tuple[PromptRow, tuple[int, ...]]]:
+        """Yields the first rows of a file, each with the number of tokens of each of its images."""
+        rows = self._schema.rows(file, range(row_count))
+        first_row = 0
+        while chunk := list(itertools.islice(rows, _DECODED_AT_ONCE)):
+            image_tokens: list[tuple[int, ...]] = [()] * len(chunk)
             if self._images is not None:
-                option = f"data.{self.split}_files"
-                places = [f"{option}: row {read + row} of {file.path}" for row in range(len(part))]
-                counts = self._images.token_counts([row["images"] for row in part], places)
-            yield from zip(part, counts, strict=True)
-            read += len(part)
+                origins = []
+                for row_number in range(first_row, first_row + len(chunk)):
+                    origins.append(f"data.{self.split}_files: row {row_number} of {file.path}")
+                image_tokens = self._images.token_counts([row["images"] for row in chunk], origins)
+            yield from zip(chunk, image_tokens, strict=True)
+            first_row += len(chunk)
 
     def _rows(self, index: np.ndarray) -> list[PromptRow]:
-        rows: dict[int, PromptRow] = {}
-        which = np.searchsorted(self._starts, index, side="right") - 1
-        for number in np.unique(which):
-            places = index[which == number]
-            found = self._schema.rows(self._files[number], (places - self._starts[number]).tolist())
-            rows |= dict(zip(places.tolist(), found, strict=True))
-        return [rows[place] for place in index.tolist()]
+        """Returns the rows with these numbers, which count over all files."""
+        file_of_row = np.searchsorted(self._starts, index, side="right") - 1
+        row_by_number: dict[int, PromptRow] = {}
+        # each file is read once, because a file reads many rows much faster than one at a time
+        for file_number in np.unique(file_of_row):
+            row_numbers = index[file_of_row == file_number]
+            rows_in_file = (row_numbers - self._starts[file_number]).tolist()
+            rows = self._schema.rows(self._files[file_number], rows_in_file)
+            row_by_number.update(zip(row_numbers.tolist(), rows, strict=True))
+        return [row_by_number[row_number] for row_number in index.tolist()]
 
     def _fit_to_limit(self, config: DataConfig) -> tuple[np.ndarray, str]:
-        limit, lengths = config.max_prompt_length, np.array([len(tokens) for tokens in self._tokens])
-        index, overlong = np.arange(len(lengths)), np.flatnonzero(lengths > limit)
+        """Drops or cuts prompts that are longer than data.max_prompt_length.
+
+        Returns:
+            The numbers of the remaining rows, and the dataset's report.
+
+        Raises:
+            UserError: If a prompt has no tokens, or if prompts are too long and the options forbid both.
+        """
+        limit = config.max_prompt_length
+        lengths = np.array([len(tokens) for tokens in self._tokens])
         if not lengths.min():
             raise UserError(
                 f"data.{self.split}_files: {self._describe(int(lengths.argmin()))} has a prompt that the chat template "
                 "turns into no tokens, so there is nothing to sample from; remove such rows"
             )
+
+        index = np.arange(len(lengths))
+        overlong = np.flatnonzero(lengths > limit)
         report = f"{self.split}: {len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens"
         if not len(overlong):
             return index, report
@@ -230,28 +287,33 @@ class PromptDataset:
                 f"({self._describe(int(overlong[0]))} has {lengths[overlong[0]]} tokens, the longest {lengths.max()}). "
                 f"{self._remedies(overlong, config.filter_overlong_prompts)}"
             )
-        cut = [place for place in overlong.tolist() if place not in self._image_tokens]
-        if dropped := len(overlong) - len(cut):  # a cut prompt would lack a part of an image
-            index = np.setdiff1d(index, np.setdiff1d(overlong, cut))
-            report += f"; {dropped} longer than {limit} have images and were dropped, {len(index)} kept"
+
+        # a cut prompt would lack a part of an image
+        with_images = [row for row in overlong.tolist() if row in self._image_tokens]
+        if with_images:
+            index = np.setdiff1d(index, with_images)
+            report += f"; {len(with_images)} longer than {limit} have images and were dropped, {len(index)} kept"
         if not len(index):
             raise UserError(f"{report}: raise data.max_prompt_length, or lower data.max_pixels")
+
+        without_images = [row for row in overlong.tolist() if row not in self._image_tokens]
         head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]  # tokens kept from the beginning
-        for place in cut:
-            tokens = self._tokens[place]
-            self._tokens[place] = np.concatenate([tokens[:head], tokens[len(tokens) - (limit - head) :]])
-        if cut:
-            report += f"; {len(cut)} longer than {limit} were cut (data.truncation={config.truncation})"
+        tail = limit - head
+        for row in without_images:
+            tokens = self._tokens[row]
+            self._tokens[row] = np.concatenate([tokens[:head], tokens[len(tokens) - tail :]])
+        if without_images:
+            report += f"; {len(without_images)} longer than {limit} were cut (data.truncation={config.truncation})"
         return index, report
 
     def _remedies(self, overlong: np.ndarray, filters: bool) -> str:
         """Returns the options that help against these prompts.
 
         Args:
-            overlong: places of the prompts. Those with images are never cut.
-            filters: whether data.filter_overlong_prompts is set, which would drop all prompts.
+            overlong: Numbers of the prompts' rows. Those with images are never cut.
+            filters: True if data.filter_overlong_prompts is set, which would drop all prompts.
         """
-        have_images = [place in self._image_tokens for place in overlong.tolist()]
+        have_images = [row in self._image_tokens for row in overlong.tolist()]
         remedies = ["Raise it"]
         if not filters:
             remedies.append("drop such prompts with data.filter_overlong_prompts=true")
@@ -265,6 +327,7 @@ class PromptDataset:
         reason = "All prompts would be dropped, but at least one prompt must remain. " if filters else ""
         return f"{reason}{', '.join(remedies[:-1])} or {remedies[-1]}."
 
-    def _describe(self, index: int) -> str:
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return f"row {index - self._starts[number]} of {self._files[number].path}"
+    def _describe(self, row_number: int) -> str:
+        """Names a row by its file and its number in that file."""
+        file_number = int(np.searchsorted(self._starts, row_number, side="right")) - 1
+        return f"row {row_number - self._starts[file_number]} of {self._files[file_number].path}"

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from trainer.data.images import PLACEHOLDER, read_image
-from trainer.data.sources import RowTable, parse_json
+from trainer.data.sources import Row, RowTable, parse_json
 from verl_lite.config import DataConfig
 from verl_lite.config.loader import is_unicode
 from verl_lite.errors import UserError
 
-Chat = list[dict[str, Any]]
+Message = dict[str, Any]
+Chat = list[Message]
 """Messages with role and content (text, possibly empty); of an assistant also tool_calls."""
 
-EXAMPLE_ROW: dict[str, Any] = {
+ToolSchema = dict[str, Any]
+ToolCall = dict[str, Any]
+"""Json objects. Models and templates define their keys beyond those that this module checks."""
+
+EXAMPLE_ROW: Row = {
     "data_source": "openai/gsm8k",
     "prompt": [{"role": "user", "content": "What is 70 + 2? Put the answer after ####."}],
     "ability": "math",
@@ -42,16 +47,19 @@ _ROWS_AT_ONCE = 1000  # rows of a table that are converted to Python objects at 
 class PromptRow(TypedDict):
     """One row of prompt data.
 
-    prompt: chat messages. reward_model: verl's dict, with the key ground_truth if the row has a ground truth.
-    tools: tool schemas for the chat template, or None. n: number of answers to sample, or None if the row has no `n`.
-    images: encoded image files, in the order of their placeholders `<image>` in the messages.
+    Attributes:
+        prompt: Chat messages.
+        reward_model: verl's dict, with the key ground_truth if the row has a ground truth.
+        tools: Tool schemas for the chat template, or None.
+        n: Number of answers to sample, or None if the row has no `n`.
+        images: Encoded image files, in the order of their placeholders `<image>` in the messages.
     """
 
     data_source: str
     prompt: Chat
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
-    tools: list[dict[str, Any]] | None
+    tools: list[ToolSchema] | None
     n: int | None
     images: list[bytes]
 
@@ -71,38 +79,49 @@ class RowSchema:
     def __init__(
         self, config: DataConfig, split: str, needs_ground_truth: bool = True, accepts_images: bool = False
     ) -> None:
-        self._config, self._option, self._needs_ground_truth = config, f"data.{split}_files", needs_ground_truth
+        self._config = config
+        self._option = f"data.{split}_files"
+        self._needs_ground_truth = needs_ground_truth
         self._accepts_images = accepts_images
-        self._image_columns = [config.image_key, *(["image"] if config.image_key == "images" else [])]  # TRL has both
+        self._image_columns = [config.image_key]
+        if config.image_key == "images":
+            self._image_columns.append("image")  # TRL reads both
         self._maps_prompt = config.columns.get("prompt") is not None
         self._regex = None if config.ground_truth_regex is None else re.compile(config.ground_truth_regex)
         self._tools = read_tools_file(config.tools_path)
-        given = {"prompt": config.prompt_key} | config.columns
-        self._theirs = {name: _listed(given.get(name, name)) for name in _OURS}
+
+        column_options = {"prompt": config.prompt_key} | config.columns
+        self._theirs = {name: _listed(column_options.get(name, name)) for name in _OURS}
 
     def rows(self, table: RowTable, indices: Sequence[int]) -> Iterator[PromptRow]:
         """Yields the checked rows at these indices. Raises UserError for the first unusable row."""
-        mapped = [name for names in self._theirs.values() for name in names]
-        wanted = [*mapped, *(name.partition(".")[0] for name in mapped), "reward_model"]
-        wanted += [*self._image_columns, *_MEDIA_COLUMNS, *table.media]
-        names = [name for name in dict.fromkeys(wanted) if name in table.columns]
+        wanted = ["reward_model", *self._image_columns, *_MEDIA_COLUMNS, *table.media]
+        for names in self._theirs.values():
+            for name in names:
+                wanted += [name, name.partition(".")[0]]  # a dotted name can also be that of a column
+        columns = [name for name in table.columns if name in wanted]
+
         for start in range(0, len(indices), _ROWS_AT_ONCE):
-            part = indices[start : start + _ROWS_AT_ONCE]
-            for index, raw in zip(part, table.rows(part, names), strict=True):
+            chunk = indices[start : start + _ROWS_AT_ONCE]
+            for index, raw in zip(chunk, table.rows(chunk, columns), strict=True):
                 yield self._row(raw, table, f"{self._option}: row {index} of {table.path}")
 
     def check_columns(self, tables: Sequence[RowTable]) -> None:
         """Raises UserError if a table has no prompt column, or if no table has a column named in data.columns."""
-        for table in filter(len, tables):
-            if _first_found(self._theirs["prompt"], table.columns) is None:
+        all_columns: set[str] = set()
+        for table in tables:
+            all_columns.update(table.columns)
+            if len(table) and _first_found(self._theirs["prompt"], table.columns) is None:
                 raise self._not_understood(f"{self._option}: {table.path}", "prompt", table.columns)
-        every = sorted({column for table in tables for column in table.columns})
-        for ours, theirs in self._config.columns.items() if self._option == "data.train_files" else ():
+
+        if self._option != "data.train_files":
+            return  # validation files may have fewer columns
+        for ours, theirs in self._config.columns.items():
             for name in self._theirs[ours]:
-                if not _first_found([name], every):
+                if not _first_found([name], all_columns):
                     raise UserError(
                         f"data.columns.{ours}={theirs}: there is no column {name!r} in {self._option}; columns found: "
-                        f"{', '.join(every)}"
+                        f"{', '.join(sorted(all_columns))}"
                     )
 
     def _not_understood(self, where: str, ours: str, columns: Collection[str]) -> UserError:
@@ -114,137 +133,195 @@ class RowSchema:
             f"{json.dumps(EXAMPLE_ROW)}"
         )
 
-    def _row(self, raw: dict[str, Any], table: RowTable, where: str) -> PromptRow:
+    def _row(self, raw: Row, table: RowTable, where: str) -> PromptRow:
         for name in (*_MEDIA_COLUMNS, *table.media):
             if raw.get(name) and name not in self._image_columns:
                 remedy = f"if it has images, set data.image_key={name}"
                 raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL}); {remedy}")
-        source, place = self._value("data_source", raw, where)
-        source = self._config.data_source or table.data_source if source is None else source
-        if source is None:
-            raise self._not_understood(where, "data_source", table.columns)
-        if not isinstance(source, str) or not source or not is_unicode(source):
-            raise _wrong(place, source, "a name")
+
+        source = self._data_source(raw, table, where)
         images = self._images(raw)
         prompt, answer = self._prompt(raw, where, images)
         files = self._read_images(prompt, images, table, where)
-        truth = self._reward_model(raw, answer, where)
-        if self._needs_ground_truth and "ground_truth" not in truth:
+        reward_model = self._reward_model(raw, answer, where)
+        if self._needs_ground_truth and "ground_truth" not in reward_model:
             raise self._not_understood(where, "ground_truth", table.columns)
-        tools, place = self._value("tools", raw, where)
+        tools = self._tools
+        own_tools, column = self._value("tools", raw, where)
+        if own_tools:
+            tools = read_tools(own_tools, f"{column} (data.columns.tools=null leaves it out)")
         return {
             "data_source": source,
             "prompt": prompt,
-            "reward_model": truth,
+            "reward_model": reward_model,
             "extra_info": self._extra_info(raw, where),
-            "tools": read_tools(tools, f"{place} (data.columns.tools=null leaves it out)") if tools else self._tools,
+            "tools": tools,
             "n": self._answers(raw, where),
             "images": files,
         }
 
-    def _value(self, ours: str, raw: dict[str, Any], where: str) -> tuple[Any, str]:
+    def _data_source(self, raw: Row, table: RowTable, where: str) -> str:
+        """Returns the row's own data source, else that of the options, else the name of the dataset."""
+        source, column = self._value("data_source", raw, where)
+        if source is None:
+            source = self._config.data_source or table.data_source
+        if source is None:
+            raise self._not_understood(where, "data_source", table.columns)
+        if not isinstance(source, str) or not source or not is_unicode(source):
+            raise _wrong(column, source, "a name")
+        return source
+
+    def _value(self, ours: str, raw: Row, where: str) -> tuple[Any, str]:
         """Returns the first non-null value among the row's columns mapped to `ours`, and its location for messages."""
-        value = next((value for name in self._theirs[ours] if (value := value_at(raw, name)) is not None), None)
-        return value, f"{where}, column {_first_found(self._theirs[ours], raw) or (*self._theirs[ours], ours)[0]!r}"
+        names = self._theirs[ours]
+        column = _first_found(names, raw)
+        if column is None:
+            column = names[0] if names else ours
+        location = f"{where}, column {column!r}"
+        for name in names:
+            value = value_at(raw, name)
+            if value is not None:
+                return value, location
+        return None, location
 
-    def _images(self, raw: dict[str, Any]) -> list[Any]:
+    def _images(self, raw: Row) -> list[object]:
         """Returns the entries of the row's image column."""
-        found: Any = next((raw[name] for name in self._image_columns if raw.get(name) is not None), [])
-        return list(found) if isinstance(found, list | tuple) else [found]
+        for name in self._image_columns:
+            entries = raw.get(name)
+            if entries is not None:
+                return list(entries) if isinstance(entries, list | tuple) else [entries]
+        return []
 
-    def _read_images(self, prompt: Chat, images: list[Any], table: RowTable, where: str) -> list[bytes]:
+    def _read_images(self, prompt: Chat, images: list[object], table: RowTable, where: str) -> list[bytes]:
         """Returns the files of the images. Puts placeholders before the first user message of a prompt that has none,
         as TRL does. Raises UserError if the numbers of images and placeholders differ."""
-        if not images and not self._accepts_images:
-            return []
         if not self._accepts_images:
-            raise UserError(f"{where} has {len(images)} images, but {_TEXT_MODEL}")
-        shown = sum((message["content"] or "").count(PLACEHOLDER) for message in prompt)
-        if images and not shown:
-            first = next((message for message in prompt if message["role"] == "user"), prompt[0])
+            if images:
+                raise UserError(f"{where} has {len(images)} images, but {_TEXT_MODEL}")
+            return []
+
+        placeholders = sum((message["content"] or "").count(PLACEHOLDER) for message in prompt)
+        if images and not placeholders:
+            user_messages = [message for message in prompt if message["role"] == "user"]
+            first = (user_messages or prompt)[0]
             first["content"] = PLACEHOLDER * len(images) + first["content"]
-        elif shown != len(images):
+        elif placeholders != len(images):
             raise UserError(
                 f"{where} has {len(images)} images in column {' or '.join(self._image_columns)} (data.image_key) and "
-                f"{shown} placeholders {PLACEHOLDER} in its messages; expected one placeholder for each image"
+                f"{placeholders} placeholders {PLACEHOLDER} in its messages; expected one placeholder for each image"
             )
-        place, given = Path(table.path).expanduser(), self._config.image_folder
-        folder = place if place.is_dir() else place.parent if place.is_file() else None
-        folder = folder if given is None else Path(given).expanduser()
+
+        folder = self._image_folder(table)
         return [read_image(entry, folder, f"{where}, image {number}") for number, entry in enumerate(images)]
 
-    def _prompt(self, raw: dict[str, Any], where: str, images: list[Any]) -> tuple[Chat, str | None]:
+    def _image_folder(self, table: RowTable) -> Path | None:
+        """Returns the folder to which paths of images refer: data.image_folder, else that of the source, if it is a
+        file or a folder."""
+        if self._config.image_folder is not None:
+            return Path(self._config.image_folder).expanduser()
+        source = Path(table.path).expanduser()
+        if source.is_dir():
+            return source
+        return source.parent if source.is_file() else None
+
+    def _prompt(self, raw: Row, where: str, images: list[object]) -> tuple[Chat, str | None]:
         """Returns the prompt's messages and, for a mapped chat that ends with an assistant message, that answer. Adds
         images inside the messages to `images`."""
-        value, place = self._value("prompt", raw, where)
-        template, system = self._config.prompt_template, self._config.system_prompt
+        value, column = self._value("prompt", raw, where)
         if isinstance(value, str):
             if value.startswith('[{"role"'):
-                raise _wrong(place, value, "chat messages or plain text, not messages written as json text")
-            value = [{"role": "user", "content": (template or "{prompt}").replace("{prompt}", value)}]
-        value = read_messages(value, place, images if self._accepts_images else None)
-        answer = None
-        if self._maps_prompt and value[-1]["role"] == "assistant":
-            value, answer = value[:-1], value[-1]["content"]
-            if not value:
-                raise _wrong(place, "only an assistant message", "a prompt before it")
-        if system is not None and value[0]["role"] != "system":
-            value = [{"role": "system", "content": system}, *value]
-        return value, answer
+                raise _wrong(column, value, "chat messages or plain text, not messages written as json text")
+            template = self._config.prompt_template or "{prompt}"
+            value = [{"role": "user", "content": template.replace("{prompt}", value)}]
+        chat = read_messages(value, column, images if self._accepts_images else None)
 
-    def _reward_model(self, raw: dict[str, Any], answer: str | None, where: str) -> dict[str, Any]:
+        answer = None
+        # a mapped column can hold whole conversations, whose last answer is the ground truth
+        if self._maps_prompt and chat[-1]["role"] == "assistant":
+            answer = chat[-1]["content"]
+            chat = chat[:-1]
+            if not chat:
+                raise _wrong(column, "only an assistant message", "a prompt before it")
+
+        system = self._config.system_prompt
+        if system is not None and chat[0]["role"] != "system":
+            chat = [{"role": "system", "content": system}, *chat]
+        return chat, answer
+
+    def _reward_model(self, raw: Row, answer: str | None, where: str) -> dict[str, Any]:
         """Returns the row's reward_model dict with its ground truth, if the row has one: from the column mapped with
         data.columns.ground_truth, else from reward_model, the column ground_truth, or the answer that ends the chat."""
-        found = raw.get("reward_model")
-        if found is not None and not isinstance(found, dict):
-            raise _wrong(f"{where}, column 'reward_model'", found, f"a dict like {EXAMPLE_ROW['reward_model']}")
-        found = dict(found or {})
-        mapped, place = self._value("ground_truth", raw, where)
-        match mapped:
-            case [{"role": "assistant", "content": str(text)}]:  # an answer stored as a chat with one message
-                mapped = text
-        if mapped is not None and ("ground_truth" in self._config.columns or "ground_truth" not in found):
-            found["ground_truth"] = mapped
-        elif answer is not None:
-            found.setdefault("ground_truth", answer)
-        if "ground_truth" in found and self._regex is not None:
-            text = found["ground_truth"]
-            matches = list(self._regex.finditer(text)) if isinstance(text, str) else []
-            groups = [group for group in (matches[-1].groups() if matches else ()) if group is not None]
-            if not groups:
-                setting = f"data.ground_truth_regex={self._regex.pattern}"
-                raise _wrong(f"{place} (ground truth)", text, f"text in which {setting} matches a group")
-            found["ground_truth"] = groups[0]
-        return found
+        own = raw.get("reward_model")
+        if own is not None and not isinstance(own, dict):
+            raise _wrong(f"{where}, column 'reward_model'", own, f"a dict like {EXAMPLE_ROW['reward_model']}")
+        reward_model = dict(own or {})
 
-    def _extra_info(self, raw: dict[str, Any], where: str) -> dict[str, Any]:
+        truth, column = self._value("ground_truth", raw, where)
+        match truth:
+            case [{"role": "assistant", "content": str(text)}]:  # an answer stored as a chat with one message
+                truth = text
+        is_mapped = "ground_truth" in self._config.columns
+        if truth is not None and (is_mapped or "ground_truth" not in reward_model):
+            reward_model["ground_truth"] = truth
+        elif answer is not None:
+            reward_model.setdefault("ground_truth", answer)
+
+        if "ground_truth" in reward_model and self._regex is not None:
+            location = f"{column} (ground truth)"
+            reward_model["ground_truth"] = _last_group(self._regex, reward_model["ground_truth"], location)
+        return reward_model
+
+    def _extra_info(self, raw: Row, where: str) -> dict[str, Any]:
         if isinstance(self._config.columns.get("extra_info"), list):
             return {name: value_at(raw, name) for name in self._theirs["extra_info"]}
-        value, place = self._value("extra_info", raw, where)
+        value, column = self._value("extra_info", raw, where)
         if value is not None and not isinstance(value, dict):
-            raise _wrong(place, value, "a dict (data.columns.extra_info=[...] builds a dict from several columns)")
+            raise _wrong(column, value, "a dict (data.columns.extra_info=[...] builds a dict from several columns)")
         return value or {}
 
-    def _answers(self, raw: dict[str, Any], where: str) -> int | None:
-        value, place = self._value("n", raw, where)
-        if value is not None and (type(value) is not int or value < 1):
-            raise _wrong(place, value, "a number of answers, at least 1; data.columns.n=null ignores the column")
+    def _answers(self, raw: Row, where: str) -> int | None:
+        value, column = self._value("n", raw, where)
+        if value is None:
+            return None
+        if type(value) is not int or value < 1:  # a bool is an int, but no number of answers
+            raise _wrong(column, value, "a number of answers, at least 1; data.columns.n=null ignores the column")
         return value
 
 
-def _text_of_parts(parts: list[Any], images: list[Any] | None, where: str) -> str:
-    """Returns the text of a message's typed parts. An image part becomes a placeholder; its image, if it has one, is
-    added to `images`. Raises UserError for an image part if `images` is None, because the model reads only text."""
+def _last_group(regex: re.Pattern[str], text: object, where: str) -> str:
+    """Returns the first group that takes part in the last match of data.ground_truth_regex."""
+    matches = list(regex.finditer(text)) if isinstance(text, str) else []
+    if matches:
+        for group in matches[-1].groups():
+            if group is not None:
+                return group
+    raise _wrong(where, text, f"text in which data.ground_truth_regex={regex.pattern} matches a group")
+
+
+def _text_of_parts(parts: list[object], images: list[object] | None, where: str) -> str:
+    """Returns the text of a message's typed parts.
+
+    An image part becomes a placeholder.
+
+    Args:
+        parts: The parts of the message.
+        images: Receives the images of the parts. None: the model reads only text.
+        where: Location of the message, for messages.
+
+    Raises:
+        UserError: For a part that is neither text nor, if the model reads images, an image.
+    """
     texts = []
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
-        if kind == "image" and images is None:
-            raise UserError(f"{where}: a message has an image, but {_TEXT_MODEL}")
-        if kind == "image" and images is not None:
+        entries = part if isinstance(part, dict) else {}
+        kind = entries.get("type")
+        text = entries.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
+        if kind == "image":
+            if images is None:
+                raise UserError(f"{where}: a message has an image, but {_TEXT_MODEL}")
             texts.append(PLACEHOLDER)
-            if part.get("image") is not None:
-                images.append(part["image"])
+            if entries.get("image") is not None:
+                images.append(entries["image"])
         elif isinstance(text, str):
             texts.append(text)
         else:
@@ -252,14 +329,14 @@ def _text_of_parts(parts: list[Any], images: list[Any] | None, where: str) -> st
     return "".join(texts)
 
 
-def check_text_only(row: dict[str, Any], where: str) -> None:
+def check_text_only(row: Row, where: str) -> None:
     """Raises UserError if a row for supervised training has images, video or sound."""
     for name in _MEDIA_COLUMNS:
         if row.get(name):
             raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL})")
 
 
-def read_messages(chat: Any, where: str, images: list[Any] | None = None) -> Chat:
+def read_messages(chat: object, where: str, images: list[object] | None = None) -> Chat:
     """Returns checked messages in the form that chat templates expect.
 
     - Entries that are null are left out, because the rows of a parquet file have the keys of all rows.
@@ -281,13 +358,13 @@ def read_messages(chat: Any, where: str, images: list[Any] | None = None) -> Cha
     return [_read_message(message, where, images) for message in chat]
 
 
-def _read_message(message: Any, where: str, images: list[Any] | None) -> dict[str, Any]:
+def _read_message(message: object, where: str, images: list[object] | None) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
-    result = without_nulls({key: value for key, value in message.items() if key not in ("role", "content", "refusal")})
-    calls = result.pop("tool_calls", None)
+    others = without_nulls({key: value for key, value in message.items() if key not in ("role", "content", "refusal")})
+    calls = others.pop("tool_calls", None)
     if calls:
-        result["tool_calls"] = _read_tool_calls(calls, where)
+        others["tool_calls"] = _read_tool_calls(calls, where)
     role = _checked_text(message["role"], f"{where}, role of a message")
     if role == "developer":
         role = "system"
@@ -297,17 +374,18 @@ def _read_message(message: Any, where: str, images: list[Any] | None) -> dict[st
         content = _text_of_parts(content, images, where)
     if not content and message.get("refusal") is not None:
         content = message["refusal"]
-    has_other_output = any(result.get(name) for name in ("tool_calls", *_REASONING))
-    if content is None and (role == "tool" or (role == "assistant" and has_other_output)):
-        content = ""
-    elif content is None and "content" not in message:
-        raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
+    if content is None:
+        has_other_output = any(others.get(name) for name in ("tool_calls", *_REASONING))
+        if role == "tool" or (role == "assistant" and has_other_output):
+            content = ""
+        elif "content" not in message:
+            raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
     content = _checked_text(content, f"{where}, content of a message")
     # the keys of the message in their order, because a template may write them
-    return {"role": role, "content": content, **result}
+    return {"role": role, "content": content, **others}
 
 
-def _checked_text(text: Any, where: str) -> str:
+def _checked_text(text: object, where: str) -> str:
     if not isinstance(text, str):
         raise _wrong(where, text, "text")
     if not is_unicode(text):
@@ -315,14 +393,18 @@ def _checked_text(text: Any, where: str) -> str:
     return text
 
 
-def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _read_tool_calls(calls: object, where: str) -> list[ToolCall]:
     """Returns checked tool calls, given as a list or as JSON text. Each has arguments, a dict or its JSON text."""
     place = f"{where}, tool_calls"
     if isinstance(calls, str) and calls.lstrip().startswith("["):
         calls = parse_json(calls, place, "a list of tool calls")
+    if not isinstance(calls, list):
+        raise _wrong(place, calls, "a list")
+
     expected = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
     checked = []
-    for call in _as_list(calls, place):
+    for call in calls:
+        # OpenAI's form has the function below a key; others have its name and arguments themselves
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong(place, call, f"a call like {expected}")
@@ -331,15 +413,10 @@ def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(arguments, dict | str):
             raise _wrong(f"{place}, arguments of {function['name']!r}", arguments, "a dict, or its JSON text")
         _checked_text(json.dumps([call, arguments], ensure_ascii=False, default=str), place)
-        function = function | {"arguments": arguments}
-        checked.append(call | {"function": function} if "function" in call else function)
+
+        checked_function = function | {"arguments": arguments}
+        checked.append(call | {"function": checked_function} if "function" in call else checked_function)
     return checked
-
-
-def _as_list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _wrong(where, value, "a list")
-    return value
 
 
 def without_nulls(value: Any) -> Any:
@@ -355,15 +432,18 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def read_tools(tools: Any, where: str) -> list[dict[str, Any]]:
+def read_tools(tools: object, where: str) -> list[ToolSchema]:
     """Returns checked tool schemas, given as a list or as JSON text. Raises UserError for anything else."""
     if isinstance(tools, str):
         tools = parse_json(tools, where, "a list of tool schemas")
     elif isinstance(tools, list):
         schemas = []
-        for tool in tools:  # schemas rarely fit the columns of a table, so each may be JSON text, which is exact
-            is_text = isinstance(tool, str)
-            schemas.append(parse_json(tool, where, "a tool schema") if is_text else without_nulls(tool))
+        for tool in tools:
+            # schemas rarely fit the columns of a table, so each may be JSON text, which is exact
+            if isinstance(tool, str):
+                schemas.append(parse_json(tool, where, "a tool schema"))
+            else:
+                schemas.append(without_nulls(tool))
         tools = schemas
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         example = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
@@ -371,7 +451,7 @@ def read_tools(tools: Any, where: str) -> list[dict[str, Any]]:
     return tools
 
 
-def read_tools_file(path: str | None) -> list[dict[str, Any]] | None:
+def read_tools_file(path: str | None) -> list[ToolSchema] | None:
     """Returns the tool schemas of the file data.tools_path, or None without one. Raises UserError if it has none."""
     if path is None:
         return None
@@ -382,23 +462,28 @@ def read_tools_file(path: str | None) -> list[dict[str, Any]] | None:
     return read_tools(text, f"data.tools_path={path!r}")
 
 
-def _wrong(place: str, found: Any, expected: str) -> UserError:
-    return UserError(f"{place}: found {found!r:.200}, expected {expected}")
+def _wrong(place: str, value: object, expected: str) -> UserError:
+    return UserError(f"{place}: found {value!r:.200}, expected {expected}")
 
 
-def _listed(names: Any) -> list[str]:
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    if names is None:
+        return []
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _first_found(names: Sequence[str], columns: Collection[str]) -> str | None:
     """Returns the first name that is a column, or whose first part is (a for the dotted name a.b); None without one."""
-    return next((name for name in names if name in columns or name.partition(".")[0] in columns), None)
+    for name in names:
+        if name in columns or name.partition(".")[0] in columns:
+            return name
+    return None
 
 
-def value_at(raw: dict[str, Any], name: str) -> Any:
+def value_at(raw: Row, name: str) -> Any:
     """Returns the value of a column, or the value inside a dict column for a dotted name a.b; None if missing."""
     if name in raw or "." not in name:
         return raw.get(name)
-    first, _, rest = name.partition(".")
-    inner = raw.get(first)
-    return value_at(inner, rest) if isinstance(inner, dict) else None
+    column, _, name_inside = name.partition(".")
+    value = raw.get(column)
+    return value_at(value, name_inside) if isinstance(value, dict) else None

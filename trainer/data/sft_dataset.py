@@ -6,10 +6,10 @@ data.assistant_only_loss and data.completion_only_loss choose the tokens in the 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,9 +24,17 @@ from trainer.data.chat_tokens import (
     render,
     rewritten_length,
 )
-from trainer.data.row_formats import Chat, check_text_only, read_messages, read_tools, read_tools_file, value_at
-from trainer.data.sources import read_rows
-from verl_lite.config import SFTDataConfig, SupervisedDataConfig
+from trainer.data.row_formats import (
+    Chat,
+    ToolSchema,
+    check_text_only,
+    read_messages,
+    read_tools,
+    read_tools_file,
+    value_at,
+)
+from trainer.data.sources import Row, read_rows
+from verl_lite.config import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
@@ -38,8 +46,13 @@ ALL_TOKENS = "set data.assistant_only_loss=false and data.completion_only_loss=f
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence. prompt: tokens before the first trained token. response: the remaining tokens. mask: 1 for each
-    response token that is trained on, else 0."""
+    """One sequence.
+
+    Attributes:
+        prompt: Tokens before the first trained token.
+        response: The remaining tokens.
+        mask: 1 for each response token that is trained on, else 0.
+    """
 
     prompt: list[int]
     response: list[int]
@@ -54,6 +67,15 @@ class Example:
         return (self,)
 
 
+class TrainingRow(Protocol):
+    """One row of supervised training: an `Example`, or a pair of two. Its length is the number of its tokens."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def texts(self) -> tuple[Example, ...]: ...
+
+
 Report = Callable[[str], None]
 """Called with a sentence on the rows of an option's files."""
 
@@ -66,49 +88,76 @@ def load_examples(
     option: str,
     report: Report = lambda line: None,
 ) -> list[Example]:
-    """Loads all sequences of the files. option: the configuration key that lists the files, for messages.
+    """Loads all sequences of the files.
 
-    Raises UserError if a file, column or row is unusable, if a row has no token in the loss, or if a sequence is longer
-    than data.max_length and data.truncation is "error".
+    Args:
+        files: Paths of the files.
+        tokenizer: The tokenizer, with its chat template.
+        config: Section `data` of the options.
+        option: The configuration key that lists the files, for messages.
+        report: Receives a sentence on the rows.
+
+    Raises:
+        UserError: If a file, column or row is unusable, if a row has no token in the loss, or if a sequence is longer
+            than data.max_length and data.truncation is "error".
     """
-    examples, read, cut = [], 0, 0
+    examples = []
+    rows_read = 0
+    rows_cut = 0
     for row, where in rows_of(files, option):
         example = read_example(row, tokenizer, config, where)
-        read += 1
-        excess = len(example) - config.max_length
-        if excess > 0 and config.truncation == "error":
+        rows_read += 1
+        surplus = len(example) - config.max_length
+        if surplus <= 0:
+            examples.append(example)
+            continue
+        if config.truncation == "error":
             raise UserError(
                 f"{where} has {len(example)} tokens, more than data.max_length={config.max_length}. Raise it, or set "
                 "data.truncation=right (cut the end off) or drop (leave such rows out)"
             )
-        kept = len(example.response) - max(excess, 0)
-        if excess <= 0 or (config.truncation == "right" and kept > 0):
-            examples.append(Example(example.prompt, example.response[:kept], example.mask[:kept]))
-            cut += excess > 0
+        remaining = len(example.response) - surplus
+        # a row that is cut within its prompt would have no token in the loss
+        if config.truncation == "right" and remaining > 0:
+            examples.append(Example(example.prompt, example.response[:remaining], example.mask[:remaining]))
+            rows_cut += 1
     if not examples:
         raise UserError(f"{option}={list(files)}: no rows are left; expected at least one")
-    report(row_report(option, examples, read, cut, config))
+    report(row_report(option, examples, rows_read, rows_cut, config))
     return examples
 
 
-def row_report(option: str, rows: Sequence[Any], read: int, cut: int, config: Any) -> str:
+def row_report(
+    option: str, rows: Sequence[TrainingRow], read: int, cut: int, config: SFTDataConfig | PreferenceDataConfig
+) -> str:
     """Returns a sentence on the rows of an option's files: number, tokens, share in the loss, and dropped and cut rows.
 
-    rows: the kept rows, examples or pairs. read: number of rows in the files. cut: number of rows that are cut off.
-    config: section `data` of the options.
+    Args:
+        option: The configuration key that lists the files.
+        rows: The remaining rows, examples or pairs.
+        read: Number of rows in the files.
+        cut: Number of rows that are cut off.
+        config: Section `data` of the options.
     """
-    lengths, unit = [len(row) for row in rows], "pairs" if len(rows[0].texts) == 2 else "rows"
-    share = sum(sum(text.mask) for row in rows for text in row.texts) / sum(lengths)
+    unit = "pairs" if len(rows[0].texts) == 2 else "rows"
+    lengths = [len(row) for row in rows]
+    loss_tokens = 0
+    for row in rows:
+        loss_tokens += sum(sum(text.mask) for text in row.texts)
+
     report = f"{option}: {len(rows):,} {unit} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in total, "
-    report += f"{share:.1%} of them in the loss"
-    if dropped := read - len(rows):
-        limit, is_cut = f"data.max_length={config.max_length}", config.truncation == "right"
-        why = f"no token in the loss is left within {limit}" if is_cut else f"data.truncation=drop: longer than {limit}"
-        report += f"; dropped: {dropped:,} ({why})"
-    return report + (f"; cut off at {config.max_length} tokens: {cut:,} (data.truncation=right)" if cut else "")
+    report += f"{loss_tokens / sum(lengths):.1%} of them in the loss"
+    dropped = read - len(rows)
+    if dropped and config.truncation == "right":
+        report += f"; dropped: {dropped:,} (no token in the loss is left within data.max_length={config.max_length})"
+    elif dropped:
+        report += f"; dropped: {dropped:,} (data.truncation=drop: longer than data.max_length={config.max_length})"
+    if cut:
+        report += f"; cut off at {config.max_length} tokens: {cut:,} (data.truncation=right)"
+    return report
 
 
-def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[dict[str, Any], str]]:
+def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[Row, str]]:
     """Yields each row of the files with its location for messages. Raises UserError for an unreadable file."""
     for path in files:
         for index, row in enumerate(read_rows(path, option)):
@@ -117,23 +166,24 @@ def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[dict[str, Any],
             yield row, where
 
 
-def read_example(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, where: str) -> Example:
+def read_example(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, where: str) -> Example:
     """Returns the sequence of a row of any format. Raises UserError if the row is unusable."""
-    is_text = all(value_at(row, key) is None for key in (config.messages_key, config.prompt_key))
-    if is_text and row.get(TEXT) is not None:
+    has_chat = value_at(row, config.messages_key) is not None or value_at(row, config.prompt_key) is not None
+    if not has_chat and row.get(TEXT) is not None:
         if config.completion_only_loss:
             raise UserError(
                 f"{where}: plain text has no completion, so data.completion_only_loss=true leaves no token in the "
                 "loss; leave the option out, or write the row with the columns prompt and completion"
             )
         return encode_plain_text(row[TEXT], tokenizer, f"{where}, column {TEXT!r}")
+
     chat, first = read_chat(row, config, where)
     arguments = template_arguments(row, tokenizer, config, chat, where)
     return encode_chat(chat, tokenizer, where, first, assistant_only=config.assistant_only_loss, arguments=arguments)
 
 
 def template_arguments(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: SupervisedDataConfig, chat: Chat, where: str
+    row: Row, tokenizer: PreTrainedTokenizerBase, config: SupervisedDataConfig, chat: Chat, where: str
 ) -> Arguments:
     """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, and its tools.
 
@@ -159,13 +209,12 @@ def template_arguments(
 
 
 @functools.cache
-def _tools_of_file(path: str) -> list[dict[str, Any]]:
-    tools = read_tools_file(path)
-    assert tools is not None
-    return tools
+def _tools_of_file(path: str) -> list[ToolSchema] | None:
+    """Reads the file of tools once instead of once per row."""
+    return read_tools_file(path)
 
 
-def encode_plain_text(text: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
+def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
     """Tokenizes a text for language modeling, as TRL does: with the tokenizer's special tokens and the end-of-sequence
     token. All tokens are in the loss except the first, which nothing predicts."""
     if not isinstance(text, str) or not text.strip():
@@ -176,11 +225,12 @@ def encode_plain_text(text: Any, tokenizer: PreTrainedTokenizerBase, where: str)
             "lacks: set eos_token in its tokenizer_config.json"
         )
     tokens = list(tokenizer(text)["input_ids"])
-    tokens += [tokenizer.eos_token_id] * (tokens[-1] != tokenizer.eos_token_id)
+    if tokens[-1] != tokenizer.eos_token_id:
+        tokens.append(tokenizer.eos_token_id)
     return Example(tokens[:1], tokens[1:], [1] * (len(tokens) - 1))
 
 
-def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[Chat, int]:
+def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
     """Returns the chat of a row and the index of the first message in the loss.
 
     The chat is the messages column, or the prompt column followed by the response (or TRL's completion) column. The
@@ -189,12 +239,18 @@ def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[C
     """
     needs_assistant = config.assistant_only_loss
     if row.get(config.messages_key) is not None:
-        place = f"{where}, column {config.messages_key!r}"
-        chat = _read_answer(row[config.messages_key], place, needs_assistant or config.completion_only_loss)
-        places = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
-        return chat, places[-1] if config.completion_only_loss else 0
-    key = config.response_key if value_at(row, config.response_key) is not None else COMPLETION
-    prompt, response = value_at(row, config.prompt_key), value_at(row, key)
+        column = f"{where}, column {config.messages_key!r}"
+        chat = _read_answer(row[config.messages_key], column, needs_assistant or config.completion_only_loss)
+        if not config.completion_only_loss:
+            return chat, 0
+        answers = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
+        return chat, answers[-1]
+
+    response_key = config.response_key
+    if value_at(row, response_key) is None:
+        response_key = COMPLETION
+    prompt = value_at(row, config.prompt_key)
+    response = value_at(row, response_key)
     if prompt is None or not isinstance(response, str | list):
         raise UserError(
             f"{where}: there is neither a chat in column {config.messages_key!r} (data.messages_key) nor a prompt in "
@@ -204,11 +260,12 @@ def read_chat(row: dict[str, Any], config: SFTDataConfig, where: str) -> tuple[C
         )
     question = question_of(prompt, f"{where}, column {config.prompt_key!r}")
     messages = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-    answer = _read_answer(messages, f"{where}, column {key!r}", needs_assistant)
-    return [*question, *answer], 0 if config.completion_only_loss is False else len(question)
+    answer = _read_answer(messages, f"{where}, column {response_key!r}", needs_assistant)
+    first = 0 if config.completion_only_loss is False else len(question)  # None, the default, means the completion
+    return [*question, *answer], first
 
 
-def _read_answer(messages: Any, where: str, needs_assistant: bool | None) -> Chat:
+def _read_answer(messages: object, where: str, needs_assistant: bool | None) -> Chat:
     """Returns checked messages. Raises UserError if there is no assistant message although the mask needs one."""
     chat = read_messages(messages, where)
     if needs_assistant and not any(message["role"] == "assistant" for message in chat):
@@ -218,9 +275,11 @@ def _read_answer(messages: Any, where: str, needs_assistant: bool | None) -> Cha
     return chat
 
 
-def question_of(prompt: Any, where: str) -> Chat:
+def question_of(prompt: object, where: str) -> Chat:
     """Returns a prompt as messages; plain text becomes one user message. Raises UserError for any other type."""
-    return read_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, where)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return read_messages(prompt, where)
 
 
 def encode_chat(
@@ -301,15 +360,19 @@ def _encode_spans(
     Returns:
         The tokens, and for each of them 1 if it is in the loss, else 0.
     """
-    borders = {border for span in (*answers, *left_out) for border in (span.start, span.stop)}
-    cuts = sorted(borders | {learnt_from})
+    borders = {learnt_from}
+    for span in (*answers, *left_out):
+        borders |= {span.start, span.stop}
+    cuts = sorted(borders)
     tokens, counts = encode_and_cut(text, cuts, tokenizer)
-    index_of = dict(zip(cuts, counts, strict=True))
-    mask = [0] * index_of[learnt_from] + [1] * (len(tokens) - index_of[learnt_from])
+    token_index = dict(zip(cuts, counts, strict=True))
+    first_learnt = token_index[learnt_from]
+    mask = [0] * first_learnt + [1] * (len(tokens) - first_learnt)
 
     missing_ends: list[tuple[int, int]] = []  # the index of an end to be added, and its mask
     for answer in answers:
-        start, stop = index_of[answer.start], index_of[answer.stop]
+        start = token_index[answer.start]
+        stop = token_index[answer.stop]
         end = end_of_answer(tokens, start, stop, tokenizer, arguments)
         if end is None:
             end = stop
@@ -317,7 +380,8 @@ def _encode_spans(
         if answer.is_learnt:
             mask[start:end] = [1] * (end - start)
     for span in left_out:
-        start, stop = index_of[span.start], index_of[span.stop]
+        start = token_index[span.start]
+        stop = token_index[span.stop]
         mask[start:stop] = [0] * (stop - start)
 
     for index, is_learnt in reversed(missing_ends):  # from the end, so that earlier indices stay valid
@@ -427,15 +491,25 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
     Prompts are left-padded to (B, P) and responses right-padded to (B, R), where P and R are the longest lengths in
     the batch. response_mask is 1 for tokens that are trained on.
     """
+    prompts = [example.prompt for example in examples]
+    responses = [example.response for example in examples]
+    prompt_ids = _padded(prompts, pad_token_id, "left")
+    response_ids = _padded(responses, pad_token_id, "right")
+    is_prompt = _padded([[1] * len(prompt) for prompt in prompts], 0, "left")
+    is_response = _padded([[1] * len(response) for response in responses], 0, "right")
+    attention_mask = torch.cat([is_prompt, is_response], dim=1)
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
+            "attention_mask": attention_mask,
+            "responses": response_ids,
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+            "response_mask": _padded([example.mask for example in examples], 0, "right"),
+        }
+    )
 
-    def padded(rows: Iterable[Sequence[int]], value: int, side: str = "right") -> torch.Tensor:
-        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
-    responses = padded((example.response for example in examples), pad_token_id)
-    ids = torch.cat([padded((example.prompt for example in examples), pad_token_id, "left"), responses], dim=1)
-    is_prompt = padded(([1] * len(example.prompt) for example in examples), 0, "left")
-    attention = torch.cat([is_prompt, padded(([1] * len(example.response) for example in examples), 0)], dim=1)
-    columns = {"input_ids": ids, "attention_mask": attention, "responses": responses}
-    columns["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
-    return DataProto.from_dict(columns | {"response_mask": padded((example.mask for example in examples), 0)})
+def _padded(rows: Sequence[Sequence[int]], value: int, side: str) -> torch.Tensor:
+    """Returns the rows as a (B, longest) tensor of int64. side: "left" or "right" of the values that are added."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)

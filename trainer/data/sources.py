@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow
 import pyarrow.parquet
@@ -37,21 +37,33 @@ _SPLIT_WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(name for names in SPLITS.val
 MOST_LEVELS = 100
 _DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
 
+Row = dict[str, Any]
+"""A row of a source as it was read: its columns can hold anything."""
+Rows: TypeAlias = "list[Row] | pyarrow.Table | datasets.Dataset"
+
 
 class RowTable:
     """The rows of one source. Rows of a file are in memory; rows of `datasets` stay on disk until they are read.
 
-    path: the source, for messages. data_source: the data source of rows that have none themselves. columns: column
-    names; for json sorted, else in the order of the file. media: columns whose declared type is image, video or audio.
+    Attributes:
+        path: The source, for messages.
+        data_source: The data source of rows that have none themselves.
+        columns: Column names; for json sorted, else in the order of the file.
+        media: Columns whose declared type is image, video or audio.
     """
 
-    def __init__(
-        self, path: str, rows: list[dict[str, Any]] | pyarrow.Table | datasets.Dataset, data_source: str | None = None
-    ) -> None:
-        self.path, self.data_source, self._rows, self.media = path, data_source, rows, list[str]()
+    def __init__(self, path: str, rows: Rows, data_source: str | None = None) -> None:
+        self.path = path
+        self.data_source = data_source
+        self._rows = rows
+        self.media: list[str] = []
         if isinstance(rows, list):  # from json: rows may have different columns and types
-            self.columns = sorted({name for row in rows for name in row})
+            names: set[str] = set()
+            for row in rows:
+                names.update(row)
+            self.columns = sorted(names)
             return
+
         self.columns = list(rows.column_names)
         if not isinstance(rows, pyarrow.Table):
             from datasets.features.features import require_decoding
@@ -61,11 +73,11 @@ class RowTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def rows(self, indices: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
+    def rows(self, indices: Sequence[int], columns: Sequence[str]) -> list[Row]:
         """Returns the rows at these indices, in this order, with those of the given columns that they have."""
         rows = self._rows
         if isinstance(rows, list):
-            return [{name: row[name] for name in columns if name in row} for row in map(rows.__getitem__, indices)]
+            return [_with_columns(rows[index], columns) for index in indices]
         if isinstance(rows, pyarrow.Table):
             table = rows.select(list(columns)).take(pyarrow.array(indices, type=pyarrow.int64()))
         else:
@@ -73,35 +85,56 @@ class RowTable:
         return table.to_pylist(maps_as_pydicts="lossy")
 
 
+def _with_columns(row: Row, columns: Sequence[str]) -> Row:
+    return {name: row[name] for name in columns if name in row}
+
+
 def open_sources(
     places: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
 ) -> list[RowTable]:
-    """Opens each entry of data.train_files (split="train") or data.val_files ("val") without checking its rows.
+    """Opens the entries of an option without checking their rows.
 
-    Raises UserError if a source does not exist or is unreadable.
+    Args:
+        places: The entries of data.train_files (split="train") or data.val_files (split="val").
+        config: Options of the data. With data.custom_cls, that class gets all entries.
+        tokenizer: The tokenizer, for data.custom_cls.
+        split: "train" or "val".
+
+    Raises:
+        UserError: If a source does not exist or is unreadable.
     """
     if config.custom_cls.path is not None:
         return [_rows_of_class(places, config, tokenizer, split)]
-    return [table for place in places for table in open_place(place, f"data.{split}_files", split)]
+    tables: list[RowTable] = []
+    for place in places:
+        tables += open_place(place, f"data.{split}_files", split)
+    return tables
 
 
-def read_rows(path: str, option: str) -> list[dict[str, Any]]:
+def read_rows(path: str, option: str) -> list[Row]:
     """Returns all rows of a file; see `read_data_file`."""
     table = read_data_file(path, option)
-    return table.rows(range(len(table)), table.columns)
+    all_rows = range(len(table))
+    return table.rows(all_rows, table.columns)
 
 
 def read_data_file(path: str, option: str) -> RowTable:
     """Reads a parquet, json (a list of rows) or jsonl (one row per line) file. option: its key, for messages.
 
-    Raises UserError if the file does not exist, is unreadable, or has another format.
+    Raises:
+        UserError: If the file does not exist, is unreadable, or has another format.
     """
-    file, where = Path(path).expanduser(), f"{option}={path!r}"
-    if not file.is_file() or file.suffix not in SUFFIXES:
-        found = "expected a file" if file.is_file() else f"no such file (looked for {file.absolute()}); expected a file"
-        raise UserError(f"{where}: {found} named .parquet, .json or .jsonl")
+    file = Path(path).expanduser()
+    where = f"{option}={path!r}"
+    if not file.is_file():
+        raise UserError(
+            f"{where}: no such file (looked for {file.absolute()}); expected a file named .parquet, .json or .jsonl"
+        )
+    if file.suffix not in SUFFIXES:
+        raise UserError(f"{where}: expected a file named .parquet, .json or .jsonl")
     if file.suffix != ".parquet":
         return RowTable(path, _read_json(file, where))
+
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
             table = reader.read()
@@ -113,16 +146,21 @@ def read_data_file(path: str, option: str) -> RowTable:
     return RowTable(path, table)
 
 
-def _read_json(file: Path, where: str) -> list[dict[str, Any]]:
+def _read_json(file: Path, where: str) -> list[Row]:
     try:
         text = file.read_bytes().decode("utf-8-sig")  # editors on Windows begin files with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: cannot be read ({error}); expected uncompressed json in UTF-8") from error
+
     if text.lstrip().startswith("["):
         rows = parse_json(text, where, "a row per line, or one list of rows")
-    else:  # split, not splitlines, which would also split at U+2028 inside a string
-        lines = enumerate(text.split("\n"), start=1)
-        rows = [parse_json(line, f"{where}, line {number}", "a row per line") for number, line in lines if line.strip()]
+    else:
+        rows = []
+        # split, not splitlines, which would also split at U+2028 inside a string
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                rows.append(parse_json(line, f"{where}, line {number}", "a row per line"))
+
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f"{where}: row {index} is {row!r:.100}, expected an object with named columns")
@@ -141,70 +179,89 @@ def parse_json(text: str, where: str, expected: str) -> Any:
     return value
 
 
-def is_nested_deeper(value: Any, levels: int) -> bool:
+def is_nested_deeper(value: object, levels: int) -> bool:
     """Returns True if a mapping or list contains others over more than `levels` levels. Later stages copy and send
     values by recursion."""
-    level = [value]
+    containers = [value]
     for _ in range(levels):
-        inner: list[Any] = []
-        for container in level:
+        entries: list[object] = []
+        for container in containers:
             if isinstance(container, dict):
-                inner += container.values()
+                entries += container.values()
             elif isinstance(container, list):
-                inner += container
-        level = [one for one in inner if isinstance(one, dict | list)]
-        if not level:
+                entries += container
+        containers = [entry for entry in entries if isinstance(entry, dict | list)]
+        if not containers:
             return False
     return True
 
 
 def open_place(text: str, option: str, split: str) -> list[RowTable]:
-    """Opens one entry of an option, `base:config@split`, as one table per file. split: selects the default splits."""
-    front, _, asked = text.partition("@")
+    """Opens one entry of an option, as one table per file.
+
+    Args:
+        text: The entry, `base:config@split`.
+        option: Key of the option, for messages.
+        split: "train" or "val". It selects the default splits.
+    """
+    front, _, named_split = text.partition("@")
     base, _, config = front.partition(":")
     if Path(text).expanduser().exists():  # a path may hold any character
-        base, config, asked = text, "", ""
-    place, where = Path(base).expanduser(), f"{option}={text!r}"
-    wanted = (asked,) if asked else SPLITS[split]
-    if place.is_dir() and ((place / "dataset_dict.json").is_file() or (place / "state.json").is_file()):
-        return [RowTable(text, _load_saved(base, where, wanted))]
-    if place.is_dir() and not config:
-        return [read_data_file(str(file), option) for file in _files_of_split(place, where, wanted)]
-    if place.is_dir():  # a copy of a hub repository, whose README lists the files of each config
-        return [RowTable(text, _load_prepared(str(place), config, where, wanted))]
-    if HUB_NAME.fullmatch(text) and place.suffix not in SUFFIXES:
-        return [RowTable(text, _load_prepared(base, config or None, where, wanted), data_source=base)]
+        base = text
+        config = named_split = ""
+    path = Path(base).expanduser()
+    where = f"{option}={text!r}"
+    splits = (named_split,) if named_split else SPLITS[split]
+
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return [RowTable(text, _load_saved(base, where, splits))]
+        if config:  # a copy of a hub repository, whose README lists the files of each config
+            return [RowTable(text, _load_prepared(str(path), config, where, splits))]
+        return [read_data_file(str(file), option) for file in _files_of_split(path, where, splits)]
+    if HUB_NAME.fullmatch(text) and path.suffix not in SUFFIXES:
+        return [RowTable(text, _load_prepared(base, config or None, where, splits), data_source=base)]
     return [read_data_file(text, option)]
 
 
-def _files_of_split(folder: Path, where: str, wanted: Sequence[str]) -> list[Path]:
-    """Returns the files of a folder, or of its subfolder `data`, that are named after a wanted split, or all files if
-    none is named after a split."""
-    by_split: dict[str, list[Path]] = {}
-    for part in (folder, folder / "data"):
-        for file in sorted(part.iterdir()) if part.is_dir() and not by_split else ():
-            if file.suffix in SUFFIXES and file.name not in _DESCRIPTIONS and not file.name.startswith("."):
-                word = _SPLIT_WORD.search(file.stem.lower())
-                by_split.setdefault(word[1] if word else "", []).append(file)
-    if not by_split:
+def _files_of_split(folder: Path, where: str, splits: Sequence[str]) -> list[Path]:
+    """Returns the files of a folder, or of its subfolder `data`, that are named after one of the splits, or all files
+    if none is named after a split."""
+    files_by_split = _data_files_by_split(folder) or _data_files_by_split(folder / "data")
+    if not files_by_split:
         raise UserError(f"{where}: the folder {folder.absolute()} has no parquet, json or jsonl file")
-    if list(by_split) == [""] and len(wanted) > 1:
-        return by_split[""]
-    if "" in by_split and len(by_split) > 1:
+
+    unnamed = files_by_split.get("", [])
+    if unnamed and len(files_by_split) == 1 and len(splits) > 1:
+        return unnamed
+    if unnamed and len(files_by_split) > 1:
         raise UserError(
-            f"{where}: some files of the folder are named after a split, but {by_split[''][0].name} is not; list the "
+            f"{where}: some files of the folder are named after a split, but {unnamed[0].name} is not; list the "
             "intended files instead of the folder"
         )
-    return by_split[_choose_split(list(by_split), where, wanted)]
+    return files_by_split[_choose_split(list(files_by_split), where, splits)]
 
 
-def _choose_split(known: Sequence[str], where: str, wanted: Sequence[str]) -> str:
+def _data_files_by_split(folder: Path) -> dict[str, list[Path]]:
+    """Returns the data files of a folder by the split in their names, or "" without one."""
+    if not folder.is_dir():
+        return {}
+    files_by_split: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix in SUFFIXES and file.name not in _DESCRIPTIONS and not file.name.startswith("."):
+            match = _SPLIT_WORD.search(file.stem.lower())
+            files_by_split.setdefault(match[1] if match else "", []).append(file)
+    return files_by_split
+
+
+def _choose_split(available: Sequence[str], where: str, wanted: Sequence[str]) -> str:
     """Returns the first wanted split that exists. Raises UserError, which lists the existing splits, if none does."""
-    if found := [name for name in wanted if name in known]:
-        return found[0]
+    for split in wanted:
+        if split in available:
+            return split
     raise UserError(
-        f"{where}: no split called {' or '.join(wanted[:2])}; splits found: {', '.join(sorted(known)) or 'none'}. Add "
-        "the split after an @, for example owner/name:config@split"
+        f"{where}: no split called {' or '.join(wanted[:2])}; splits found: {', '.join(sorted(available)) or 'none'}. "
+        "Add the split after an @, for example owner/name:config@split"
     )
 
 
@@ -213,14 +270,14 @@ def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Data
     import datasets
 
     try:
-        found = datasets.load_from_disk(folder)
+        loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(f"{where}: not a readable folder of datasets.save_to_disk ({error})") from error
-    if isinstance(found, datasets.DatasetDict):
-        return found[_choose_split(list(found), where, wanted)]
+    if isinstance(loaded, datasets.DatasetDict):
+        return loaded[_choose_split(list(loaded), where, wanted)]
     if len(wanted) == 1:
         raise UserError(f"{where}: the folder contains one dataset without splits; remove @{wanted[0]}")
-    return found
+    return loaded
 
 
 def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[str]) -> datasets.Dataset:
@@ -229,8 +286,9 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
 
     try:
         builder = datasets.load_dataset_builder(name, config)
-        known = list(builder.info.splits or getattr(builder.config, "data_files", None) or [])
-        split = _choose_split([str(name) for name in known], where, wanted)
+        # a builder that has never been prepared lists its splits only as files
+        available = builder.info.splits or getattr(builder.config, "data_files", None) or []
+        split = _choose_split([str(available_split) for available_split in available], where, wanted)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
     except UserError:
@@ -249,16 +307,24 @@ def _rows_of_class(
 ) -> RowTable:
     """Returns the rows of data.custom_cls. The class is constructed with those of verl's arguments that it accepts."""
     custom = config.custom_cls
-    made = load_object(custom.path or "", custom.name or "", "data.custom_cls.path", "data.custom_cls.name")
-    most = config.train_max_samples if split == "train" else config.val_max_samples
-    arguments: dict[str, Any] = {"data_files": list(places), "tokenizer": tokenizer, "processor": None}
-    arguments |= {"config": config, "max_samples": most}
-    rows = made(**{name: value for name, value in arguments.items() if accepts(made, name)})
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise UserError(f"data.custom_cls.name={custom.name}: expected a sequence of rows, found {type(rows).__name__}")
+    row_class = load_object(custom.path or "", custom.name or "", "data.custom_cls.path", "data.custom_cls.name")
+    arguments: dict[str, object] = {
+        "data_files": list(places),
+        "tokenizer": tokenizer,
+        "processor": None,
+        "config": config,
+        "max_samples": config.train_max_samples if split == "train" else config.val_max_samples,
+    }
+    dataset = row_class(**{name: value for name, value in arguments.items() if accepts(row_class, name)})
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"data.custom_cls.name={custom.name}: expected a sequence of rows, found {type(dataset).__name__}"
+        )
+
+    # by index, because a class with __getitem__ and __len__ need not be iterable
+    rows = [dataset[index] for index in range(len(dataset))]
     name = f"{custom.name} of {custom.path}"
-    found = [rows[index] for index in range(len(rows))]
-    for index, row in enumerate(found):
+    for index, row in enumerate(rows):
         if isinstance(row, dict) and is_nested_deeper(row, MOST_LEVELS):
             raise UserError(f"data.custom_cls: row {index} of {name} is nested more than {MOST_LEVELS} levels deep")
         if not isinstance(row, dict) or any(isinstance(value, torch.Tensor) for value in row.values()):
@@ -266,4 +332,4 @@ def _rows_of_class(
                 f"data.custom_cls: row {index} of {name} is {row!r:.100}, expected a dict of columns without tensors "
                 '(tokens are computed later): {"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
             )
-    return RowTable(name, found)
+    return RowTable(name, rows)

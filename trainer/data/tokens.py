@@ -5,6 +5,8 @@ the folder `tokens/` of VERL_LITE_CACHE (default ~/.cache/verl_lite). The name o
 that the tokens depend on, so a file is never out of date and may be deleted at any time.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
@@ -14,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow
@@ -26,8 +28,14 @@ from verl_lite.errors import UserError
 from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
+if TYPE_CHECKING:
+    import datasets
+
 CACHED_FROM = 5_000
 """Smallest number of prompts that is cached. Fewer take less than two seconds on one core (recipes/LOG.md)."""
+
+TemplateArguments = dict[str, Any]
+"""Keyword arguments of a chat template, which defines their names and types."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,76 +71,108 @@ def encode_prompts(
 
 
 def _encode_with_cache(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], workers: int
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments, workers: int
 ) -> list[np.ndarray]:
+    """Returns the token ids of each prompt from the cache file, which this call writes if it is missing.
+
+    Args:
+        prompts: The prompts. Values that are no json become text, as templates would show them.
+        tokenizer: The tokenizer.
+        kwargs: Arguments of the chat template.
+        workers: Number of processes that tokenize.
+    """
     import datasets
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
-        chunk = [Prompt(json.loads(text), tools) for text, tools in zip(batch["messages"], batch["tools"], strict=True)]
-        return {"tokens": _encode(chunk, tokenizer, kwargs)}
+        batch_prompts = []
+        for messages, tools in zip(batch["messages"], batch["tools"], strict=True):
+            batch_prompts.append(Prompt(json.loads(messages), tools))
+        return {"tokens": _encode(batch_prompts, tokenizer, kwargs)}
 
     columns = {
         "messages": [json.dumps(prompt.messages, default=str) for prompt in prompts],
         "tools": [prompt.tools for prompt in prompts],
     }
     content = json.dumps([_identity(tokenizer, kwargs), columns])
-    name = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-    folder = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute() / "tokens"
-    texts = datasets.Features(dict.fromkeys(columns, datasets.Value("large_string")))
-    rows = datasets.Dataset.from_dict(columns, features=texts)
-    tokens = datasets.Features({"tokens": datasets.List(datasets.Value("int32"))})
-    options: dict[str, Any] = {"batched": True, "remove_columns": list(columns), "features": tokens}
+    digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    cache = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute()
+    folder = cache / "tokens"
+
+    input_features = datasets.Features(dict.fromkeys(columns, datasets.Value("large_string")))
+    rows = datasets.Dataset.from_dict(columns, features=input_features)
+    options: dict[str, Any] = {
+        "batched": True,
+        "remove_columns": list(columns),
+        "features": datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
+        "new_fingerprint": digest,  # otherwise `datasets` would pickle and hash the tokenizer
+    }
     datasets.disable_progress_bars()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = str(folder / f"{name}.arrow")
-        processes = workers if workers > 1 else None
-        kept = rows.map(encode, cache_file_name=file, num_proc=processes, new_fingerprint=name, **options)
-        return _arrays(kept)
+        tokenized = rows.map(
+            encode,
+            cache_file_name=str(folder / f"{digest}.arrow"),
+            num_proc=workers if workers > 1 else None,
+            **options,
+        )
+        return _arrays(tokenized)
     except (OSError, pyarrow.ArrowInvalid) as error:  # a damaged file, or a folder that cannot be written
         logger.warning("the prompt tokens in %s cannot be used (%s): tokenizing without the cache", folder, error)
-        for damaged in folder.glob(f"{name}*") if folder.is_dir() else ():
-            damaged.unlink(missing_ok=True)
-        return _arrays(rows.map(encode, keep_in_memory=True, new_fingerprint=name, **options))
+        if folder.is_dir():
+            for damaged_file in folder.glob(f"{digest}*"):
+                damaged_file.unlink(missing_ok=True)
+        return _arrays(rows.map(encode, keep_in_memory=True, **options))
 
 
-def _arrays(rows: Any) -> list[np.ndarray]:
+def _arrays(rows: datasets.Dataset) -> list[np.ndarray]:
     """Returns the tokens of each row as views of the dataset's memory."""
-    found: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
     for chunk in rows.data.column("tokens").chunks:
-        ends = chunk.offsets.to_numpy() - chunk.offsets[0].as_py()
-        found += np.split(chunk.flatten().to_numpy(), ends[1:-1])
-    return found
+        # the offsets of a chunk can be those of a longer array, of which it is a part
+        boundaries = chunk.offsets.to_numpy() - chunk.offsets[0].as_py()
+        arrays += np.split(chunk.flatten().to_numpy(), boundaries[1:-1])
+    return arrays
 
 
-def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[str]:
+def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments) -> list[str]:
     """Returns everything except the prompts that the tokens depend on, as text. This includes the date if the template
     uses it, because the prompts then change every day."""
     import tokenizers
     import transformers
 
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # of fast tokenizers
+    if backend is not None:
+        vocabulary = backend.to_str()
+    else:
+        vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = str(tokenizer.chat_template)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    settings = json.dumps([tokenizer.special_tokens_map, kwargs], sort_keys=True, default=str)
-    day = time.strftime("%Y-%m-%d") if "strftime_now" in template else ""
-    versions = [transformers.__version__, tokenizers.__version__]
-    return [type(tokenizer).__qualname__, content, template, settings, day, *versions]
+    return [
+        type(tokenizer).__qualname__,
+        vocabulary,
+        template,
+        json.dumps([tokenizer.special_tokens_map, kwargs], sort_keys=True, default=str),
+        time.strftime("%Y-%m-%d") if "strftime_now" in template else "",
+        transformers.__version__,
+        tokenizers.__version__,
+    ]
 
 
-def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[list[int]]:
+def _encode(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments
+) -> list[list[int]]:
     texts: list[str] = []
-    for tools, group in itertools.groupby(prompts, key=lambda prompt: prompt.tools):
-        texts += _render(tokenizer, [prompt.messages for prompt in group], tools, kwargs)
+    # prompts with the same tools are rendered by one call, which compiles the template once
+    for tools, prompts_with_tools in itertools.groupby(prompts, key=lambda prompt: prompt.tools):
+        texts += _render(tokenizer, [prompt.messages for prompt in prompts_with_tools], tools, kwargs)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], tools: str | None, kwargs: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], tools: str | None, kwargs: TemplateArguments
 ) -> list[str]:
-    shown = kwargs if tools is None else {**kwargs, "tools": json.loads(tools)}
+    """Returns the texts of chats with the same tools. Raises UserError about the chat that the template refuses."""
     try:
-        return render_chats(tokenizer, chats, add_generation_prompt=True, **shown)
+        return render_chats(tokenizer, chats, add_generation_prompt=True, **_with_tools(kwargs, tools))
     except ChatTemplateError as error:
         if len(chats) > 1:  # renders the chats one by one to find the chat that fails
             return [_render(tokenizer, [chat], tools, kwargs)[0] for chat in chats]
@@ -143,34 +183,55 @@ def _render(
         ) from error
 
 
-def _check_shown(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: dict[str, Any]
-) -> None:
-    """Raises UserError if the template's output ignores a prompt's tools, tool calls, results of tools, or
-    data.system_prompt. Looks at the first prompt that has such a part."""
-    system = config.system_prompt
-    with_tools = [each for each in prompts if each.tools is not None][:1]
-    with_system: list[Prompt] = []
-    if system is not None:
-        with_system = [each for each in prompts if each.messages[0]["content"] == system and len(each.messages) > 1][:1]
-    with_calls = [each for each in prompts if any("tool_calls" in message for message in each.messages)][:1]
-    with_results = [each for each in prompts if any(message["role"] == "tool" for message in each.messages)][:1]
-    for each in (*with_calls, *with_results):
-        arguments = kwargs if each.tools is None else {**kwargs, "tools": json.loads(each.tools)}
-        check_calls_shown(each.messages, tokenizer, f"The prompt {each.messages!r:.200}", arguments)
+def _with_tools(kwargs: TemplateArguments, tools: str | None) -> TemplateArguments:
+    return kwargs if tools is None else {**kwargs, "tools": json.loads(tools)}
 
-    cases = [("tools (data.columns.tools=null leaves them out)", each, Prompt(each.messages)) for each in with_tools]
-    for each in with_system:
-        what = f"data.system_prompt={system!r:.100} (use data.prompt_template)"
-        cases.append((what, each, Prompt(each.messages[1:], each.tools)))
-    for what, prompt, prompt_without in cases:
-        whole = _render(tokenizer, [prompt.messages], prompt.tools, kwargs)
-        try:
-            without = _render(tokenizer, [prompt_without.messages], prompt_without.tools, kwargs)
-        except UserError:  # a template that requires the part shows it
-            continue
-        if whole == without:
-            raise UserError(
-                f"The chat template of {tokenizer.name_or_path!r} does not show {what}: set another template with "
-                "data.chat_template"
-            )
+
+def _check_shown(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: TemplateArguments
+) -> None:
+    """Checks that the template shows all parts of prompts, with the first prompt that has such a part.
+
+    Raises:
+        UserError: If the template's output ignores a prompt's tools, tool calls, results of tools, or
+            data.system_prompt.
+    """
+    system = config.system_prompt
+    with_tools = with_system = with_calls = with_results = None
+    for prompt in prompts:
+        if prompt.tools is not None:
+            with_tools = with_tools or prompt
+        if system is not None and prompt.messages[0]["content"] == system and len(prompt.messages) > 1:
+            with_system = with_system or prompt
+        if any("tool_calls" in message for message in prompt.messages):
+            with_calls = with_calls or prompt
+        if any(message["role"] == "tool" for message in prompt.messages):
+            with_results = with_results or prompt
+
+    for prompt in (with_calls, with_results):
+        if prompt is not None:
+            arguments = _with_tools(kwargs, prompt.tools)
+            check_calls_shown(prompt.messages, tokenizer, f"The prompt {prompt.messages!r:.200}", arguments)
+    if with_tools is not None:
+        part = "tools (data.columns.tools=null leaves them out)"
+        _check_part_shown(part, with_tools, Prompt(with_tools.messages), tokenizer, kwargs)
+    if with_system is not None:
+        part = f"data.system_prompt={system!r:.100} (use data.prompt_template)"
+        without_system = Prompt(with_system.messages[1:], with_system.tools)
+        _check_part_shown(part, with_system, without_system, tokenizer, kwargs)
+
+
+def _check_part_shown(
+    part: str, prompt: Prompt, prompt_without: Prompt, tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments
+) -> None:
+    """Raises UserError if the template gives the same text with and without a part of the prompt."""
+    text = _render(tokenizer, [prompt.messages], prompt.tools, kwargs)
+    try:
+        text_without = _render(tokenizer, [prompt_without.messages], prompt_without.tools, kwargs)
+    except UserError:  # a template that requires the part shows it
+        return
+    if text == text_without:
+        raise UserError(
+            f"The chat template of {tokenizer.name_or_path!r} does not show {part}: set another template with "
+            "data.chat_template"
+        )

@@ -49,73 +49,99 @@ def launch_table(
 
 def aligned(rows: Sequence[PlanRow]) -> str:
     """Returns rows of a plan as aligned text."""
-    what, value = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{row.what:<{what}}  {row.value:>{value}}   {row.options}" for row in rows)
+    name_width = max(len(row.what) for row in rows)
+    value_width = max(len(row.value) for row in rows)
+    return "\n".join(f"{row.what:<{name_width}}  {row.value:>{value_width}}   {row.options}" for row in rows)
 
 
 def slots_text(trainer: RunConfig, slots: int) -> str:
     """Returns the number of devices of a run as text ("8 devices"), or of processes on a CPU ("2 processes")."""
-    one, several = ("process", "processes") if is_on_cpu(trainer.device) else ("device", "devices")
-    return f"{slots} {one if slots == 1 else several}"
+    if is_on_cpu(trainer.device):
+        return "1 process" if slots == 1 else f"{slots} processes"
+    return "1 device" if slots == 1 else f"{slots} devices"
 
 
 def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -> list[PlanRow]:
     """Returns the plan of a run.
 
     Args:
+        config: Options of the run.
         slots: Number of devices of the whole run.
         total_steps: Number of training steps, or None if the size of the dataset is unknown.
     """
-    trainer, rollout = config.trainer, config.rollout
     rows = list(_prompt_rows(config, slots) if config.reads_prompts else _episode_rows(config))
-    correction = config.algorithm.rollout_correction
-    is_strict, why = "no", "later optimizer steps train on samples from older weights"
-    if config.async_training.max_off_policy_threshold:
-        corrected = correction.rollout_is is not None or correction.bypass_mode
-        how = "corrected" if corrected else "uncorrected; algorithm.rollout_correction.rollout_is=token corrects"
-        why = f"samples come from earlier weights, {how}"
-    elif requirements.is_on_policy(config):
-        is_strict, why = "yes", "one optimizer step per batch"
-    rows.append(PlanRow("strictly on-policy", is_strict, why))
-    ahead = config.async_training
-    if ahead.max_off_policy_threshold:
-        most = f"async_training.max_off_policy_threshold={ahead.max_off_policy_threshold}"
-        text = f"async_training.batches_ahead; at most {most}"
-        rows.append(PlanRow("weight updates from sampling to training", f"{ahead.depth}", text))
-    needed = {
-        "reward model": config.reward_model.enable,
-        "old log-probs": requirements.needs_old_log_prob(config),
-        "reference log-probs": requirements.needs_reference(config),
-        **{f"log-probs by teacher {one.name}": True for one in config.distillation.named_teachers()},
-        "values": requirements.needs_critic(config),
-    }
-    passes = [name for name, is_needed in needed.items() if is_needed]
-    notes = [", ".join(passes)] if passes else []
-    if not needed["old log-probs"]:
-        bypassed = "bypass_mode uses the rollout's log-probs"
-        skipped = bypassed if correction.bypass_mode else "on-policy, so the update computes the same values"
-        notes.append(f"old log-probs skipped: {skipped}")
-    rows.append(PlanRow("passes before the update", f"{len(passes)}", "; ".join(notes)))
+    rows += _on_policy_rows(config)
+    rows.append(_passes_row(config))
+
+    trainer = config.trainer
     limit = f"trainer.total_training_steps={trainer.total_training_steps}"
     if trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={trainer.total_epochs}"
-    engines = num_engines(config, slots)
     rows.append(PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit))
-    engine = resolve_engine_name(rollout.name)
-    is_slower = engine == "vllm" and is_on_cpu(trainer.device)
-    advice = "; on a CPU rollout.name=hf is faster where it runs the model" if is_slower else ""
-    place = ""
+
+    rows.append(_engine_row(config, slots))
+    top_k = config.rollout.top_k
+    if top_k > 0:
+        tokens = rows_per_step(config) * config.data.max_response_length
+        megabytes = tokens * top_k * 4 / 1e6
+        options = f"rollout.top_k={top_k} x 4 bytes per response token, on the driver and in messages"
+        rows.append(PlanRow("sampling candidates per training step", f"{megabytes:,.1f} MB", options))
+    return [*rows, *adapter_rows(config.model)]
+
+
+def _on_policy_rows(config: PPOConfig) -> Iterator[PlanRow]:
+    """Yields whether the samples come from the weights that they train, and else how far ahead they are sampled."""
+    correction = config.algorithm.rollout_correction
+    asynchronous = config.async_training
+    threshold = asynchronous.max_off_policy_threshold
+    if threshold:
+        if correction.rollout_is is not None or correction.bypass_mode:
+            reason = "samples come from earlier weights, corrected"
+        else:
+            reason = "samples come from earlier weights, uncorrected; "
+            reason += "algorithm.rollout_correction.rollout_is=token corrects"
+        yield PlanRow("strictly on-policy", "no", reason)
+        options = f"async_training.batches_ahead; at most async_training.max_off_policy_threshold={threshold}"
+        yield PlanRow("weight updates from sampling to training", f"{asynchronous.depth}", options)
+    elif requirements.is_on_policy(config):
+        yield PlanRow("strictly on-policy", "yes", "one optimizer step per batch")
+    else:
+        yield PlanRow("strictly on-policy", "no", "later optimizer steps train on samples from older weights")
+
+
+def _passes_row(config: PPOConfig) -> PlanRow:
+    """Returns the passes through networks between sampling and the update."""
+    needs_old_log_prob = requirements.needs_old_log_prob(config)
+    passes = []
+    if config.reward_model.enable:
+        passes.append("reward model")
+    if needs_old_log_prob:
+        passes.append("old log-probs")
+    if requirements.needs_reference(config):
+        passes.append("reference log-probs")
+    passes += [f"log-probs by teacher {teacher.name}" for teacher in config.distillation.named_teachers()]
+    if requirements.needs_critic(config):
+        passes.append("values")
+
+    notes = [", ".join(passes)] if passes else []
+    if not needs_old_log_prob:
+        reason = "on-policy, so the update computes the same values"
+        if config.algorithm.rollout_correction.bypass_mode:
+            reason = "bypass_mode uses the rollout's log-probs"
+        notes.append(f"old log-probs skipped: {reason}")
+    return PlanRow("passes before the update", f"{len(passes)}", "; ".join(notes))
+
+
+def _engine_row(config: PPOConfig, slots: int) -> PlanRow:
+    engine = resolve_engine_name(config.rollout.name)
+    options = "rollout.name"
     if not config.hybrid_engine:
         devices = rollout_devices(config, slots)
-        place = f"; hybrid_engine=false: on {devices} device{'s' * (devices != 1)} besides the trainer's {slots}"
-    rows.append(PlanRow("rollout engine", f"{engines} x {engine}", f"rollout.name{place}{advice}"))
-    if rollout.top_k > 0:
-        tokens = rows_per_step(config) * config.data.max_response_length
-        options = f"rollout.top_k={rollout.top_k} x 4 bytes per response token, on the driver and in messages"
-        rows.append(
-            PlanRow("sampling candidates per training step", f"{tokens * rollout.top_k * 4 / 1e6:,.1f} MB", options)
-        )
-    return [*rows, *adapter_rows(config.model)]
+        devices_text = "1 device" if devices == 1 else f"{devices} devices"
+        options += f"; hybrid_engine=false: on {devices_text} besides the trainer's {slots}"
+    if engine == "vllm" and is_on_cpu(config.trainer.device):
+        options += "; on a CPU rollout.name=hf is faster where it runs the model"
+    return PlanRow("rollout engine", f"{num_engines(config, slots)} x {engine}", options)
 
 
 def adapter_rows(model: NetworkConfig) -> Iterator[PlanRow]:
@@ -128,48 +154,81 @@ def adapter_rows(model: NetworkConfig) -> Iterator[PlanRow]:
 
 
 def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
-    data, actor, critic, filters = config.data, config.actor, config.critic, config.algorithm.filter_groups
-    batch, n, size = data.train_batch_size, config.rollout.n, actor.ppo_mini_batch_size
+    """Yields the rows of a run with a dataset of prompts, from the prompts of a step to its micro-batches."""
+    data = config.data
+    actor = config.actor
+    batch = data.train_batch_size
+    n = config.rollout.n
+
     n_by_source = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
-    named = f" for most prompts; data.sources: {', '.join(n_by_source)}" if n_by_source else ""
-    has_baseline = requirements.needs_greedy_baseline(config)
-    greedy = "; plus one greedy answer, whose score is the baseline" if has_baseline else ""
+    samples_options = "rollout.n"
+    samples = f"{batch * n}"
+    if n_by_source:
+        samples_options += f" for most prompts; data.sources: {', '.join(n_by_source)}"
+        samples = f"about {samples}"
+    if requirements.needs_greedy_baseline(config):
+        samples_options += "; plus one greedy answer, whose score is the baseline"
     lengths = f"at most {data.max_prompt_length} + {data.max_response_length} tokens each"
     yield PlanRow("prompts per training step", f"{batch}", "data.train_batch_size")
-    yield PlanRow("x samples per prompt", f"{n}", f"rollout.n{named}{greedy}")
-    yield PlanRow("= samples per training step", f"{'about ' * bool(n_by_source)}{batch * n}", lengths)
+    yield PlanRow("x samples per prompt", f"{n}", samples_options)
+    yield PlanRow("= samples per training step", samples, lengths)
+
+    filters = config.algorithm.filter_groups
     if filters.enable:
-        text = "algorithm.filter_groups: until enough groups have answers that differ in "
-        text += filters.metric or "acc, else score"
-        yield PlanRow("generation batches per training step", f"1 to {filters.max_num_gen_batches}", text)
-    count = _mini_batches(size, batch)
-    text = f"{count} of actor.ppo_mini_batch_size={size} prompts, actor.ppo_epochs={actor.ppo_epochs}"
-    yield PlanRow("optimizer steps per training step", f"{count * actor.ppo_epochs}", text)
+        metric = filters.metric or "acc, else score"
+        options = f"algorithm.filter_groups: until enough groups have answers that differ in {metric}"
+        yield PlanRow("generation batches per training step", f"1 to {filters.max_num_gen_batches}", options)
+
+    mini_batch = actor.ppo_mini_batch_size
+    mini_batches = _mini_batches(mini_batch, batch)
+    options = f"{mini_batches} of actor.ppo_mini_batch_size={mini_batch} prompts, actor.ppo_epochs={actor.ppo_epochs}"
+    yield PlanRow("optimizer steps per training step", f"{mini_batches * actor.ppo_epochs}", options)
     if requirements.needs_critic(config):
-        of_critic = critic.ppo_mini_batch_size or size
-        epochs = critic.ppo_epochs or actor.ppo_epochs
-        warmup = config.trainer.critic_warmup
-        text = f"critic.ppo_mini_batch_size={of_critic}, critic.ppo_epochs={epochs}"
-        if warmup:
-            text += f"; the policy is trained from step {warmup + 1} (trainer.critic_warmup={warmup})"
-        yield PlanRow("critic optimizer steps per training step", f"{_mini_batches(of_critic, batch) * epochs}", text)
+        yield _critic_row(config)
+
+    prompts_of_mini_batch = batch if mini_batches == 1 else mini_batch
+    yield from _device_rows(config, slots, prompts_of_mini_batch * n)
+
+
+def _critic_row(config: PPOConfig) -> PlanRow:
+    critic = config.critic
+    mini_batch = critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
+    epochs = critic.ppo_epochs or config.actor.ppo_epochs
+    optimizer_steps = _mini_batches(mini_batch, config.data.train_batch_size) * epochs
+    options = f"critic.ppo_mini_batch_size={mini_batch}, critic.ppo_epochs={epochs}"
+    warmup = config.trainer.critic_warmup
+    if warmup:
+        options += f"; the policy is trained from step {warmup + 1} (trainer.critic_warmup={warmup})"
+    return PlanRow("critic optimizer steps per training step", f"{optimizer_steps}", options)
+
+
+def _device_rows(config: PPOConfig, slots: int, mini_batch_rows: int) -> Iterator[PlanRow]:
+    """Yields the rows and the micro-batches of a mini-batch on each device, or on each group of devices that share
+    their sequences. mini_batch_rows: samples of a mini-batch."""
     sharing = config.sequence_parallel_size("actor")
-    rows, owner = math.ceil((batch if count == 1 else size) * n / (slots // sharing)), "device"
-    where = slots_text(config.trainer, slots)
+    rows = math.ceil(mini_batch_rows / (slots // sharing))
+    owner = "device"
+    options = slots_text(config.trainer, slots)
     if sharing > 1:
-        owner, where = "group", f"{where}, in groups of actor.ulysses_sequence_parallel_size={sharing}"
-    yield PlanRow(f"rows per {owner} and mini-batch", f"{rows}", where)
-    cut, what = requirements.micro_batching(config, "update_actor"), f"micro-batches per {owner} and mini-batch"
-    if cut.max_token_len is None:
-        together = cut.micro_batch_size or 1
-        text = f"actor.ppo_micro_batch_size_per_gpu={together} sequences"
-        yield PlanRow(what, f"{math.ceil(rows / together)}", text)
+        owner = "group"
+        options += f", in groups of actor.ulysses_sequence_parallel_size={sharing}"
+    yield PlanRow(f"rows per {owner} and mini-batch", f"{rows}", options)
+
+    name = f"micro-batches per {owner} and mini-batch"
+    limits = requirements.micro_batching(config, "update_actor")
+    if limits.max_token_len is None:
+        rows_together = limits.micro_batch_size or 1
+        options = f"actor.ppo_micro_batch_size_per_gpu={rows_together} sequences"
+        yield PlanRow(name, f"{math.ceil(rows / rows_together)}", options)
         return
-    together = max(1, cut.max_token_len * sharing // (data.max_prompt_length + data.max_response_length))
-    most = math.ceil(rows / together)  # an upper bound, because the lengths are not known yet
-    ranks = f" on each of {sharing} ranks" * (sharing > 1)
-    text = f"actor.ppo_max_token_len_per_gpu={cut.max_token_len} tokens{ranks}; {most} if every row is full"
-    yield PlanRow(what, "1" if most == 1 else f"1 to {most}", text)
+
+    # an upper bound, because the lengths are not known yet
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    full_rows_together = max(1, limits.max_token_len * sharing // longest)
+    most = math.ceil(rows / full_rows_together)
+    ranks = f" on each of {sharing} ranks" if sharing > 1 else ""
+    options = f"actor.ppo_max_token_len_per_gpu={limits.max_token_len} tokens{ranks}; {most} if every row is full"
+    yield PlanRow(name, "1" if most == 1 else f"1 to {most}", options)
 
 
 def _mini_batches(size: int, prompts: int) -> int:
@@ -178,15 +237,22 @@ def _mini_batches(size: int, prompts: int) -> int:
 
 def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
     """Yields the rows of an agentic run. An episode becomes one training row, or one row per step of the episode."""
-    agentic, actor, data = config.agentic, config.actor, config.data
-    envs, mini = agentic.train_env_manager, actor.ppo_mini_batch_size
-    partition = envs.num_groups_partition or [envs.num_env_groups // len(envs.tags)] * len(envs.tags)
-    shares = " + ".join(f"{count} of {tag}" for tag, count in zip(envs.tags, partition, strict=False))
-    spare = envs.group_size_redundancy
-    redundancy = f" ({spare} more are started, and the last {spare} to end are dropped)" * (spare > 0)
-    steps = f"{actor.ppo_epochs}" if mini == -1 else f"{actor.ppo_epochs} x rows / {mini}"
+    agentic = config.agentic
+    envs = agentic.train_env_manager
+    groups_of_tag = envs.num_groups_partition or [envs.num_env_groups // len(envs.tags)] * len(envs.tags)
+    shares = " + ".join(f"{count} of {tag}" for tag, count in zip(envs.tags, groups_of_tag, strict=False))
+    size_options = "agentic.train_env_manager.group_size"
+    redundancy = envs.group_size_redundancy
+    if redundancy > 0:
+        size_options += f" ({redundancy} more are started, and the last {redundancy} to end are dropped)"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+
     yield PlanRow("episodes per training step", f"{agentic.rollout_batch_size}", "agentic.rollout_batch_size")
-    yield PlanRow("in groups of", f"{envs.group_size}", f"agentic.train_env_manager.group_size{redundancy}")
+    yield PlanRow("in groups of", f"{envs.group_size}", size_options)
     yield PlanRow("groups at one time", f"{envs.num_env_groups}", shares)
-    yield PlanRow("a row has at most", f"{data.max_prompt_length + data.max_response_length}", "tokens")
-    yield PlanRow("optimizer steps per training step", steps, f"actor.ppo_mini_batch_size={mini} rows")
+    yield PlanRow("a row has at most", f"{longest}", "tokens")
+
+    epochs = config.actor.ppo_epochs
+    mini_batch = config.actor.ppo_mini_batch_size
+    steps = f"{epochs}" if mini_batch == -1 else f"{epochs} x rows / {mini_batch}"
+    yield PlanRow("optimizer steps per training step", steps, f"actor.ppo_mini_batch_size={mini_batch} rows")

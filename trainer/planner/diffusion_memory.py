@@ -9,7 +9,7 @@ tests.bench reward_flow_memory` compares the plan with a measured step.
 import json
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -37,34 +37,80 @@ FACE_BYTES_PER_FRAME = 100_000_000  # activations of an IResNet-100 at 112 x 112
 Size = tuple[int, int, int]
 """(frames, height, width)."""
 
+ComponentConfig = dict[str, Any]
+"""The json of a config file of diffusers or transformers."""
+
 # huggingface/diffusers, scripts/convert_wan_to_diffusers.py (Wan2.2-I2V-14B-720p, Wan2.2-TI2V-5B,
 # vae22_diffusers_config); google/umt5-xxl, config.json
-UMT5_XXL: dict[str, Any] = {"d_model": 4096, "d_kv": 64, "num_heads": 64, "d_ff": 10240, "num_layers": 24}
-UMT5_XXL |= {"vocab_size": 256384, "feed_forward_proj": "gated-gelu"}
-_WAN = {"attention_head_dim": 128, "text_dim": 4096}
-_A14B = _WAN | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40, "in_channels": 36, "out_channels": 16}
-_5B = _WAN | {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
-_VAE22: dict[str, Any] = {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "patch_size": 2}
-_VAE22 |= {"in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
-_VAE22 |= {"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}
-_INDEX = {"vae": ["diffusers", "AutoencoderKLWan"], "text_encoder": ["transformers", "UMT5EncoderModel"]}
-_TWO: dict[str, Any] = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
-PUBLISHED: dict[str, dict[str, Any]] = {  # contents of the config files of a model's folder
-    "wan2.2-i2v-a14b": {"model_index": _INDEX | _TWO, "transformer": _A14B, "vae": {}, "text_encoder": UMT5_XXL},
+UMT5_XXL: ComponentConfig = {
+    "d_model": 4096,
+    "d_kv": 64,
+    "num_heads": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "vocab_size": 256384,
+    "feed_forward_proj": "gated-gelu",
+}
+_A14B: ComponentConfig = {
+    "attention_head_dim": 128,
+    "text_dim": 4096,
+    "num_attention_heads": 40,
+    "ffn_dim": 13824,
+    "num_layers": 40,
+    "in_channels": 36,
+    "out_channels": 16,
+}
+_5B: ComponentConfig = {
+    "attention_head_dim": 128,
+    "text_dim": 4096,
+    "num_attention_heads": 24,
+    "ffn_dim": 14336,
+    "num_layers": 30,
+    "in_channels": 48,
+    "out_channels": 48,
+}
+_VAE22: ComponentConfig = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "patch_size": 2,
+    "in_channels": 12,
+    "out_channels": 12,
+    "scale_factor_spatial": 16,
+    "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+}
+_COMPONENTS: ComponentConfig = {
+    "vae": ["diffusers", "AutoencoderKLWan"],
+    "text_encoder": ["transformers", "UMT5EncoderModel"],
+}
+PUBLISHED: dict[str, dict[str, ComponentConfig]] = {
+    "wan2.2-i2v-a14b": {
+        "model_index": {
+            **_COMPONENTS,
+            "transformer_2": ["diffusers", "WanTransformer3DModel"],
+            "boundary_ratio": 0.9,
+        },
+        "transformer": _A14B,
+        "vae": {},
+        "text_encoder": UMT5_XXL,
+    },
     "wan2.2-ti2v-5b": {
-        "model_index": _INDEX | {"expand_timesteps": True},
+        "model_index": {**_COMPONENTS, "expand_timesteps": True},
         "transformer": _5B,
         "vae": _VAE22,
         "text_encoder": UMT5_XXL,
     },
 }
+"""Contents of the config files of a model's folder, by the name of the model."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineShape:
     """Shapes of a pipeline. transformer: its config. vae, text_encoder: frozen modules on the meta device."""
 
-    transformer: dict[str, Any]
+    transformer: ComponentConfig
     vae: Any
     text_encoder: Any
     experts: int
@@ -84,42 +130,63 @@ def read_shape(path: str) -> PipelineShape:
     folder = Path(path).expanduser()
     files = {name: folder / name / "config.json" for name in ("transformer", "vae", "text_encoder")}
     files["model_index"] = folder / "model_index.json"
-    if (file := folder / "tokenizer" / "tokenizer_config.json").is_file():
-        files["tokenizer"] = file
-    if missing := [str(file) for file in files.values() if not file.is_file()]:
-        known = ", ".join(PUBLISHED)
-        raise UserError(
-            f"model.path: {missing[0]} is missing; expected a pipeline in diffusers format, or --like {known}"
-        )
-    return _shape({name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()})
+    tokenizer_file = folder / "tokenizer" / "tokenizer_config.json"
+    if tokenizer_file.is_file():
+        files["tokenizer"] = tokenizer_file
+
+    configs = {}
+    for name, file in files.items():
+        if not file.is_file():
+            raise UserError(
+                f"model.path: {file} is missing; expected a pipeline in diffusers format, or --like "
+                f"{', '.join(PUBLISHED)}"
+            )
+        configs[name] = json.loads(file.read_text(encoding="utf-8"))
+    return _shape(configs)
 
 
-def _shape(files: dict[str, Any]) -> PipelineShape:
-    index = files["model_index"]
+def _shape(configs: Mapping[str, ComponentConfig]) -> PipelineShape:
+    """Returns the shape of a pipeline with these config files, by the name of the component."""
+    index = configs["model_index"]
+    has_two_experts = bool((index.get("transformer_2") or [None])[0])  # [null, null] also means that there is none
+    model_max_length = configs.get("tokenizer", {}).get("model_max_length")
     return PipelineShape(
-        transformer=files["transformer"],
-        vae=_on_meta("vae", index["vae"], files["vae"]),
-        text_encoder=_on_meta("text_encoder", index["text_encoder"], files["text_encoder"]),
-        experts=2 if (index.get("transformer_2") or [None])[0] else 1,
+        transformer=configs["transformer"],
+        vae=_on_meta("vae", index["vae"], configs["vae"]),
+        text_encoder=_on_meta("text_encoder", index["text_encoder"], configs["text_encoder"]),
+        experts=2 if has_two_experts else 1,
         expand_timesteps=bool(index.get("expand_timesteps", False)),
         boundary_ratio=index.get("boundary_ratio"),
-        text_tokens=min(LONGEST_PROMPT, int(files.get("tokenizer", {}).get("model_max_length") or LONGEST_PROMPT)),
+        text_tokens=min(LONGEST_PROMPT, int(model_max_length or LONGEST_PROMPT)),
     )
 
 
-def _on_meta(name: str, entry: list[str], config: dict[str, Any]) -> Any:
-    """Builds a component of diffusers or transformers on the meta device from its config."""
-    kind = component_class(name, entry)
-    if not hasattr(kind, "from_config") and not hasattr(kind, "config_class"):
-        raise UserError(f"model.path: cannot plan the memory of {name}: {'.'.join(entry)} has no from_config")
+def _on_meta(name: str, entry: list[str], config: ComponentConfig) -> Any:
+    """Builds a component of diffusers or transformers on the meta device.
+
+    Args:
+        name: Name of the component.
+        entry: Its entry in model_index.json: the library and the class.
+        config: Its config file.
+
+    Raises:
+        UserError: If its class cannot be built from a config.
+    """
+    component = component_class(name, entry)
     with torch.device("meta"):
-        made = kind.from_config(config) if hasattr(kind, "from_config") else kind(kind.config_class(**config))
-    return made.requires_grad_(False)
+        if hasattr(component, "from_config"):  # of diffusers
+            module = component.from_config(config)
+        elif hasattr(component, "config_class"):  # of transformers
+            module = component(component.config_class(**config))
+        else:
+            raise UserError(f"model.path: cannot plan the memory of {name}: {'.'.join(entry)} has no from_config")
+    return module.requires_grad_(False)
 
 
 def count(module: nn.Module, *, learns: bool = False) -> int:
     """Returns the number of a module's parameter elements, or with learns=True of its trainable ones."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not learns)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad or not learns]
+    return sum(parameter.numel() for parameter in parameters)
 
 
 # -- a step on the meta device -----------------------------------------------------------------------------------------
@@ -130,24 +197,28 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
+        self.now = 0
+        self.peak = 0
+        self._counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        # a view, and the result of an operation in place, have the storage of an argument
+        argument_storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and _storage(tensor) not in given | self._known:
-                storage = tensor.untyped_storage()
-                size, key = storage.nbytes(), _storage(tensor)
-                self._known.add(key)
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._remove, key, size)
+        for tensor in _tensors(result):
+            key = _storage(tensor)
+            if key in argument_storages or key in self._counted:
+                continue
+            storage = tensor.untyped_storage()
+            size = storage.nbytes()
+            self._counted.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, key, size)
         return result
 
     def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._counted.discard(key)
         self.now -= size
 
     @contextmanager
@@ -157,6 +228,13 @@ class LiveBytes(TorchDispatchMode):
         with self, _fused_kernels():
             yield
         peaks[name] = float(self.peak)
+
+
+def _tensors(values: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested tuples, lists and dicts."""
+    for value in tree_iter(values):
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -170,32 +248,40 @@ def _fused_kernels() -> Iterator[None]:
     On the meta device PyTorch decomposes both into operations that save more.
     """
 
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> torch.Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False)[0]
 
-    def norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> torch.Tensor:
+    def norm(
+        x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+    ) -> torch.Tensor:
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
-    plain = F.scaled_dot_product_attention, F.rms_norm
-    F.scaled_dot_product_attention, F.rms_norm = attention, norm  # type: ignore[assignment]
+    original_attention = F.scaled_dot_product_attention
+    original_norm = F.rms_norm
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    F.rms_norm = norm  # type: ignore[assignment]
     try:
         yield
     finally:
-        F.scaled_dot_product_attention, F.rms_norm = plain
+        F.scaled_dot_product_attention = original_attention
+        F.rms_norm = original_norm
 
 
 def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype, layers: int) -> RewardFlowPolicy:
     """Builds the trained network on the meta device. layers: number of blocks per transformer."""
-    entry, transformer = ["diffusers", "WanTransformer3DModel"], {**shape.transformer, "num_layers": layers}
-    experts = [_on_meta("transformer", entry, transformer) for _ in range(shape.experts)]
+    transformer = {**shape.transformer, "num_layers": layers}
+    experts = []
+    for _ in range(shape.experts):
+        experts.append(_on_meta("transformer", ["diffusers", "WanTransformer3DModel"], transformer))
     for module in (*experts, shape.vae):
         nn.Module.to(module, dtype)  # diffusers' own `to` would log a warning
-    expert = experts[-1]
-    add_adapter(expert, config.model)
+
+    trained_expert = experts[-1]
+    add_adapter(trained_expert, config.model)
     if config.model.enable_gradient_checkpointing:
-        expert.enable_gradient_checkpointing()
+        trained_expert.enable_gradient_checkpointing()
     parts = DiffusionParts(
-        low_noise=expert,
+        low_noise=trained_expert,
         high_noise=experts[0] if shape.experts > 1 else None,
         codec=LatentCodec(shape.vae),
         text_encoder=shape.text_encoder,
@@ -204,14 +290,16 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
         expand_timesteps=shape.expand_timesteps,
     )
     reward: Any = SimpleNamespace(to=lambda device: None)  # a reward without weights; `plan` adds their bytes
-    placed = replace(config, model=replace(config.model, offload_frozen=False))  # `plan` counts offloaded modules
-    return RewardFlowPolicy(parts, reward, placed, torch.device("meta")).train()
+    # `plan` counts offloaded modules
+    without_offload = replace(config, model=replace(config.model, offload_frozen=False))
+    return RewardFlowPolicy(parts, reward, without_offload, torch.device("meta")).train()
 
 
-def clip_of(config: RewardFlowConfig) -> tuple[int, int, int]:
+def clip_of(config: RewardFlowConfig) -> Size:
     """Returns the clip's (frames, height, width); a square of `data.max_pixels` if no size is configured."""
     data = config.data
-    side = int(math.sqrt(data.max_pixels)) // data.side_multiple * data.side_multiple
+    largest_side = int(math.sqrt(data.max_pixels))
+    side = largest_side // data.side_multiple * data.side_multiple
     return data.num_frames, data.height or side, data.width or side
 
 
@@ -221,16 +309,23 @@ def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict
     The peaks do not include tensors that the denoising steps keep.
     """
     peaks: dict[str, float] = {}
-    live, frames, (height, width) = LiveBytes(), video.shape[1], video.shape[3:]
-    with torch.no_grad(), live.peak_of(peaks, "first frame"):
+    with torch.no_grad(), LiveBytes().peak_of(peaks, "first frame"):
         condition = policy._condition(video)
-    latents = torch.empty(len(video), *policy.codec.latent_shape(frames, height, width), device="meta")
-    with (live := LiveBytes()).peak_of(peaks, "decoding"):
+
+    live = LiveBytes()
+    latents = _empty_latents(policy, video)
+    with live.peak_of(peaks, "decoding"):
         loss = policy.decode(latents.requires_grad_()).mean()
     peaks["reward"] = float(live.now)
     with live.peak_of(peaks, "backward of decoding"):
         loss.backward()
     return peaks, condition
+
+
+def _empty_latents(policy: RewardFlowPolicy, video: torch.Tensor) -> torch.Tensor:
+    """Returns latents for a video of the shape (B, frames, channels, height, width)."""
+    batch, frames, _, height, width = video.shape
+    return torch.empty(batch, *policy.codec.latent_shape(frames, height, width), device="meta")
 
 
 def bytes_of_steps(
@@ -241,16 +336,30 @@ def bytes_of_steps(
     The key `kept` holds the bytes that the steps keep for the backward pass, `learn` the number of trainable elements
     of the expert, and `numbers` that of its frozen ones.
     """
-    frames, (height, width), model = video.shape[1], video.shape[3:], policy.model
-    with torch.device("meta"):
-        noise = torch.empty(len(video), *policy.codec.latent_shape(frames, height, width))
-        prompts = torch.empty(len(video), tokens, model.config.text_dim)
-    inputs = FlowInputs(noise, condition, prompts, [], torch.empty(0), len(video), is_counting=True)
-    live, learn = LiveBytes(), count(model, learns=True)
-    peaks = {"numbers": float(count(model) - learn), "learn": float(learn), "high-noise steps": 0.0}
-    if (other := policy._high_noise[0]) is not None:
+    trained_expert = policy.model
+    noise = _empty_latents(policy, video)
+    prompts = torch.empty(len(video), tokens, trained_expert.config.text_dim, device="meta")
+    inputs = FlowInputs(
+        noise=noise,
+        condition=condition,
+        prompts=prompts,
+        references=[],
+        places=torch.empty(0),
+        rows=len(video),
+        is_counting=True,
+    )
+
+    trainable = count(trained_expert, learns=True)
+    peaks = {
+        "numbers": float(count(trained_expert) - trainable),
+        "learn": float(trainable),
+        "high-noise steps": 0.0,
+    }
+    live = LiveBytes()
+    high_noise_expert = policy._high_noise[0]
+    if high_noise_expert is not None:
         with torch.no_grad(), live.peak_of(peaks, "high-noise steps"):
-            policy._velocity(other, inputs)(noise, 1.0)
+            policy._velocity(high_noise_expert, inputs)(noise, 1.0)
     with live.peak_of(peaks, "steps"):
         latents, divergence = policy._sample(inputs, True)
     peaks["kept"] = float(live.now)
@@ -263,47 +372,64 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
     """Predicts the memory of a train step by extrapolation from transformers with two and with three blocks.
 
     Args:
-        slots: ranks of the run; the host memory is computed as if all of them were on one node.
-        size: bytes of an element in the compute dtype: 2 for bf16 (CUDA), 4 for fp32 (CPU).
+        config: Options of the run.
+        shape: Shapes of the pipeline.
+        slots: Ranks of the run; the host memory is computed as if all of them were on one node.
+        size: Bytes of an element in the compute dtype: 2 for bf16 (CUDA), 4 for fp32 (CPU).
     """
     dtype = torch.float32 if size == FP32 else torch.bfloat16
     frames, height, width = clip_of(config)
     video = torch.empty(config.actor.micro_batch_size_per_gpu, frames, 3, height, width, device="meta")
-    policies = [policy_of(config, shape, dtype, layers) for layers in (2, 3)]
-    coding, condition = bytes_of_coding(policies[0], video)
-    two, three = (bytes_of_steps(policy, video, condition, shape.text_tokens) for policy in policies)
-    block = {name: three[name] - value for name, value in two.items()}
-    found = {name: value + (int(shape.transformer["num_layers"]) - 2) * block[name] for name, value in two.items()}
+
+    policy_with_two, policy_with_three = (policy_of(config, shape, dtype, layers) for layers in (2, 3))
+    coding, condition = bytes_of_coding(policy_with_two, video)
+    two_blocks = bytes_of_steps(policy_with_two, video, condition, shape.text_tokens)
+    three_blocks = bytes_of_steps(policy_with_three, video, condition, shape.text_tokens)
+    # all blocks are alike, so each further block adds the difference
+    more_blocks = int(shape.transformer["num_layers"]) - 2
+    steps = {}
+    for name, value in two_blocks.items():
+        steps[name] = value + more_blocks * (three_blocks[name] - value)
+
     fsdp = config.actor.fsdp_config
-    numbers = found["numbers"]
-    learn = found["learn"]
-    gathered = two["numbers"] + FP32 / size * two["learn"] if fsdp.reshard_after_forward else numbers
-    ranks, offloads = ranks_of_a_copy(fsdp, slots), config.model.offload_frozen
+    ranks = ranks_of_a_copy(fsdp, slots)
+    gathered = steps["numbers"]
+    if fsdp.reshard_after_forward:
+        gathered = two_blocks["numbers"] + FP32 / size * two_blocks["learn"]
     has_faces = any(".onnx" in str(value) for value in config.reward.kwargs.values())
-    frozen = {"high-noise expert": (shape.experts - 1) * size * numbers}
-    frozen["text encoder"] = float(size * count(shape.text_encoder))
-    host = {name: value for name, value in frozen.items() if value and offloads}
-    always = {
-        "low-noise expert, this rank's shard": size * numbers / ranks,
-        "gathered: root and two blocks": size * gathered,
-        "adapter, Adam": (FP32 + MOMENTS) * learn / ranks,
-        "VAE": float(size * count(shape.vae)),
-        "reward": float(FACE_MODEL_BYTES * has_faces),
-        **({} if offloads else frozen),
+    frozen = {
+        "high-noise expert": (shape.experts - 1) * size * steps["numbers"],
+        "text encoder": float(size * count(shape.text_encoder)),
     }
-    kept = {"kept by the steps": found["kept"]}
+
+    always = {
+        "low-noise expert, this rank's shard": size * steps["numbers"] / ranks,
+        "gathered: root and two blocks": size * gathered,
+        "adapter, Adam": (FP32 + MOMENTS) * steps["learn"] / ranks,
+        "VAE": float(size * count(shape.vae)),
+        "reward": float(FACE_MODEL_BYTES) if has_faces else 0.0,
+    }
+    host = {}
+    if config.model.offload_frozen:
+        host = {name: value for name, value in frozen.items() if value}
+    else:
+        always |= frozen
+
+    face_bytes = float(FACE_BYTES_PER_FRAME * frames) if has_faces else 0.0
+    kept = {"kept by the steps": steps["kept"]}
     phases = {
+        # an offloaded module is on the device only in the phase that needs it
         "prompts": {"text encoder": host.get("text encoder", 0.0)},
         "first frame": {"VAE": coding["first frame"]},
         "high-noise steps": {
             "high-noise expert": host.get("high-noise expert", 0.0),
-            "activations": found["high-noise steps"],
+            "activations": steps["high-noise steps"],
         },
-        "steps": {"activations": found["steps"]},
+        "steps": {"activations": steps["steps"]},
         "decoding": kept | {"activations": coding["decoding"]},
-        "reward": kept | {"frames": coding["reward"], "faces": float(FACE_BYTES_PER_FRAME * frames * has_faces)},
+        "reward": kept | {"frames": coding["reward"], "faces": face_bytes},
         "backward of decoding": kept | {"activations": coding["backward of decoding"]},
-        "backward of the steps": {"activations": found["backward of the steps"]},
+        "backward of the steps": {"activations": steps["backward of the steps"]},
     }
     return MemoryPlan({name: value for name, value in always.items() if value}, phases, host=host)
 
@@ -311,7 +437,7 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
 def launch_plan(config: RewardFlowConfig, slots: int) -> str:
     """Returns the required memory of one device for the table at launch, or "" if config files are missing."""
     try:
-        found = plan(config, read_shape(str(config.model.path)), slots)
+        memory = plan(config, read_shape(str(config.model.path)), slots)
     except UserError:
         return ""
-    return f"{found.device_bytes / GIB:.0f} GiB (calculated)"
+    return f"{memory.device_bytes / GIB:.0f} GiB (calculated)"

@@ -6,13 +6,14 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.memory import memory_plan
 from trainer.planner.memory_table import GIB, MemoryPlan
+from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import Networks
 from trainer.requirements import needs_reference_model
 from verl_lite.config import NetworkConfig, PPOConfig
@@ -23,11 +24,17 @@ SPARE = 0.85  # share of the memory up to which layers keep their activations in
 LORA_RANK = 32  # of the proposed adapter
 SHARES = (0.7, 0.85, 0.3)  # of the device's memory for the engine, besides the configured one
 SEQUENCES = 16  # of an engine at a time, at least
-BUDGET, RANKS = "actor.ppo_max_token_len_per_gpu", "actor.ulysses_sequence_parallel_size"
+BUDGET = "actor.ppo_max_token_len_per_gpu"
+RANKS = "actor.ulysses_sequence_parallel_size"
 TENSOR = "rollout.tensor_model_parallel_size"
-_DECIDED = [
-    f"{role}.fsdp_config.{name}" for role in ("actor", "critic") for name in ("fsdp_size", "reduce_every_micro_batch")
-] + ["ref.fsdp_config.fsdp_size"]
+_DECIDED = (
+    "actor.fsdp_config.fsdp_size",
+    "actor.fsdp_config.reduce_every_micro_batch",
+    "critic.fsdp_config.fsdp_size",
+    "critic.fsdp_config.reduce_every_micro_batch",
+    "ref.fsdp_config.fsdp_size",
+)
+"""Options that `_decide_reduction` may set."""
 Changes = dict[str, Any]  # values by key
 
 
@@ -44,31 +51,39 @@ def decide_sharding(
     decisions = [_decide_reduction(config, networks, slots, device, memory_gib)]
     if memory_gib is not None:
         decisions += _decide_recomputed(config, networks, slots, device, memory_gib * SPARE * GIB)
-    return "; ".join(filter(None, decisions))
+    return "; ".join(decision for decision in decisions if decision)
 
 
 def _decide_reduction(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
 ) -> str:
     """Sets `fsdp_size` and `reduce_every_micro_batch` as in `decide_sharding`."""
-    actor, critic = config.actor.fsdp_config, config.critic.fsdp_config
-    is_undecided = actor.fsdp_size is None
-    sizes = [each for each in (actor, critic, config.ref.fsdp_config) if is_undecided and each.fsdp_size is None]
-    sums = [each for each in (actor, critic) if each.reduce_every_micro_batch is None]
-    ways = [(-1, False)]
+    actor = config.actor.fsdp_config
+    critic = config.critic.fsdp_config
+    undecided_sizes = []
+    if actor.fsdp_size is None:
+        undecided_sizes = [fsdp for fsdp in (actor, critic, config.ref.fsdp_config) if fsdp.fsdp_size is None]
+    undecided_reductions = [fsdp for fsdp in (actor, critic) if fsdp.reduce_every_micro_batch is None]
+
+    # values of fsdp_size and reduce_every_micro_batch, the fastest first
+    candidates = [(-1, False)]
     if device.name != "cpu":
-        inside = [(slots // config.trainer.nnodes, False)] if config.trainer.nnodes > 1 and sizes else []
-        ways = [*inside, (-1, False), (-1, True)]
+        candidates.append((-1, True))
+        if config.trainer.nnodes > 1 and undecided_sizes:
+            candidates.insert(0, (slots // config.trainer.nnodes, False))
+
     decision = ""
-    for size, every in ways:
-        for fsdp in sizes:
+    for size, reduces_every in candidates:
+        for fsdp in undecided_sizes:
             fsdp.fsdp_size = size
-        for fsdp in sums:
-            fsdp.reduce_every_micro_batch = every
+        for fsdp in undecided_reductions:
+            fsdp.reduce_every_micro_batch = reduces_every
         if size > 0:
             decision = f"each machine has a copy of the weights: fsdp_config.fsdp_size={size}"
+        elif reduces_every and undecided_reductions:
+            decision = "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true"
         else:
-            decision = "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true" if every and sums else ""
+            decision = ""
         if memory_gib is None or memory_plan(config, networks, slots, device).fits(memory_gib * GIB):
             break
     return decision
@@ -76,8 +91,9 @@ def _decide_reduction(
 
 def _decide_recomputed(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_bytes: float
-) -> Iterator[str]:
-    """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Yields sentences."""
+) -> list[str]:
+    """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Returns sentences."""
+    sentences = []
     for key, shape in (("model", networks.policy), ("critic.model", networks.critic)):
         model: NetworkConfig = value_of(config, key)
         is_decided = not model.enable_gradient_checkpointing or model.gradient_checkpointing_layers is not None
@@ -88,11 +104,17 @@ def _decide_recomputed(
             model.gradient_checkpointing_layers = number
             return memory_plan(config, networks, slots, device).fits(memory_bytes)
 
+        # more recomputed layers never need more memory, so the smallest number can be searched by bisection
         number = bisect.bisect_left(range(shape.layers), True, key=fits)
-        model.gradient_checkpointing_layers = number if number < shape.layers else None
-        if number < shape.layers:
-            kept = f"{shape.layers - number} of {shape.layers} layers keep their activations"
-            yield f"{kept}: {key}.gradient_checkpointing_layers={number}"
+        if number == shape.layers:
+            model.gradient_checkpointing_layers = None
+            continue
+        model.gradient_checkpointing_layers = number
+        sentences.append(
+            f"{shape.layers - number} of {shape.layers} layers keep their activations: "
+            f"{key}.gradient_checkpointing_layers={number}"
+        )
+    return sentences
 
 
 def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float) -> str:
@@ -119,55 +141,114 @@ def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: A
 def find_fit(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float
 ) -> tuple[Changes | None, MemoryPlan]:
-    """Returns the first set of changes that fits a GPU with this memory, and its plan; None and the plan that needs the
-    least memory if no set fits. Sets are tried in the order of their most expensive change, so no part of the returned
-    set is enough."""
-    device, changed, plans = replace(device, memory_gib=memory_gib), copy.deepcopy(config), []
+    """Finds the cheapest changes with which a run fits a GPU.
+
+    Sets of changes are tried in the order of their most expensive change, so no part of the returned set is enough.
+
+    Args:
+        config: Options of the run, which are not changed.
+        networks: Networks of the run.
+        slots: Number of devices.
+        device: The GPU.
+        memory_gib: Memory of each GPU, in place of that of `device`.
+
+    Returns:
+        The first set of changes that fits, and its plan. If no set fits, None and the plan that needs the least memory.
+    """
+    device = replace(device, memory_gib=memory_gib)
     levels = _levels(config, networks, slots)
-    keys = {*_DECIDED, *(key for level in levels for changes in level for key in changes)}
+    keys = set(_DECIDED)
+    for level in levels:
+        for changes in level:
+            keys.update(changes)
     configured = {key: value_of(config, key) for key in keys}
-    for chosen in itertools.product(*levels):
-        changes = {key: value for change in reversed(chosen) for key, value in change.items()}
-        for key, value in (configured | changes).items():
+
+    trial_config = copy.deepcopy(config)
+    plans = []
+    for combination in itertools.product(*levels):
+        trial_changes: Changes = {}
+        for changes in reversed(combination):  # of two values for a key, that of the more expensive change counts
+            trial_changes |= changes
+        for key, value in (configured | trial_changes).items():
             section, _, name = key.rpartition(".")
-            setattr(value_of(changed, section), name, value)
-        _decide_reduction(changed, networks, slots, device, memory_gib)
-        plans.append(memory_plan(changed, networks, slots, device))
-        if plans[-1].fits(memory_gib * GIB):
-            return {key: value for key, value in changes.items() if value != configured[key]}, plans[-1]
+            setattr(value_of(trial_config, section), name, value)
+        _decide_reduction(trial_config, networks, slots, device, memory_gib)
+        plan = memory_plan(trial_config, networks, slots, device)
+        if plan.fits(memory_gib * GIB):
+            return {key: value for key, value in trial_changes.items() if value != configured[key]}, plan
+        plans.append(plan)
     return None, min(plans, key=lambda plan: (len(plan.notes), plan.device_bytes))
 
 
 def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Changes]]:
     """Returns the changes from the most expensive in time to the cheapest, each as a list of alternatives that begins
     with no change. Only an adapter changes the result."""
-    rollout, actor, shape = config.rollout, config.actor, networks.policy
-    trained = {"actor": "model"} | ({} if networks.critic is None else {"critic": "critic.model"})
-    frozen = ["ref"] * needs_reference_model(config) + ["reward_model"] * config.reward_model.enable
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    ranks, parallel = actor.ulysses_sequence_parallel_size, rollout.tensor_model_parallel_size
-    sizes = [size for size in range(2, slots + 1) if not slots % size and not shape.heads % size]
-    shared = [size for size in sizes if size > ranks and (not shape.kv_heads % size or not size % shape.kv_heads)]
-    is_packed = shape.is_packed and config.model.use_remove_padding
-    row = {BUDGET: math.ceil(longest / ranks)} if actor.use_dynamic_bsz else {"actor.ppo_micro_batch_size_per_gpu": 1}
-    recomputed = {
-        f"{model}.{key}": value
-        for model in trained.values()
-        for key, value in (("enable_gradient_checkpointing", True), ("gradient_checkpointing_layers", None))
-    }
+    trained_models = {"actor": "model"}
+    if networks.critic is not None:
+        trained_models["critic"] = "critic.model"
+    roles = list(trained_models)
+    if needs_reference_model(config):
+        roles.append("ref")
+    if config.reward_model.enable:
+        roles.append("reward_model")
+
+    recomputed: Changes = {}
+    offloaded_activations: Changes = {}
+    for model in trained_models.values():
+        recomputed[f"{model}.enable_gradient_checkpointing"] = True
+        recomputed[f"{model}.gradient_checkpointing_layers"] = None
+        offloaded_activations[f"{model}.enable_activation_offload"] = True
+
+    sequences = min(SEQUENCES, config.rollout.max_num_seqs)
     alternatives: list[list[Changes]] = [
-        [{"model.lora_rank": LORA_RANK}] if not config.model.lora_rank else [],
-        [recomputed | {f"{model}.enable_activation_offload": True for model in trained.values()}],
-        [{f"{role}.fsdp_config.param_offload": True for role in (*trained, *frozen)}],
-        [{f"{role}.fsdp_config.optimizer_offload": True for role in trained}],
-        [{TENSOR: size} for size in sizes if size > parallel and size <= slots // config.trainer.nnodes],
-        [row | {RANKS: size} | {BUDGET: math.ceil(longest / size)} for size in shared if is_packed],
+        [] if config.model.lora_rank else [{"model.lora_rank": LORA_RANK}],
+        [recomputed | offloaded_activations],
+        [{f"{role}.fsdp_config.param_offload": True for role in roles}],
+        [{f"{role}.fsdp_config.optimizer_offload": True for role in trained_models}],
+        [{TENSOR: size} for size in _engine_sizes(config, networks.policy, slots)],
+        _sequence_parallel_changes(config, networks.policy, slots),
         [recomputed],
-        [row],
-        [{"rollout.max_num_seqs": min(SEQUENCES, rollout.max_num_seqs)}],
+        [_one_row_changes(config)],
+        [{"rollout.max_num_seqs": sequences}],
         [{"rollout.gpu_memory_utilization": share} for share in SHARES],  # the engine sleeps during the update
     ]
-    return [[{}, *(each for each in level if _is_change(config, each))] for level in alternatives]
+    levels = []
+    for level in alternatives:
+        levels.append([{}, *(changes for changes in level if _is_change(config, changes))])
+    return levels
+
+
+def _dividing_sizes(shape: ModelShape, slots: int) -> list[int]:
+    """Returns the numbers of devices that divide the run and the heads of the network into equal parts."""
+    return [size for size in range(2, slots + 1) if slots % size == 0 and shape.heads % size == 0]
+
+
+def _engine_sizes(config: PPOConfig, shape: ModelShape, slots: int) -> list[int]:
+    """Returns larger numbers of devices for an engine. An engine does not extend over several machines."""
+    smallest = config.rollout.tensor_model_parallel_size + 1
+    largest = slots // config.trainer.nnodes
+    return [size for size in _dividing_sizes(shape, slots) if smallest <= size <= largest]
+
+
+def _one_row_changes(config: PPOConfig) -> Changes:
+    """Returns the changes with which a micro-batch has one row, even if all rows have the maximal length."""
+    if not config.actor.use_dynamic_bsz:
+        return {"actor.ppo_micro_batch_size_per_gpu": 1}
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return {BUDGET: math.ceil(longest / config.actor.ulysses_sequence_parallel_size)}
+
+
+def _sequence_parallel_changes(config: PPOConfig, shape: ModelShape, slots: int) -> list[Changes]:
+    """Returns changes to more ranks that share each sequence; none if the network does not run packed."""
+    if not shape.is_packed or not config.model.use_remove_padding:
+        return []
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    alternatives = []
+    for size in _dividing_sizes(shape, slots):
+        splits_heads = shape.kv_heads % size == 0 or size % shape.kv_heads == 0
+        if size > config.actor.ulysses_sequence_parallel_size and splits_heads:
+            alternatives.append(_one_row_changes(config) | {RANKS: size, BUDGET: math.ceil(longest / size)})
+    return alternatives
 
 
 def _is_change(config: PPOConfig, changes: Changes) -> bool:
@@ -177,20 +258,34 @@ def _is_change(config: PPOConfig, changes: Changes) -> bool:
 def fit_table(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float, given: Sequence[str]
 ) -> tuple[bool, list[str]]:
-    """Returns True if a set of changes fits `memory_gib`, and lines with the changes for several device sizes and the
-    command line for `memory_gib`. given: the options of the plan's command line."""
-    sizes = sorted({memory_gib, *(size for size in SIZES_GIB if abs(size - memory_gib) > 1)})
-    lines, command = [f"{'what fits':<26}{'GiB needed':>12}{'on the host':>13}   cheapest changes"], ""
-    for size in sizes:
+    """Finds the cheapest changes for several sizes of a device.
+
+    Args:
+        config, networks, slots, device: See `find_fit`.
+        memory_gib: Memory of the planned device.
+        given: Options of the plan's command line.
+
+    Returns:
+        True if a set of changes fits `memory_gib`, and lines with the changes for each size and the command line for
+        `memory_gib`.
+    """
+    other_sizes = [size for size in SIZES_GIB if abs(size - memory_gib) > 1]
+    lines = [f"{'what fits':<26}{'GiB needed':>12}{'on the host':>13}   cheapest changes"]
+    command = ""
+    for size in sorted({memory_gib, *other_sizes}):
         changes, plan = find_fit(config, networks, slots, device, size)
-        needed, host = max(plan.device_bytes, plan.engine_bytes) / GIB, sum(plan.host.values()) / GIB
-        options = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
-        text = " ".join(options) or "none"
         if changes is None:
             text = "; ".join([f"nothing tried fits: the phase {plan.worst!r} needs the most", *plan.notes])
-        elif size == memory_gib:
-            devices = f"trainer.n_gpus_per_node={slots // config.trainer.nnodes}"
-            last = {option.partition("=")[0]: option for option in (*given, devices, *options)}
-            command = f"python -m trainer.main_ppo {shlex.join(last.values())}"
-        lines.append(f"  {f'a device of {size:g} GiB':<24}{needed:>12.1f}{host:>13.1f}   {text}")
+        else:
+            options = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+            text = " ".join(options) or "none"
+            if size == memory_gib:
+                devices = f"trainer.n_gpus_per_node={slots // config.trainer.nnodes}"
+                # a change replaces the option that the user has set
+                last_of_key = {option.partition("=")[0]: option for option in (*given, devices, *options)}
+                command = f"python -m trainer.main_ppo {shlex.join(last_of_key.values())}"
+        device_gib = max(plan.device_bytes, plan.engine_bytes) / GIB
+        host_gib = sum(plan.host.values()) / GIB
+        device_name = f"a device of {size:g} GiB"
+        lines.append(f"  {device_name:<24}{device_gib:>12.1f}{host_gib:>13.1f}   {text}")
     return bool(command), [*lines, "", command]

@@ -101,10 +101,15 @@ class HeldNetwork:
     @property
     def gathered(self) -> float:
         """Bytes gathered in a pass: the root (embedding, output layer) and two layers, or all layers."""
-        shape, layers = self.shape, GATHERED_LAYERS if self.fsdp.reshard_after_forward else self.shape.layers
-        per_layer = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
-        root = shape.root_parameters + (0 if shape.tower is None else shape.tower.root_parameters)
-        return self.compute * root + min(layers, shape.layers) * per_layer
+        shape = self.shape
+        layers = shape.layers
+        if self.fsdp.reshard_after_forward:
+            layers = min(GATHERED_LAYERS, shape.layers)
+        layer_bytes = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
+        root_parameters = shape.root_parameters
+        if shape.tower is not None:
+            root_parameters += shape.tower.root_parameters
+        return self.compute * root_parameters + layers * layer_bytes
 
     def gradients(self, micro_batches: int) -> tuple[float, float]:
         """Returns the bytes of unreduced gradients and of this rank's fp32 shard of reduced gradients.
@@ -113,16 +118,17 @@ class HeldNetwork:
         then replaces them layer by layer, so only the bytes that it needs beyond them count. With one micro-batch, or
         if every micro-batch is reduced, only gradients of the root and of two layers exist at the same time.
         """
-        shape, shard = self.shape, FP32 * self.trained / self.ranks
+        shape = self.shape
+        shard = FP32 * self.trained / self.ranks
         if micro_batches > 1 and not self.fsdp.reduce_every_micro_batch:
             whole = float(self.reduce * self.trained)
             return whole, max(0.0, shard - whole)
         if self.adapter or not self.trained:
             return 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers, shard
-        parts = shape.root_parameters + min(GATHERED_LAYERS, shape.layers) * shape.layer_parameters
+        parameters = shape.root_parameters + min(GATHERED_LAYERS, shape.layers) * shape.layer_parameters
         if shape.tower is not None and self.trains_tower:
-            parts += shape.tower.root_parameters
-        return float((self.compute + self.reduce) * parts), shard
+            parameters += shape.tower.root_parameters
+        return float((self.compute + self.reduce) * parameters), shard
 
 
 _COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` counted
@@ -135,14 +141,13 @@ def trained_parameters(model: NetworkConfig, shape: ModelShape, *, freezes_tower
         return shape.parameters - frozen, 0
     if list(model.target_modules) == ["all-linear"] and not model.exclude_modules:
         adapter = shape.adapter_parameters(model.lora_rank)
-    else:
-        from workers.policy.loading import count_trained
+        return adapter, adapter
 
-        key = repr((model.path, model.lora_rank, model.target_modules, model.exclude_modules, model.override_config))
-        if key not in _COUNTED:
-            _COUNTED[key] = count_trained(model)
-        adapter = _COUNTED[key]
-    return adapter, adapter
+    # modules are chosen by name, so the network is built to count them; --fit asks for the same one many times
+    key = repr((model.path, model.lora_rank, model.target_modules, model.exclude_modules, model.override_config))
+    if key not in _COUNTED:
+        _COUNTED[key] = count_trained(model)
+    return _COUNTED[key], _COUNTED[key]
 
 
 def compute_size(name: str, device: Accelerator) -> int:
@@ -152,15 +157,18 @@ def compute_size(name: str, device: Accelerator) -> int:
 
 def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
     """Returns the number of devices that share one copy of the weights."""
-    return slots if fsdp.fsdp_size is None or fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, slots)
+    if fsdp.fsdp_size is None or fsdp.fsdp_size < 1:
+        return slots
+    return min(fsdp.fsdp_size, slots)
 
 
 def recomputed_layers(model: NetworkConfig, shape: ModelShape) -> int:
     """Returns the number of layers that gradient checkpointing recomputes."""
     if not model.enable_gradient_checkpointing:
         return 0
-    given = model.gradient_checkpointing_layers
-    return shape.layers if given is None else min(given, shape.layers)
+    if model.gradient_checkpointing_layers is None:
+        return shape.layers
+    return min(model.gradient_checkpointing_layers, shape.layers)
 
 
 def held_network(
@@ -173,27 +181,37 @@ def held_network(
     optimizer: str = "adamw",
 ) -> HeldNetwork:
     """Returns a network in an FSDP engine with these options. trained, adapter: see `HeldNetwork`."""
-    compute, reduce = (
-        compute_size(name, device) for name in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
+    matrices = 0
+    if optimizer == "muon":
+        matrices = adapter or shape.matrix_parameters
+    return HeldNetwork(
+        shape=shape,
+        ranks=ranks_of_a_copy(fsdp, slots),
+        compute=compute_size(fsdp.mixed_precision.param_dtype, device),
+        reduce=compute_size(fsdp.mixed_precision.reduce_dtype, device),
+        trained=trained,
+        adapter=adapter,
+        fsdp=fsdp,
+        matrices=matrices,
     )
-    matrices = (adapter or shape.matrix_parameters) if optimizer == "muon" else 0
-    return HeldNetwork(shape, ranks_of_a_copy(fsdp, slots), compute, reduce, trained, adapter, fsdp, matrices)
 
 
 def held_networks(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator
 ) -> Iterator[tuple[str, HeldNetwork]]:
     """Yields the role and the network of each FSDP engine in the run."""
-    held, actor = partial(held_network, slots, device), config.actor
-    trained = trained_parameters(config.model, networks.policy, freezes_tower=actor.freeze_vision_tower)
-    yield "actor", held(networks.policy, actor.fsdp_config, *trained, actor.optim.optimizer)
+    held = partial(held_network, slots, device)
+    actor = config.actor
+    trained, adapter = trained_parameters(config.model, networks.policy, freezes_tower=actor.freeze_vision_tower)
+    yield "actor", held(networks.policy, actor.fsdp_config, trained, adapter, actor.optim.optimizer)
     if needs_reference_model(config):
         yield "reference", held(networks.policy, config.ref.fsdp_config)
     for name, shape in networks.teachers.items():
         yield f"{TEACHER}{name}", held(shape, config.ref.fsdp_config)
     if networks.critic is not None:
+        critic = config.critic
         frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters  # also in the critic
-        trained = networks.critic.parameters - frozen, 0
-        yield "critic", held(networks.critic, config.critic.fsdp_config, *trained, config.critic.optim.optimizer)
+        trained = networks.critic.parameters - frozen
+        yield "critic", held(networks.critic, critic.fsdp_config, trained, 0, critic.optim.optimizer)
     if networks.reward_model is not None:
         yield "reward model", held(networks.reward_model, config.reward_model.fsdp_config)

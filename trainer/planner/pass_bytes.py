@@ -78,15 +78,21 @@ def logits_bytes(shape: ModelShape, run: Pass) -> float:
     """Returns the bytes of one tile of fp32 logits."""
     if not shape.has_head:
         return 0.0
-    whole = run.predicted * shape.vocab * FP32
-    return float(whole if whole <= KEPT_LOGITS_BYTES else min(FP32 * shape.vocab * run.chunk, run.tile, whole))
+    all_logits = run.predicted * shape.vocab * FP32
+    if all_logits <= KEPT_LOGITS_BYTES:
+        return float(all_logits)
+    return float(min(FP32 * shape.vocab * run.chunk, run.tile, all_logits))
 
 
 def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
     """Returns the peak bytes of tiles of logits: the tile, its exponentials or the previous tile, and in training the
     larger of the entropy's terms and a copy in the compute dtype if that is not fp32."""
-    more = max(float(run.entropy), (run.size != FP32) / 2) if trains else 0.0
-    return (2 + more) * logits_bytes(shape, run)
+    tiles = 2.0
+    if trains:
+        entropy_terms = 1.0 if run.entropy else 0.0
+        copy_in_compute_dtype = 0.0 if run.size == FP32 else 0.5
+        tiles += max(entropy_terms, copy_in_compute_dtype)
+    return tiles * logits_bytes(shape, run)
 
 
 def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
@@ -103,8 +109,9 @@ def kept_activations(network: HeldNetwork, run: Pass, recomputed: int) -> float:
     """Returns the bytes that the layers keep for the backward pass: the inputs of the `recomputed` layers, and all
     activations of the others."""
     shape = network.shape
-    layer = layer_activations(shape, run, has_adapter=bool(network.adapter))
-    return recomputed * float(run.size * run.tokens * shape.hidden) + (shape.layers - recomputed) * layer
+    input_bytes = float(run.size * run.tokens * shape.hidden)
+    layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
+    return recomputed * input_bytes + (shape.layers - recomputed) * layer_bytes
 
 
 def training_pass(
@@ -170,14 +177,19 @@ def tower_parts(
 
     is_recomputed: True if the blocks of a trained tower are recomputed.
     """
-    if (tower := network.shape.tower) is None:
+    tower = network.shape.tower
+    if tower is None:
         return {}
-    kept, work = tower.feature_bytes(run.images, run.size), tower.work_bytes(run.images, run.size)
+    kept = tower.feature_bytes(run.images, run.size)
+    work = tower.work_bytes(run.images, run.size)
     if network.trains_tower:
         kept += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
-        work = max(work, is_recomputed * tower.block_bytes(run.images, run.size))
-    later = sum(size for name, size in parts.items() if name not in ("gathered weights", WHOLE_GRADIENTS, SHARD))
-    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later)}
+        if is_recomputed:
+            work = max(work, tower.block_bytes(run.images, run.size))
+
+    held_meanwhile = ("gathered weights", WHOLE_GRADIENTS, SHARD)
+    later_bytes = sum(size for name, size in parts.items() if name not in held_meanwhile)
+    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later_bytes)}
 
 
 def _temporary_bytes(shape: ModelShape, run: Pass) -> float:

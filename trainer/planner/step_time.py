@@ -69,30 +69,43 @@ def generation_stages(
     A decode step reads the weights once, and the keys and values of all running answers.
 
     Args:
+        shape: Shape of the policy.
+        device: Kind of the devices.
+        mean: Mean lengths.
         sequences: Number of answers; they run in waves of `at_once`.
         prompts: Number of different prompts.
+        at_once: Number of answers that the engine decodes at a time.
         size: Bytes per element.
         devices: Number of devices of the engine.
     """
-    prefill = forward_flops(shape, prompts * mean.prompt, mean.prompt, predicted=prompts)
-    prefill += 0.0 if shape.tower is None else shape.tower.flops(prompts, mean.prompt)
-    steps = math.ceil(sequences / at_once) * mean.response
-    together = min(float(at_once), sequences)
+    prefill_flops = forward_flops(shape, prompts * mean.prompt, mean.prompt, predicted=prompts)
+    if shape.tower is not None:
+        prefill_flops += shape.tower.flops(prompts, mean.prompt)
+    prefill = Stage(prefill_flops / (device.flops * devices * device.prefill))
+
+    running = min(float(at_once), sequences)
     context = mean.prompt + mean.response / 2
-    weights_read = shape.parameters if not shape.experts or together >= shape.experts else shape.multiplied
-    read = size * (weights_read + together * context * shape.kv_per_token) / devices
-    computed = together * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / devices
-    reading = Stage(read / (device.bandwidth * device.reading), READING)
-    arithmetic = Stage(computed / (device.flops * device.prefill))
+    weights_read = shape.parameters
+    if shape.experts and running < shape.experts:
+        weights_read = shape.multiplied  # few tokens do not reach all experts
+    bytes_read = size * (weights_read + running * context * shape.kv_per_token) / devices
+    flops = running * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / devices
+    reading = Stage(bytes_read / (device.bandwidth * device.reading), READING)
+    arithmetic = Stage(flops / (device.flops * device.prefill))
     seconds, bound = max(reading, arithmetic)
-    decode = Stage(steps * (seconds + shape.layers * device.layer_s), bound)
-    return Stage(prefill / (device.flops * devices * device.prefill)), decode
+    steps = math.ceil(sequences / at_once) * mean.response
+    return prefill, Stage(steps * (seconds + shape.layers * device.layer_s), bound)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The placement of a network on the devices of a run. ranks: number of adjacent ranks that share one copy.
-    copies: number of copies. per_node: devices per machine."""
+    """The placement of a network on the devices of a run.
+
+    Attributes:
+        ranks: Number of adjacent ranks that share one copy.
+        copies: Number of copies.
+        per_node: Devices per machine.
+    """
 
     ranks: int
     copies: int = 1
@@ -104,8 +117,8 @@ class Spread:
 
     def all_reduce_seconds(self, whole: float, device: Accelerator) -> float:
         """Returns the time to sum a rank's part of `whole` bytes over the copies."""
-        part = 2.0 * whole / self.ranks
-        return part * (self.copies - 1) / self.copies / self._bandwidth(device, self.ranks * self.copies)
+        bytes_both_ways = 2.0 * whole / self.ranks
+        return bytes_both_ways * (self.copies - 1) / self.copies / self._bandwidth(device, self.ranks * self.copies)
 
     def _bandwidth(self, device: Accelerator, ranks: int) -> float:
         return device.link if ranks <= self.per_node else device.network
@@ -116,8 +129,9 @@ def reduction_seconds(
 ) -> float:
     """Returns the time to gather `whole` bytes of weights for forward and backward of each micro-batch and to sum fp32
     gradients `reductions` times. The traffic overlaps with arithmetic, so the longer of the two is the lower bound."""
-    summed = spread.gather_seconds(4.0 * trained, device) + spread.all_reduce_seconds(4.0 * trained, device)
-    return 2.0 * micro_batches * spread.gather_seconds(whole, device) + reductions * summed
+    gradient_bytes = 4.0 * trained
+    reduction = spread.gather_seconds(gradient_bytes, device) + spread.all_reduce_seconds(gradient_bytes, device)
+    return 2.0 * micro_batches * spread.gather_seconds(whole, device) + reductions * reduction
 
 
 def step_stages(

@@ -5,7 +5,6 @@ last lines of a run.
 """
 
 import fnmatch
-import itertools
 import math
 import re
 import shlex
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trainer.final_report import validation_means
+from trainer.final_report import ValidationMean, validation_means
 from trainer.reports.run_data import Run
 
 _SCORE = "; python -m trainer.score RUN scores the saved answers again"
@@ -30,6 +29,9 @@ DIVERGED = "the run diverged"
 LASTING = 0.1  # share of a run's steps; fewer steps outside a range count as stray steps
 _EARLY = 0.75  # share of the steps; a problem that ended before is over
 _TREND_STEPS = 20  # smallest number of steps for a trend
+
+_AGENTIC_DEFAULTS = {"agentic.train_env_manager.tags": "[]", "agentic.program": "null", "agentic.mcp_servers": "{}"}
+"""Options of which a run with agents sets at least one, and their defaults as text in a saved configuration."""
 
 Points = Sequence[tuple[int, float]]
 Series = Mapping[str, Points]
@@ -104,26 +106,48 @@ class Rule:
 
     def apply(self, series: Series, options: Options | None = None) -> list[Finding]:
         """Returns the findings of the rule. Metrics with the same grade share one finding."""
-        found: list[Finding] = []
-        if not isinstance(self.check, Range):
-            found = list(filter(None, [self.check(series)]))
+        if isinstance(self.check, Range):
+            findings = self._findings_by_grade(series, self.check)
         else:
-            names = [name for name in series if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.metrics)]
-            judged = [in_range(name, series[name], self.check) for name in names]
-            for grade in GRADES:
-                alike = [finding for finding in judged if finding.grade == grade]
-                more = ", ".join(other.metric for other in alike[1:4]) + " and more" * (len(alike) > 4)
-                text = f"; likewise {more}" if more else ""
-                found += [replace(first, text=first.text + text) for first in alike[:1]]
-        now = ", ".join(dict.fromkeys(filter(None, (_option_in_run(key, options or {}) for key in self.keys))))
-        advice = f"{self.change} (now {now})" if now else self.change
-        return [one if one.grade == OK else replace(one, cause=self.cause, advice=advice) for one in found]
+            finding = self.check(series)
+            findings = [] if finding is None else [finding]
+
+        # `actor.optim.lr` may appear twice, through two keys with alternatives
+        options_in_run = dict.fromkeys(_option_in_run(key, options or {}) for key in self.keys)
+        current_options = ", ".join(text for text in options_in_run if text)
+        advice = f"{self.change} (now {current_options})" if current_options else self.change
+        return [
+            finding if finding.grade == OK else replace(finding, cause=self.cause, advice=advice)
+            for finding in findings
+        ]
+
+    def _findings_by_grade(self, series: Series, healthy: Range) -> list[Finding]:
+        """Returns one finding for each grade, about the first metric with this grade. It names three others."""
+        findings = []
+        for name, points in series.items():
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.metrics):
+                findings.append(in_range(name, points, healthy))
+
+        shared_findings = []
+        for grade in GRADES:
+            of_grade = [finding for finding in findings if finding.grade == grade]
+            if not of_grade:
+                continue
+            text = of_grade[0].text
+            if len(of_grade) > 1:
+                text += "; likewise " + ", ".join(finding.metric for finding in of_grade[1:4])
+            if len(of_grade) > 4:
+                text += " and more"
+            shared_findings.append(replace(of_grade[0], text=text))
+        return shared_findings
 
 
 def judge(series: Series, options: Options | None = None) -> list[Finding]:
     """Returns all findings about these metrics, the worst first. options: the run's configuration by dotted key."""
-    found = [finding for rule in RULES for finding in rule.apply(series, options)]
-    return sorted(found, key=lambda finding: GRADES.index(finding.grade))
+    findings: list[Finding] = []
+    for rule in RULES:
+        findings += rule.apply(series, options)
+    return sorted(findings, key=lambda finding: GRADES.index(finding.grade))
 
 
 def findings_of(run: Run) -> list[Finding]:
@@ -131,20 +155,40 @@ def findings_of(run: Run) -> list[Finding]:
 
     A crash dump is ignored if the run continued afterwards.
     """
-    options = {key: value.value for key, value in run.config.items()}
-    agentic = {"agentic.train_env_manager.tags": "[]", "agentic.program": "null", "agentic.mcp_servers": "{}"}
-    is_agentic = any(options.get(key, default) != default for key, default in agentic.items())
-    score = "" if is_agentic else _SCORE.replace("RUN", shlex.quote(str(run.folder)))
-    found = [replace(one, advice=one.advice.replace(_SCORE, score)) for one in judge(run.series(), options)]
-    dumps = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
-    if not dumps or run.is_running or dumps[-1].stat().st_mtime < run.modified - 1.0:
-        return found
-    log = dumps[-1].read_text(encoding="utf-8", errors="replace").strip()
-    errors = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*", log, re.MULTILINE) or [log[-200:]]
-    folder = dumps[-1].parent
-    text = f"the run ended with an error in step {folder.name.removeprefix('step_')}: {errors[-1]}"
-    replay = shlex.join(["python", "-m", "trainer.replay", str(folder)])
-    return [Finding(BAD, "", text, advice=f"repeat that step in a debugger: {replay}", log=log[-3000:]), *found]
+    options = {key: option.value for key, option in run.config.items()}
+
+    # `trainer.score` scores answers by a reward function; agents are scored by environments and programs
+    is_agentic = any(options.get(key, default) != default for key, default in _AGENTIC_DEFAULTS.items())
+    score_advice = "" if is_agentic else _SCORE.replace("RUN", shlex.quote(str(run.folder)))
+    findings = []
+    for finding in judge(run.series(), options):
+        findings.append(replace(finding, advice=finding.advice.replace(_SCORE, score_advice)))
+
+    error = _error_of(run)
+    return findings if error is None else [error, *findings]
+
+
+def _error_of(run: Run) -> Finding | None:
+    """Returns the error that ended the run, or None if it is running or has continued since its last crash dump."""
+    logs = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
+    # a second of tolerance: the last metrics can be written while the dump is
+    if not logs or run.is_running or logs[-1].stat().st_mtime < run.modified - 1.0:
+        return None
+
+    dump = logs[-1].parent
+    step = dump.name.removeprefix("step_")
+    log = logs[-1].read_text(encoding="utf-8", errors="replace").strip()
+    # a traceback names the causes first, and the error that ended the run last
+    error_lines = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*", log, re.MULTILINE)
+    error_line = error_lines[-1] if error_lines else log[-200:]
+    replay = shlex.join(["python", "-m", "trainer.replay", str(dump)])
+    return Finding(
+        BAD,
+        "",
+        f"the run ended with an error in step {step}: {error_line}",
+        advice=f"repeat that step in a debugger: {replay}",
+        log=log[-3000:],
+    )
 
 
 def number(value: float) -> str:
@@ -157,10 +201,15 @@ def _option_in_run(key: str, options: Options) -> str:
 
     Rules name keys of `trainer.main_ppo`. Other commands have some of these options without the prefix of the role.
     """
-    for name in (name for one in key.split("|") for name in (one, one.partition(".")[2])):
-        chosen = [f"{x}={options[x]}" for x in fnmatch.filter(options, name) if "*" not in name or options[x] != "null"]
-        if chosen:
-            return ", ".join(chosen)
+    for alternative in key.split("|"):
+        without_role = alternative.partition(".")[2]
+        for pattern in (alternative, without_role):
+            names = fnmatch.filter(options, pattern)
+            if "*" in pattern:
+                # a pattern matches the option of each environment, also of those that do not set it
+                names = [name for name in names if options[name] != "null"]
+            if names:
+                return ", ".join(f"{name}={options[name]}" for name in names)
     return ""
 
 
@@ -181,21 +230,39 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
     outside = [point for point, grade in zip(points, grades, strict=True) if grade != OK]
     if not outside:
         return Finding(OK, name, f"{name} stays {healthy.shown}")
-    late = points[-max(3, round(LASTING * len(points))) :]
-    now = healthy.judge(statistics.median(value for _, value in late) / scale)
-    is_past = outside[-1][0] <= points[0][0] + _EARLY * (points[-1][0] - points[0][0]) and now == OK
+
+    first_step = points[0][0]
+    last_step = points[-1][0]
+    first_outside = outside[0][0]
+    last_outside = outside[-1][0]
+    last_values = [value for _, value in points[-max(3, round(LASTING * len(points))) :]]
+    final_grade = healthy.judge(statistics.median(last_values) / scale)
+    is_past = final_grade == OK and last_outside <= first_step + _EARLY * (last_step - first_step)
+
+    lasting_steps = LASTING * len(points)
     alarms = grades.count(BAD)
-    if not is_past and (alarms >= LASTING * len(points) or now == BAD):
+    if not is_past and (alarms >= lasting_steps or final_grade == BAD):
         grade = BAD
-    elif len(outside) >= LASTING * len(points) or now != OK or alarms or 0.0 in (healthy.low, healthy.high):
+    elif len(outside) >= lasting_steps or final_grade != OK or alarms or 0.0 in (healthy.low, healthy.high):
         grade = LOOK
     else:
         grade = OK
-    most, side = (min, "below") if math.isfinite(healthy.low) else (max, "above")
-    step, worst = most(outside, key=lambda point: point[1] / scale)
-    text = f"{name} is {side} {healthy.shown[3:]}{f' ({number(scale)})' * healthy.of_start} in {len(outside)} of "
-    text += f"{len(points)} steps ({outside[0][0]} to {outside[-1][0]}): {number(worst)} at step {step}, "
-    text += f"{number(points[-1][1])} at the end" + f"; inside after step {outside[-1][0]}" * is_past
+
+    if math.isfinite(healthy.low):
+        side = "below"
+        worst_step, worst = min(outside, key=lambda point: point[1] / scale)
+    else:
+        side = "above"
+        worst_step, worst = max(outside, key=lambda point: point[1] / scale)
+    bound = healthy.shown[3:]  # without the sign of comparison
+    scale_text = f" ({number(scale)})" if healthy.of_start else ""
+    text = (
+        f"{name} is {side} {bound}{scale_text} in {len(outside)} of {len(points)} steps "
+        f"({first_outside} to {last_outside}): {number(worst)} at step {worst_step}, "
+        f"{number(points[-1][1])} at the end"
+    )
+    if is_past:
+        text += f"; inside after step {last_outside}"
     return Finding(grade, name, text)
 
 
@@ -203,9 +270,13 @@ def diverged(series: Series) -> Finding | None:
     """Finds a run in which no mini-batch of the last step has a finite gradient, so that the weights do not change."""
     for role in ("actor", "train", "critic"):
         name = f"{role}/grad_norm_nonfinite"
-        lost = [step for step, _ in itertools.takewhile(lambda point: point[1] >= 1, reversed(series.get(name, ())))]
-        if lost:
-            return Finding(BAD, name, f"{DIVERGED}: from step {lost[-1]} on, no gradient is finite")
+        first_lost_step = None
+        for step, share in reversed(series.get(name, ())):
+            if share < 1:
+                break
+            first_lost_step = step
+        if first_lost_step is not None:
+            return Finding(BAD, name, f"{DIVERGED}: from step {first_lost_step} on, no gradient is finite")
     return None
 
 
@@ -218,16 +289,28 @@ def score_falls(series: Series) -> Finding | None:
     name, points, sign = _score(series)
     if len(points) < _TREND_STEPS:
         return None
-    width = max(3, len(points) // 10)
+
     values = sign * np.array([value for _, value in points])
-    smooth = np.convolve(values, np.full(width, 1 / width), "valid")
-    error = math.sqrt(np.mean(np.diff(values) ** 2) / width)
-    best = int(smooth.argmax())
-    fall, rise = smooth[best] - smooth[-1], max(smooth[best] - smooth[0], 0.0)
-    if fall <= 4 * error or fall <= 0.3 * rise:
+    width = max(3, len(points) // 10)
+    running_means = np.convolve(values, np.full(width, 1 / width), "valid")
+    # differences of successive values, because a trend would enter the variance of the values
+    standard_error = math.sqrt(np.mean(np.diff(values) ** 2) / width)
+
+    best_index = int(running_means.argmax())
+    best = running_means[best_index]
+    last = running_means[-1]
+    fall = best - last
+    rise = max(best - running_means[0], 0.0)
+    if fall <= 4 * standard_error or fall <= 0.3 * rise:
         return Finding(OK, name, f"{name} does not fall back from its best")
-    text = f"{name} was best around step {points[best + width - 1][0]} ({number(sign * smooth[best])}) and is "
-    return Finding(BAD, name, f"{text}{number(sign * smooth[-1])} at the end, as means over {width} steps")
+
+    best_step = points[best_index + width - 1][0]
+    return Finding(
+        BAD,
+        name,
+        f"{name} was best around step {best_step} ({number(sign * best)}) and is {number(sign * last)} at the end, "
+        f"as means over {width} steps",
+    )
 
 
 def score_stays(series: Series) -> Finding | None:
@@ -236,32 +319,54 @@ def score_stays(series: Series) -> Finding | None:
     name, points, sign = _score(series)
     if len(points) < _TREND_STEPS:
         return None
+
     values = np.array([value for _, value in points])
     quarter = len(points) // 4
-    begin, end = values[:quarter].mean(), values[-quarter:].mean()
-    error = math.sqrt((values[:quarter].var(ddof=1) + values[-quarter:].var(ddof=1)) / quarter)
-    best = max((value for _, value in series.get("critic/score/max", [])), default=math.inf)
+    first_quarter = values[:quarter]
+    last_quarter = values[-quarter:]
+    begin = first_quarter.mean()
+    end = last_quarter.mean()
+    rise = sign * (end - begin)
+    standard_error = math.sqrt((first_quarter.var(ddof=1) + last_quarter.var(ddof=1)) / quarter)
+
     text = f"{name} goes from {number(begin)} in the first quarter of the steps to {number(end)} in the last"
-    if sign * (end - begin) > 2 * error:
+    if rise > 2 * standard_error:
         return Finding(OK, name, text)
-    if sign * (end - begin) < -2 * error or end >= 0.95 * best > 0:
-        return None  # the score falls, which `score_falls` reports, or it cannot rise further
-    return Finding(LOOK, name, f"{text}, within random variation ({number(2 * error)})")
+    if rise < -2 * standard_error:
+        return None  # `score_falls` reports it
+    maximum = max((value for _, value in series.get("critic/score/max", [])), default=math.inf)
+    if end >= 0.95 * maximum > 0:
+        return None  # the score cannot rise further
+    return Finding(LOOK, name, f"{text}, within random variation ({number(2 * standard_error)})")
 
 
 def gradient_spikes(series: Series) -> Finding | None:
     """Finds steps whose gradient norm is above 8 times the median of the preceding 5 to 20 steps."""
-    name = next((x for x in ("actor/grad_norm", "train/grad_norm", "critic/grad_norm") if x in series), "")
-    points = series.get(name, [])
+    names = [name for name in ("actor/grad_norm", "train/grad_norm", "critic/grad_norm") if name in series]
+    if not names:
+        return None
+    name = names[0]
+    points = series[name]
     if len(points) <= 5:
         return None
-    usual = [statistics.median(value for _, value in points[max(0, x - 20) : x]) for x in range(5, len(points))]
-    spikes = [(v / mean, step, v) for mean, (step, v) in zip(usual, points[5:], strict=True) if v > 8 * mean > 0]
+
+    spikes = []
+    for index in range(5, len(points)):
+        usual = statistics.median(value for _, value in points[max(0, index - 20) : index])
+        step, value = points[index]
+        if value > 8 * usual > 0:
+            spikes.append((value / usual, step, value))
     if not spikes:
         return Finding(OK, name, f"{name} has no spikes")
-    times, step, value = max(spikes)
-    text = f"{name} has spikes in {len(spikes)} of {len(points)} steps: {number(value)} at step {step}, {times:.0f} "
-    return Finding(BAD if len(spikes) > 0.05 * len(points) else LOOK, name, text + "times the median of earlier steps")
+
+    ratio, step, value = max(spikes)
+    grade = BAD if len(spikes) > 0.05 * len(points) else LOOK
+    return Finding(
+        grade,
+        name,
+        f"{name} has spikes in {len(spikes)} of {len(points)} steps: {number(value)} at step {step}, {ratio:.0f} "
+        "times the median of earlier steps",
+    )
 
 
 def validation_gain(series: Series) -> Finding | None:
@@ -269,32 +374,65 @@ def validation_gain(series: Series) -> Finding | None:
 
     The interval assumes independent prompts, so it is too wide if both validations use the same prompts.
     """
-    by_step: dict[int, dict[str, float]] = {}
-    for name in (name for name in series if name.startswith("val-")):
-        for step, value in series[name]:
-            by_step.setdefault(step, {})[name] = value
-    means = [[mean for mean in validation_means(x) if not mean.greedy] for _, x in sorted(by_step.items())]
-    validated = [found for found in means if found]
-    words: list[str] = []
-    signs: set[float] = set()
-    for before, after in [(a, b) for a in validated[0] for b in validated[-1]] if len(validated) > 1 else ():
-        if (before.source, before.name) == (after.source, after.name) and before.half_width and after.half_width:
-            gain = after.value - before.value
-            width = math.hypot(before.half_width, after.half_width)
-            signs.add(math.copysign(1.0, gain) if abs(gain) > width else 0.0)
-            numbers = f"{number(before.value)} to {number(after.value)} ({gain:+.3f}, interval +-{width:.3f})"
-            words.append(f"{before.source} {numbers}" + f", {'better' if gain > 0 else 'worse'}" * (abs(gain) > width))
-    if not words:
+    validations = _sampled_means_by_validation(series)
+    if len(validations) < 2:
         return None
-    grade = (LOOK if 1.0 in signs else BAD) if -1.0 in signs else OK if 1.0 in signs else LOOK
-    doubt = "; it cannot tell whether the policy improved" * (signs == {0.0})
-    return Finding(grade, "val-core", f"validation before and after: {'; '.join(words)}{doubt}")
+
+    texts: list[str] = []
+    better = worse = 0
+    for before in validations[0]:
+        for after in validations[-1]:
+            is_same = (before.source, before.name) == (after.source, after.name)
+            if not is_same or not before.half_width or not after.half_width:
+                continue
+            gain = after.value - before.value
+            half_width = math.hypot(before.half_width, after.half_width)
+            text = f"{before.source} {number(before.value)} to {number(after.value)} "
+            text += f"({gain:+.3f}, interval +-{half_width:.3f})"
+            if gain > half_width:
+                better += 1
+                text += ", better"
+            elif gain < -half_width:
+                worse += 1
+                text += ", worse"
+            texts.append(text)
+    if not texts:
+        return None
+
+    if worse and not better:
+        grade = BAD
+    elif better and not worse:
+        grade = OK
+    else:
+        grade = LOOK
+    text = f"validation before and after: {'; '.join(texts)}"
+    if not better and not worse:
+        text += "; it cannot tell whether the policy improved"
+    return Finding(grade, "val-core", text)
+
+
+def _sampled_means_by_validation(series: Series) -> list[list[ValidationMean]]:
+    """Returns the means of the sampled answers in each validation, in order of steps. Greedy answers are left out."""
+    metrics_by_step: dict[int, dict[str, float]] = {}
+    for name, points in series.items():
+        if name.startswith("val-"):
+            for step, value in points:
+                metrics_by_step.setdefault(step, {})[name] = value
+
+    validations = []
+    for step in sorted(metrics_by_step):
+        means = [mean for mean in validation_means(metrics_by_step[step]) if not mean.greedy]
+        if means:
+            validations.append(means)
+    return validations
 
 
 def mismatch(series: Series) -> Finding | None:
-    """Whether sampler and trainer have the same probabilities. Stale samples differ by design."""
+    """Checks that sampler and trainer have the same probabilities. Returns None if samples are stale, because those
+    differ by design."""
     name = "training/rollout_probs_diff_mean"
-    if name not in series or any(value > 0 for _, value in series.get("async/staleness/mean", ())):
+    has_stale_samples = any(value > 0 for _, value in series.get("async/staleness/mean", ()))
+    if name not in series or has_stale_samples:
         return None
     return in_range(name, series[name], Range(high=0.005, alarm_high=0.01))
 
@@ -323,27 +461,37 @@ def cut_off(series: Series) -> Finding | None:
 
 
 def waiting(series: Series) -> Finding | None:
-    """Which side of an asynchronous run waits for the other, over the second half of the run."""
-    names = ("async/trainer_idle_frac", "async/engine_idle_frac")
-    if not all(series.get(name) for name in names):
+    """Tells which side of an asynchronous run waits for the other, over the second half of the run."""
+    trainer_metric = "async/trainer_idle_frac"
+    engine_metric = "async/engine_idle_frac"
+    if not series.get(trainer_metric) or not series.get(engine_metric):
         return None
-    trainer, engines = (
-        statistics.fmean(value for _, value in series[name][len(series[name]) // 2 :]) for name in names
-    )
-    told = f"the trainer waits for samples {trainer:.0%} of the time, and the engines are idle {engines:.0%} of it"
-    if max(trainer, engines) < 0.2:
-        return Finding(OK, names[0], f"{told}: neither side limits the other")
-    if trainer >= engines:
-        return Finding(LOOK, names[0], f"{told}: sampling limits the run")
+
+    trainer_share = _mean_of_second_half(series[trainer_metric])
+    engine_share = _mean_of_second_half(series[engine_metric])
+    text = f"the trainer waits for samples {trainer_share:.0%} of the time, and the engines are idle "
+    text += f"{engine_share:.0%} of it"
+    if max(trainer_share, engine_share) < 0.2:
+        return Finding(OK, trainer_metric, f"{text}: neither side limits the other")
+    if trainer_share >= engine_share:
+        return Finding(LOOK, trainer_metric, f"{text}: sampling limits the run")
     return Finding(
-        OK, names[1], f"{told}: training limits the run, and a larger async_training.batches_ahead gains nothing"
+        OK,
+        engine_metric,
+        f"{text}: training limits the run, and a larger async_training.batches_ahead gains nothing",
     )
+
+
+def _mean_of_second_half(points: Points) -> float:
+    return statistics.fmean(value for _, value in points[len(points) // 2 :])
 
 
 def _score(series: Series) -> tuple[str, Points, int]:
     """Returns the metric that the run optimizes, its points, and 1 if a larger value is better, else -1."""
-    name = next((name for name in SCORES if name in series), SCORES[0])
-    return name, series.get(name, []), -1 if name == "train/loss" else 1
+    names = [name for name in SCORES if name in series]
+    name = names[0] if names else SCORES[0]
+    sign = -1 if name == "train/loss" else 1
+    return name, series.get(name, []), sign
 
 
 # ------------------------------------------------------------------------------------------------------ the table
@@ -446,7 +594,7 @@ RULES = (
         "have samples to work on while the longest ones end",
     ),
     Rule(  # all memory is allocated after the first steps
-        tuple(f"{role}/perf/{x}_gb" for role in ("actor", "train") for x in MEMORY),
+        tuple(f"{role}/perf/{name}_gb" for role in ("actor", "train") for name in MEMORY),
         Range(high=1.5, alarm_high=3.0, of_start=True), ("data.max_response_length",),
         "a worker's memory grows from step to step: a leak, or increasingly long answers",
         "look at response_length/max first",

@@ -26,6 +26,8 @@ from verl_lite.errors import UserError
 
 Points = list[tuple[int, float]]
 Steps = Mapping[int, Mapping[str, float]]
+Messages = tuple[tuple[str, str], ...]
+"""(role, content) of each message of a conversation."""
 
 STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 """The stages of a training step, in order."""
@@ -42,7 +44,12 @@ _OPTION = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<value>.*?)(?:
 
 @dataclass(frozen=True)
 class ConfigValue:
-    """The value of one option in a run. value: text in the file. source: `default`, `command line`, recipe or file."""
+    """The value of one option in a run.
+
+    Attributes:
+        value: Text in the file.
+        source: `default`, `command line`, or the recipe or file that sets the option.
+    """
 
     value: str
     source: str
@@ -50,9 +57,18 @@ class ConfigValue:
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run folder. modified: time of the last metrics, in seconds since the epoch. total_steps: number
-    of training steps, or None if it is not configured. notes: notes in the saved configuration. early_end: step after
-    which a callback ended the run, or None."""
+    """The contents of a run folder.
+
+    Attributes:
+        folder: The run folder.
+        steps: Metrics by step, in order of steps.
+        config: The options of the run by dotted key.
+        notes: Notes in the saved configuration.
+        total_steps: Number of training steps, or None if it is not configured.
+        is_running: True if the process of the run still exists.
+        modified: Time of the last metrics, in seconds since the epoch.
+        early_end: Step after which a callback ended the run, or None.
+    """
 
     folder: Path
     steps: Steps
@@ -81,51 +97,80 @@ class Run:
 
     def series(self) -> dict[str, Points]:
         """Returns the (step, value) points of all metrics, in order of first appearance."""
-        found: dict[str, Points] = {}
+        points_by_metric: dict[str, Points] = {}
         for step, metrics in self.steps.items():
             for name, value in metrics.items():
-                found.setdefault(name, []).append((step, value))
-        return found
+                points_by_metric.setdefault(name, []).append((step, value))
+        return points_by_metric
 
     def seconds(self) -> float:
         """Returns the logged time of all steps in seconds, including validation and saving."""
-        names = [f"timing_s/{name}" for name in ("step", *OUTSIDE)]
-        return sum(metrics.get(name, 0.0) for metrics in self.steps.values() for name in names)
+        times = []
+        for metrics in self.steps.values():
+            times += [metrics.get(f"timing_s/{stage}", 0.0) for stage in ("step", *OUTSIDE)]
+        return sum(times)
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a run folder. Raises UserError if it has no metrics; the message names runs below the folder."""
+    """Reads a run folder.
+
+    Raises:
+        UserError: If the folder has no metrics. The message names runs below the folder.
+    """
     folder = Path(folder).expanduser().resolve()
-    source = folder / METRICS
-    if not source.is_file():
-        below = "".join(f"\n  {path.parent}" for path in sorted(folder.glob(f"*/**/{METRICS}"))[:5])
-        raise UserError(f"{folder}: no {METRICS} in it" + (f"; these subfolders have one:{below}" if below else ""))
-    metrics = read_metrics(source)
+    metrics_file = folder / METRICS
+    if not metrics_file.is_file():
+        runs_below = [path.parent for path in sorted(folder.glob(f"*/**/{METRICS}"))]
+        message = f"{folder}: no {METRICS} in it"
+        if runs_below:
+            message += "; these subfolders have one:" + "".join(f"\n  {run}" for run in runs_below[:5])
+        raise UserError(message)
+
+    metrics = read_metrics(metrics_file)
+    steps = {}
+    for step in sorted(metrics):
+        steps[step] = {name: float(value) for name, value in metrics[step].items()}
+
     config, notes = read_config(folder / "config.yaml")
-    total = config.get("trainer.total_training_steps", ConfigValue("", "")).value
+    total_steps_option = config.get("trainer.total_training_steps")
+    total_steps = None
+    if total_steps_option is not None and total_steps_option.value.isdigit():
+        total_steps = int(total_steps_option.value)
+
     return Run(
-        folder,
-        {step: {name: float(x) for name, x in metrics[step].items()} for step in sorted(metrics)},
-        config,
-        notes,
-        int(total) if total.isdigit() else None,
-        _is_held(folder / "in_use"),
-        source.stat().st_mtime,
-        read_early_end(folder),
+        folder=folder,
+        steps=steps,
+        config=config,
+        notes=notes,
+        total_steps=total_steps,
+        is_running=_is_held(folder / "in_use"),
+        modified=metrics_file.stat().st_mtime,
+        early_end=read_early_end(folder),
     )
 
 
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
     """Returns the options of a saved configuration (`config.save_config`) by dotted key, and its notes. Both are empty
     if the file is missing."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    found: dict[str, ConfigValue] = {}
-    above: list[str] = []
-    for match in filter(None, map(_OPTION.fullmatch, lines)):
-        above[len(match["indent"]) // 2 :] = [match["key"]]
+    if not path.is_file():
+        return {}, ()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+    options: dict[str, ConfigValue] = {}
+    keys_above: list[str] = []
+    for line in lines:
+        match = _OPTION.fullmatch(line)
+        if match is None:
+            continue
+        depth = len(match["indent"]) // 2
+        keys_above[depth:] = [match["key"]]
         if match["value"] is not None:
-            found[".".join(above)] = ConfigValue(match["value"].strip(), (match["source"] or "").strip())
-    return found, tuple(line.removeprefix("# ") for line in lines if line.startswith("# "))
+            value = match["value"].strip()
+            source = (match["source"] or "").strip()
+            options[".".join(keys_above)] = ConfigValue(value, source)
+
+    notes = tuple(line.removeprefix("# ") for line in lines if line.startswith("# "))
+    return options, notes
 
 
 def run_titles(runs: Sequence[Run]) -> list[str]:
@@ -133,10 +178,11 @@ def run_titles(runs: Sequence[Run]) -> list[str]:
 
     Folders of a sweep's runs are named after their seeds, so their titles always include the number of the trial.
     """
-    is_of_sweep = any((run.folder.parent.parent.parent / "study.json").is_file() for run in runs)
-    for depth in range(1 + is_of_sweep, 99):
+    folders = {run.folder for run in runs}
+    is_of_sweep = any((folder.parent.parent.parent / "study.json").is_file() for folder in folders)
+    for depth in range(2 if is_of_sweep else 1, 99):
         titles = ["/".join(run.folder.parts[-depth:]) for run in runs]
-        if len(set(titles)) == len({run.folder for run in runs}):
+        if len(set(titles)) == len(folders):
             break
     return titles
 
@@ -144,20 +190,47 @@ def run_titles(runs: Sequence[Run]) -> list[str]:
 def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[float]]]:
     """Returns the time of the steps by stage, for a bar chart.
 
-    The result is the positions of at most `most` bars, which are means over adjacent steps, and the seconds at each
-    position for each stage and for `other`. Stages with a negligible time are left out.
+    Args:
+        steps: Metrics by step. Steps without a time are left out.
+        most: Maximum number of bars. If there are more steps, each bar is a mean over adjacent steps.
+
+    Returns:
+        The positions of the bars, and the seconds at each position for each stage and for `other`. Stages with a
+        negligible time are left out.
     """
-    timed = {step: metrics for step, metrics in steps.items() if "timing_s/step" in metrics}
-    if not timed:
+    timed_steps = {step: metrics for step, metrics in steps.items() if "timing_s/step" in metrics}
+    if not timed_steps:
         return [], {}
-    names = {name.removeprefix("timing_s/") for metrics in timed.values() for name in metrics if "timing_s/" in name}
-    own = sorted(names - {"step"}, key=lambda name: (STAGES.index(name) if name in STAGES else 99, name))
-    of = {name: np.array([metrics.get(f"timing_s/{name}", 0.0) for metrics in timed.values()]) for name in own}
-    whole = np.array([metrics["timing_s/step"] for metrics in timed.values()])
-    of["other"] = np.clip(whole - sum(seconds for name, seconds in of.items() if name not in OUTSIDE), 0.0, None)
-    places = np.array_split(np.array(list(timed), dtype=float), min(most, len(timed)))
-    bars = {name: [float(x.mean()) for x in np.array_split(seconds, len(places))] for name, seconds in of.items()}
-    return [float(x.mean()) for x in places], {x: y for x, y in bars.items() if of[x].sum() > 0.005 * whole.sum()}
+
+    stages = _timed_stages(timed_steps)
+    seconds_by_stage = {}
+    for stage in stages:
+        seconds_by_stage[stage] = np.array([metrics.get(f"timing_s/{stage}", 0.0) for metrics in timed_steps.values()])
+    step_seconds = np.array([metrics["timing_s/step"] for metrics in timed_steps.values()])
+    measured_seconds = sum(seconds_by_stage[stage] for stage in stages if stage not in OUTSIDE)
+    seconds_by_stage["other"] = np.clip(step_seconds - measured_seconds, 0.0, None)
+
+    bar_count = min(most, len(timed_steps))
+    positions = _means_of_parts(np.array(list(timed_steps), dtype=float), bar_count)
+    bars = {}
+    for stage, seconds in seconds_by_stage.items():
+        if seconds.sum() > 0.005 * step_seconds.sum():
+            bars[stage] = _means_of_parts(seconds, bar_count)
+    return positions, bars
+
+
+def _timed_stages(steps: Steps) -> list[str]:
+    """Returns the stages whose time was logged: those of `STAGES` in their order, then the others by name."""
+    stages = set()
+    for metrics in steps.values():
+        stages.update(name.removeprefix("timing_s/") for name in metrics if "timing_s/" in name)
+    stages.discard("step")
+    others = sorted(stages - set(STAGES))
+    return [stage for stage in STAGES if stage in stages] + others
+
+
+def _means_of_parts(values: np.ndarray, count: int) -> list[float]:
+    return [float(part.mean()) for part in np.array_split(values, count)]
 
 
 def _is_held(path: Path) -> bool:
@@ -175,30 +248,44 @@ def _is_held(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """One request of an episode's program, for display. depth: number of branchings above it. start: the beginning of a
-    conversation or branch; empty for a request that continues the one before it. discarded: reason why nothing trains
-    on its tokens. messages: (role, content) of the messages that it added, and of its answer."""
+    """One request of an episode's program, for display.
+
+    Attributes:
+        number: Position in the order of the requests.
+        depth: Number of branchings above the request.
+        start: The beginning of a conversation or branch; empty for a request that continues the one before it.
+        facts: Numbers of tokens, versions of the weights, and the like.
+        discarded: Reason why nothing trains on its tokens.
+        messages: (role, content) of the messages that it added, and of its answer.
+    """
 
     number: int
     depth: int
     start: str
     facts: str
     discarded: str
-    messages: tuple[tuple[str, str], ...]
+    messages: Messages
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer for display. kind: `train`, `val` or `val greedy`. prompt: (role, content) of each message.
-    score: None if the reward failed. parts: additional entries of the reward's result. requests: for an episode of a
-    program, the first of its total_requests requests in the order of `request_tree`. images: existing files with the
-    images of the prompt, as paths relative to the run folder."""
+    """One answer for display.
+
+    Attributes:
+        kind: `train`, `val` or `val greedy`.
+        prompt: (role, content) of each message.
+        score: None if the reward failed.
+        parts: Additional entries of the reward's result.
+        requests: For an episode of a program, the first of its `total_requests` requests, in the order of
+            `request_tree`.
+        images: Existing files with the images of the prompt, as paths relative to the run folder.
+    """
 
     kind: str
     step: int
     uid: str
     data_source: str
-    prompt: tuple[tuple[str, str], ...]
+    prompt: Messages
     output: str
     gts: str
     score: float | None
@@ -224,43 +311,72 @@ class Group:
 
     def read(self, rows: Sequence[int]) -> list[Answer]:
         """Reads the answers in these rows; returns none if the run has deleted the file in the meantime."""
-        if (table := _table(self.file)) is None:
+        table = _table(self.file)
+        if table is None:
             return []
-        names = [name for name in table.column_names if not name.endswith(JSON) or name == _REQUESTS]
-        shown = table.select(names).take(list(rows))
+        columns = [name for name in table.column_names if not name.endswith(JSON) or name == _REQUESTS]
+        selected = table.select(columns).take(list(rows))
         run_dir = self.file.parent.parent.parent
-        return [_answer(row, self.kind, self.step, run_dir) for row in shown.to_pylist()]
+        return [_answer(row, self.kind, self.step, run_dir) for row in selected.to_pylist()]
 
 
 def groups(run_dir: Path) -> Iterator[Group]:
     """Yields all groups of samples of a run in the order of steps, training before validation."""
-    files = [(step_of(x), kind, x) for kind in (TRAIN, VAL) for x in (run_dir / FOLDER / kind).glob("*.parquet")]
-    for number, kind, file in sorted(files):
-        if (table := _table(file, ["uid", "score"])) is not None:
-            uids, scores = (table[name].to_pylist() for name in ("uid", "score"))
-            yield Group(file, f"{kind} {file.stem.partition('-')[2]}".strip(), number, uids, scores)
+    files = []
+    for kind in (TRAIN, VAL):
+        for file in (run_dir / FOLDER / kind).glob("*.parquet"):
+            files.append((step_of(file), kind, file))
+
+    for step, kind, file in sorted(files):
+        table = _table(file, ["uid", "score"])
+        if table is None:
+            continue
+        suffix = file.stem.partition("-")[2]  # `greedy`, or empty
+        yield Group(file, f"{kind} {suffix}".strip(), step, table["uid"].to_pylist(), table["score"].to_pylist())
 
 
 def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Answer], int]:
     """Returns up to `count` answers, and the number of all answers that match.
 
     Args:
+        folder: The run folder.
         order: `best`, `worst` (failed rewards first), or any other text for the latest first.
         text: Required part of the prompt, answer, ground truth or uid; upper and lower case are equal.
+        count: Maximum number of answers.
     """
-    sign, word = {"best": -1, "worst": 1}.get(order, 0), text.lower()
-    found: list[tuple[float, int, int, Group]] = []
+    matches: list[tuple[float, int, int, Group]] = []
     for group in groups(folder):
-        rows: Sequence[int] = range(len(group.uids))
-        if word:
-            searched = [[x.output, x.gts, x.uid, *(content for _, content in x.prompt)] for x in group.read(rows)]
-            rows = [row for row, texts in enumerate(searched) if word in "\n".join(texts).lower()]
-        for row in rows:
+        for row in _matching_rows(group, text.lower()):
             score = group.scores[row]
-            rank = sign * (-math.inf if score is None else score) if sign else 0.0
-            found.append((rank, -group.step, row, group))
-    found.sort(key=lambda one: one[:3])
-    return [answer for *_, row, group in found[:count] for answer in group.read([row])], len(found)
+            score_or_least = -math.inf if score is None else score
+            if order == "best":
+                rank = -score_or_least
+            elif order == "worst":
+                rank = score_or_least
+            else:
+                rank = 0.0
+            matches.append((rank, -group.step, row, group))
+
+    # a group has no order, and the sort keeps the order of groups with the same step
+    matches.sort(key=lambda match: match[:3])
+    answers: list[Answer] = []
+    for *_, row, group in matches[:count]:
+        answers += group.read([row])
+    return answers, len(matches)
+
+
+def _matching_rows(group: Group, word: str) -> Sequence[int]:
+    """Returns the rows whose texts contain a word in lower case. Without a word, the file is not read."""
+    all_rows = range(len(group.uids))
+    if not word:
+        return all_rows
+    rows = []
+    for row, answer in enumerate(group.read(all_rows)):
+        contents = [content for _, content in answer.prompt]
+        searched = "\n".join([answer.output, answer.gts, answer.uid, *contents])
+        if word in searched.lower():
+            rows.append(row)
+    return rows
 
 
 def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None:
@@ -271,63 +387,140 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
 
 
 def _answer(row: dict[str, Any], kind: str, step: int, run_dir: Path) -> Answer:
-    messages = tuple((x["role"], x["content"]) for x in row["prompt"]) or (("user", row["input"]),)
-    parts = {name.removeprefix(REWARD): x for name, x in row.items() if name.startswith(REWARD) and x is not None}
-    names = ("uid", "data_source", "output", "gts", "score", "response_length", "finish_reason", "policy_version")
-    own: dict[str, Any] = {name: row[name] for name in (*names, "timed_out")}
-    own["requests"], own["total_requests"] = request_tree(row.get(_REQUESTS))
-    images = [f"{FOLDER}/{IMAGES}/{name}" for name in valid_image_names(row.get("images"))[:MAX_IMAGES]]
-    # a link could show a file of another folder
-    own["images"] = tuple(x for x in images if (run_dir / x).is_file() and not (run_dir / x).is_symlink())
-    return Answer(kind=kind, step=step, prompt=messages, parts=parts, **own)
+    """Returns a row of a samples file as an answer for display."""
+    messages = tuple((message["role"], message["content"]) for message in row["prompt"])
+    parts = {}
+    for name, value in row.items():
+        if name.startswith(REWARD) and value is not None:
+            parts[name.removeprefix(REWARD)] = value
+    requests, total_requests = request_tree(row.get(_REQUESTS))
+
+    images = []
+    for name in valid_image_names(row.get("images"))[:MAX_IMAGES]:
+        path = f"{FOLDER}/{IMAGES}/{name}"
+        # a link could show a file of another folder
+        if (run_dir / path).is_file() and not (run_dir / path).is_symlink():
+            images.append(path)
+
+    return Answer(
+        kind=kind,
+        step=step,
+        uid=row["uid"],
+        data_source=row["data_source"],
+        prompt=messages or (("user", row["input"]),),
+        output=row["output"],
+        gts=row["gts"],
+        score=row["score"],
+        parts=parts,
+        response_length=row["response_length"],
+        finish_reason=row["finish_reason"],
+        policy_version=row["policy_version"],
+        timed_out=row["timed_out"],
+        requests=requests,
+        total_requests=total_requests,
+        images=tuple(images),
+    )
 
 
 def request_tree(text: str | None) -> tuple[tuple[Request, ...], int]:
-    """Returns the first requests of an episode, each after the request that it continues, and the number of all.
+    """Reads the requests of an episode for display.
 
-    text: json text of the requests. If several requests continue a request, each begins a branch one level deeper.
-    Values of a wrong type count as missing. A parent that does not come before its request is ignored, so that there
-    are no cycles.
+    If several requests continue a request, each begins a branch one level deeper. Values of a wrong type count as
+    missing. A parent that does not come before its request is ignored, so that there are no cycles.
+
+    Args:
+        text: Json text of the requests.
+
+    Returns:
+        The first requests of the episode, each after the request that it continues, and the number of all.
     """
     try:
-        found = json.loads(text or "[]")
+        values = json.loads(text or "[]")
     except (TypeError, ValueError, RecursionError):
-        found = []
-    entries = [x if isinstance(x, dict) else {} for x in (found if isinstance(found, list) else [])]
-    shown = entries[:MAX_REQUESTS]
-    below: dict[int | None, list[int]] = {}
-    for number, entry in enumerate(shown):
+        values = []
+    if not isinstance(values, list):
+        values = []
+    entries = [value if isinstance(value, dict) else {} for value in values[:MAX_REQUESTS]]
+
+    message_count = 0
+    children: dict[int | None, list[int]] = {}
+    for number, entry in enumerate(entries):
         parent = _typed(entry, "parent", int, -1)
-        below.setdefault(parent if 0 <= parent < number else None, []).append(number)
-    limit = MAX_TREE // max(20, sum(1 + len(_typed(x, "messages", list, [])[:MAX_MESSAGES]) for x in shown))
-    waiting = [(number, 0, "new conversation") for number in below.get(None, [])[::-1]]
+        children.setdefault(parent if 0 <= parent < number else None, []).append(number)
+        message_count += 1 + len(_typed(entry, "messages", list, [])[:MAX_MESSAGES])  # 1: the answer
+    most_characters = MAX_TREE // max(20, message_count)
+
+    # depth first, without recursion, because a conversation can be longer than Python's stack
     requests: list[Request] = []
+    waiting = [(number, 0, "new conversation") for number in reversed(children.get(None, []))]
     while waiting:
         number, depth, start = waiting.pop()
-        requests.append(_request(number, depth, start, shown[number], limit))
-        after = below.get(number, [])
-        depth, start = (min(depth + 1, MAX_DEPTH), f"continues #{number}") if len(after) > 1 else (depth, "")
-        waiting += [(each, depth, start) for each in after[::-1]]
-    return tuple(requests), len(entries)
+        requests.append(_request(number, depth, start, entries[number], most_characters))
+        continuing = children.get(number, [])
+        if len(continuing) > 1:
+            child_depth = min(depth + 1, MAX_DEPTH)
+            child_start = f"continues #{number}"
+        else:
+            child_depth = depth
+            child_start = ""
+        waiting += [(child, child_depth, child_start) for child in reversed(continuing)]
+    return tuple(requests), len(values)
 
 
-def _request(number: int, depth: int, start: str, entry: Mapping[str, Any], limit: int) -> Request:
-    """Returns a request for display. limit: maximum number of characters of each message."""
-    prompt, sampled = (_typed(entry, name, int, 0) for name in ("prompt_tokens", "tokens"))
-    versions = [str(x) for x in _typed(entry, "versions", list, []) if type(x) is int and x >= 0]  # -1: no token
-    messages, tools = (_typed(entry, name, list, []) for name in ("messages", "tool_calls"))
+def _request(number: int, depth: int, start: str, entry: Mapping[str, Any], most_characters: int) -> Request:
+    """Returns a request for display.
+
+    Args:
+        number, depth, start: See `Request`.
+        entry: The request in the samples file.
+        most_characters: Maximum number of characters of each message.
+    """
+    messages = _typed(entry, "messages", list, [])
     row = _typed(entry, "row", int, None)
-    weights, calls = " to ".join(dict.fromkeys(versions)), ", ".join(map(as_text, tools))
-    facts = [f"{prompt:,} prompt + {sampled:,} sampled tokens", f"weights {weights}" * bool(weights)]
-    facts += ["" if row is None else f"row {row}", as_text(entry.get("finish_reason") or "")]
-    facts += [f"calls {calls}" * bool(calls)]
-    facts += [f"the first {MAX_MESSAGES} of {len(messages)} messages" * (len(messages) > MAX_MESSAGES)]
-    reason = as_text(entry.get("discarded") or ("no reason is recorded" if row is None else ""))
-    texts = [(x.get("role"), x.get("content")) for x in messages[:MAX_MESSAGES] if isinstance(x, dict)]
-    texts += [("answer", entry.get("text"))]
-    cut = tuple((as_text(role or "")[:40], shortened(as_text(content or ""), limit)) for role, content in texts)
-    facts_text, reason = (shortened(text, MAX_FACTS) for text in (", ".join(filter(None, facts)), reason))
-    return Request(number, depth, start, facts_text, reason, cut)
+
+    reason = as_text(entry.get("discarded") or "")
+    if not reason and row is None:
+        reason = "no reason is recorded"
+
+    texts = []
+    for message in messages[:MAX_MESSAGES]:
+        if isinstance(message, dict):
+            texts.append((message.get("role"), message.get("content")))
+    texts.append(("answer", entry.get("text")))
+    short_texts = []
+    for role, content in texts:
+        short_texts.append((as_text(role or "")[:40], shortened(as_text(content or ""), most_characters)))
+
+    return Request(
+        number=number,
+        depth=depth,
+        start=start,
+        facts=shortened(_request_facts(entry, messages, row), MAX_FACTS),
+        discarded=shortened(reason, MAX_FACTS),
+        messages=tuple(short_texts),
+    )
+
+
+def _request_facts(entry: Mapping[str, Any], messages: Sequence[object], row: int | None) -> str:
+    prompt_tokens = _typed(entry, "prompt_tokens", int, 0)
+    sampled_tokens = _typed(entry, "tokens", int, 0)
+    facts = [f"{prompt_tokens:,} prompt + {sampled_tokens:,} sampled tokens"]
+
+    versions = _typed(entry, "versions", list, [])
+    version_texts = [str(version) for version in versions if type(version) is int and version >= 0]  # -1: no token
+    if version_texts:
+        facts.append(f"weights {' to '.join(dict.fromkeys(version_texts))}")
+    if row is not None:
+        facts.append(f"row {row}")
+    finish_reason = as_text(entry.get("finish_reason") or "")
+    if finish_reason:
+        facts.append(finish_reason)
+    tool_names = ", ".join(as_text(name) for name in _typed(entry, "tool_calls", list, []))
+    if tool_names:
+        facts.append(f"calls {tool_names}")
+    if len(messages) > MAX_MESSAGES:
+        facts.append(f"the first {MAX_MESSAGES} of {len(messages)} messages")
+    return ", ".join(facts)
 
 
 def _typed(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
