@@ -236,7 +236,7 @@ class SamplerBatches(BatchOrder):
             yield [int(position) for position in batch]
 
     def _is_position(self, value: object) -> bool:
-        return isinstance(value, int | np.integer) and 0 <= value < self.positions
+        return isinstance(value, int | np.integer) and bool(0 <= value < self.positions)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         if not hasattr(self.sampler, "update"):

@@ -208,10 +208,10 @@ def _check_shown(
         if any(message["role"] == "tool" for message in prompt.messages):
             with_results = with_results or prompt
 
-    for prompt in (with_calls, with_results):
-        if prompt is not None:
-            arguments = _with_tools(kwargs, prompt.tools)
-            check_calls_shown(prompt.messages, tokenizer, f"The prompt {prompt.messages!r:.200}", arguments)
+    for example in (with_calls, with_results):
+        if example is not None:
+            arguments = _with_tools(kwargs, example.tools)
+            check_calls_shown(example.messages, tokenizer, f"The prompt {example.messages!r:.200}", arguments)
     if with_tools is not None:
         part = "tools (data.columns.tools=null leaves them out)"
         _check_part_shown(part, with_tools, Prompt(with_tools.messages), tokenizer, kwargs)

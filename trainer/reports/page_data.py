@@ -175,7 +175,7 @@ def _charts(runs: Sequence[Run], run_entries: Sequence[Json], panels: Sequence[P
 
     A panel whose metrics were 0 in all steps is left out, because a feature that is off logs zeros.
     """
-    nonzero_metrics = set()
+    nonzero_metrics: set[str] = set()
     for run in runs:
         for metrics in run.steps.values():
             nonzero_metrics.update(name for name, value in metrics.items() if value)

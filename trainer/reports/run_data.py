@@ -221,7 +221,7 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
 
 def _timed_stages(steps: Steps) -> list[str]:
     """Returns the stages whose time was logged: those of `STAGES` in their order, then the others by name."""
-    stages = set()
+    stages: set[str] = set()
     for metrics in steps.values():
         stages.update(name.removeprefix("timing_s/") for name in metrics if "timing_s/" in name)
     stages.discard("step")

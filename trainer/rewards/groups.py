@@ -89,7 +89,7 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
 def _number(entry: object) -> float:
     """Returns an entry of a reward's result as a number, NaN if it is none."""
     if isinstance(entry, bool | int | float | np.number | np.bool_):
-        return float(entry)  # type: ignore[arg-type]
+        return float(entry)
     return np.nan
 
 

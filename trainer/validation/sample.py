@@ -78,7 +78,9 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
         columns = {name: values[row] for name, values in batch.non_tensor_batch.items()}
         prompt = columns["raw_prompt"]
         ground_truth = columns["reward_model"].get("ground_truth")
-        is_scored = scores is not None and not columns["reward_failed"]
+        score = None
+        if scores is not None and not columns["reward_failed"]:
+            score = scores[row]
         answer_ids = tensors["responses"][row, : lengths[row]]
         sample = Sample(
             step=step,
@@ -87,7 +89,7 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
             input=prompt[-1]["content"],
             output=str(tokenizer.decode(answer_ids, skip_special_tokens=True)),
             gts="" if ground_truth is None else str(ground_truth),
-            score=scores[row] if is_scored else None,
+            score=score,
             response_length=lengths[row],
             finish_reason=columns["finish_reason"],
             policy_version=int(tensors["policy_version"][row]),

@@ -371,7 +371,7 @@ def is_right_output(printed: str, expected: str) -> bool:
         return True
     if len(lines) != len(expected_lines):
         return False
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for line, expected_line in zip(lines, expected_lines, strict=True):
         words = line.split()
         truths = expected_line.split()
