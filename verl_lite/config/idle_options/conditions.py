@@ -1,0 +1,114 @@
+"""The conditions under which an option has no effect, from which the rows of the table are built."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl_lite.config.idle_options.table import Condition, Situation
+from verl_lite.config.micro_batches import MICRO_BATCHES
+from verl_lite.config.ppo import PPOConfig
+from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl_lite.registry import is_own
+
+
+def if_config(test: Callable[[Any], bool]) -> Condition:
+    """Returns a condition on the configuration alone."""
+    return lambda situation, key: test(situation.config)
+
+
+def unless(name: str) -> Condition:
+    """Returns a condition that holds while the option `name` is false, null, 0 or empty."""
+    return lambda situation, key: not situation.value(name)
+
+
+def beside_is_not(name: str, *values: Any) -> Condition:
+    """Returns a condition that holds while the option `name` in the key's section has none of these values."""
+    return lambda situation, key: situation.beside(key, name) not in values
+
+
+def is_unused(name: str) -> Condition:
+    """Returns a condition that holds if the run has no such pass."""
+    return lambda situation, key: name in situation.unused_passes
+
+
+def loss_is_not(*losses: str) -> Condition:
+    """Returns a condition that holds if the policy loss is another one of this project. A loss of the user may read any
+    option. Distillation with k1 clips its ratio, too."""
+
+    def is_idle(situation: Situation, key: str) -> bool:
+        config = situation.config
+        mode = config.actor.policy_loss.loss_mode
+        loss = POLICY_LOSS_REGISTRY.get(mode)
+        is_known = loss is not None and is_own(loss)
+        clips_distillation = ".clip_ratio" in key and config.distillation.is_active
+        return is_known and mode not in losses and not clips_distillation
+
+    return is_idle
+
+
+def estimator_is_not(*estimators: str) -> Condition:
+    """Returns a condition that holds if the estimator is another one of this project."""
+
+    def is_idle(situation: Situation, key: str) -> bool:
+        chosen = situation.config.algorithm.adv_estimator
+        estimator = ADV_ESTIMATOR_REGISTRY.get(chosen)
+        return estimator is not None and is_own(estimator) and chosen not in estimators
+
+    return is_idle
+
+
+def sizes_by(*, tokens: bool) -> Condition:
+    """Returns a condition that holds if all passes that read the key size their micro-batches by tokens (True) or by
+    rows (False)."""
+
+    def is_idle(situation: Situation, key: str) -> bool:
+        passes = [options for options in MICRO_BATCHES.values() if options.reads(key)]
+        return all(options.uses_tokens(situation.config) is tokens for options in passes)
+
+    return is_idle
+
+
+def has_no_scores_of_functions(config: PPOConfig) -> bool:
+    return not config.reads_prompts or config.reward.function_weight == 0
+
+
+def scores_one_by_one(config: PPOConfig) -> bool:
+    """True if no part of the reward takes lists of samples."""
+    styles = [entry.get("style", "sample") for entry in config.reward.functions.values() if isinstance(entry, Mapping)]
+    own_function = config.reward.custom_reward_function
+    if own_function.path is not None:
+        styles.append(own_function.style)
+    return all(style == "sample" for style in styles)
+
+
+def has_single_teacher(config: PPOConfig) -> bool:
+    """True if all rows have the same teacher, so that no column selects it."""
+    teachers = config.distillation.valid_teachers()
+    return len(teachers) == 1 and teachers[0].key is None
+
+
+def engine_is_hf(situation: Situation, key: str) -> bool:
+    return bool(situation.config.rollout.name == "hf")
+
+
+def engine_is_hf_or_on_cpu(situation: Situation, key: str) -> bool:
+    return engine_is_hf(situation, key) or situation.on_cpu
+
+
+def is_on_cpu(situation: Situation, key: str) -> bool:
+    return situation.on_cpu
+
+
+def is_on_gpu(situation: Situation, key: str) -> bool:
+    return not situation.on_cpu
+
+
+def is_on_one_device(situation: Situation, key: str) -> bool:
+    return situation.devices == 1
+
+
+def freezes_vision_anyway(situation: Situation, key: str) -> bool:
+    return bool(situation.config.model.lora_rank) or situation.reads_images is False
+
+
+def batch_exceeds_rows(situation: Situation, key: str) -> bool:
+    return situation.rows is not None and situation.value(key) > situation.rows
