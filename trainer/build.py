@@ -23,6 +23,7 @@ from trainer.console import Console
 from trainer.data.images import image_processor
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
+from trainer.engine_checks import check_engine, check_experts, check_images
 from trainer.engine_pool import EnginePool, SeparateActorRole
 from trainer.evaluate.sample_files import SampleFiles
 from trainer.group_sources import PromptSource
@@ -77,15 +78,12 @@ from workers.agent_rollout import AgentEngineWorker, AgentRolloutWorker
 from workers.critic import CriticWorker, critic_network
 from workers.envs.env_pool import THREADS
 from workers.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWorker, teacher_network
-from workers.policy.loading import check_sequence_parallel, empty_network, load_model_config
-from workers.policy.router import check_routers
+from workers.policy.loading import check_sequence_parallel, load_model_config
 from workers.policy.tokenizer import load_tokenizer
 from workers.policy.vision import has_vision
 from workers.rewards.reward_pool import RewardPool
-from workers.rollout.base import ROLLOUT_ENGINES, choose_engine, engine_names, resolve_engine_name, vllm_problem
+from workers.rollout.base import choose_engine, engine_names, resolve_engine_name
 from workers.rollout.group_queue import GroupQueue
-from workers.rollout.slot_cache import check_layers
-from workers.rollout.vllm_engine import check_replay
 from workers.rollout_worker import RolloutWorker
 
 GIB = 1 << 30
@@ -344,52 +342,6 @@ def run_ppo(
     return run(PPOJob, loaded, argv, callbacks, is_command, trainer_class=trainer_class)
 
 
-def check_engine(config: PPOConfig) -> None:
-    """Raises UserError if the chosen engine cannot run the model; vLLM itself would fail only after its start."""
-    name = resolve_engine_name(config.rollout.name)
-    if config.spans_updates and name not in ("hf", "vllm") and not hasattr(ROLLOUT_ENGINES.get_fn(name), "snapshot"):
-        raise UserError(
-            f"partial rollouts with rollout.name={name}: the engine has no method snapshot, which "
-            "returns its running samples: add it (see workers.rollout.base.RolloutEngine), or set "
-            "async_training.partial_rollout=false"
-        )
-    if (count := config.rollout.top_k) > 0:
-        if name not in ("hf", "vllm") and not getattr(ROLLOUT_ENGINES.get_fn(name), "returns_candidates", False):
-            raise UserError(
-                f"rollout.top_k={count} with rollout.name={name}: training needs the tokens that could be sampled: "
-                "return them and set the engine's attribute returns_candidates = True (see workers.rollout.base), set "
-                "rollout.name=hf or vllm, or rollout.top_k=-1"
-            )
-        size = load_model_config(config.model).get_text_config().vocab_size
-        if count > size:
-            raise UserError(
-                f"rollout.top_k={count}: model.path={config.model.path!r} has {size} tokens: set at most that"
-            )
-    if name == "hf":
-        try:
-            check_layers(empty_network(config.model))
-        except ValueError as error:
-            raise UserError(f"model.path={config.model.path!r}: {error}") from error
-    problem = vllm_problem(config.model, config.rollout, device_type(config.trainer.device))
-    if name == "vllm" and problem is not None:
-        raise UserError(f"rollout.name={config.rollout.name}: {problem}: set rollout.name=hf")
-
-
-def check_experts(config: PPOConfig) -> None:
-    """Raises UserError for mixture-of-experts options that the model or the engine does not support."""
-    coefficient, engine, options = config.actor.router_aux_loss_coef, config.rollout.name, []
-    if coefficient:
-        options.append(f"actor.router_aux_loss_coef={coefficient}")
-    if config.rollout.router_replay:
-        options.append(key := "rollout.router_replay=true")
-        name = resolve_engine_name(engine)
-        if name == "vllm":
-            check_replay(config.rollout, device_type(config.trainer.device))
-        elif name != "hf":
-            raise UserError(f"{key} with rollout.name={engine}: the engines hf and vllm keep experts; say one of them")
-    check_routers(config.model, options)
-
-
 def check_shared_sequences(config: PPOConfig) -> None:
     """Raises UserError if a network cannot be trained with its `ulysses_sequence_parallel_size`."""
     networks: list[tuple[str, NetworkConfig]] = [("actor", config.model)]
@@ -412,35 +364,6 @@ def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> No
             raise UserError(
                 f"data.{data.split}_files: a prompt has the token {largest}, and model.path={config.model.path!r} "
                 f"knows the tokens 0 to {size - 1}: give the tokenizer that belongs to it in model.tokenizer_path"
-            )
-
-
-def check_images(config: PPOConfig) -> None:
-    """Raises UserError if a part of the run cannot read the images of the prompts."""
-    engine, policy = resolve_engine_name(config.rollout.name), load_model_config(config.model)
-    if config.distillation.is_active:
-        raise UserError("distillation.teachers: teachers read only text, and rows of the data have images; remove one")
-    if config.is_agentic:
-        raise UserError("agentic.program: its episodes start from text; remove the rows with images from the data")
-    if engine not in ("hf", "vllm") and not getattr(ROLLOUT_ENGINES.get_fn(engine), "reads_images", False):
-        raise UserError(
-            f"rollout.name={engine}: this engine does not read Request.images, and rows of the data have images; set "
-            "rollout.name=hf, or the class attribute reads_images = True if it does"
-        )
-    if config.reward_model.enable:
-        raise UserError(
-            "reward_model.enable=true: a reward model reads only text, and rows of the data have images; score them "
-            "with a reward function, whose parameter `images` receives them"
-        )
-    if needs_critic(config):
-        critic = load_model_config(critic_network(config))
-        of_patches = ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels")
-        if critic.model_type != policy.model_type or any(
-            getattr(critic.vision_config, name) != getattr(policy.vision_config, name) for name in of_patches
-        ):
-            raise UserError(
-                f"critic.model.path={config.critic.model.path!r}: a {critic.model_type} model does not read the images "
-                f"that are prepared for {policy.model_type}; set critic.model.path=null or a model of that family"
             )
 
 

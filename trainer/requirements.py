@@ -7,6 +7,7 @@ Driver, planner and workers all use these functions. A loss or estimator request
 from dataclasses import dataclass
 
 from verl_lite.config import PPOConfig
+from verl_lite.config.micro_batches import MICRO_BATCHES
 from verl_lite.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from verl_lite.registry import takes
 from workers.policy.loading import load_model_config
@@ -92,27 +93,13 @@ class MicroBatching:
 
 
 def micro_batching(config: PPOConfig, stage: str) -> MicroBatching:
-    """Returns the micro-batch size of a pass. Options that the section of the pass leaves null default to the actor's.
+    """Returns the micro-batch size of a pass.
 
-    stage: update_actor, log_prob (of the policy), ref, values, update_critic or reward_model.
+    Args:
+        config: the options of the run.
+        stage: the pass: update_actor, log_prob (of the policy), ref, values, update_critic or reward_model.
     """
-    dynamic = tokens = rows = None
-    if stage in ("log_prob", "ref"):
-        options = config.rollout if stage == "log_prob" else config.ref
-        dynamic, tokens = options.log_prob_use_dynamic_bsz, options.log_prob_max_token_len_per_gpu
-        rows = options.log_prob_micro_batch_size_per_gpu
-    elif stage in ("values", "update_critic"):
-        critic = config.critic
-        dynamic, tokens = critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu
-        rows = critic.ppo_micro_batch_size_per_gpu
-        if stage == "values":
-            tokens = critic.forward_max_token_len_per_gpu or tokens
-            rows = critic.forward_micro_batch_size_per_gpu or rows
-    elif stage == "reward_model":
-        model = config.reward_model
-        dynamic, tokens = model.use_dynamic_bsz, model.forward_max_token_len_per_gpu
-        rows = model.micro_batch_size_per_gpu
-    actor = config.actor
-    if actor.use_dynamic_bsz if dynamic is None else dynamic:
-        return MicroBatching(tokens or actor.ppo_max_token_len_per_gpu, None)
-    return MicroBatching(None, rows or actor.ppo_micro_batch_size_per_gpu)
+    options = MICRO_BATCHES[stage]
+    if options.uses_tokens(config):
+        return MicroBatching(options.max_token_len(config), None)
+    return MicroBatching(None, options.micro_batch_size(config))

@@ -14,7 +14,7 @@ from trainer.run import Report
 from trainer.saving import Saver
 from trainer.tracking import Tracking
 from verl_lite.config import ConfigError, unknown_value
-from verl_lite.config.checks import loss_problems, machine_problems, section_problems
+from verl_lite.config.checks import LOSS_CODE, machine_problems, section_problems
 from verl_lite.config.fields import Problems
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
@@ -65,10 +65,14 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
 
     def check(self, available: int | None) -> None:
         config = self.config
-        of_machine = machine_problems(config, self.slots, available)
-        problems = [*section_problems(config), *loss_problems(config.actor), *problems_of(config), *of_machine]
+        problems = [
+            *section_problems(config),
+            *LOSS_CODE.problems(config),
+            *problems_of(config),
+            *machine_problems(config, self.slots, available),
+        ]
         if problems:
-            raise ConfigError(list(dict.fromkeys(problems)))
+            raise ConfigError(problems)
 
     def read_data(self) -> int:
         data = self.config.data

@@ -17,7 +17,8 @@ from tests.tiny_experts import tiny_experts
 from tests.tiny_model import tiny_qwen2
 from tests.trainer import tiny_run
 from trainer import main_sft
-from trainer.build import check_experts, run_ppo, sampling_notes, worker_classes
+from trainer.build import run_ppo, sampling_notes, worker_classes
+from trainer.engine_checks import check_experts
 from trainer.export import main as export
 from trainer.planner.batch import launch_table
 from trainer.saving import checkpoint_bytes

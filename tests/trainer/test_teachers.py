@@ -264,7 +264,7 @@ def test_the_rows_of_a_teacher() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["distillation.enabled=true"], "enabled=true without teachers"),
+        (["distillation.enabled=true"], "enabled=true: there is no teacher"),
         (["distillation.teachers.t={}"], "the teacher is the policy itself"),
         (["distillation.teachers.t=5"], "teachers.t=5: expected entries"),
         (["distillation.teachers.t={pathh: x}"], "t.pathh=x is not known.*did you mean path"),
@@ -275,7 +275,7 @@ def test_the_rows_of_a_teacher() -> None:
         (["distillation.teachers.t.url=http://a/v1"], "t.model is not set"),
         (["distillation.teachers.t={url: 'http://a/v1', model: m, api_key_env: NO_SUCH}"], "NO_SUCH: this environment"),
         (["distillation.teachers.t={url: 'http://a/v1', model: m}", f"{LOSS}.loss_mode=jsd_topk"], "token only"),
-        (["distillation.teachers.t={url: 'http://a/v1', model: m}", "rollout.temperature=0.5"], "temperature 1: set 1"),
+        (["distillation.teachers.t={url: 'http://a/v1', model: m}", "rollout.temperature=0.5"], "temperature 1: set"),
         (["distillation.teachers.t.prompt_template=hint"], r"expected a text that contains \{prompt\}"),
         (["distillation.teachers.t.path=/nowhere/at/all"], "there is no folder /nowhere/at/all"),
         (["distillation.teachers={a: {path: m, key: x}, b: {path: n, key: x}}"], "2 teachers have key=x"),

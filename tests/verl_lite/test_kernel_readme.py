@@ -15,7 +15,7 @@ import pytest
 from tests.verl_lite import test_differences
 from verl_lite import core_algos
 from verl_lite.config import KEYS, load_config
-from verl_lite.config.checks import estimator_problems, loss_problems
+from verl_lite.config.conflicts import conflict_problems
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, KL_ALIASES, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 
 PAGE = (Path(core_algos.__file__).parent / "README.md").read_text()
@@ -116,4 +116,4 @@ RECIPES = [
 def test_recipes_load_and_have_nothing_to_complain_about(name: str, arguments: str) -> None:
     given = ["model.path=m", "data.train_files=t.parquet", "rollout.n=8", *arguments.split()]
     config = load_config(given).config
-    assert [*loss_problems(config.actor), *estimator_problems(config)] == []
+    assert list(conflict_problems(config)) == []

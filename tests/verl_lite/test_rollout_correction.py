@@ -254,8 +254,6 @@ def test_m2po_rejects_the_largest_tokens_of_the_batch() -> None:
     assert kept("0.036") == [[0, 1, 0], [1, 1, 0]]
     assert kept("0.16") == [[1, 1, 0], [1, 1, 0]]
     assert kept("0.001") == [[0, 0, 0], [0, 0, 0]]
-    bypass = RolloutCorrectionConfig(rollout_rs="batch_k2", rollout_rs_threshold="0.02", bypass_mode=True)
-    assert ["set bypass_mode=false" in problem for problem in bypass.check()] == [True]
 
 
 def test_bounds_are_included() -> None:

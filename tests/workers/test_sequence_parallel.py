@@ -350,8 +350,8 @@ def test_sizes_are_checked_against_the_ranks_and_the_longest_sample() -> None:
     config = PPOConfig()
     config.model.path, config.actor.ppo_max_token_len_per_gpu = "owner/name", 800  # a sample has up to 1,536 tokens
     config.trainer.n_gpus_per_node, config.data.train_files = 4, ["owner/name"]
-    config.trainer.device = "cpu"
-    for size, told in ((2, None), (1, "ppo_max_token_len_per_gpu=800 cannot hold"), (3, "=3 does not divide the 4")):
+    config.trainer.device, config.rollout.n = "cpu", 8
+    for size, told in ((2, None), (1, "_len_per_gpu=800: a micro-batch cannot hold"), (3, "=3 does not divide the 4")):
         config.actor.ulysses_sequence_parallel_size = size
         found = [str(problem) for problem in (*section_problems(config), *machine_problems(config, 4, None))]
         assert [told in problem for problem in found] == [True] if told else not found, found

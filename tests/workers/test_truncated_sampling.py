@@ -16,7 +16,7 @@ from tests.workers.engine_cases import Case, build_engine, gradient_of, in_order
 from tests.workers.rollout.scripted import answer
 from tests.workers.rollout.test_engines import VLLM, ask, episodes, load, make_engine, prompt, run
 from tests.workers.rollout.test_sampling import naive_candidates
-from trainer.build import check_engine
+from trainer.engine_checks import check_engine
 from trainer.planner.batch import launch_table
 from trainer.ray_trainer import training_sampling
 from verl_lite.config import PPOConfig

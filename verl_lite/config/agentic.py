@@ -5,7 +5,6 @@ then episodes of the environments in `agentic.custom_envs`, and it reads no data
 the training samples are episodes of a program, one for each of rollout.n samples of a row of data.train_files.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from verl_lite.config.fields import (
 )
 
 _GROUPINGS = ("batch", "traj_group_id", "tags", "state_group_id")
+_SERVER_ENTRIES = {"command", "args", "env", "url", "headers"}
 _METHODS = ("identity", "mean", "mean_std", "asym_clip")
 
 
@@ -40,33 +40,6 @@ class EnvManagerConfig(Options):
     format_penalty: float = opt(0.0, "added to the reward of an action that the environment cannot parse")
     group_filter_cls: str | None = opt(None, "registered filter or pkg.module:Class; dropped groups are replaced")
     max_replaced_groups: int = opt(-1, "maximum of replaced groups per step; -1 = 4 x num_env_groups", at_least(-1))
-
-    def check_groups(self, key: str, known: dict[str, Any], size: int, size_key: str) -> Problems:
-        """Yields the problems of tags and their partition, and of a batch of `size` episodes that splits a group.
-
-        Args:
-            key: dotted name of this section.
-            known: agentic.custom_envs, by tag.
-            size_key: option that sets `size`.
-        """
-        for tag in (tag for tag in self.tags if tag not in known):
-            yield unknown_value(f"{key}.tags", tag, list(known)) + "; they are the entries of agentic.custom_envs"
-        shares, groups, each = self.num_groups_partition, self.num_env_groups, self.max_traj_per_env
-        if len(set(self.tags)) < len(self.tags):
-            yield f"{key}.tags={self.tags}: a tag is listed twice; set its share in {key}.num_groups_partition instead"
-        elif groups < len(self.tags) or (
-            shares and (len(shares) != len(self.tags) or sum(shares) != groups or min(shares) < 1)
-        ):
-            yield (
-                f"{key}.num_groups_partition={shares}: expected at least one group for each of {key}.tags={self.tags}, "
-                f"{key}.num_env_groups={groups} groups in total; or [] for equal shares"
-            )
-        if size < 1 or self.group_size < 1 or groups < 1:
-            return
-        if size % self.group_size:
-            yield f"{key}.group_size={self.group_size} does not divide {size_key}={size}: a batch has whole groups"
-        if 0 <= each < (needed := math.ceil(size / (groups * self.group_size))):
-            yield f"{key}.max_traj_per_env={each}: {size_key}={size} needs {needed}; set it, -1, or more num_env_groups"
 
 
 @dataclass
@@ -148,25 +121,24 @@ class AgenticConfig(Options):
         return self.program is not None or bool(self.mcp_servers)
 
     def check(self) -> Problems:
-        pool = self.env_pool
-        if self.has_program and self.train_env_manager.tags:
-            yield "agentic.program and agentic.train_env_manager.tags both define the episodes: remove one of them"
-        if self.has_program and pool.num_workers == 0:
-            yield "agentic.env_pool.num_workers=0: a program needs a process of its own: set at least 1"
-        if self.program is not None and self.mcp_servers:
-            yield f"agentic.program={self.program} with agentic.mcp_servers, tools of the built-in agent: remove one"
         for name, entry in self.mcp_servers.items():
-            kinds = [kind for kind in ("command", "url") if isinstance(entry, Mapping) and entry.get(kind)]
-            if len(kinds) != 1 or set(entry) - {"command", "args", "env", "url", "headers"}:
+            if not _is_server(entry):
                 yield f"agentic.mcp_servers.{name}={entry}: expected {{command, args, env}} or {{url, headers}}"
+        if self.train_env_manager.tags:
+            yield from self._check_tags("agentic.train_env_manager.tags", self.train_env_manager.tags)
+            yield from self._check_tags("agentic.val_env_manager.tags", self.val_env_manager.tags)
 
-    def check_run(self) -> Problems:
-        """Checks for agentic runs: the groups of both environment managers."""
-        train, val, known = self.train_env_manager, self.val_env_manager, self.custom_envs
-        size = self.rollout_batch_size
-        yield from train.check_groups("agentic.train_env_manager", known, size, "agentic.rollout_batch_size")
-        if val.tags:
-            at = "agentic.val_env_manager"
-            yield from val.check_groups(at, known, self.val_batch_size, "agentic.val_batch_size")
-            if val.group_size_redundancy or val.group_filter_cls is not None:
-                yield f"{at}: remove group_size_redundancy and group_filter_cls: a validation measures all episodes"
+    def _check_tags(self, key: str, tags: list[str]) -> Problems:
+        """Yields the tags without an entry in `custom_envs`."""
+        for tag in tags:
+            if tag not in self.custom_envs:
+                yield unknown_value(key, tag, list(self.custom_envs)) + "; they are the entries of agentic.custom_envs"
+
+
+def _is_server(entry: object) -> bool:
+    """Returns True for an MCP server that is started by a command, or reached at a URL."""
+    if not isinstance(entry, Mapping):
+        return False
+    is_command = bool(entry.get("command"))
+    is_remote = bool(entry.get("url"))
+    return is_command is not is_remote and set(entry) <= _SERVER_ENTRIES

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from verl_lite.config.fields import POSITIVE, SHARE, Options, Problems, at_least, opt, section
+from verl_lite.config.fields import POSITIVE, SHARE, Options, at_least, opt, section
 from verl_lite.config.learners import KL_ESTIMATORS
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 
@@ -55,12 +55,3 @@ class AlgorithmConfig(Options):
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference model from the rewards")
     kl_penalty: str = opt("kl", "use_kl_in_reward: estimator k1 (= kl) | abs | k2 | k3", KL_ESTIMATORS)
     kl_ctrl: KLControlConfig = section(KLControlConfig, "use_kl_in_reward: coefficient")
-
-    def check(self) -> Problems:
-        keys, weights, chosen = self.gdpo_reward_keys, self.gdpo_reward_weights, self.adv_estimator
-        if chosen == "gdpo" and not keys:
-            yield "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, such as [correct,format]"
-        if weights and len(weights) != len(keys):
-            yield f"algorithm.gdpo_reward_weights={weights}: expected one weight for each of gdpo_reward_keys={keys}"
-        if self.use_pf_ppo and chosen != "gae" and ":" not in chosen:
-            yield f"algorithm.use_pf_ppo=true with {chosen}: PF-PPO needs a critic: set algorithm.adv_estimator=gae"

@@ -65,12 +65,6 @@ class FlowSamplerConfig(Options):
     shift: float = opt(5.0, "shift of the sigmas towards noise; 1 = none", POSITIVE)
     noise_seed: int | None = opt(None, "same noise for all samples, as in ROLL (24); null = one noise per sample", SEED)
 
-    def check(self) -> Problems:
-        steps, middle, final = self.num_inference_steps, self.mid_timestep, self.final_timestep
-        if not 0 <= middle <= final < steps:
-            shown = f"sampler.mid_timestep={middle}, sampler.final_timestep={final}"
-            yield f"{shown}: expected 0 <= mid_timestep <= final_timestep < num_inference_steps={steps}"
-
 
 @dataclass
 class FlowRewardConfig(Options):

@@ -53,40 +53,69 @@ def validate_reward_flow(
 
 def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
     """Checks by the config files that the folder has a flow-matching pipeline which takes clips of this size."""
-    name, index = f"model.path={folder}", _read_json(folder / INDEX)
-    if not (folder / INDEX).is_file() or not all((folder / part).is_dir() for part in ("transformer", "vae")):
+    name = f"model.path={folder}"
+    has_parts = (folder / "transformer").is_dir() and (folder / "vae").is_dir()
+    if not (folder / INDEX).is_file() or not has_parts:
         yield (
             f"{name}: {folder.absolute()} is not an image-to-video pipeline in diffusers format ({INDEX}, "
             "transformer/, vae/): download one with `hf download`, such as a Wan2.2 repository ending in -Diffusers"
         )
         return
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
-    kind, predicted = scheduler.get("_class_name"), scheduler.get("prediction_type")
+    scheduler_class = scheduler.get("_class_name")
+    prediction_type = scheduler.get("prediction_type")
     # schedulers named FlowMatch... support only flow models; `use_flow_sigmas` just selects a grid of sigmas
-    if scheduler and not str(kind).startswith("FlowMatch") and predicted != "flow_prediction":
-        found = f"{kind} with prediction_type={predicted}"
-        yield f"{name}: its scheduler is {found}; expected a flow-matching model, such as Wan2.1 or Wan2.2"
-    vae, transformer = (_read_json(folder / part / "config.json") for part in ("vae", "transformer"))
-    factor = vae.get("scale_factor_spatial", _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None)
-    if factor and isinstance(patch := transformer.get("patch_size"), list):  # absent in some config files
-        data, needed = config.data, factor * patch[-1]
+    if scheduler and not str(scheduler_class).startswith("FlowMatch") and prediction_type != "flow_prediction":
+        yield (
+            f"{name}: its scheduler is {scheduler_class} with prediction_type={prediction_type}; expected a "
+            "flow-matching model, such as Wan2.1 or Wan2.2"
+        )
+    yield from _frame_problems(config, folder)
+    yield from _expert_problems(config, _read_json(folder / INDEX))
+
+
+def _frame_problems(config: RewardFlowConfig, folder: Path) -> Problems:
+    """Checks that the VAE and the transformer can divide the frames into latents and patches."""
+    vae = _read_json(folder / "vae" / "config.json")
+    default_factor = _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None
+    factor = vae.get("scale_factor_spatial", default_factor)
+    patch = _read_json(folder / "transformer" / "config.json").get("patch_size")  # absent in some config files
+    if not factor or not isinstance(patch, list):
+        return
+    data = config.data
+    needed = factor * patch[-1]
+    if data.height and data.width:
         sides = {"height": data.height, "width": data.width}
-        for side, value in (sides if data.height and data.width else {"side_multiple": data.side_multiple}).items():
-            if value is not None and value % needed:
-                yield f"data.{side}={value}: expected a multiple of {needed}, which the pipeline {name} requires"
+    else:
+        sides = {"side_multiple": data.side_multiple}
+    for side, value in sides.items():
+        if value % needed:
+            yield (
+                f"data.{side}={value}: expected a multiple of {needed}, which the pipeline model.path={folder} requires"
+            )
+
+
+def _expert_problems(config: RewardFlowConfig, index: dict[str, Any]) -> Problems:
+    """Checks that no step with gradients belongs to the high-noise expert, which is not trained."""
+    second_expert = index.get(EXPERTS[1])
     boundary = config.model.boundary_ratio or index.get("boundary_ratio")
-    steps, shift, first = config.sampler.num_inference_steps, config.sampler.shift, config.sampler.mid_timestep
-    if (index.get(EXPERTS[1]) or [None])[0] and boundary and steps >= 1 and shift > 0:
-        high = high_noise_steps(flow_sigmas(steps, shift), boundary)
-        if 0 <= first < high:
-            reason = f"the high-noise expert, which is not trained, runs the first {high} steps"
-            yield f"sampler.mid_timestep={first}: {reason}; expected {high} or more, or another model.boundary_ratio"
+    sampler = config.sampler
+    # a pipeline with one expert has the entry [null, null]
+    has_two_experts = bool(second_expert) and bool(second_expert[0])
+    if not has_two_experts or not boundary or sampler.num_inference_steps < 1 or sampler.shift <= 0:
+        return
+    high_steps = high_noise_steps(flow_sigmas(sampler.num_inference_steps, sampler.shift), boundary)
+    if 0 <= sampler.mid_timestep < high_steps:
+        yield (
+            f"sampler.mid_timestep={sampler.mid_timestep}: the high-noise expert, which is not trained, runs the first "
+            f"{high_steps} steps; expected {high_steps} or more, or another model.boundary_ratio"
+        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object; returns {} if the file is missing or does not contain one."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

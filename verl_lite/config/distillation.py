@@ -57,13 +57,6 @@ class DistillationLossConfig(Options):
     use_policy_gradient: bool | None = opt(None, "null = as loss_mode requires: true for k1, false for *_topk")
     loss_max_clamp: float | None = opt(10.0, "k1: bound of |advantage|; null = none", POSITIVE)
 
-    def check(self) -> Problems:
-        expected, key = self.loss_mode == SAMPLED, "distillation.distillation_loss"
-        if self.use_policy_gradient not in (None, expected):
-            why = "the gradient of this loss does not depend on the teacher" if expected else "it is differentiated"
-            shown = f"use_policy_gradient={str(self.use_policy_gradient).lower()} with loss_mode={self.loss_mode}"
-            yield f"{key}.{shown}: {why}; set {str(expected).lower()} or null, or another loss_mode"
-
 
 @dataclass
 class DistillationConfig(Options):
@@ -104,19 +97,24 @@ class DistillationConfig(Options):
         return self.takes_topk and self.distillation_loss.topk_source == "student"
 
     def named_teachers(self) -> list[Teacher]:
-        """Returns the teachers. Call it after `check`."""
+        """Returns the teachers. Call it after `check`, or use `valid_teachers`."""
         if not self.is_active:
             return []
-        entries = {
-            name: {_NAMES.get(key, key): value for key, value in entry.items() if not _is_ignored(key, value)}
-            for name, entry in self.teachers.items()
-        }
-        several = len(entries) > 1
-        return [Teacher(name, **({"key": name} if several else {}) | entry) for name, entry in entries.items()]
+        teachers = []
+        for name, entry in self.teachers.items():
+            options: dict[str, Any] = {} if len(self.teachers) == 1 else {"key": name}
+            for key, value in entry.items():
+                if not _is_ignored(key, value):
+                    options[_NAMES.get(key, key)] = value
+            teachers.append(Teacher(name, **options))
+        return teachers
+
+    def valid_teachers(self) -> list[Teacher]:
+        """Returns the teachers; none if `check` finds a problem, which would prevent reading them."""
+        has_problem = any(self.check())
+        return [] if has_problem else self.named_teachers()
 
     def check(self) -> Problems:
-        if self.enabled and not self.teachers:
-            yield "distillation.enabled=true without teachers: set distillation.teachers.NAME.path=FOLDER"
         if not re.fullmatch(r"data_source|extra_info\.\w[\w.]*", self.teacher_key):
             yield f"distillation.teacher_key={self.teacher_key}: expected data_source or extra_info.NAME"
         if "teacher_model" in self.teachers and len(self.teachers) > 1:
@@ -124,13 +122,17 @@ class DistillationConfig(Options):
                 "distillation.teachers.teacher_model next to other teachers: verl ignores this entry silently. Give it "
                 "another name, or remove it"
             )
-        wrong = [problem for name, entry in self.teachers.items() for problem in _entry_problems(name, entry)]
-        yield from wrong
-        if wrong:
+
+        entry_problems: list[str] = []
+        for name, entry in self.teachers.items():
+            entry_problems += _entry_problems(name, entry)
+        yield from entry_problems
+        if entry_problems:
             return
+
         teachers = self.named_teachers()
         for teacher in teachers:
-            yield from _teacher_problems(teacher, self.distillation_loss.loss_mode)
+            yield from _teacher_problems(teacher)
         for key, number in Counter(teacher.key for teacher in teachers).items():
             if number > 1:
                 yield f"distillation.teachers: {number} teachers have key={key}; give each its own value"
@@ -146,23 +148,27 @@ def _is_ignored(key: str, value: Any) -> bool:
 
 
 def _entry_problems(name: str, entry: Any) -> Problems:
+    """Yields what is wrong with the form of an entry of `teachers`."""
     at = f"distillation.teachers.{name}"
     if not re.fullmatch(r"\w[\w.-]*", name):
         yield f"{at}: expected a name of letters, digits, _, - and . ; set `key` to the value of the column"
     if not isinstance(entry, Mapping):
         yield f"{at}={entry}: expected entries such as {at}.path=FOLDER"
         return
+
     for key, value in entry.items():
         if _is_ignored(key, value):
             continue
+        is_switch = key == "trust_remote_code"
         if _NAMES.get(key, key) not in _FIELDS:
             yield f"{at}.{key}={value} is not known; known: {', '.join(sorted(_FIELDS))}{did_you_mean(key, _FIELDS)}"
-        elif not isinstance(value, expected := bool if key == "trust_remote_code" else str):
-            yield f"{at}.{key}={value}: expected {'true or false' if expected is bool else 'text'}"
+        elif not isinstance(value, bool if is_switch else str):
+            yield f"{at}.{key}={value}: expected {'true or false' if is_switch else 'text'}"
 
 
-def _teacher_problems(teacher: Teacher, loss_mode: str) -> Problems:
-    at, variable = f"distillation.teachers.{teacher.name}", teacher.api_key_env
+def _teacher_problems(teacher: Teacher) -> Problems:
+    """Yields the entries of a teacher that do not fit together, and a missing environment variable."""
+    at = f"distillation.teachers.{teacher.name}"
     if teacher.path and teacher.url:
         yield f"{at}: found path={teacher.path} and url={teacher.url}; a teacher has only one of them"
     if teacher.is_policy and teacher.prompt_template is None:
@@ -171,14 +177,11 @@ def _teacher_problems(teacher: Teacher, loss_mode: str) -> Problems:
         yield f"{at}.prompt_template={teacher.prompt_template!r}: expected a text that contains {{prompt}}"
     if teacher.url is None:
         return
+
     if not teacher.url.startswith(("http://", "https://")):
         yield f"{at}.url={teacher.url}: expected http://.../v1, the address of an OpenAI-compatible server"
     if teacher.model is None:
         yield f"{at}.model is not set: expected the model's name on the server at {teacher.url}"
+    variable = teacher.api_key_env
     if variable and not os.environ.get(variable):
         yield f"{at}.api_key_env={variable}: this environment variable is not set"
-    if loss_mode != SAMPLED:
-        yield (
-            f"{at}.url with distillation.distillation_loss.loss_mode={loss_mode}: a server returns the log-prob of the "
-            f"sampled token only; set loss_mode={SAMPLED}, or path"
-        )

@@ -11,7 +11,6 @@ from verl_lite.config.fields import (
     POSITIVE_SHARE,
     SHARE,
     Options,
-    Problems,
     Range,
     at_least,
     opt,
@@ -57,13 +56,6 @@ class ModelConfig(NetworkConfig):
     target_modules: list[str] = opt(["all-linear"], "linear layers with an adapter: all-linear, or [q_proj,v_proj,...]")
     exclude_modules: list[str] = opt([], "layers without an adapter, although target_modules names them")
     lora_adapter_path: str | None = opt(None, "start from this folder of a saved adapter in peft's format; null = zero")
-
-    def check(self) -> Problems:
-        targets = self.target_modules
-        if self.lora_rank > 0 and (not targets or ("all-linear" in targets and len(targets) > 1)):
-            yield f"model.target_modules={self.target_modules}: expected all-linear alone, or names of layers"
-        if self.lora_adapter_path is not None and not self.lora_rank:
-            yield f"model.lora_adapter_path={self.lora_adapter_path} needs model.lora_rank, the rank of that adapter"
 
 
 @dataclass
@@ -131,12 +123,6 @@ class PolicyLossConfig(Options):
     topr_negative_weight: float = opt(1.0, "topr: weight of the other answers", at_least(0))
     kimi15_tau: float = opt(0.1, "kimi15: weight of the squared log-ratio", at_least(0))
     cispo_unified_mask: bool = opt(False, "cispo: drop the loss of tokens that PPO would clip (ROLL)")
-
-    def check(self) -> Problems:
-        for low, high in (("clip_cov_lb", "clip_cov_ub"), ("tis_lower_bound", "tis_upper_bound")):
-            if not getattr(self, low) < getattr(self, high):
-                shown = f"actor.policy_loss.{low}={getattr(self, low)}"
-                yield f"{shown} is not less than {high}={getattr(self, high)}: set a smaller number"
 
 
 @dataclass
@@ -231,7 +217,3 @@ class RewardModelConfig(Options):
     )
     model: NetworkConfig = section(NetworkConfig, "network with one label")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
-
-    def check(self) -> Problems:
-        if self.enable and self.model.path is None:
-            yield "reward_model.enable=true needs reward_model.model.path, a folder of a sequence-classification model"

@@ -18,6 +18,7 @@ Path = tuple[str, ...]
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_LONGEST_VALUE = 200  # characters of a value in a message
 _KEY = re.compile(r"""[^.\[\]"'\s]+(\.[^.\[\]"'\s]+)*""")
 
 
@@ -103,6 +104,24 @@ def schema_of(root: type) -> Schema:
 def value_of(config: Any, name: str) -> Any:
     """Returns the value at a dotted key; None if the configuration has no such option."""
     return reduce(lambda section, part: getattr(section, part, None), name.split("."), config)
+
+
+def setting_text(name: str, value: Any) -> str:
+    """Returns `key=value` as the user would write it.
+
+    A free dictionary with entries is named without them, because they may hold secrets.
+    """
+    if isinstance(value, dict) and value:
+        return name
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, list):
+        text = f"[{','.join(str(item) for item in value)}]"
+    else:
+        text = str(value)
+    return f"{name}={text:.{_LONGEST_VALUE}}"
 
 
 def _walk(cls: type, prefix: Path) -> Iterator[Key]:

@@ -7,8 +7,10 @@ from verl_lite.device import is_on_cpu
 
 def rollout_devices(config: PPOConfig, slots: int) -> int:
     """Returns the number of devices with a rollout engine. slots: devices of the trainer."""
-    rollout, here = config.rollout, config.rollout.n_gpus_per_node or slots // max(1, config.trainer.nnodes)
-    return slots if config.hybrid_engine else rollout.nnodes * here
+    if config.hybrid_engine:
+        return slots
+    per_node = config.rollout.n_gpus_per_node or slots // max(1, config.trainer.nnodes)
+    return config.rollout.nnodes * per_node
 
 
 def num_engines(config: PPOConfig, slots: int) -> int:
@@ -17,41 +19,46 @@ def num_engines(config: PPOConfig, slots: int) -> int:
 
 
 def pool_problems(config: PPOConfig, count: int | None, available: int | None) -> Problems:
-    """Checks the devices of rollout engines in a separate pool. For the arguments see `machine_problems`."""
-    rollout, trainer, address = config.rollout, config.trainer, config.ray_kwargs.ray_init.address
-    nodes, here, parallel = rollout.nnodes, rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
-    shown = f"rollout.nnodes={nodes} with hybrid_engine={str(config.hybrid_engine).lower()}"
-    if config.hybrid_engine:
-        if nodes:
-            yield f"{shown}: the engines share the trainer's devices: set hybrid_engine=false, or rollout.nnodes=0"
+    """Checks the devices of rollout engines in a separate pool.
+
+    Args:
+        config: the options of the run.
+        count: number of devices of the trainer; None = unknown.
+        available: number of devices of this machine; None = not checked.
+    """
+    rollout, trainer = config.rollout, config.trainer
+    has_own_devices = not config.hybrid_engine and rollout.nnodes > 0
+    if not has_own_devices or count is None or trainer.nnodes < 1:
         return
-    if not nodes:
-        yield f"{shown}: there are no devices for the engines: set rollout.nnodes=1 rollout.n_gpus_per_node=1, or more"
-        return
-    if trainer.backend == "inline":
-        yield "trainer.backend=inline with hybrid_engine=false: the engines need processes: set trainer.backend=ray"
-    if nodes > 1 and address is None:
-        yield f"rollout.nnodes={nodes} needs a Ray cluster: set ray_kwargs.ray_init.address=HOST:PORT"
-    if count is None or trainer.nnodes < 1:
-        return
-    here = rollout_devices(config, count) // nodes
-    if here % parallel:
+
+    per_node = rollout_devices(config, count) // rollout.nnodes
+    parallel = rollout.tensor_model_parallel_size
+    if per_node % parallel:
         yield (
-            f"rollout.n_gpus_per_node={here} with rollout.tensor_model_parallel_size={parallel}: each engine has "
-            f"{parallel} devices of one machine: set a multiple of {parallel} devices, or one of {divisors(here)}"
+            f"rollout.n_gpus_per_node={per_node} with rollout.tensor_model_parallel_size={parallel}: each engine has "
+            f"{parallel} devices of one machine: set a multiple of {parallel} devices, or one of {divisors(per_node)}"
         )
-    total = count // trainer.nnodes + here
-    if available is not None and is_on_cpu(trainer.device):  # several processes may share a core
-        available = max(available, config.ray_kwargs.ray_init.num_cpus or 0)
-    if available is not None and address is None and count <= available < total:
-        noun = "cores" if is_on_cpu(trainer.device) else "GPUs"
+
+    ray_init = config.ray_kwargs.ray_init
+    if available is None or ray_init.address is not None:
+        return
+    on_cpu = is_on_cpu(trainer.device)
+    if on_cpu:  # several processes may share a core
+        available = max(available, ray_init.num_cpus or 0)
+    # `machine_problems` reports a trainer that needs more devices alone
+    if count <= available < count // trainer.nnodes + per_node:
         yield (
-            f"trainer.n_gpus_per_node={count} and rollout.n_gpus_per_node={here} are more than the {available} {noun} "
-            "of this machine: set fewer of either, or join a cluster with ray_kwargs.ray_init.address"
-            + (", or share cores with ray_kwargs.ray_init.num_cpus" if is_on_cpu(trainer.device) else "")
+            f"trainer.n_gpus_per_node={count} and rollout.n_gpus_per_node={per_node} are more than the {available} "
+            f"{device_noun(trainer.device)} of this machine: set fewer of either, or join a cluster with "
+            "ray_kwargs.ray_init.address" + (", or share cores with ray_kwargs.ray_init.num_cpus" if on_cpu else "")
         )
+
+
+def device_noun(device: str) -> str:
+    """Returns the plural of what `trainer.device` counts."""
+    return "cores" if is_on_cpu(device) else "GPUs"
 
 
 def divisors(number: int) -> str:
     """Returns the divisors of a number, as a list for a message."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

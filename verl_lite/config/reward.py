@@ -67,15 +67,6 @@ class RewardConfig(Options):
     timeout_s: float = opt(30.0, "time limit of a call, whose process is killed if necessary", POSITIVE)
     max_error_rate: float = opt(0.1, "the run stops if a larger share of a step's rewards failed", SHARE)
 
-    def check(self) -> Problems:
-        own, url = self.custom_reward_function.path, self.remote.url
-        ways = {"reward.custom_reward_function.path": own, "reward.remote.url": url, "reward.functions": self.functions}
-        given = [f"{name}={value}" for name, value in ways.items() if value]
-        if len(given) > 1:
-            yield f"{' and '.join(given)}: only one of them can be the reward; remove the others"
-        if url is not None and self.num_workers == 0:
-            yield f"reward.remote.url={url} needs a reward process: set reward.num_workers=1 or more"
-
 
 @dataclass
 class ScoreConfig(Options):

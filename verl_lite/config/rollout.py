@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, Options, Problems, Range, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, Options, Range, at_least, opt, section
 from verl_lite.config.learners import DTYPES
 
 _SAMPLES = Range("training has to sample: a number above 0 is expected, usually 1.0", lambda value: value > 0)
@@ -24,13 +24,6 @@ class ValKwargs(Options):
     top_p: float = opt(1.0, "nucleus sampling; 1 = all tokens", POSITIVE_SHARE)
     top_k: int = opt(-1, "sample from the most probable tokens; -1 = all", ALL_OR_SOME)
     greedy_too: bool = opt(False, "add a greedy sample, logged as val-aux/{source}/greedy/*")
-
-    def check(self) -> Problems:
-        shown = f"rollout.val_kwargs.n={self.n}, greedy_too={self.greedy_too}, temperature={self.temperature}"
-        if self.do_sample and not self.temperature > 0:
-            yield f"{shown} with do_sample=true: set a temperature above 0, such as 1.0, or do_sample=false"
-        if not self.do_sample and (self.n > 1 or self.greedy_too):
-            yield f"{shown} with do_sample=false would repeat the greedy answer: set {SAMPLED.format(self.n)}"
 
 
 @dataclass
@@ -84,14 +77,6 @@ class RolloutConfig(Options):
         # gloo needs 2.5 times the bucket, and larger messages do not make it faster
         return 64 if on_cpu else 512
 
-    def check(self) -> Problems:
-        if (self.top_p < 1 or self.min_p > 0) and self.top_k < 1:
-            yield (
-                f"rollout.top_p={self.top_p} rollout.min_p={self.min_p} rollout.top_k={self.top_k}: training needs the "
-                "tokens that could be sampled at each position: set rollout.top_k, such as 128, the largest number of "
-                "tokens that can be sampled at a position; its memory is 4 bytes per token and candidate"
-            )
-
 
 @dataclass
 class AsyncTrainingConfig(Options):
@@ -109,11 +94,3 @@ class AsyncTrainingConfig(Options):
     def depth(self) -> int:
         """Number of batches that are started before they are needed."""
         return min(1, self.max_off_policy_threshold) if self.batches_ahead is None else self.batches_ahead
-
-    def check(self) -> Problems:
-        if self.depth > self.max_off_policy_threshold:
-            yield (
-                f"async_training.batches_ahead={self.batches_ahead} gives samples a staleness of {self.depth}, which "
-                f"exceeds async_training.max_off_policy_threshold={self.max_off_policy_threshold}: set "
-                f"async_training.max_off_policy_threshold={self.depth}, or fewer batches"
-            )

@@ -44,16 +44,6 @@ class RolloutCorrectionConfig(Options):
             correction_of(self)
         except ValueError as error:
             yield str(error)
-        if self.bypass_mode and self.rollout_is is not None and self.rollout_is_batch_normalize:
-            yield (
-                f"{_KEY}.rollout_is_batch_normalize=true with bypass_mode=true: weights change with each optimizer "
-                "step, so their mean over the batch does not exist: remove one of them"
-            )
-        if self.bypass_mode and "batch_" in (self.rollout_rs or ""):
-            yield (
-                f"{_KEY}.rollout_rs={self.rollout_rs} with bypass_mode=true: the workers reject tokens without knowing "
-                "the other tokens of the batch: set bypass_mode=false"
-            )
 
 
 @dataclass(frozen=True)

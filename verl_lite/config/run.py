@@ -24,10 +24,6 @@ class EarlyStoppingConfig(Options):
     greater_is_better: bool = opt(True, "larger values are better; false: smaller ones, as for val/loss")
     threshold: float = opt(0.0, "least improvement over the best value so far that counts", at_least(0))
 
-    def check(self) -> Problems:
-        if self.metric is None and self != EarlyStoppingConfig():
-            yield "trainer.early_stopping has options but no metric: set trainer.early_stopping.metric"
-
 
 @dataclass
 class RunConfig(Options):
@@ -63,21 +59,12 @@ class RunConfig(Options):
     dry_run: bool = opt(False, "check options, data and reward, print the plan, write dry_run.yaml, and exit")
 
     def check(self) -> Problems:
-        if wrong := [step for step in self.profile_steps if step < 1]:
-            yield f"trainer.profile_steps={self.profile_steps}: steps count from 1; remove {wrong}"
-        source, mode = self.resume_from_path, self.resume_mode
-        shown = f"trainer.resume_from_path={source} with trainer.resume_mode={mode}"
-        if (mode == "resume_path") != (source is not None):
-            yield f"{shown}: resume_mode=resume_path and resume_from_path, a global_step_N folder, need each other"
-        elif source is not None and not Path(source).is_dir():
-            yield f"{shown}: there is no folder {Path(source).absolute()}"
-        yield from self.early_stopping.check()
-        metric = self.early_stopping.metric or ""
-        if metric.startswith(("val-", "val/")) and self.test_freq <= 0:
-            yield (
-                f"trainer.early_stopping.metric={metric} with trainer.test_freq={self.test_freq}: the metric is logged "
-                "only before and after the training: set trainer.test_freq to a number of steps"
-            )
+        wrong_steps = [step for step in self.profile_steps if step < 1]
+        if wrong_steps:
+            yield f"trainer.profile_steps={self.profile_steps}: steps count from 1; remove {wrong_steps}"
+        source = self.resume_from_path
+        if source is not None and not Path(source).is_dir():
+            yield f"trainer.resume_from_path={source}: there is no folder {Path(source).absolute()}"
 
 
 @dataclass
@@ -91,12 +78,6 @@ class TrainerConfig(RunConfig):
     samples_max_mb: int = opt(500, "disk for samples; beyond it every other step is deleted; 0 = none", at_least(0))
     rollout_data_dir: str | None = opt(None, "folder for the samples of each step as jsonl; null = none")
     validation_data_dir: str | None = opt(None, "folder for the samples of each validation as jsonl; null = none")
-
-    def check(self) -> Problems:
-        yield from super().check()
-        steps, warmup = self.total_training_steps, self.critic_warmup
-        if steps is not None and steps <= warmup:
-            yield f"trainer.critic_warmup={warmup}: expected fewer than trainer.total_training_steps={steps}"
 
 
 @dataclass

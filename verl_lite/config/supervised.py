@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config.data import CHAT_TEMPLATE
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, Options, Problems, Range, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, Options, Range, at_least, opt, section
 from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
 from verl_lite.config.run import RunConfig, RunOptions
 
@@ -88,18 +88,6 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = section(SFTDataConfig, "training data")
     model: ModelConfig = section(ModelConfig, "the network")
     dpo: DPOConfig = section(DPOConfig, "preference loss")
-
-    def check(self) -> Problems:
-        if self.loss == "dpo" and self.data.truncation == "right":
-            yield "data.truncation=right with loss=dpo: part of an answer is another answer; expected error or drop"
-        for name in ("assistant_only_loss", "completion_only_loss"):
-            if self.loss == "dpo" and (value := getattr(self.data, name)) != getattr(SFTDataConfig(), name):
-                shown = f"data.{name}={str(value).lower()}"
-                yield f"{shown} has no effect with loss=dpo, which trains on whole answers; leave it out"
-        for name, default in vars(DPOConfig()).items():
-            value = getattr(self.dpo, name)
-            if self.loss != "dpo" and value != default:
-                yield f"dpo.{name}={value} has no effect with loss={self.loss}: set loss=dpo, or leave dpo.{name} out"
 
 
 @dataclass

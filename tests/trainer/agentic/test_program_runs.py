@@ -172,12 +172,12 @@ def test_the_groups_of_a_program_are_the_rows_of_the_dataset() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["algorithm.adv_estimator=gae"], "one advantage per episode: grpo"),
-        (["algorithm.adv_estimator=gigpo"], "one advantage per episode: grpo"),
+        (["algorithm.adv_estimator=gae"], "one advantage per episode: set one of grpo"),
+        (["algorithm.adv_estimator=gigpo"], "one advantage per episode: set one of grpo"),
         (["actor.loss_agg_mode=seq-mean-token-mean"], "would give the tokens of short rows more weight"),
         (["algorithm.use_kl_in_reward=true"], "set actor.use_kl_loss=true"),
-        (["actor.shuffle=true", "actor.ppo_mini_batch_size=2"], "actor.shuffle=true with agentic.program"),
-        (["agentic.env_pool.num_workers=0"], "set at least 1"),
+        (["actor.shuffle=true", "actor.ppo_mini_batch_size=2"], "actor.shuffle=true: the episodes of agentic.program"),
+        (["agentic.env_pool.num_workers=0"], "set agentic.env_pool.num_workers=1"),
         (["agentic.train_env_manager.tags=[x]"], "remove one of them"),
         (["agentic.endpoint.port=70000"], "a port up to 65535"),
         (["agentic.program_options.timeout_s=0"], "a number above 0"),
@@ -186,7 +186,7 @@ def test_the_groups_of_a_program_are_the_rows_of_the_dataset() -> None:
         (["agentic.program=no.module:run"], "cannot be imported"),
         (["agentic.program=no-such-command"], "there is no command"),
         (["agentic.program_kwargs={extra: 1}"], "unexpected keyword"),
-        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"], "expected score"),
+        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"], "filter_groups.metric=score"),
         (["data.chat_template={{ messages[0].content }}"], "chat template"),
     ],
 )

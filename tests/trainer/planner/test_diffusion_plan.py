@@ -16,6 +16,7 @@ from trainer import plan as plan_command
 from trainer.planner.diffusion_memory import count, launch_plan, plan, published_shape, read_shape
 from trainer.planner.memory_table import GIB
 from verl_lite.config import load_schema, schema_of
+from verl_lite.config.conflicts import conflict_problems
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
 
@@ -116,7 +117,7 @@ def test_every_key_of_the_guide_exists_and_fits() -> None:
     assert len(lines) == 1
     for line in lines:
         loaded = load_schema(line, RewardFlowConfig).config
-        assert list(loaded.sampler.check()) == []
+        assert list(conflict_problems(loaded)) == []
         assert loaded.model.offload_frozen
         assert set(loaded.model.fused_loras) <= {"transformer", "transformer_2"}
     keys = re.findall(r"`((?:model|data|sampler|actor|trainer|reward)\.[a-z_0-9]+)=?[^`]*`", GUIDE.read_text("utf-8"))

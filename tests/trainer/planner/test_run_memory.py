@@ -208,7 +208,7 @@ LIKE = ["--like", "qwen2.5-7b"]
         ([*LIKE, "rollout.n=8", "--mean_response", "9999"], "--mean_response 9999: .* above 0 and at most"),
         ([*LIKE, "--mean_prompt", "9999"], "--mean_prompt 9999: expected a number above 0 and at most"),
         ([*LIKE, "--memory_gb", "-1"], "--memory_gb -1: expected a number above 0"),
-        ([*LIKE, "actor.ppo_mini_batch_size=2000"], "is larger than data.train_batch_size"),
+        ([*LIKE, "actor.ppo_mini_batch_size=2000"], "=2000 with data.train_batch_size=1024"),
         ([*LIKE, "trainer.nodes=2"], "nnodes"),
         (["recipe=quickstart", "model.path=/not/made"], "recipe=quickstart creates it in its first run.*dry_run=true"),
         (["model.path=/nowhere"], "model.path=./nowhere.*cannot be read.*--like"),

@@ -85,7 +85,7 @@ def test_wrong_input_is_refused_in_one_message(model: str, tmp_path: Path, capsy
     row = {"prompt": "1", "chosen": "2", "rejected": "3"}
     for options, message in (
         (["loss=ipo"], "loss=ipo is not known; known: dpo, sft"),
-        (["dpo.beta=0.2"], "dpo.beta=0.2 has no effect with loss=sft: set loss=dpo, or leave dpo.beta out"),
+        (["dpo.beta=0.2"], "dpo.beta=0.2 with loss=sft: it has no effect: set loss=dpo, or leave dpo.beta out"),
         (["dpo.label_smoothing=0.5"], "dpo.label_smoothing=0.5: at least 0 and less than 0.5 is expected"),
         (["loss=dpo", "dpo.beta=0"], "dpo.beta=0.0: a number above 0 is expected"),
         (["loss=dpo", "data.truncation=right"], "data.truncation=right with loss=dpo: part of an answer is another"),

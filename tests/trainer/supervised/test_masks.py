@@ -104,7 +104,8 @@ def test_the_last_turn_can_be_learnt_under_a_template_that_rewrites_earlier_turn
 def test_the_options_of_masks_have_no_effect_on_pairs() -> None:
     config = load_schema(["loss=dpo", "data.assistant_only_loss=false"], SFTConfig).config
     assert list(section_problems(config)) == [
-        "data.assistant_only_loss=false has no effect with loss=dpo, which trains on whole answers; leave it out"
+        "data.assistant_only_loss=false with loss=dpo: it has no effect, because dpo trains on whole answers: leave it "
+        "out"
     ]
     with pytest.raises(ConfigError, match="completion_only_loss=maybe"):
         load_schema(["data.completion_only_loss=maybe"], SFTConfig)

@@ -153,7 +153,7 @@ def test_the_planner_plans_supervised_commands(capsys: Any) -> None:
     for words, message in (
         ([*LIKE, "--fit"], "--fit with --command main_sft: only main_ppo has it"),
         ([*LIKE, "data.max_length=20000"], "max_token_len_per_gpu=16384: a row may have 20000 tokens"),
-        ([*LIKE, "dpo.beta=0.5"], "dpo.beta=0.5 has no effect with loss=sft"),
+        ([*LIKE, "dpo.beta=0.5"], "dpo.beta=0.5 with loss=sft: it has no effect"),
         ([*LIKE, "model.path=x"], "--like and model.path='x' contradict each other"),
     ):
         assert plan.main(words) == 2 and message in capsys.readouterr().err

@@ -11,16 +11,9 @@ import torch
 
 from verl_lite.algos.policy_losses import call_policy_loss
 from verl_lite.config import ActorConfig, PolicyLossConfig, PPOConfig, RewardTrainingConfig, SFTConfig, load_schema
-from verl_lite.config.idle_options import (
-    PPO_ROWS,
-    SFT_ROWS,
-    SHARED_ROWS,
-    SUPERVISED_ROWS,
-    IdleReport,
-    Situation,
-    idle_options,
-    table_of,
-)
+from verl_lite.config.idle_options import IdleReport, Situation, idle_options, table_of
+from verl_lite.config.idle_options.ppo_rows import PPO_ROWS
+from verl_lite.config.idle_options.shared_rows import SFT_ROWS, SHARED_ROWS, SUPERVISED_ROWS
 from verl_lite.config.option_table import schema_of
 from verl_lite.contracts import estimator_batch
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY

@@ -1,0 +1,53 @@
+"""Assembles the table of a command, and compares a configuration with it."""
+
+from collections.abc import Collection
+from typing import Any
+
+from verl_lite.config.conflicts.ppo_rows import PPO_ROWS
+from verl_lite.config.conflicts.shared_rows import (
+    ADAPTER_ROWS,
+    POLICY_ROWS,
+    REWARD_FLOW_ROWS,
+    REWARD_ROWS,
+    RUN_ROWS,
+    SFT_ROWS,
+)
+from verl_lite.config.conflicts.table import Conflict
+from verl_lite.config.diffusion import RewardFlowConfig
+from verl_lite.config.fields import Problems
+from verl_lite.config.flow_grpo import FlowGRPOConfig
+from verl_lite.config.ppo import PPOConfig
+from verl_lite.config.reward import ScoreConfig
+from verl_lite.config.run import RunOptions
+from verl_lite.config.supervised import SFTConfig
+
+_TABLES: tuple[tuple[tuple[type, ...], tuple[Conflict, ...]], ...] = (
+    ((RunOptions,), RUN_ROWS),
+    ((PPOConfig,), PPO_ROWS),
+    ((PPOConfig, SFTConfig), ADAPTER_ROWS),
+    ((PPOConfig, FlowGRPOConfig), POLICY_ROWS),
+    ((PPOConfig, ScoreConfig), REWARD_ROWS),
+    ((SFTConfig,), SFT_ROWS),
+    ((RewardFlowConfig,), REWARD_FLOW_ROWS),
+)
+"""The root classes of commands, and the rows for their options."""
+
+
+def table_of(root: type) -> list[Conflict]:
+    """Returns the rows for the options of a command, which the dataclass `root` declares."""
+    rows: list[Conflict] = []
+    for roots, of_these in _TABLES:
+        if issubclass(root, roots):
+            rows += of_these
+    return rows
+
+
+def conflict_problems(config: Any, out_of_range: Collection[str] = ()) -> Problems:
+    """Yields the conflicts of a configuration.
+
+    Args:
+        config: the options of a command.
+        out_of_range: keys whose value is outside its range. Rows that show one of them are skipped.
+    """
+    for row in table_of(type(config)):
+        yield from row.problems(config, out_of_range)
