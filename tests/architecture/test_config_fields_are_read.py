@@ -23,7 +23,14 @@ ONLY_SHOWN = ("verl_lite/config/", "trainer/plan.py", "trainer/planner/")
 READS = tuple(f"verl_lite/config/{name}.py" for name in ("rollout_correction", "pools", "distillation"))
 """What of these makes numbers of options for the code that computes with them."""
 
-READ_BY_THE_LOADER = {"recipe", "distillation.enabled"}  # the latter by `DistillationConfig.is_active`
+READ_BY_KEY = ROOT / "verl_lite" / "config" / "micro_batches.py"
+"""The sizes of micro-batches, a table of dotted keys whose values the driver and the planner read."""
+
+READ_BY_THE_LOADER = {
+    "recipe",
+    "distillation.enabled",  # by `DistillationConfig.is_active`
+    "distillation.distillation_loss.use_policy_gradient",  # by a conflict: it has to agree with loss_mode
+}
 KINDS = ("_config", "_options")
 
 
@@ -54,7 +61,10 @@ def is_read(key: Key, found: dict[str, set[str]]) -> bool:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, set[str]]:
-    return attributes(source())
+    read = attributes(source())
+    for section, name in re.findall(r'"(\w+)\.(\w+)"', READ_BY_KEY.read_text(encoding="utf-8")):
+        read.setdefault(name, set()).add(section)
+    return read
 
 
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig, RewardTrainingConfig, RewardFlowConfig, FlowGRPOConfig])

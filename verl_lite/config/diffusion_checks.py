@@ -97,12 +97,11 @@ def _frame_problems(config: RewardFlowConfig, folder: Path) -> Problems:
 
 def _expert_problems(config: RewardFlowConfig, index: dict[str, Any]) -> Problems:
     """Checks that no step with gradients belongs to the high-noise expert, which is not trained."""
-    second_expert = index.get(EXPERTS[1])
+    # library and class; a pipeline with one expert has [null, null] or no entry
+    second_expert = index.get(EXPERTS[1]) or [None]
     boundary = config.model.boundary_ratio or index.get("boundary_ratio")
     sampler = config.sampler
-    # a pipeline with one expert has the entry [null, null]
-    has_two_experts = bool(second_expert) and bool(second_expert[0])
-    if not has_two_experts or not boundary or sampler.num_inference_steps < 1 or sampler.shift <= 0:
+    if not second_expert[0] or not boundary or sampler.num_inference_steps < 1 or sampler.shift <= 0:
         return
     high_steps = high_noise_steps(flow_sigmas(sampler.num_inference_steps, sampler.shift), boundary)
     if 0 <= sampler.mid_timestep < high_steps:

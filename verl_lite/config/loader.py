@@ -55,7 +55,12 @@ _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 class Assignment:
     """A `key=value` of one source.
 
-    raw: the value's text on the command line. reset: True for `~key`, which restores the default.
+    Args:
+        path: the parts of the key.
+        value: the parsed value.
+        source: where it was given, such as "command line".
+        raw: the value's text on the command line.
+        reset: True for `~key`, which restores the default.
     """
 
     path: Path
@@ -75,10 +80,14 @@ class Assignment:
 class LoadedConfig(Generic[C]):
     """A configuration with the sources of its values.
 
-    config: the resolved dataclasses. omega: the configuration with unresolved interpolations. provenance: source of
-    each dotted key: "default", "recipe:NAME", "file:PATH", "command line" or another. notes: sentences about translated
-    keys and keys without effect. action: "run", "print" (--print-config) or "help". help_prefix: prefix of the keys
-    that --help-config prints. verbosity: "quiet" (--quiet), "normal" or "verbose" (--verbose).
+    Args:
+        config: the resolved dataclasses.
+        omega: the configuration with unresolved interpolations.
+        provenance: source of each dotted key: "default", "recipe:NAME", "file:PATH", "command line" or another.
+        notes: sentences about translated keys and keys without effect.
+        action: "run", "print" (--print-config) or "help".
+        verbosity: "quiet" (--quiet), "normal" or "verbose" (--verbose).
+        help_prefix: prefix of the keys that --help-config prints.
     """
 
     config: C
@@ -113,18 +122,28 @@ def load_schema(
     wants_help = options.help or options.help_config is not None
     if not wants_help:
         sources = [merge.read_file(name) for name in options.config]
-        sources.append([one for word in words for one in merge.parse_word(word)])
-        said = {".".join(one.path): one.value for one in sum(sources, [])}
-        merge.named = said
-        translated = [merge.translate(source) for source in sources]
-        for one in [*merge.recipe(sum(translated, []), recipe_loader, default_recipe), *sum(translated, [])]:
-            merge.assign(one)
+        sources.append(merge.parse_words(words))
+        for source in sources:
+            merge.named |= {".".join(assignment.path): assignment.value for assignment in source}
+
+        given: list[Assignment] = []
+        for source in sources:
+            given += merge.translate(source)
+        for assignment in (*merge.recipe(given, recipe_loader, default_recipe), *given):
+            merge.assign(assignment)
         merge.derive()
-        merge.notes += spellings.left_out(said, merge.value, merge.source) if merge.speaks_verl else []
+        if merge.speaks_verl:
+            merge.notes += spellings.left_out(merge.named, merge.value, merge.source)
     config, omega = merge.resolve()
-    if merge.problems or merge.refused:
-        raise ConfigError([*(f"{', '.join(of)}: {why}" for why, of in merge.refused.items()), *merge.problems])
-    action: Action = "help" if wants_help else "print" if options.print_config else "run"
+    refusals = [f"{', '.join(settings)}: {reason}" for reason, settings in merge.refused.items()]
+    if merge.problems or refusals:
+        raise ConfigError([*refusals, *merge.problems])
+
+    action: Action = "run"
+    if wants_help:
+        action = "help"
+    elif options.print_config:
+        action = "print"
     notes = list(dict.fromkeys(merge.notes))
     return LoadedConfig(config, omega, merge.provenance(), notes, action, options.verbosity, options.help_config)
 
@@ -184,8 +203,14 @@ def is_recipe_path(name: str) -> bool:
 class _Merge:
     """The merged assignments of the sources read so far.
 
-    given: last assignment of each leaf. refused: keys and values by the sentence that refuses them. named: keys
-    of files and command line, as they are written there. variables: names that files define for their own references.
+    Args:
+        schema: the options of the command.
+        given: last assignment of each leaf.
+        notes: sentences for the user.
+        problems: sentences that refuse the configuration.
+        refused: keys and values by the sentence that refuses them.
+        named: keys of files and command line, as they are written there.
+        variables: names that files define for their own references.
     """
 
     schema: Schema
@@ -204,8 +229,10 @@ class _Merge:
     def value(self, name: str) -> Any:
         """Returns the current value of a leaf; None if the key does not exist."""
         assignment = self.given.get(tuple(name.split(".")))
+        if assignment is not None:
+            return assignment.value
         key = self.schema.keys.get(name)
-        return assignment.value if assignment else key.default if key else None
+        return None if key is None else key.default
 
     def source(self, name: str) -> str:
         assignment = self.given.get(tuple(name.split(".")))
@@ -216,6 +243,13 @@ class _Merge:
         self.given[path] = Assignment(path, value, source)
 
     # ------------------------------------------------------------------------------------------------ sources
+
+    def parse_words(self, words: Iterable[str]) -> list[Assignment]:
+        """Returns the assignments of the command line; adds a problem for each word that is none."""
+        assignments: list[Assignment] = []
+        for word in words:
+            assignments += self.parse_word(word)
+        return assignments
 
     def parse_word(self, word: str) -> Iterator[Assignment]:
         """Parses `key=value`, `+key=value`, `++key=value` or `~key`. A mapping gives one assignment per leaf."""
@@ -236,8 +270,10 @@ class _Merge:
         if reset:
             yield Assignment(path, None, COMMAND_LINE, reset=True)
             return
-        key, value = self.schema.find(path), parse_value(raw)
-        if isinstance(value, dict) and value and (key is None or key.kind != "str"):
+        key = self.schema.find(path)
+        value = parse_value(raw)
+        is_text = key is not None and key.kind == "str"
+        if isinstance(value, dict) and value and not is_text:
             yield from self.flatten(value, path, COMMAND_LINE)
         else:
             yield Assignment(path, value, COMMAND_LINE, raw)
@@ -265,31 +301,37 @@ class _Merge:
             return [self.follow(entry, content) for entry in value]
         if not is_interpolation(value):
             return value
-
-        def found(reference: re.Match[str]) -> Any:
-            path = _without_prefix(tuple(reference[1].split(".")))
-            if self._exists(".".join(path)):
-                return reference[0]
-            there: Any = content
-            for part in path:
-                there = there.get(part) if isinstance(there, Mapping) else None
-            if there is None:
-                return reference[0]
-            self.variables |= set() if self._exists(path[0]) else {path[0]}
-            return self.follow(there, {**content, path[0]: None})  # None ends a cycle; resolving reports it
-
         whole = _REFERENCE.fullmatch(value)
-        return found(whole) if whole else _REFERENCE.sub(lambda reference: str(found(reference)), value)
+        if whole:
+            return self._referenced(whole, content)
+        return _REFERENCE.sub(lambda reference: str(self._referenced(reference, content)), value)
+
+    def _referenced(self, reference: re.Match[str], content: Mapping[Any, Any]) -> Any:
+        """Returns the value in the file that a reference names, or the text of a reference to a key."""
+        path = _without_prefix(tuple(reference[1].split(".")))
+        if self._exists(".".join(path)):
+            return reference[0]
+        value: Any = content
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
+            return reference[0]
+        if not self._exists(path[0]):
+            self.variables.add(path[0])
+        return self.follow(value, {**content, path[0]: None})  # None ends a cycle; resolving reports it
 
     def flatten(self, mapping: Mapping[Any, Any], prefix: Path, source: str) -> Iterator[Assignment]:
         """Yields the leaves of nested mappings. A key with dots is a path, except below a free dictionary. An empty
         mapping in place of a section gives no assignment."""
         is_free = self.schema.find(prefix) is not None
         for name, value in mapping.items():
-            path = _without_prefix((*prefix, *((str(name),) if is_free else split(str(name)))))
+            parts = (str(name),) if is_free else split(str(name))
+            path = _without_prefix((*prefix, *parts))
             if isinstance(value, Mapping) and value:
                 yield from self.flatten(value, path, source)
-            elif not isinstance(value, Mapping) or is_free or (path and not self._exists(".".join(path))):
+                continue
+            is_empty_section = isinstance(value, Mapping) and not is_free and (not path or self._exists(".".join(path)))
+            if not is_empty_section:
                 yield Assignment(path, value, source)
 
     def _exists(self, dotted: str) -> bool:
@@ -299,15 +341,14 @@ class _Merge:
         """Returns the assignments of the last recipe named, else of the default if neither model nor data is set."""
         if "recipe" not in self.schema.keys or loader is None:
             return []
-        named = [one.value for one in given if one.path == ("recipe",)]
-        names = {".".join(one.path) for one in given if one.value not in (None, [])}
-        if default is not None and not named and not names & {"model.path", "data.train_files"}:
+        recipes = [assignment.value for assignment in given if assignment.path == ("recipe",)]
+        if default is not None and not recipes and not _has_model_or_data(given):
             self.set("recipe", default, "default, because neither model.path nor data.train_files is given")
-            named = [default]
-        if not named or named[-1] is None:
+            recipes = [default]
+        if not recipes or recipes[-1] is None:
             return []
+        recipe = str(recipes[-1])
         try:
-            recipe = str(named[-1])
             return self.translate(self.flatten(loader(recipe), (), f"recipe:{recipe}"))
         except UserError as error:
             self.problems.append(str(error))
@@ -323,62 +364,79 @@ class _Merge:
         """
         translated: list[Assignment] = []
         num_renamed = 0
-        for one in _last_of_each(source):
-            one, name = replace(one, value=_strip_prefix(one.value)), ".".join(one.path)
-            verdict = None
-            if not one.path:
-                self.problems.append(f"{PREFIX}={one.value} ({one.source}): the sections below {PREFIX} are expected")
+        for written in _last_of_each(source):
+            assignment = replace(written, value=_strip_prefix(written.value))
+            if not assignment.path:
+                self.problems.append(
+                    f"{PREFIX}={assignment.value} ({assignment.source}): the sections below {PREFIX} are expected"
+                )
                 continue
-            if self.keys is not None:
-                verdict = self.keys.choose_group(name, one.value)
-            if self.keys is not None and verdict is None and not self._exists(name):
-                verdict = self.keys.translate(name, one.value, self.named)
-            if one.value == "???":  # verl's placeholder for a required value
+            if assignment.value == "???":  # verl's placeholder for a required value
                 continue
-            if verdict is None and one.path[0] in self.variables:
+            verdict = self._verdict(assignment)
+            if verdict is None and assignment.path[0] in self.variables:
                 continue
-            if verdict is None or one.reset:
-                translated.append(one)
+            if verdict is None or assignment.reset:
+                translated.append(assignment)
                 continue
+
             if verdict.refusal:
-                self.refused.setdefault(verdict.refusal, []).append(one.shown())
-            self.notes += [verdict.note] if verdict.note else []
-            for to, new in verdict.settings.items():
-                raw = one.raw if new == one.value else None
-                alias = Assignment(tuple(to.split(".")), new, f"{one.source}, as {name}", raw)
-                place = len(translated) if one.source == COMMAND_LINE else num_renamed
-                translated.insert(place, alias)
+                self.refused.setdefault(verdict.refusal, []).append(assignment.shown())
+            if verdict.note:
+                self.notes.append(verdict.note)
+            for alias in _renamed(assignment, verdict):
+                index = len(translated) if assignment.source == COMMAND_LINE else num_renamed
+                translated.insert(index, alias)
                 num_renamed += 1
         self.problems += self.contradictions(translated)
         return translated
+
+    def _verdict(self, assignment: Assignment) -> spellings.Verdict | None:
+        """Returns the translation of a key of verl or ROLL; None for a key that is written as here."""
+        if self.keys is None:
+            return None
+        name = ".".join(assignment.path)
+        verdict = self.keys.choose_group(name, assignment.value)
+        if verdict is None and not self._exists(name):
+            verdict = self.keys.translate(name, assignment.value, self.named)
+        return verdict
 
     def contradictions(self, assignments: list[Assignment]) -> Iterator[str]:
         """Yields a problem for each key of verl that has to equal an option of the same source, and does not."""
         if self.keys is None:
             return
-        own = {one.path: one.value for one in assignments if ", as " not in one.source}
-        for one in assignments:
-            written_as = one.source.partition(", as ")[2]
+        own_values = {one.path: one.value for one in assignments if ", as " not in one.source}
+        for assignment in assignments:
+            written_as = assignment.source.partition(", as ")[2]
             entry = self.keys.entries.get(written_as)
-            if entry is not None and entry.must_equal and own.get(one.path, one.value) != one.value:
-                here = f"here it is {'.'.join(one.path)}, which is {own[one.path]}: give both one value"
-                yield f"{written_as}={one.value}: {here}"
+            if entry is None or not entry.must_equal:
+                continue
+            value = assignment.value
+            own_value = own_values.get(assignment.path, value)
+            if own_value != value:
+                name = ".".join(assignment.path)
+                yield f"{written_as}={value}: here it is {name}, which is {own_value}: give both one value"
 
-    def assign(self, one: Assignment) -> None:
+    def assign(self, assignment: Assignment) -> None:
         """Sets one leaf, or adds a problem."""
-        key, name, path = self.schema.find(one.path), ".".join(one.path), one.path
-        if one.reset and (key is not None or name in self.schema.sections):
+        path = assignment.path
+        name = ".".join(path)
+        key = self.schema.find(path)
+        if assignment.reset and (key is not None or name in self.schema.sections):
             self.given = {known: value for known, value in self.given.items() if known[: len(path)] != path}
             return
         if key is None:
-            self.problems.append(f"{one.shown()}: {self._unknown(name)}")
+            self.problems.append(f"{assignment.shown()}: {self._unknown(name)}")
             return
-        one = self.worded_number(key, one)
-        try:
-            value = one.value if path != key.path else convert(key, one.value, one.raw)
-        except (ValueError, OverflowError):
-            self.problems.append(f"{one.shown()}: {key.describe()}")
-            return
+
+        assignment = self.worded_number(key, assignment)
+        value = assignment.value
+        if path == key.path:
+            try:
+                value = convert(key, value, assignment.raw)
+            except (ValueError, OverflowError):
+                self.problems.append(f"{assignment.shown()}: {key.describe()}")
+                return
         if key.kind == "dict":  # an entry replaces the entries of earlier layers above and below it
             for other in list(self.given):
                 if other != path and (other[: len(path)] == path or path[: len(other)] == other):
@@ -387,72 +445,94 @@ class _Merge:
                 return
         elif self.keys is not None:
             value, note = self.keys.same_meaning(name, value)
-            self.notes += [note] if note else []
-        self.given[path] = replace(one, value=_expand(name, value))
+            if note:
+                self.notes.append(note)
+        self.given[path] = replace(assignment, value=_expand(name, value))
 
-    def worded_number(self, key: Key, one: Assignment) -> Assignment:
+    def worded_number(self, key: Key, assignment: Assignment) -> Assignment:
         """Returns the assignment with a number in place of verl's word for it, such as after_each_epoch."""
-        if self.keys is None or key.kind != "int" or not isinstance(one.value, str):
-            return one
-        number, note = self.keys.same_meaning(key.name, one.value)
-        if number == one.value:
-            return one
-        self.notes += [note] if note else []
-        return replace(one, value=number, raw=None)
+        if self.keys is None or key.kind != "int" or not isinstance(assignment.value, str):
+            return assignment
+        number, note = self.keys.same_meaning(key.name, assignment.value)
+        if number == assignment.value:
+            return assignment
+        if note:
+            self.notes.append(note)
+        return replace(assignment, value=number, raw=None)
 
     def _unknown(self, name: str) -> str:
         """Returns the message for an unknown key: removed option, group of options, or the nearest keys."""
-        if name in (gone := getattr(self.schema.root, "gone", {})):  # any dataclass can be loaded
+        gone = getattr(self.schema.root, "gone", {})  # any dataclass can be loaded
+        if name in gone:
             return str(gone[name])
-        members = [known for known in self.schema.keys if known.startswith(f"{name}.")]
+        members = [key for key in self.schema.keys if key.startswith(f"{name}.")]
         if members:
             return f"{name} is a group of options, such as {', '.join(members[:3])}"
-        hint = " or ".join(self.schema.nearest(name))
-        return "there is no such key; " + (f"did you mean {hint}?" if hint else "--help-config lists all keys.")
+        nearest = self.schema.nearest(name)
+        if nearest:
+            return f"there is no such key; did you mean {' or '.join(nearest)}?"
+        return "there is no such key; --help-config lists all keys."
 
     def derive(self) -> None:
         """Sets the options that follow from others, and adds problems of omitted options."""
-        for name in self.schema.keys:  # as in verl, a micro-batch size turns off dynamic batch sizes
-            section, _, leaf = name.rpartition(".")
-            dynamic = f"{section}.{'log_prob_' * leaf.startswith('log_prob')}use_dynamic_bsz"
-            is_size = leaf.endswith("micro_batch_size_per_gpu") and dynamic in self.schema.keys
-            if is_size and self.value(name) is not None and _rank(self.source(name)) > _rank(self.source(dynamic)):
-                self.set(dynamic, False, f"implied by {name}")
-                self.notes.append(f"{dynamic}=false, because {name}={self.value(name)} is given")
-        critic = [".".join(path) for path, one in self.given.items() if path[0] == "critic" and _rank(one.source) > 1]
-        if critic and self.speaks_verl and self.source("algorithm.adv_estimator") == "default":
+        for name in self.schema.keys:
+            self._derive_switch(name)
+        if self.speaks_verl:
+            self._check_critic()
+        if "trainer.experiment_name" in self.schema.keys and self.value("trainer.experiment_name") is None:
+            self._name_run()
+
+    def _derive_switch(self, name: str) -> None:
+        """Turns off dynamic batch sizes if `name` is the size of a micro-batch, as verl does."""
+        section, _, leaf = name.rpartition(".")
+        switch = f"{section}.log_prob_use_dynamic_bsz" if leaf.startswith("log_prob") else f"{section}.use_dynamic_bsz"
+        if not leaf.endswith("micro_batch_size_per_gpu") or switch not in self.schema.keys:
+            return
+        if self.value(name) is not None and _rank(self.source(name)) > _rank(self.source(switch)):
+            self.set(switch, False, f"implied by {name}")
+            self.notes.append(f"{switch}=false, because {name}={self.value(name)} is given")
+
+    def _check_critic(self) -> None:
+        """Adds a problem if a user of verl sets options of the critic and relies on verl's default estimator."""
+        names: list[str] = []
+        for path, assignment in self.given.items():
+            if path[0] == "critic" and _rank(assignment.source) > 1:
+                names.append(".".join(path))
+        if names and self.source("algorithm.adv_estimator") == "default":
             self.problems.append(
-                f"{', '.join(critic)}: the default estimator here is grpo, which has no critic (verl's is gae): say "
+                f"{', '.join(names)}: the default estimator here is grpo, which has no critic (verl's is gae): say "
                 "algorithm.adv_estimator=gae, or leave all critic.* out"
             )
-        if "trainer.experiment_name" in self.schema.keys and self.value("trainer.experiment_name") is None:
-            if self.value("trainer.resume_mode") == "auto" and self.source("trainer.default_local_dir") == "default":
-                self.problems.append(
-                    "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, which is "
-                    "new in every run without a name: set trainer.experiment_name"
-                )
-            recipe = self.value("recipe") or "run"
-            title = re.split(r"[/.]", recipe.removesuffix(".py").removesuffix("/recipe"))[-1]
-            # two runs may start within one second in the same folder; their folders must differ
-            name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-            self.set("trainer.experiment_name", name, "made from recipe, date and time")
+
+    def _name_run(self) -> None:
+        """Names the run by its recipe and the time."""
+        if self.value("trainer.resume_mode") == "auto" and self.source("trainer.default_local_dir") == "default":
+            self.problems.append(
+                "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, which is "
+                "new in every run without a name: set trainer.experiment_name"
+            )
+        recipe = self.value("recipe") or "run"
+        title = re.split(r"[/.]", recipe.removesuffix(".py").removesuffix("/recipe"))[-1]
+        # two runs may start within one second in the same folder; their folders must differ
+        name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+        self.set("trainer.experiment_name", name, "made from recipe, date and time")
 
     def resolve(self) -> tuple[Any, DictConfig]:
         """Returns the configuration as dataclasses and as OmegaConf. An unresolved reference adds a problem."""
         nested: dict[str, Any] = {}
-        for path, one in self.given.items():
-            inner = nested
+        for path, assignment in self.given.items():
+            section = nested
             for part in path[:-1]:
-                inner = inner.setdefault(part, {})
-            inner[path[-1]] = one.value
+                section = section.setdefault(part, {})
+            section[path[-1]] = assignment.value
         omega = OmegaConf.structured(self.schema.root)
         try:
             omega = cast(DictConfig, OmegaConf.merge(omega, nested))
             return OmegaConf.to_object(omega), omega
         except OmegaConfBaseException as error:
             name = str(error.full_key)
-            shown = f"{name}={self.value(name)} " if name in self.schema.keys else ""
-            self.problems.append(f"{shown}cannot be resolved: {' '.join(str(error).split())}")
+            setting = f"{name}={self.value(name)} " if name in self.schema.keys else ""
+            self.problems.append(f"{setting}cannot be resolved: {' '.join(str(error).split())}")
             return self.schema.root(), omega
 
     def provenance(self) -> dict[str, str]:
@@ -462,11 +542,26 @@ class _Merge:
         return defaults | {".".join(path): one.source for path, one in self.given.items()}
 
 
+def _has_model_or_data(assignments: Iterable[Assignment]) -> bool:
+    """Returns True if one of the assignments sets `model.path` or `data.train_files`."""
+    keys = (("model", "path"), ("data", "train_files"))
+    return any(assignment.path in keys and assignment.value not in (None, []) for assignment in assignments)
+
+
+def _renamed(assignment: Assignment, verdict: spellings.Verdict) -> Iterator[Assignment]:
+    """Yields the assignments of the options that a translated key sets."""
+    name = ".".join(assignment.path)
+    for key, value in verdict.settings.items():
+        # the text on the command line is that of the written value
+        raw = assignment.raw if value == assignment.value else None
+        yield Assignment(tuple(key.split(".")), value, f"{assignment.source}, as {name}", raw)
+
+
 def _last_of_each(source: Iterable[Assignment]) -> list[Assignment]:
     """Returns the assignments of a source without those that a later assignment of the same key replaces."""
     assignments = list(source)
-    last = {one.path: place for place, one in enumerate(assignments)}
-    return [one for place, one in enumerate(assignments) if last[one.path] == place]
+    last_index = {assignment.path: index for index, assignment in enumerate(assignments)}
+    return [assignment for index, assignment in enumerate(assignments) if last_index[assignment.path] == index]
 
 
 def _without_prefix(path: Path) -> Path:
@@ -493,4 +588,7 @@ def _expand(name: str, value: Any) -> Any:
 def _rank(source: str) -> int:
     """Returns the precedence of a source: 0 = default, 1 = recipe, 2 = file, 3 = command line."""
     order = ("default", "recipe:", "file:", COMMAND_LINE)
-    return next((rank for rank, start in enumerate(order) if source.startswith(start)), 0)
+    for rank, start in enumerate(order):
+        if source.startswith(start):
+            return rank
+    return 0

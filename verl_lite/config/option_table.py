@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 from verl_lite.config.fields import Range
@@ -36,8 +36,14 @@ class ConfigError(UserError):
 class Key:
     """One option.
 
-    kind: int | float | bool | str | list (of `item`) | dict (free dictionary, which accepts any entry). expects: range
-    of a number, or valid values of a text.
+    Args:
+        path: the parts of its dotted key.
+        kind: int | float | bool | str | list (of `item`) | dict (free dictionary, which accepts any entry).
+        item: kind of the entries of a list.
+        optional: whether null is a value of the option.
+        default: value if nothing sets it.
+        doc: help sentence.
+        expects: range of a number, or valid values of a text.
     """
 
     path: Path
@@ -54,10 +60,15 @@ class Key:
 
     def describe(self) -> str:
         """Returns the type in words, with the default as an example."""
-        words = _WORDS.get(self.kind, f"a list of {'numbers' if self.item in ('int', 'float') else 'texts'}")
-        shown = str(self.default).lower() if isinstance(self.default, bool) else str(self.default).replace(" ", "")
-        example = f", for example {self.name}={shown}" if self.default not in (None, "", {}, []) else ""
-        return f"{words}{' or null' if self.optional else ''} is expected{example}"
+        if self.kind == "list":
+            words = "a list of numbers" if self.item in ("int", "float") else "a list of texts"
+        else:
+            words = _WORDS[self.kind]
+        if self.optional:
+            words += " or null"
+        has_example = self.default not in (None, "", {}, [])
+        example = f", for example {self.name}={value_text(self.default)}" if has_example else ""
+        return f"{words} is expected{example}"
 
 
 @dataclass(frozen=True)
@@ -83,12 +94,15 @@ class Schema:
 
     def nearest(self, name: str) -> list[str]:
         """Returns up to three keys with a similar last part, the most similar key first."""
-        leaf = name.rpartition(".")[2]
-        leaves = {known: known.rpartition(".")[2] for known in self.keys}
-        close = [leaf] if leaf in leaves.values() else difflib.get_close_matches(leaf, {*leaves.values()}, 2, 0.75)
-        found = [known for known, last in leaves.items() if last in close]
-        found.sort(key=lambda known: -difflib.SequenceMatcher(None, name, known).ratio())
-        return found[:3] or difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
+        last_parts = {key: key.rpartition(".")[2] for key in self.keys}
+        last_part = name.rpartition(".")[2]
+        close_parts = [last_part]
+        if last_part not in last_parts.values():
+            close_parts = difflib.get_close_matches(last_part, {*last_parts.values()}, n=2, cutoff=0.75)
+
+        candidates = [key for key, part in last_parts.items() if part in close_parts]
+        candidates.sort(key=lambda key: difflib.SequenceMatcher(None, name, key).ratio(), reverse=True)
+        return candidates[:3] or difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
 
 
 _SCHEMAS: dict[type, Schema] = {}
@@ -103,46 +117,63 @@ def schema_of(root: type) -> Schema:
 
 def value_of(config: Any, name: str) -> Any:
     """Returns the value at a dotted key; None if the configuration has no such option."""
-    return reduce(lambda section, part: getattr(section, part, None), name.split("."), config)
+    value = config
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
-def setting_text(name: str, value: Any) -> str:
+def setting_text(name: str, value: object) -> str:
     """Returns `key=value` as the user would write it.
 
     A free dictionary with entries is named without them, because they may hold secrets.
     """
     if isinstance(value, dict) and value:
         return name
+    return f"{name}={value_text(value):.{_LONGEST_VALUE}}"
+
+
+def value_text(value: object) -> str:
+    """Returns a value as the user would write it: `null`, `true`, `[a,b]`, or the text itself."""
     if value is None:
-        text = "null"
-    elif isinstance(value, bool):
-        text = str(value).lower()
-    elif isinstance(value, list):
-        text = f"[{','.join(str(item) for item in value)}]"
-    else:
-        text = str(value)
-    return f"{name}={text:.{_LONGEST_VALUE}}"
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(value_text(item) for item in value)}]"
+    return str(value)
 
 
 def _walk(cls: type, prefix: Path) -> Iterator[Key]:
-    hints = typing.get_type_hints(cls)
+    """Yields the options of a dataclass and of its sections."""
+    annotations = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        path, annotation = (*prefix, field.name), hints[field.name]
+        path = (*prefix, field.name)
+        annotation = annotations[field.name]
         if dataclasses.is_dataclass(annotation):
             yield from _walk(typing.cast(type, annotation), path)
             continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+
+        # the type of an option is a plain type, or `type | None`
+        is_optional = isinstance(annotation, types.UnionType)
+        members = typing.get_args(annotation) if is_optional else (annotation,)
         (plain,) = (member for member in members if member is not type(None))
-        kind, said = typing.get_origin(plain) or plain, field.metadata
-        item = typing.get_args(plain)[0].__name__ if kind is list else ""
-        optional, doc = len(members) > 1, said.get("doc", "")
-        yield Key(path, kind.__name__, item, optional, default, doc, said.get("expects"))
+        kind = typing.get_origin(plain) or plain
+        yield Key(
+            path=path,
+            kind=kind.__name__,
+            item=typing.get_args(plain)[0].__name__ if kind is list else "",
+            optional=is_optional,
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
+            doc=field.metadata.get("doc", ""),
+            expects=field.metadata.get("expects"),
+        )
 
 
 def split(text: str) -> Path:
     """Splits a dotted key. Raises ValueError for empty parts, blanks, quotes and brackets."""
-    if not _KEY.fullmatch(text := text.strip()):
+    text = text.strip()
+    if not _KEY.fullmatch(text):
         raise ValueError(f"{text!r} is not a key: parts separated by single dots are expected, such as actor.optim.lr")
     return tuple(text.split("."))
 
@@ -152,33 +183,51 @@ def is_interpolation(value: Any) -> bool:
 
 
 def convert(key: Key, value: Any, raw: str | None = None) -> Any:
-    """Converts `value`, as parsed from YAML, to the type of `key`. raw: the value's text on the command line.
+    """Converts `value`, as parsed from YAML, to the type of `key`.
 
     A single value becomes a list of length one if the key is a list; nested lists are flattened; numbers that YAML
     parsed as text (`"1e-6"`) become numbers. A text keeps its characters from the command line (`0012`, `{prompt} #`)
     unless it is quoted or null. Interpolations are returned unchanged and converted when they are resolved.
 
+    Args:
+        key: the option.
+        value: the parsed value.
+        raw: the value's text on the command line; None = it comes from a file.
+
     Raises:
         ValueError: the value cannot have that type.
     """
+    if key.kind == "list":
+        return _items(key.item, value, raw)
+    if key.kind == "dict" and isinstance(value, dict | None):
+        return value or {}
     if key.kind == "str" and raw is not None and not is_interpolation(value):
         text = raw.strip()
         is_null = value is None and text[:1] not in ("", "#")
         if not is_null and text[:1] not in ("'", '"'):
             return text
-    if key.kind == "dict" and isinstance(value, dict | None):
-        return value or {}
-    if value is None and (key.optional or key.kind == "list"):
-        return [] if key.kind == "list" else None
-    if key.kind == "list":
-        items = value if isinstance(value, list) else [value]
-        if isinstance(value, str) and raw is not None and not is_interpolation(value) and raw.strip()[:1] not in "'\"":
-            # brackets that YAML did not parse, because ` #` in an entry begins a comment there
-            inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-            items = [part.strip() for part in inner.split(",") if part.strip()]
-        flat = [one for item in items for one in (item if isinstance(item, list) else [item])]
-        return [_scalar(key.item, item) for item in flat]
+    if value is None and key.optional:
+        return None
     return _scalar(key.kind, value)
+
+
+def _items(kind: str, value: Any, raw: str | None) -> list[Any]:
+    """Converts a value to a list of entries of one kind. For the arguments see `convert`."""
+    if value is None:
+        return []
+    is_plain_text = isinstance(value, str) and not is_interpolation(value)
+    if is_plain_text and raw is not None and raw.strip()[:1] not in ("", "'", '"'):
+        # brackets that YAML did not parse, because ` #` in an entry begins a comment there
+        inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+        value = [part.strip() for part in inner.split(",") if part.strip()]
+
+    items: list[Any] = []
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, list):
+            items += entry
+        else:
+            items.append(entry)
+    return [_scalar(kind, item) for item in items]
 
 
 def _scalar(kind: str, value: Any) -> Any:

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl_lite.config.loader import SWITCHES, LoadedConfig
-from verl_lite.config.option_table import Schema, schema_of, value_of
+from verl_lite.config.option_table import Key, Schema, schema_of, value_of
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.errors import UserError
 
@@ -24,13 +24,18 @@ _MOST_USED = (
 
 def print_config(loaded: LoadedConfig[Any]) -> str:
     """Returns YAML of all resolved options, with the source of each value as a comment (`# command line`)."""
-    schema, sources = schema_of(type(loaded.config)), dict(loaded.provenance)
-    resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
+    schema = schema_of(type(loaded.config))
+    sources = dict(loaded.provenance)
     for name in schema.keys:
-        then = OmegaConf.select(loaded.omega, name)
-        if value_of(loaded.config, name) != (OmegaConf.to_object(then) if OmegaConf.is_config(then) else then):
+        loaded_value = OmegaConf.select(loaded.omega, name)
+        if OmegaConf.is_config(loaded_value):
+            loaded_value = OmegaConf.to_object(loaded_value)
+        if value_of(loaded.config, name) != loaded_value:
             sources[name] = "filled in at launch"  # number of devices, files that a recipe wrote
-    return "\n".join([*(f"# {note}" for note in loaded.notes), *_render(resolved, (), sources, schema)]) + "\n"
+
+    notes = [f"# {note}" for note in loaded.notes]
+    resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
+    return "\n".join([*notes, *_render(resolved, (), sources, schema)]) + "\n"
 
 
 def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
@@ -46,7 +51,8 @@ def help_text(loaded: LoadedConfig[Any]) -> str:
     root = type(loaded.config)
     if loaded.help_prefix is not None:
         return help_config(root, loaded.help_prefix)
-    keys, module = schema_of(root).keys, getattr(sys.modules["__main__"].__spec__, "name", "trainer.main_ppo")
+    keys = schema_of(root).keys
+    module = getattr(sys.modules["__main__"].__spec__, "name", "trainer.main_ppo")
     lines = [f"usage: python -m {module} key=value ...   (switches: {SWITCHES})", ""]
     lines += ["--help-config PREFIX explains keys, such as --help-config actor.optim. The sections are:", ""]
     for start in dict.fromkeys(key.path[0] for key in keys.values()):
@@ -65,11 +71,20 @@ def help_config(root: type = PPOConfig, prefix: str = "") -> str:
         near = schema.nearest(prefix) or sorted({key.path[0] for key in schema.keys.values()})
         raise UserError(f"--help-config {prefix}: no key begins with this prefix; there are {', '.join(near)}")
     for key in keys:
-        kind = " | ".join(key.expects) if isinstance(key.expects, tuple) else key.kind
-        kind = (f"list of {key.item}" if kind == "list" else kind) + (" or null" if key.optional else "")
-        lines.append(f"  {key.name} = {_default(key.default)}   ({kind})")
+        lines.append(f"  {key.name} = {_default(key.default)}   ({_values_text(key)})")
         lines += textwrap.wrap(key.doc, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
+
+
+def _values_text(key: Key) -> str:
+    """Returns the values that an option accepts, in words."""
+    if isinstance(key.expects, tuple):
+        text = " | ".join(key.expects)
+    elif key.kind == "list":
+        text = f"list of {key.item}"
+    else:
+        text = key.kind
+    return f"{text} or null" if key.optional else text
 
 
 def _render(node: Any, path: tuple[str, ...], sources: dict[str, str], schema: Schema) -> list[str]:

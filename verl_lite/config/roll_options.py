@@ -57,42 +57,58 @@ def train_infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:
             f"train_infer_correction.filters={filters}: expected a list of filters, such as "
             "[{enabled: true, agg_type: token, ratio_low: 0.5, ratio_high: 2.0}]"
         )
-    weight = {"enabled": False, "weight_type": "token", "upper_bound": 1.2}
-    is_on, level, bound = (given.get(f"train_infer_correction.is_weight.{name}", one) for name, one in weight.items())
-    return _correction(level if is_on else None, bound, filters)
+    section = "train_infer_correction.is_weight"
+    is_weighted = given.get(f"{section}.enabled", False)
+    level = given.get(f"{section}.weight_type", "token") if is_weighted else None
+    return _correction(level, given.get(f"{section}.upper_bound", 1.2), filters)
 
 
 def infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns algorithm.rollout_correction for ROLL's older keys infer_* and enable_*_reject."""
     if not given.get("infer_correction"):
         return {}
-    by_token = "token" if given.get("enable_token_reject") else None
-    level = given.get("infer_is_mode", "token")
-    filters = [
+    filters: list[Mapping[str, Any]] = [
         {
-            "enabled": aggregation not in (None, False, "None"),
-            "agg_type": aggregation,
-            "ratio_low": given.get(f"infer_{name}_mask_threshold_min", low),
-            "ratio_high": given.get(f"infer_{name}_mask_threshold_max", high),
-        }
-        for name, aggregation, low, high in (
-            ("token", by_token, 0.0, 2.0),
-            ("seq", given.get("enable_seq_reject"), 0.1, 10.0),
-        )
+            "enabled": given.get("enable_token_reject"),
+            "agg_type": "token",
+            "ratio_low": given.get("infer_token_mask_threshold_min", 0.0),
+            "ratio_high": given.get("infer_token_mask_threshold_max", 2.0),
+        },
+        {
+            "enabled": given.get("enable_seq_reject") not in (None, False, "None"),
+            "agg_type": given.get("enable_seq_reject"),
+            "ratio_low": given.get("infer_seq_mask_threshold_min", 0.1),
+            "ratio_high": given.get("infer_seq_mask_threshold_max", 10.0),
+        },
     ]
+    level = given.get("infer_is_mode", "token")
     return _correction(None if level == "none" else level, given.get("infer_is_threshold_max", 2.0), filters)
 
 
 def _correction(level: str | None, bound: float | None, filters: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """level, bound: of the importance weights; None = no weights, no bound. filters: as in ROLL's configuration."""
-    bounds: dict[str, str] = {}
-    for one in (one for one in filters if one.get("enabled")):
-        of_filter = WEIGHT_LEVELS.get(one.get("agg_type", "token"), one.get("agg_type"))
-        for measure, default, low, high in (("ratio", True, 0.8, 1.2), ("diff", False, -0.2, 0.2)):
-            if one.get(f"{measure}_enabled", default):
-                ends = one.get(f"{measure}_low", low), one.get(f"{measure}_high", high)
-                bounds[f"{of_filter}_{measure}"] = "_".join(map(str, ends))
-    weights = {"rollout_is": level, "rollout_is_threshold": str(math.inf if bound is None else bound)}
-    rejection = {"rollout_rs": ",".join(bounds), "rollout_rs_threshold": ",".join(bounds.values())}
-    settings = (weights if level is not None else {}) | (rejection if bounds else {})
-    return {f"algorithm.rollout_correction.{name}": value for name, value in settings.items()}
+    """Returns the options of `algorithm.rollout_correction`.
+
+    Args:
+        level: level of the importance weights; None = no weights.
+        bound: their upper bound; None = no bound.
+        filters: entries of ROLL's train_infer_correction.filters.
+    """
+    section = "algorithm.rollout_correction"
+    settings: dict[str, Any] = {}
+    if level is not None:
+        settings[f"{section}.rollout_is"] = level
+        settings[f"{section}.rollout_is_threshold"] = str(math.inf if bound is None else bound)
+
+    thresholds: dict[str, str] = {}
+    for one in filters:
+        if not one.get("enabled"):
+            continue
+        filter_level = WEIGHT_LEVELS.get(one.get("agg_type", "token"), one.get("agg_type"))
+        if one.get("ratio_enabled", True):
+            thresholds[f"{filter_level}_ratio"] = f"{one.get('ratio_low', 0.8)}_{one.get('ratio_high', 1.2)}"
+        if one.get("diff_enabled", False):
+            thresholds[f"{filter_level}_diff"] = f"{one.get('diff_low', -0.2)}_{one.get('diff_high', 0.2)}"
+    if thresholds:
+        settings[f"{section}.rollout_rs"] = ",".join(thresholds)
+        settings[f"{section}.rollout_rs_threshold"] = ",".join(thresholds.values())
+    return settings

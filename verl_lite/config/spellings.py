@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from verl_lite.config.option_table import is_interpolation, schema_of
+from verl_lite.config.option_table import is_interpolation, schema_of, value_text
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.roll_options import (
     async_generation_ratio,
@@ -51,8 +51,12 @@ class Entry:
         if self.is_list and isinstance(value, str):
             return [part.strip() for part in value.split(",")]
         if isinstance(value, str | bool | int | float):
-            value = self.values.get({"true": True, "false": False}.get(str(value).lower(), value), value)
-        return value if value is None or self.always is None else self.always
+            # a file may have a switch as text
+            key = {"true": True, "false": False}.get(str(value).lower(), value)
+            value = self.values.get(key, value)
+        if value is None or self.always is None:
+            return value
+        return self.always
 
 
 @dataclass(frozen=True)
@@ -85,28 +89,40 @@ class KeyTable:
         """
         if name.rpartition(".")[2] == "_target_":  # the class of a section, which Hydra reads
             return Verdict()
-        entry, below, any_part = _find(self.entries, name)
-        if entry is None or (below and (entry.computed or entry.only_if)):
+        match = _find(self.entries, name)
+        if match is None:
             return None
-        if entry.computed and (settings := _COMPUTED[entry.computed](given)) is not None:
+        entry = match.entry
+        if match.rest and (entry.computed or entry.only_if):
+            return None
+
+        settings = _COMPUTED[entry.computed](given) if entry.computed else None
+        if entry.computed and settings is not None:
             called = _called(entry.computed, settings)
             return replace(called, note=f"{called.note}: {entry.note}") if entry.note else called
         if entry.only_if and not given.get(entry.only_if):
-            return Verdict(note=f"{name}={_shown(value)} has no effect here: {entry.only_if} is not true")
-        if target := (entry.on_prompts if trains_on_prompts(given) else None) or entry.renamed:
-            return self._renamed(name, value, target.replace("*", any_part) + below, given, entry)
+            return Verdict(note=f"{name}={value_text(value)} has no effect here: {entry.only_if} is not true")
+
+        target = entry.renamed
+        if entry.on_prompts and trains_on_prompts(given):
+            target = entry.on_prompts
+        if target:
+            return self._renamed(name, value, target.replace("*", match.any_part) + match.rest, given, entry)
         if entry.no_effect:
-            return Verdict(note=f"{name}={_shown(value)} has no effect here: {entry.no_effect}")
+            return Verdict(note=f"{name}={value_text(value)} has no effect here: {entry.no_effect}")
         return _refused(name, value, entry)
 
     def _renamed(self, name: str, value: Any, target: str, given: Mapping[str, Any], entry: Entry) -> Verdict:
-        if (value := entry.value_here(value)) is None:
+        """Returns the verdict on a key that has the name `target` here, which may again be a key of verl."""
+        new_value = entry.value_here(value)
+        if new_value is None:
             return Verdict()
-        if (further := self.translate(target, value, given)) is not None:
+        further = self.translate(target, new_value, given)
+        if further is not None:
             return replace(further, note=further.note and further.note.replace(target, name, 1))
         if entry.refused and target not in schema_of(self.root).keys:
-            return _refused(name, value, entry)
-        return _called(name, {target: value} | entry.also)
+            return _refused(name, new_value, entry)
+        return _called(name, {target: new_value} | entry.also)
 
     def choose_group(self, name: str, value: Any) -> Verdict | None:
         """Returns the verdict on Hydra's choice of a file for a section, as in `optim=fsdp`; None for all else."""
@@ -116,11 +132,18 @@ class KeyTable:
 
     def same_meaning(self, name: str, value: Any) -> tuple[Any, str | None]:
         """Returns the value used here for verl's value of an option, and a note if the meaning differs."""
-        if (entry := self.options.get(name)) is None:
+        entry = self.options.get(name)
+        if entry is None:
             return value, None
-        new = [entry.value_here(one) for one in value] if isinstance(value, list) else entry.value_here(value)
-        has_note = entry.note is not None and (new != value or value in [*entry.values])
-        return new, f"{name}={_shown(value)}: {entry.note}" if has_note else None
+        if isinstance(value, list):
+            new_value: Any = [entry.value_here(item) for item in value]
+        else:
+            new_value = entry.value_here(value)
+        # a list, as the value of a list cannot be a key of the dictionary
+        is_translated = new_value != value or value in list(entry.values)
+        if entry.note is None or not is_translated:
+            return new_value, None
+        return new_value, f"{name}={value_text(value)}: {entry.note}"
 
 
 @cache
@@ -133,20 +156,31 @@ def ppo_keys() -> KeyTable:
 @cache
 def sft_keys() -> KeyTable:
     """Returns the keys of verl's SFT trainers."""
-    shared = _read("verl_keys", prefixes=("",), below=tuple(_content("verl_sft_keys")["shared"]))
-    of_ppo = {name: entry for name, entry in shared.items() if not entry.computed}  # these compute options of PPO
+    content = _content("verl_sft_keys")
+    entries = _read("verl_keys", prefixes=("",), below=tuple(content["shared"]))
+    for name, entry in list(entries.items()):
+        if entry.computed:  # it computes options of PPO
+            del entries[name]
+    entries |= _read("verl_sft_keys")
     options = _read("verl_keys", "options", prefixes=("",)) | _read("verl_sft_keys", "options")
-    return KeyTable(SFTConfig, of_ppo | _read("verl_sft_keys"), options, _content("verl_sft_keys")["groups"])
+    return KeyTable(SFTConfig, entries, options, content["groups"])
 
 
 def left_out(given: Mapping[str, Any], value: Callable[[str], Any], source: Callable[[str], str]) -> list[str]:
     """Returns a note on omitted keys with another default in ROLL, for files of ROLL (which set `pretrain`).
 
-    given: all keys that are set. value, source: return the value of an option, and the source of the value.
+    Args:
+        given: all keys that are set.
+        value: returns the value of an option.
+        source: returns the source of the value of an option.
     """
-    defaults = {key: theirs for key, theirs in _content("roll_keys")["defaults"].items() if source(key) == "default"}
-    ours = ", ".join(f"{key}={_shown(value(key))} (ROLL: {_shown(theirs)})" for key, theirs in defaults.items())
-    return [f"left out, and another default here: {ours}"] if ours and "pretrain" in given else []
+    if "pretrain" not in given:
+        return []
+    differences = []
+    for key, roll_default in _content("roll_keys")["defaults"].items():
+        if source(key) == "default":
+            differences.append(f"{key}={value_text(value(key))} (ROLL: {value_text(roll_default)})")
+    return [f"left out, and another default here: {', '.join(differences)}"] if differences else []
 
 
 @cache
@@ -174,25 +208,41 @@ def _read(
     return entries
 
 
-def _find(entries: Mapping[str, Entry], name: str) -> tuple[Entry | None, str, str]:
-    """Returns the entry of the longest key that is `name` or above `name`, the rest of `name`, and the part of `name`
-    that a `*` in the key stands for."""
+@dataclass(frozen=True)
+class _Match:
+    """An entry that applies to a name.
+
+    Args:
+        entry: the entry.
+        rest: the part of the name below the entry's key.
+        any_part: the part of the name that a `*` in the key stands for.
+    """
+
+    entry: Entry
+    rest: str
+    any_part: str = ""
+
+
+def _find(entries: Mapping[str, Entry], name: str) -> _Match | None:
+    """Returns the entry of the longest key that is `name` or above `name`."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
         key = ".".join(parts[:depth])
         rest = name.removeprefix(key)
         if key in entries:
-            return entries[key], rest, ""
+            return _Match(entries[key], rest)
         for place in range(1, depth - 1):
             pattern = ".".join([*parts[:place], "*", *parts[place + 1 : depth]])
             if pattern in entries:
-                return entries[pattern], rest, parts[place]
-    return None, "", ""
+                return _Match(entries[pattern], rest, parts[place])
+    return None
 
 
 def _called(name: str, settings: Mapping[str, Any]) -> Verdict:
-    shown = ", with ".join(f"{to}={_shown(new)}" for to, new in settings.items())
-    return Verdict(dict(settings), f"{name} is called {shown} here" if shown else f"{name} is off, and has no effect")
+    if not settings:
+        return Verdict(note=f"{name} is off, and has no effect")
+    new_names = ", with ".join(f"{key}={value_text(value)}" for key, value in settings.items())
+    return Verdict(dict(settings), f"{name} is called {new_names} here")
 
 
 def _refused(name: str, value: Any, entry: Entry) -> Verdict:
@@ -200,9 +250,7 @@ def _refused(name: str, value: Any, entry: Entry) -> Verdict:
     if value is None:
         return Verdict()
     if is_interpolation(value) or value in entry.harmless:  # the key of a reference has its own verdict
-        return Verdict(note=f"{name}={_shown(value)} has no effect here; other values are refused: {entry.refused}")
-    return Verdict(refusal=f"{entry.refused}. Accepted here: {' or '.join(map(_shown, [*entry.harmless, None]))}")
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        note = f"{name}={value_text(value)} has no effect here; other values are refused: {entry.refused}"
+        return Verdict(note=note)
+    accepted = [value_text(harmless) for harmless in (*entry.harmless, None)]
+    return Verdict(refusal=f"{entry.refused}. Accepted here: {' or '.join(accepted)}")

@@ -51,9 +51,9 @@ def test_the_defaults_are_fine(folder: str) -> None:
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("sampler.final_timestep=8", "sampler.final_timestep=8: expected 0 <= mid_timestep"),
-        ("sampler.mid_timestep=8", "sampler.mid_timestep=8, sampler.final_timestep=7: expected 0 <= mid"),
-        ("sampler.num_inference_steps=4", "final_timestep < num_inference_steps=4"),
+        ("sampler.final_timestep=8", "final_timestep=8 and sampler.num_inference_steps=8: expected 0 <= mid"),
+        ("sampler.mid_timestep=8", "sampler.mid_timestep=8 with sampler.final_timestep=7 and"),
+        ("sampler.num_inference_steps=4", "num_inference_steps=4: expected 0 <= mid_timestep <= final"),
         ("sampler.shift=.inf", "sampler.shift=inf: a number above 0 is expected"),
         ("sampler.noise_seed=-1", "sampler.noise_seed=-1: a whole number from 0"),
         ("data.num_frames=16", "data.num_frames=16: expected 4 k + 1, such as 13 or 17"),

@@ -211,7 +211,7 @@ def _is_recomputed(config: PPOConfig) -> bool:
 def _losses_that_bound_the_ratio(config: PPOConfig) -> str:
     bounded = sorted(name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio"))
     return (
-        f"set loss_type=ppo_clip and loss_mode to one of {', '.join(bounded)}, or truncate the weights with "
+        f"choose loss_type=ppo_clip and a loss_mode of {', '.join(bounded)}, or truncate the weights: set "
         "algorithm.rollout_correction.rollout_is=token"
     )
 
