@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl_lite.config.conflicts import conflict_problems
 from verl_lite.config.data import python_file
@@ -52,11 +51,11 @@ class NamedCode:
     """
 
     key: str
-    known: Mapping[str, Any]
+    known: Mapping[str, object]
     kind: str
     call: UserCall
 
-    def problems(self, config: Any) -> Problems:
+    def problems(self, config: object) -> Problems:
         """Yields a problem if the value is neither registered nor the path of a callable that fits."""
         value = value_of(config, self.key)
         if value is not None:
@@ -100,7 +99,7 @@ def validate(
         raise ConfigError(problems)
 
 
-def section_problems(options: Any) -> Problems:
+def section_problems(options: object) -> Problems:
     """Yields the problems that can be seen in the options alone, without the machine and files.
 
     These are values outside their range or choices, what each section's `check` finds, and conflicts between options.
@@ -124,14 +123,14 @@ def section_problems(options: Any) -> Problems:
     yield from conflict_problems(options, out_of_range)
 
 
-def _choice_problems(key: Key, value: Any) -> Problems:
+def _choice_problems(key: Key, value: object) -> Problems:
     """Yields a problem if the value is none of those that the option declares."""
     assert isinstance(key.expects, tuple)
     if value not in key.expects:
         yield unknown_value(key.name, value, key.expects) + ("; or null" if key.optional else "")
 
 
-def _sections_of(options: Any) -> list[Options]:
+def _sections_of(options: object) -> list[Options]:
     """Returns a section with all sections below it. The root may be any dataclass."""
     sections = [options] if isinstance(options, Options) else []
     for value in vars(options).values():

@@ -66,66 +66,87 @@ class DataConfig(Options):
     def check_prompts(self, *, trains: bool) -> Problems:
         """Yields the problems of files, columns and order for a run on prompts. Rows are checked when they are read."""
         if self.custom_cls.path is None:  # a custom dataset class interprets the files itself
-            for name, places in (("data.train_files", self.train_files), ("data.val_files", self.val_files)):
-                for place in places:
-                    yield from _data_file(name, place)
+            for name in ("train_files", "val_files"):
+                for file in getattr(self, name):
+                    yield from _data_file(f"data.{name}", file)
             if trains and not self.train_files:
                 yield "data.train_files is empty: set it to a file of prompts, such as data.train_files=train.parquet"
-        for ours, theirs in self.columns.items():
-            names = theirs if isinstance(theirs, list) else [theirs]
-            if ours not in OUR_COLUMNS:
-                yield unknown_value("data.columns", ours, OUR_COLUMNS) + f"; or extra_info: [{ours}] for a reward"
-            elif not (names and all(isinstance(name, str) and name for name in names)) and (
-                theirs is not None or ours in ("prompt", "ground_truth")
-            ):
-                yield f"data.columns.{ours}={theirs}: the name of a column of the data, or a list of names, is expected"
+        for key, columns in self.columns.items():
+            yield from _column_problems(key, columns)
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
             yield f"data.prompt_template={self.prompt_template!r}: expected a text that contains {{prompt}}"
-        try:
-            groups = 1 if self.ground_truth_regex is None else re.compile(self.ground_truth_regex).groups
-        except re.error:
-            groups = 0
-        if not groups:
-            shown = f"data.ground_truth_regex={self.ground_truth_regex!r}"
-            yield f"{shown}: a regular expression with a group is expected, such as '#### (.+)'"
-        problems = list(_source_problems(self.sources))
-        yield from problems
-        if self.sampler.class_path and not problems and any(entry.get("weight") for entry in self.sources.values()):
-            yield "data.sources.*.weight and data.sampler.class_path both select the prompts: remove one of them"
+        if self.ground_truth_regex is not None and not _has_group(self.ground_truth_regex):
+            yield (
+                f"data.ground_truth_regex={self.ground_truth_regex!r}: a regular expression with a group is expected, "
+                "such as '#### (.+)'"
+            )
+        yield from _source_problems(self.sources)
 
 
-def python_file(name: str, place: str | None) -> Problems:
-    """Yields a problem if the Python file `place` does not exist. Modules (pkg://package.module) are not checked."""
-    if place is not None and not place.startswith("pkg://") and not Path(place).expanduser().is_file():
-        yield f"{name}={place}: there is no file {Path(place).expanduser().absolute()} (a module is pkg://package.module)"
-
-
-def _data_file(name: str, place: str) -> Problems:
-    """Yields a problem if `place` is neither a folder, a data file nor the form of a hub name."""
-    file = Path(place).expanduser()
-    if file.is_dir() or Path(place.partition("@")[0].partition(":")[0]).expanduser().is_dir():
+def python_file(name: str, path: str | None) -> Problems:
+    """Yields a problem if a Python file does not exist. Modules (pkg://package.module) are not checked."""
+    if path is None or path.startswith("pkg://"):
         return
-    if file.suffix not in SUFFIXES if file.is_file() else (file.suffix in SUFFIXES or not HUB_NAME.fullmatch(place)):
-        yield (
-            f"{name}={place}: {'' if file.is_file() else f'there is no file {file.absolute()}; '}a .parquet, .json or "
-            ".jsonl file is expected, or owner/name:config@split of the Hugging Face hub"
-        )
+    file = Path(path).expanduser()
+    if not file.is_file():
+        yield f"{name}={path}: there is no file {file.absolute()} (a module is pkg://package.module)"
+
+
+def _data_file(name: str, path: str) -> Problems:
+    """Yields a problem if `path` is neither a folder, a data file nor the form of a hub name."""
+    file = Path(path).expanduser()
+    without_split = path.partition("@")[0].partition(":")[0]
+    if file.is_dir() or Path(without_split).expanduser().is_dir():
+        return
+    expected = "a .parquet, .json or .jsonl file is expected, or owner/name:config@split of the Hugging Face hub"
+    has_suffix = file.suffix in SUFFIXES
+    if file.is_file():
+        if not has_suffix:
+            yield f"{name}={path}: {expected}"
+    elif has_suffix or not HUB_NAME.fullmatch(path):
+        yield f"{name}={path}: there is no file {file.absolute()}; {expected}"
+
+
+def _column_problems(key: str, columns: Any) -> Problems:
+    """Yields what is wrong with an entry of `data.columns`."""
+    if key not in OUR_COLUMNS:
+        yield unknown_value("data.columns", key, OUR_COLUMNS) + f"; or extra_info: [{key}] for a reward"
+        return
+    if columns is None and key not in ("prompt", "ground_truth"):
+        return
+    names = columns if isinstance(columns, list) else [columns]
+    are_names = all(isinstance(name, str) and name for name in names)
+    if not names or not are_names:
+        yield f"data.columns.{key}={columns}: the name of a column of the data, or a list of names, is expected"
+
+
+def _has_group(pattern: str) -> bool:
+    """Returns True if the pattern is a regular expression with at least one group."""
+    try:
+        return re.compile(pattern).groups > 0
+    except re.error:
+        return False
 
 
 def _source_problems(sources: Mapping[str, Any]) -> Problems:
     """Yields the problems of `data.sources` that do not depend on the data."""
+    weights: dict[str, Any] = {}
     for name, entry in sources.items():
-        if not isinstance(entry, Mapping) or not entry or not all(_is_source_option(*item) for item in entry.items()):
+        is_mapping = isinstance(entry, Mapping)
+        if is_mapping:
+            weights[name] = entry.get("weight")
+        if not is_mapping or not entry or not all(_is_source_option(*item) for item in entry.items()):
             yield (
                 f"data.sources.{name}={entry}: expected weight (a number of at least 0), n (a whole number of at least "
                 "1), or both, such as {weight: 0.5, n: 8}"
             )
-    weights = {name: entry.get("weight") for name, entry in sources.items() if isinstance(entry, Mapping)}
-    if any(weight is not None for weight in weights.values()):
-        for name in (name for name, weight in weights.items() if weight is None):
-            yield f"data.sources.{name} has no weight, but another source does: set a weight for each source"
-        if not any(weights.values()):
-            yield "data.sources: every weight is 0, so no prompt would be drawn: set a weight above 0"
+    unweighted = [name for name, weight in weights.items() if weight is None]
+    if len(unweighted) == len(weights):
+        return
+    for name in unweighted:
+        yield f"data.sources.{name} has no weight, but another source does: set a weight for each source"
+    if not any(weights.values()):
+        yield "data.sources: every weight is 0, so no prompt would be drawn: set a weight above 0"
 
 
 def _is_source_option(name: Any, value: Any) -> bool:

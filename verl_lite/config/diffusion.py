@@ -112,13 +112,23 @@ class VideoDataConfig(Options):
             yield f"data.video_key and data.prompt_key are both {self.video_key}: expected two columns"
         if self.num_frames < 1 or self.num_frames % FRAMES_PER_LATENT != 1:
             yield f"data.num_frames={self.num_frames}: expected 4 k + 1, such as 13 or 17"
-        multiple, sides = self.side_multiple, (self.height, self.width)
-        if multiple >= 1 and any(side is None or side < multiple or side % multiple for side in sides):
-            if sides != (None, None):
-                shown = f"data.height={self.height}, data.width={self.width}"
-                yield f"{shown}: expected null for both, or multiples of data.side_multiple={multiple}"
-            elif self.max_pixels < multiple**2:
+        if self.side_multiple >= 1:
+            yield from self._check_size()
+
+    def _check_size(self) -> Problems:
+        """Checks that the sides of frames are multiples of `side_multiple`."""
+        multiple = self.side_multiple
+        if self.height is None and self.width is None:
+            if self.max_pixels < multiple**2:
                 yield f"data.max_pixels={self.max_pixels}: expected at least {multiple**2} (side_multiple squared)"
+            return
+        for side in (self.height, self.width):
+            if side is None or side < multiple or side % multiple:
+                yield (
+                    f"data.height={self.height}, data.width={self.width}: expected null for both, or multiples of "
+                    f"data.side_multiple={multiple}"
+                )
+                return
 
 
 @dataclass

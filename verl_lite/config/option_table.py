@@ -115,9 +115,9 @@ def schema_of(root: type) -> Schema:
     return _SCHEMAS[root]
 
 
-def value_of(config: Any, name: str) -> Any:
+def value_of(config: object, name: str) -> Any:
     """Returns the value at a dotted key; None if the configuration has no such option."""
-    value = config
+    value: Any = config
     for part in name.split("."):
         value = getattr(value, part, None)
     return value

@@ -124,24 +124,30 @@ def _rejections(options: Any) -> Iterator[Rejection]:
             "expected different options, such as token_k1, and one threshold for all or one per option"
         )
     for name, text in zip(names, texts * (len(names) // len(texts)), strict=True):
-        level, _, measure = name.rpartition("_")
-        low, upper = _bounds(text)
-        if measure in DIVERGENCES:
-            is_right, expected = low is None and upper > 0, "expected one number above 0, such as 0.01"
-            low = -math.inf
-        elif measure == "diff":
-            low = -upper if low is None else low
-            expected = "expected low_high with low <= 0 <= high, such as -0.2_0.2, or 0.2"
-            is_right = -1 <= low <= 0 <= upper
-        else:
-            low = 1 / (upper or math.nan) if low is None else low
-            expected = "expected low_high with low <= 1 <= high, such as 0.5_2.0, or 2.0"
-            if is_right := 0 <= low <= 1 <= upper:
-                low = math.log(low) if low > 0 else -math.inf
-                upper = math.log(upper)
-        if not is_right:
-            raise ValueError(f"{_KEY}.rollout_rs_threshold={text} of {name}: {expected}")
-        yield Rejection(level, measure, low, upper)
+        try:
+            yield _rejection(name, text)
+        except ValueError as error:
+            raise ValueError(f"{_KEY}.rollout_rs_threshold={text} of {name}: {error}") from None
+
+
+def _rejection(name: str, threshold: str) -> Rejection:
+    """Returns the criterion LEVEL_MEASURE with its threshold. Raises ValueError if the threshold does not fit."""
+    level, _, measure = name.rpartition("_")
+    low, upper = _bounds(threshold)
+    if measure in DIVERGENCES:
+        if low is not None or not upper > 0:
+            raise ValueError("expected one number above 0, such as 0.01")
+        return Rejection(level, measure, -math.inf, upper)
+    if measure == "diff":
+        low = -upper if low is None else low
+        if not -1 <= low <= 0 <= upper:
+            raise ValueError("expected low_high with low <= 0 <= high, such as -0.2_0.2, or 0.2")
+        return Rejection(level, measure, low, upper)
+    # ratios are compared as logarithms
+    low = 1 / (upper or math.nan) if low is None else low
+    if not 0 <= low <= 1 <= upper:
+        raise ValueError("expected low_high with low <= 1 <= high, such as 0.5_2.0, or 2.0")
+    return Rejection(level, measure, math.log(low) if low > 0 else -math.inf, math.log(upper))
 
 
 def _bounds(text: str) -> tuple[float | None, float]:

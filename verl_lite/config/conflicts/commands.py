@@ -1,7 +1,6 @@
 """Assembles the table of a command, and compares a configuration with it."""
 
 from collections.abc import Collection
-from typing import Any
 
 from verl_lite.config.conflicts.ppo_rows import PPO_ROWS
 from verl_lite.config.conflicts.shared_rows import (
@@ -42,7 +41,7 @@ def table_of(root: type) -> list[Conflict]:
     return rows
 
 
-def conflict_problems(config: Any, out_of_range: Collection[str] = ()) -> Problems:
+def conflict_problems(config: object, out_of_range: Collection[str] = ()) -> Problems:
     """Yields the conflicts of a configuration.
 
     Args:

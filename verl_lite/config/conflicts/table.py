@@ -33,7 +33,7 @@ class Conflict:
     remedy: Text
     beside: tuple[str, ...] = ()
 
-    def problems(self, config: Any, out_of_range: Collection[str]) -> Problems:
+    def problems(self, config: object, out_of_range: Collection[str]) -> Problems:
         """Yields a message for each key that is in conflict.
 
         Args:
@@ -47,18 +47,18 @@ class Conflict:
                 if key not in out_of_range and self.is_violated(config, value):
                     yield self.message(config, key, value)
 
-    def message(self, config: Any, key: str, value: Any) -> str:
+    def message(self, config: object, key: str, value: object) -> str:
         """Returns `KEY=VALUE with OTHER=VALUE: REASON: REMEDY`."""
         others = [setting_text(other, value_of(config, other)) for other in self.beside]
         beside = f" with {' and '.join(others)}" if others else ""
         return f"{setting_text(key, value)}{beside}: {_text(self.reason, config)}: {_text(self.remedy, config)}"
 
 
-def _text(text: Text, config: Any) -> str:
+def _text(text: Text, config: object) -> str:
     return text if isinstance(text, str) else text(config)
 
 
-def _settings(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
+def _settings(config: object, pattern: str) -> Iterator[tuple[str, object]]:
     """Yields the keys that a pattern stands for, with their values."""
     name, star, leaf = pattern.partition(".*.")
     if not star:
