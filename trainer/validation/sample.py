@@ -75,7 +75,7 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     for row in range(len(batch)):
         if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
             continue
-        columns = {name: values[row] for name, values in batch.non_tensor_batch.items()}
+        columns: dict[str, Any] = {name: values[row] for name, values in batch.non_tensor_batch.items()}
         prompt = columns["raw_prompt"]
         ground_truth = columns["reward_model"].get("ground_truth")
         score = None
