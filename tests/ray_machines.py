@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
+from verl_lite.machine.process_table import marked_processes
 from verl_lite.machine.process_tree import end_processes
-from verl_lite.single_controller.watcher import marked_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "VERL_LITE_TEST_MACHINES"

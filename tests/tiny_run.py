@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny_model import tiny_qwen2
-from verl_lite.single_controller.watcher import marked_processes, shared_memory_of
+from verl_lite.machine.process_table import marked_processes
+from verl_lite.single_controller.watcher import shared_memory_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "VERL_LITE_TEST_RUN"

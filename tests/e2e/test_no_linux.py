@@ -19,9 +19,9 @@ from packaging.requirements import Requirement
 from tests.forked_runs import history
 from tests.tiny_run import ROOT, TinyTask
 from verl_lite.errors import UserError
-from verl_lite.machine import process_tree
+from verl_lite.machine import process_table
+from verl_lite.machine.process_tree import RUN_MARK, end_processes
 from verl_lite.sandbox import Sandbox
-from verl_lite.single_controller import watcher
 
 NO_LINUX = {"PYTHONPATH": f"{ROOT / 'tests' / 'no_linux'}{os.pathsep}{ROOT}"}
 
@@ -40,12 +40,13 @@ def test_steps_inline_and_with_ray_and_a_resume(tmp_path: Path) -> None:
 
 
 def test_marked_processes_are_found_and_ended_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(watcher, "_PROC", str(tmp_path / "proc"))
-    monkeypatch.setattr(watcher, "_PS", ("/bin/ps", "axwwe", "-o", "pid=,command="))  # as Linux spells `-axwwE`
+    monkeypatch.setattr(process_table, "_PROC", str(tmp_path / "proc"))
+    # as Linux spells `-axwwE`
+    monkeypatch.setattr(process_table, "_PS_ENVIRONMENT", ("/bin/ps", "axwwe", "-o", "pid=,command="))
     token = uuid.uuid4().hex
-    child = subprocess.Popen(["sleep", "100"], env={watcher.RUN_MARK: token, "PATH": os.environ["PATH"]})
-    assert watcher.marked_processes(watcher.RUN_MARK, token) == [child.pid]
-    process_tree.end_processes(watcher.marked_processes(watcher.RUN_MARK, token))
+    child = subprocess.Popen(["sleep", "100"], env={RUN_MARK: token, "PATH": os.environ["PATH"]})
+    assert process_table.marked_processes(RUN_MARK, token) == [child.pid]
+    end_processes(process_table.marked_processes(RUN_MARK, token))
     assert child.wait(20) < 0
 
 

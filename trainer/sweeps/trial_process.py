@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import time
-import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,21 +19,27 @@ from trainer.sweeps.study_spec import STOP, metric_by_step
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.errors import printable
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus, without_processes
-from verl_lite.machine.process_tree import die_with_parent
+from verl_lite.machine.process_table import marked_processes
+from verl_lite.machine.process_tree import MARK, RUN_MARK, ProcessTree, die_with_parent
 from verl_lite.single_controller import watcher
+from verl_lite.single_controller.watcher import CLUSTER_MARK
 
 SWEEP_MARK = "VERL_LITE_SWEEP"
-_RUN_MARK = "VERL_LITE_SWEEP_RUN"
+"""Environment variable of all runs of a sweep, on every machine."""
+
 _GRACE_S = 120.0  # time for a run to end after SIGINT
 _PATIENCE_S = 5.0  # time for a run's guard to clean up before remaining processes are killed
+_WAITING_POLL_S = 1.0  # interval between looks at whether a run can start
 _TAIL_BYTES = 64 << 10
 _POLL_S = 0.1
+_LINE_CHARACTERS = 300
 _MACHINE_FAULT = re.compile(
     r"WorkerDiedError|ClusterLostError|NoRoomError|its process ended without an exception|No space left on device|"
     r"uncorrectable ECC|GPU is lost|fallen off the bus|\bXid\b|NCCL.*(remote error|unhandled (cuda|system) error)|"
     r"CUDA error: (unspecified launch failure|an illegal memory access|unknown error|hardware)|"
     r"but only \d+ of \d+ devices are available|is in use by pid"  # another process took the device in between
 )
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 
 
 class MachineFault(RuntimeError):
@@ -70,41 +75,56 @@ def train(config: dict[str, Any]) -> None:
     Reports its metrics and its end to Tune, as JSON because Tune flattens nested results. Raises MachineFault.
     """
     order: Order = config["order"]
-    path = order.folder.with_suffix(".log")
+    log_path = order.folder.with_suffix(".log")
     os.umask(order.umask)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as log:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
         while (reason := held_up(order, log)) and not order.is_unwanted():
             _report(order, {}, waits=reason)
-            time.sleep(1.0)
+            time.sleep(_WAITING_POLL_S)
         if order.is_unwanted():
-            return _report(order, {}, {"state": "stopped"})
-        mark = uuid.uuid4().hex
-        metrics = order.folder / METRICS
-        size = -1
-        asked = 0.0
-        begun, before = time.monotonic(), log.tell()
-        process = _start_process(order, mark, log)
-        _report(order, read_metrics(metrics))
+            _report(order, {}, {"state": "stopped"})
+            return
+
+        start_of_output = log.tell()
+        start_time = time.monotonic()
+        tree = _start_process(order, log)
         try:
-            is_over = False
-            while not is_over:
-                time.sleep(_POLL_S)
-                is_over = process.poll() is not None
-                if metrics.is_file() and metrics.stat().st_size != size:
-                    size = metrics.stat().st_size
-                    _report(order, read_metrics(metrics))
-                if not asked and order.is_unwanted():
-                    asked = time.monotonic()
-                    process.send_signal(signal.SIGINT)
-                is_over |= bool(asked) and time.monotonic() - asked > _GRACE_S
+            was_asked = _follow(order, tree)
         finally:
-            process.kill()
-            process.wait()
-            watcher.end(_RUN_MARK, mark, [], patience_s=_PATIENCE_S)
-    steps = read_metrics(metrics)
-    ended = {"seconds": time.monotonic() - begun, "steps": max(steps, default=0)}
-    _report(order, steps, ended | _end_of_run(process.returncode, path, before, was_asked=bool(asked)))
+            # the run's guard cleans up after the end of this process; what then remains is killed
+            tree.process.kill()
+            tree.process.wait()
+            watcher.end(MARK, tree.mark, patience_s=_PATIENCE_S)
+            tree.end()
+
+    steps = read_metrics(order.folder / METRICS)
+    ended = {"seconds": time.monotonic() - start_time, "steps": max(steps, default=0)}
+    ended |= _end_of_run(tree.process.returncode, log_path, start_of_output, was_asked)
+    _report(order, steps, ended)
+
+
+def _follow(order: Order, tree: ProcessTree) -> bool:
+    """Reports the metrics of a run until it ends. Asks the run to end (SIGINT) if it becomes unwanted, and returns when
+    it takes longer than _GRACE_S to end. Returns True if the run was asked to end."""
+    metrics = order.folder / METRICS
+    reported_bytes = -1
+    asked_at: float | None = None
+    _report(order, read_metrics(metrics))
+    while True:
+        time.sleep(_POLL_S)
+        has_ended = tree.process.poll() is not None
+
+        if metrics.is_file() and metrics.stat().st_size != reported_bytes:
+            reported_bytes = metrics.stat().st_size
+            _report(order, read_metrics(metrics))
+
+        if asked_at is None and order.is_unwanted():
+            asked_at = time.monotonic()
+            tree.process.send_signal(signal.SIGINT)
+        is_late = asked_at is not None and time.monotonic() - asked_at > _GRACE_S
+        if has_ended or is_late:
+            return asked_at is not None
 
 
 def held_up(order: Order, log: BinaryIO) -> str:
@@ -116,11 +136,12 @@ def held_up(order: Order, log: BinaryIO) -> str:
     return busy_device(order.sweep) if order.gpus else ""
 
 
-def _start_process(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[bytes]:
-    environment = clean(os.environ) if order.environment is None else order.environment
-    parent = os.getpid()
+def _start_process(order: Order, log: BinaryIO) -> ProcessTree:
+    environment = clean(os.environ) if order.environment is None else dict(order.environment)
+    environment[SWEEP_MARK] = order.sweep
     if order.gpus:
-        environment = {**environment, "CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]}
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    parent = os.getpid()
 
     def begin() -> None:
         """Ends the process with its parent, and enables SIGINT, which asks the run to end. SIGINT is ignored in
@@ -129,33 +150,59 @@ def _start_process(order: Order, mark: str, log: BinaryIO) -> subprocess.Popen[b
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    return subprocess.Popen(
+    # in a session of its own: Ctrl-C reaches the sweep alone, which asks its runs to end
+    return ProcessTree(
         order.command,
-        cwd=order.cwd,
-        env={**environment, SWEEP_MARK: order.sweep, _RUN_MARK: mark},
+        environment,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches the sweep alone, which asks its runs to end
-        preexec_fn=begin,
+        cwd=order.cwd,
+        before_exec=begin,
     )
 
 
 def _report(
     order: Order, steps: Mapping[int, Mapping[str, float]], ended: dict[str, Any] | None = None, waits: str = ""
 ) -> None:
+    """Reports the state of a run to Tune.
+
+    Args:
+        order: the order to start it.
+        steps: its metrics by step.
+        ended: how it ended, if it has ended.
+        waits: the reason why it cannot start yet.
+    """
     values = metric_by_step(steps, order.metric)
-    names = sorted(set().union(*steps.values())) if ended and not values else []
-    report = {"values": values, "step": max(steps, default=0), "waits": waits, "names": names, "ended": ended}
+    names: list[str] = []
+    if ended and not values:  # a message shows which metrics the run has logged instead
+        names = sorted(set().union(*steps.values()))
+    report = {
+        "values": values,
+        "step": max(steps, default=0),
+        "waits": waits,
+        "names": names,
+        "ended": ended,
+    }
     tune.report({"report": json.dumps(report)})
 
 
-def _end_of_run(status: int, log: Path, begin: int, was_asked: bool) -> dict[str, Any]:
-    """Returns the end of a run for the study. begin: offset of its output in the log."""
+def _end_of_run(status: int, log: Path, start_of_output: int, was_asked: bool) -> dict[str, Any]:
+    """Describes the end of a run for the study.
+
+    Args:
+        status: exit status of its process.
+        log: file with its output.
+        start_of_output: offset of its output in this file.
+        was_asked: True if the sweep asked it to end.
+
+    Raises:
+        MachineFault: if the machine caused the end.
+    """
     if status == 0 or was_asked:
         return {"state": "stopped" if status else "done"}
     with log.open("rb") as file:
-        file.seek(max(begin, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        file.seek(max(start_of_output, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         output = file.read().decode(errors="replace")
     if status == WRONG_INPUT and NOTHING_LEFT in output:  # an earlier sweep was killed after the run's last step
         return {"state": "done"}
@@ -167,8 +214,12 @@ def _end_of_run(status: int, log: Path, begin: int, was_asked: bool) -> dict[str
 
 def clean(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment that a run inherits, without the variables of the sweep's Ray."""
-    ours = (watcher.RUN_MARK, watcher.CLUSTER_MARK, "TUNE_", "RAY_")
-    return {"OMP_NUM_THREADS": "1"} | {name: v for name, v in environment.items() if not name.startswith(ours)}
+    of_the_sweep = (RUN_MARK, CLUSTER_MARK, "TUNE_", "RAY_")
+    inherited = {"OMP_NUM_THREADS": "1"}
+    for name, value in environment.items():
+        if not name.startswith(of_the_sweep):
+            inherited[name] = value
+    return inherited
 
 
 def diagnose(status: int, output: str) -> tuple[bool, str]:
@@ -176,22 +227,35 @@ def diagnose(status: int, output: str) -> tuple[bool, str]:
 
     status: exit status, negative for a signal. output: the end of the run's output.
     """
-    lines = [line.strip()[:300] for line in printable(output).splitlines() if line.strip()]
-    telling = next((line for line in reversed(lines) if _MACHINE_FAULT.search(line)), None)
-    if telling is not None:
-        return True, telling
-    errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    text = "\n".join(lines[errors[-1] :][:3] if errors else lines[-1:]) or f"exit status {status}, without output"
-    if status in (-signal.SIGKILL, -signal.SIGBUS, -signal.SIGSEGV):
-        cause = "probably out of memory" if status == -signal.SIGKILL else text
-        return True, f"killed by {signal.Signals(-status).name}: {cause}"
-    return False, f"wrong input: {text}" if status == WRONG_INPUT else text
+    lines = [line.strip()[:_LINE_CHARACTERS] for line in printable(output).splitlines() if line.strip()]
+    for line in reversed(lines):
+        if _MACHINE_FAULT.search(line):
+            return True, line
+
+    error = _last_error(lines) or f"exit status {status}, without output"
+    if status == -signal.SIGKILL:
+        return True, "killed by SIGKILL: probably out of memory"
+    if status in (-signal.SIGBUS, -signal.SIGSEGV):
+        return True, f"killed by {signal.Signals(-status).name}: {error}"
+    if status == WRONG_INPUT:
+        return False, f"wrong input: {error}"
+    return False, error
+
+
+def _last_error(lines: Sequence[str]) -> str:
+    """Returns the last line that begins with the name of an exception and two lines after it, or the last line."""
+    for number in reversed(range(len(lines))):
+        if _EXCEPTION.match(lines[number]):
+            return "\n".join(lines[number : number + 3])
+    return lines[-1] if lines else ""
 
 
 def busy_device(sweep: str) -> str:
     """Returns who else uses a device that Ray assigned to this process; empty if nobody does."""
-    own: Collection[int] = watcher.marked_processes(SWEEP_MARK, sweep)
-    for gpu in (without_processes(one.gpu, own) for one in visible_gpus(list_gpus() or [])):
-        if reason := unavailable(gpu, ResourceRequest(1)):
+    pids_of_sweep = marked_processes(SWEEP_MARK, sweep)
+    for visible in visible_gpus(list_gpus() or []):
+        gpu = without_processes(visible.gpu, pids_of_sweep)
+        reason = unavailable(gpu, ResourceRequest(1))
+        if reason:
             return f"{gpu} {reason}"
     return ""

@@ -1,4 +1,12 @@
-"""Process trees: starting one, finding its processes, and ending all of them.
+"""Process trees: starting one, watching its root, and ending all of its processes.
+
+Everything that runs code of users, of answers or of a sweep uses this module:
+
+- `ProcessTree` starts a program: the processes of a pool, the commands of agents, the fork server of the sandbox, the
+  runs of a sweep, and a run's guard and worker template.
+- `ForkedProcess` forks this process: the confined programs of the sandbox, and the renderer of chat templates.
+- `become_subreaper`, `die_with_parent` and `hide_memory` are called by a process for itself.
+- `end_below`, `end_marked`, `end_adopted` and `end_processes` end processes that others have started.
 
 Code of users and answers may leave its process group, ignore SIGTERM, become a daemon, and fork while it is being
 killed. A tree is therefore ended in this order: every process is stopped (SIGSTOP) before its children are listed, this
@@ -6,8 +14,8 @@ is repeated until no process runs, and then all are killed (SIGKILL). Processes 
 if the process at its root is a subreaper (`become_subreaper`); otherwise a variable in their environment (`MARK`)
 identifies them.
 
-Uses only the standard library, since programs that start quickly and the guard of a run import it. Linux has the files
-in /proc that this module reads; elsewhere it uses `ps`, and knows neither subreapers nor marks.
+Uses only the standard library, since programs that start quickly and the guard of a run import it. Subreapers and the
+death with the parent exist on Linux only; `verl_lite.machine.process_table` says what other systems show.
 """
 
 import contextlib
@@ -18,8 +26,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO
+
+from verl_lite.machine.process_table import Status, Table, list_processes, marked_processes, status_of
 
 MARK = "VERL_LITE_TREE"
 """Environment variable of the processes of a tree. Its value begins with that of the tree that contains it."""
@@ -27,37 +37,18 @@ MARK = "VERL_LITE_TREE"
 RUN_MARK = "VERL_LITE_RUN"
 """Environment variable of all processes of a run. The guard of the run ends those that remain after the driver."""
 
-_PROC = "/proc"
-_PS = ("/bin/ps", "-axo", "pid=,ppid=,pgid=,stat=")
+Stream = int | IO[bytes] | None
+"""A stream of a new process, as `subprocess.Popen` takes it: a file, `subprocess.PIPE`, ...; None inherits it."""
+
 _END_S = 10.0
 _STOP_S = 1.0
 _POLL_S = 0.002
-_WAIT_S = 0.02
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.02
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
-
-@dataclass(frozen=True)
-class Status:
-    """A process in the system's table.
-
-    group: id of its process group. state: a letter, such as R (running), T (stopped) or Z (zombie). started: time at
-    which it started, which distinguishes it from a later process with the same id; empty if unknown.
-    """
-
-    pid: int
-    parent: int
-    group: int
-    state: str
-    started: str = ""
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.state in ("T", "t")
-
-    @property
-    def has_ended(self) -> bool:
-        """True for a zombie, which waits to be reaped by its parent."""
-        return self.state in ("Z", "X")
+_is_subreaper = False
+_started: set[int] = set()  # the roots of the trees of this process
+_starting = threading.Lock()  # held while a root runs that is not in `_started` yet
 
 
 # ------------------------------------------------------------------------------------------- settings of this process
@@ -89,25 +80,57 @@ def hide_memory() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
         prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-# --------------------------------------------------------------------------------------------------- one tree of a run
+# ----------------------------------------------------------------------------------------------- starting and watching
 
 
 class ProcessTree:
-    """A child process in an operating-system session of its own, and all its descendants.
+    """A program in an operating-system session of its own, and all processes that it starts.
 
-    The constructor starts it with the arguments of `subprocess.Popen`. `end` must be called, also if the process has
-    ended by itself. process: the child. mark: value of MARK in the environment of its processes.
+    The constructor starts the program. `end` must be called, also if the program has ended by itself.
+
+    Attributes:
+        process: the program's process, the root of the tree.
+        mark: value of MARK in the environment of the tree's processes.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: Stream = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+        cwd: str | Path | None = None,
+        pass_fds: Sequence[int] = (),
+        before_exec: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            command: the program and its arguments.
+            environment: all environment variables of the program, to which MARK is added.
+            stdin, stdout, stderr: its streams.
+            cwd: its folder; None = that of this process.
+            pass_fds: further files that stay open in it, under the same numbers.
+            before_exec: called in the new process before the program replaces it.
+        """
         self.mark = new_mark()
         with _starting:
             self.process = subprocess.Popen(
-                command, env={**environment, MARK: self.mark}, start_new_session=True, **options
+                command,
+                env={**environment, MARK: self.mark},
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=cwd,
+                pass_fds=pass_fds,
+                preexec_fn=before_exec,
+                start_new_session=True,
             )
             _started.add(self.process.pid)
 
@@ -118,19 +141,23 @@ class ProcessTree:
         return status is not None and status.is_stopped
 
     def wait(self, timeout_s: float) -> int | None:
-        """Returns the exit code of the process, or None if it does not end in time."""
+        """Waits for the end of the program, and then ends the other processes of its process group.
+
+        Returns the exit code, or minus the signal that killed the program; None if it does not end in time.
+        """
         until = time.monotonic() + timeout_s
-        while True:
-            status = status_of(self.process.pid)
-            if self.process.returncode is not None or status is None or status.has_ended:
-                self._end_group()
-                return self.process.wait()
-            if time.monotonic() >= until:
+        pause_s = _SHORTEST_WAIT_S
+        while self.process.returncode is None and not _has_exited(self.process.pid):
+            left_s = until - time.monotonic()
+            if left_s <= 0:
                 return None
-            time.sleep(_WAIT_S)
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        self._end_group()
+        return self.process.wait()
 
     def end(self) -> None:
-        """Kills the process and all its descendants, and waits for the end of the process. May be called again."""
+        """Kills all processes of the tree, and waits for the end of the program. May be called again."""
         if self.process.returncode is None:
             end_below(self.process.pid)
             self._end_group()
@@ -143,19 +170,87 @@ class ProcessTree:
     def _end_group(self) -> None:
         """Ends what remains of the group of a process whose exit code was not read yet, so that its id is still
         reserved."""
-        own = self.process.pid
+        root = self.process.pid
         if self.process.returncode is None:
-            _end(lambda table: [each for each in table.values() if each.group == own and each.pid != own])
+            _end(lambda table: [status for status in table.values() if status.group == root and status.pid != root])
 
 
-_is_subreaper = False
-_starting = threading.Lock()
-_started: set[int] = set()
+class ForkedProcess:
+    """A fork of this process that runs one function and exits. pid: its id.
+
+    The function may call `os.setsid`; then the processes of its process group belong to it. `kill` and `wait` must be
+    called. Unlike a `ProcessTree`, it does not find descendants in other groups: the function must prevent them.
+    """
+
+    def __init__(self, run: Callable[[], int]) -> None:
+        """run: called in the fork. It returns the exit status, which is 1 if the function raises an exception."""
+        self.pid = os.fork()
+        if self.pid == 0:
+            exit_status = 1
+            try:
+                exit_status = run()
+            finally:  # the fork must not return into the code of this process
+                os._exit(exit_status)
+
+    def has_exited(self) -> bool:
+        """Returns True when the process has ended. Its id stays reserved until `wait`."""
+        return _has_exited(self.pid)
+
+    def kill(self) -> None:
+        """Kills the process and the group that it leads. Must not be called after `wait`, which frees the id."""
+        for send in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                send(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Waits for the end of the process. Returns its exit status, or minus the signal that killed it."""
+        _, wait_status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(wait_status)
+
+
+def _has_exited(pid: int) -> bool:
+    """Returns True if a child of this process has ended. Leaves its exit status to be read."""
+    if hasattr(os, "waitid"):
+        try:
+            return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # its exit status was read already
+            return True
+    status = status_of(pid)
+    return status is None or status.has_ended
 
 
 def new_mark() -> str:
     """Returns a value of MARK for a tree that this process starts."""
     return f"{os.environ.get(MARK, '')}/{os.urandom(16).hex()}"
+
+
+def descendants(root: int) -> list[Status]:
+    """Returns the processes below a process, without zombies."""
+    table = list_processes()
+    children = [status for status in table.values() if status.parent == root]
+    return [status for status in _with_descendants(children, table) if not status.has_ended]
+
+
+# ------------------------------------------------------------------------------------------------------------- ending
+
+
+def end_below(root: int) -> None:
+    """Ends all descendants of a process. If `root` is not this process, it is stopped and stays so: kill it afterwards.
+
+    Returns after ten seconds at the latest, even if the kernel blocks one of the processes.
+    """
+    if root != os.getpid():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(root, signal.SIGSTOP)
+    _end(lambda table: [status for status in table.values() if status.parent == root], reaps=root == os.getpid())
+
+
+def end_marked(mark: str, reaps: bool = False) -> None:
+    """Ends the processes of the tree with this mark and of the trees that it contains, and everything below them.
+
+    reaps: True to remove those from the system's table that are children of this process and were started by others.
+    """
+    _end(lambda table: [table[pid] for pid in marked_processes(MARK, mark) if pid in table], reaps)
 
 
 def end_adopted() -> None:
@@ -176,72 +271,35 @@ def end_adopted() -> None:
     _end(adopted, reaps=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- ending
-
-Table = Mapping[int, Status]
-
-
-def end_below(root: int) -> None:
-    """Ends all descendants of a process. If `root` is not this process, it is stopped and stays so: kill it afterwards.
-
-    Returns after ten seconds at the latest, even if the kernel blocks one of the processes.
-    """
-    if root != os.getpid():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(root, signal.SIGSTOP)
-    _end(lambda table: [status for status in table.values() if status.parent == root], reaps=root == os.getpid())
-
-
-def end_marked(mark: str, reaps: bool = False) -> None:
-    """Ends the processes in whose initial environment MARK begins with this value, and everything below them.
-
-    reaps: True to remove those from the system's table that are children of this process and were started by others.
-    """
-    _end(lambda table: [table[pid] for pid in marked(mark) if pid in table], reaps)
-
-
 def end_processes(pids: Iterable[int]) -> None:
     """Ends processes and everything below them."""
-    wanted = list(pids)
-    _end(lambda table: [table[pid] for pid in wanted if pid in table])
+    roots = list(pids)
+    _end(lambda table: [table[pid] for pid in roots if pid in table])
 
 
-def kill_group(leader: int) -> None:
-    """Kills a child of this process whose exit status was not read yet, and its process group if it leads one."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(leader, signal.SIGKILL)
-
-
-def _end(find: Callable[[Table], Iterable[Status]], reaps: bool = False) -> None:
-    """Ends the processes that `find` returns and everything below them, until none of them is alive."""
+def _end(find_roots: Callable[[Table], Iterable[Status]], reaps: bool = False) -> None:
+    """Ends the processes that `find_roots` returns and everything below them, until none of them is alive."""
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline:
-        found = _stopped(find, deadline, reaps)
-        for status in found:
-            _send(status, signal.SIGKILL)
-        alive = found
-        while alive and time.monotonic() < deadline:
-            for status in found if reaps else ():
-                _reap(status.pid)
-            alive = [status for status in alive if _is_alive(status)]
-            time.sleep(_POLL_S if alive else 0.0)
-        if not found:
+        stopped = _stop(find_roots, deadline, reaps)
+        if not stopped:
             return
+        for status in stopped:
+            _send(status, signal.SIGKILL)
+        _wait_for_end(stopped, deadline, reaps)
 
 
-def _stopped(find: Callable[[Table], Iterable[Status]], deadline: float, reaps: bool) -> list[Status]:
-    """Stops the processes that `find` returns and everything below them. Returns those that have not ended."""
+def _stop(find_roots: Callable[[Table], Iterable[Status]], deadline: float, reaps: bool) -> list[Status]:
+    """Stops the processes that `find_roots` returns and everything below them. Returns those that have not ended."""
     until = min(deadline, time.monotonic() + _STOP_S)
     while True:
         table = list_processes()
-        found = [status for status in _with_descendants(find(table), table) if status.pid != os.getpid()]
-        for status in found:
-            if status.has_ended and reaps:
-                _reap(status.pid)
-        alive = [status for status in found if not status.has_ended]
+        tree = [status for status in _with_descendants(find_roots(table), table) if status.pid != os.getpid()]
+        if reaps:
+            _reap(tree)
+        alive = [status for status in tree if not status.has_ended]
         running = [status for status in alive if not status.is_stopped]
-        for group in _own_groups(found, table):
+        for group in _own_groups(tree, table):
             _stop_group(group)
         for status in running:
             _send(status, signal.SIGSTOP)
@@ -250,19 +308,31 @@ def _stopped(find: Callable[[Table], Iterable[Status]], deadline: float, reaps: 
             return alive
 
 
+def _wait_for_end(killed: Sequence[Status], deadline: float, reaps: bool) -> None:
+    """Waits until the processes are gone from the system's table, or have become zombies that others must reap."""
+    alive = list(killed)
+    while alive and time.monotonic() < deadline:
+        if reaps:
+            _reap(killed)
+        alive = [status for status in alive if _is_alive(status)]
+        if alive:
+            time.sleep(_POLL_S)
+
+
 def _with_descendants(roots: Iterable[Status], table: Table) -> list[Status]:
     """Returns these processes and everything below them; the newest first, because it may be the one that forks."""
     children: dict[int, list[Status]] = {}
     for status in table.values():
         children.setdefault(status.parent, []).append(status)
-    found: dict[int, Status] = {}
+
+    tree: dict[int, Status] = {}
     waiting = list(roots)
     while waiting:
         status = waiting.pop()
-        if status.pid not in found:
-            found[status.pid] = status
+        if status.pid not in tree:
+            tree[status.pid] = status
             waiting += children.get(status.pid, [])
-    return sorted(found.values(), key=lambda status: -status.pid)
+    return sorted(tree.values(), key=lambda status: -status.pid)
 
 
 def _own_groups(tree: Sequence[Status], table: Table) -> set[int]:
@@ -304,11 +374,12 @@ def _is_alive(status: Status) -> bool:
     return now is not None and now.started == status.started and not now.has_ended
 
 
-def _reap(pid: int) -> None:
-    """Removes a killed process from the system's table, if it is a child that no `ProcessTree` waits for."""
-    if pid not in _started:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+def _reap(processes: Iterable[Status]) -> None:
+    """Removes ended processes from the system's table if they are children for which no `ProcessTree` waits."""
+    for status in processes:
+        if status.pid not in _started:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(status.pid, os.WNOHANG)
 
 
 def reap_adopted(own: int) -> None:
@@ -316,64 +387,8 @@ def reap_adopted(own: int) -> None:
     if not hasattr(os, "waitid"):  # a system without subreapers
         return
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != own:
+        while True:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or ended.si_pid == own:
+                return
             os.waitpid(ended.si_pid, os.WNOHANG)
-
-
-# ------------------------------------------------------------------------------------------------------------- finding
-
-
-def descendants(root: int) -> list[Status]:
-    """Returns the processes below a process, without zombies."""
-    table = list_processes()
-    children = [status for status in table.values() if status.parent == root]
-    return [status for status in _with_descendants(children, table) if not status.has_ended]
-
-
-def list_processes() -> dict[int, Status]:
-    """Returns the processes of this machine, of all users, by their ids."""
-    if not os.path.isdir(_PROC):
-        return _listed_by_ps()
-    table = {}
-    for name in os.listdir(_PROC):
-        if name.isdigit() and (status := status_of(int(name))) is not None:
-            table[status.pid] = status
-    return table
-
-
-def status_of(pid: int) -> Status | None:
-    """Returns the status of a process, or None if there is no such process."""
-    if not os.path.isdir(_PROC):
-        return _listed_by_ps().get(pid)
-    try:
-        with open(f"{_PROC}/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    if not fields:  # the process ended while its file was read
-        return None
-    return Status(pid, int(fields[1]), int(fields[2]), fields[0].decode(), fields[19].decode())
-
-
-def _listed_by_ps() -> dict[int, Status]:
-    listing = subprocess.run(_PS, env={}, capture_output=True, text=True, errors="replace").stdout
-    table = {}
-    for line in listing.splitlines():
-        pid, parent, group, state = line.split()
-        table[int(pid)] = Status(int(pid), int(parent), int(group), state[0])
-    return table
-
-
-def marked(mark: str) -> list[int]:
-    """Returns the other processes in whose initial environment MARK begins with this value.
-
-    A process of the same user that is not dumpable hides its environment. Returns nothing on systems without /proc.
-    """
-    wanted = b"\0" + f"{MARK}={mark}".encode()
-    found = []
-    for entry in os.listdir(_PROC) if os.path.isdir(_PROC) else ():
-        if entry.isdigit() and int(entry) != os.getpid():
-            with contextlib.suppress(OSError), open(f"{_PROC}/{entry}/environ", "rb") as file:
-                if wanted in b"\0" + file.read():
-                    found.append(int(entry))
-    return found

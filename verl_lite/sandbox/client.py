@@ -21,6 +21,7 @@ from typing import Any
 
 import verl_lite
 from verl_lite.errors import UserError
+from verl_lite.machine.process_tree import ProcessTree
 from verl_lite.sandbox.confine import Limits
 from verl_lite.sandbox.values import (
     ERROR_CHARACTERS,
@@ -101,7 +102,7 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, *, allow_unsafe: bool = False) -> None:
         self.limits = limits or Limits()
         self._allow_unsafe = allow_unsafe
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: ProcessTree | None = None
         self._control: socket.socket | None = None
         self._could: tuple[str, ...] = ()
 
@@ -213,8 +214,7 @@ class Sandbox:
         """Kills the fork server and its processes."""
         if self._control is not None and self._server is not None:
             self._control.close()
-            self._server.kill()
-            self._server.wait()
+            self._server.end()
             self._control = self._server = None
 
     def _send_job(self, request: dict[str, Any], fds: Sequence[int]) -> list[dict[str, Any]]:
@@ -250,9 +250,9 @@ class Sandbox:
             f"main({theirs.fileno()}, {_readable_folders()!r})"
         )
         with theirs:
-            self._server = subprocess.Popen(
+            self._server = ProcessTree(
                 [sys.executable, "-S", "-s", "-c", run],
-                env=_ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+                _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

@@ -8,16 +8,16 @@ import ctypes
 import functools
 import os
 import resource
-import signal
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_lite.machine.process_tree import die_with_parent
 from verl_lite.sandbox.system_calls import filter_calls, is_known_machine
 
 NOBODY = 65534
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITIES_VERSION_3 = 0x20080522
 _LONGEST_CPU_S = 3600
 
@@ -68,9 +68,7 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # after the change of user, which resets it
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)  # after the change of user, which resets it
     libc.capset(struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), struct.pack("=6I", *[0] * 6))
     has_landlock = landlock_version(libc) > 0
     libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))  # Landlock and seccomp require it

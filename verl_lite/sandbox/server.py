@@ -8,6 +8,7 @@ server exits with its parent, and its processes exit with the server. Imports on
 import builtins
 import contextlib
 import fcntl
+import functools
 import gc
 import json
 import os
@@ -22,7 +23,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from verl_lite.machine.process_tree import kill_group
+from verl_lite.machine.process_tree import ForkedProcess
 from verl_lite.sandbox import programs
 from verl_lite.sandbox.confine import Limits, confine
 
@@ -99,9 +100,7 @@ class _Process:
         self._output_files = files[1:3]
         self.met = ""
         self._folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self._pid = os.fork()
-        if self._pid == 0:
-            _run_in_child(program, files, limits, self._folder, readable)
+        self._process = ForkedProcess(functools.partial(_run_confined, program, files, limits, self._folder, readable))
         self.begin_test()
 
     def begin_test(self) -> None:
@@ -110,7 +109,7 @@ class _Process:
         self._deadline = time.monotonic() + self._wall_s
 
     def has_ended(self) -> bool:
-        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return self._process.has_exited()
 
     def watch(self, deadline: float) -> None:
         """Kills the process if it exceeds a limit that the kernel does not enforce."""
@@ -128,14 +127,15 @@ class _Process:
     def end(self) -> dict[str, Any]:
         """Kills the process if it still runs, removes its folder and reports how the process ended."""
         self._kill()  # and its group, before the kernel can reuse its number
-        _, status = os.waitpid(self._pid, 0)
+        exit_code = self._process.wait()
         if not self.met and self._has_printed_too_much():
             self.met = "output"
         shutil.rmtree(self._folder)
-        return {"met": self.met, "exit": os.waitstatus_to_exitcode(status)}
+        return {"met": self.met, "exit": exit_code}
 
     def _kill(self) -> None:
-        kill_group(self._pid)  # where `confine` filters system calls, the process cannot have left it or have forked
+        # where `confine` filters system calls, the process cannot have left its group or have forked
+        self._process.kill()
 
     def _has_printed_too_much(self) -> bool:
         return any(os.fstat(fd).st_size > self._limits.output_kb << 10 for fd in self._output_files)
@@ -151,13 +151,13 @@ class _Process:
 
     def _usage(self) -> tuple[float, int]:
         """Returns the processor time in seconds, and the number of threads."""
-        with open(f"/proc/{self._pid}/stat") as file:
+        with open(f"/proc/{self._process.pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[17])
 
 
-def _run_in_child(program: str, files: list[int], limits: Limits, folder: str, readable: Sequence[str]) -> None:
-    """Arranges the descriptors, drops rights, runs the program and exits. Never returns."""
+def _run_confined(program: str, files: list[int], limits: Limits, folder: str, readable: Sequence[str]) -> int:
+    """Arranges the descriptors of a fork, drops its rights and runs the program. Returns its exit status."""
     code = 1
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -173,10 +173,9 @@ def _run_in_child(program: str, files: list[int], limits: Limits, folder: str, r
         code = getattr(programs, program)(*range(3, len(files))) or 0
     except BaseException:  # untrusted code may raise anything
         traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except Exception:  # the file is full, or the code closed or replaced the stream
-                code = code or 1
-        os._exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # the file is full, or the code closed or replaced the stream
+            code = code or 1
+    return code

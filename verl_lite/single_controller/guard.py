@@ -8,17 +8,19 @@ import contextlib
 import os
 import secrets
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 import psutil
 
+from verl_lite.machine.process_tree import RUN_MARK, ProcessTree
 from verl_lite.single_controller import watcher, worker_template
+from verl_lite.single_controller.watcher import CLUSTER_MARK
 
 # The path of a Unix socket has at most 107 bytes: base + "/vl-12345678/ray" +
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store".
@@ -36,7 +38,7 @@ class Guard:
     folder: folder for sockets, with a short name.
     temp: folder for temporary files (TMPDIR), on the disk that the user chose.
     base: previous folder for temporary files of this process.
-    process: the guard's process.
+    watcher: the guard's process, which waits for the end of this one.
     environment: previous values of the environment variables that the guard set.
     template: process from which workers are forked (`worker_template`), if there is one.
     template_env: environment variables with which the template imports the workers' libraries.
@@ -46,9 +48,9 @@ class Guard:
     folder: Path
     temp: Path
     base: str
-    process: subprocess.Popen[bytes]
+    watcher: ProcessTree
     environment: dict[str, str | None]
-    template: subprocess.Popen[bytes] | None = None
+    template: ProcessTree | None = None
     template_env: Mapping[str, str] = field(default_factory=dict)
 
     def interpreter(self, env: Mapping[str, str]) -> str | None:
@@ -92,15 +94,14 @@ def worker_template_running(env: Mapping[str, str]) -> Iterator[None]:
             yield
             return
         try:
-            mark = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), watcher.CLUSTER_MARK: guard.token}
+            python_path = os.pathsep.join(filter(None, sys.path))
             guard.template_env = env
-            guard.template = subprocess.Popen(
+            guard.template = ProcessTree(
                 [sys.executable, worker_template.__file__, str(guard.folder / _SOCKET)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, **env, **mark},
-                start_new_session=True,
+                {**os.environ, **env, "PYTHONPATH": python_path, CLUSTER_MARK: guard.token},
+                stdin=PIPE,
+                stdout=DEVNULL,
+                stderr=DEVNULL,
             )
             yield
         finally:
@@ -109,17 +110,22 @@ def worker_template_running(env: Mapping[str, str]) -> Iterator[None]:
 
 def preload(*names: str) -> None:
     """Lets the run's worker template, if there is one, import modules or call functions (`module:function`)."""
-    if _guard is not None and _guard.template is not None and _guard.template.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):  # without a template, each worker imports them itself
-            _guard.template.stdin.write("".join(f"{name}\n" for name in names).encode())
-            _guard.template.stdin.flush()
+    if _guard is None or _guard.template is None:
+        return
+    template_input = _guard.template.process.stdin
+    assert template_input is not None
+    with contextlib.suppress(BrokenPipeError):  # without a template, each worker imports them itself
+        template_input.write("".join(f"{name}\n" for name in names).encode())
+        template_input.flush()
 
 
 def end_template() -> None:
     """Ends the worker template of the run, if there is one, and the workers that were forked from it."""
-    if _guard is not None and _guard.template is not None:
-        _guard.template.communicate()  # closes its input; ignores a template that has ended before
-        _guard.template = None
+    if _guard is None or _guard.template is None:
+        return
+    template, _guard.template = _guard.template, None
+    template.process.communicate()  # closes its input, which ends it; ignores a template that has ended before
+    template.end()
 
 
 def start_guard() -> Guard:
@@ -135,23 +141,24 @@ def start_guard() -> Guard:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base if is_short else _SHORT_BASE))
     temp = folder / "tmp" if is_short else Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     temp.mkdir(exist_ok=True)
-    process = subprocess.Popen(
+    # without the marks of a run, so that the guard does not end itself
+    unmarked = {name: value for name, value in os.environ.items() if name not in (RUN_MARK, CLUSTER_MARK)}
+    watching = ProcessTree(
         [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), token, str(folder), str(temp)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={k: v for k, v in os.environ.items() if k not in (watcher.RUN_MARK, watcher.CLUSTER_MARK)},
-        start_new_session=True,
+        unmarked,
+        stdin=PIPE,
+        stdout=DEVNULL,
+        stderr=DEVNULL,
     )
     inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"  # a cache that stays between runs
     environment = set_environment(
         {
-            watcher.RUN_MARK: token,
+            RUN_MARK: token,
             "TMPDIR": str(temp),
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(inductor)),
         }
     )
-    _guard = Guard(token, folder, temp, base, process, environment)
+    _guard = Guard(token, folder, temp, base, watching, environment)
     return _guard
 
 
@@ -161,8 +168,9 @@ def stop_guard() -> None:
     if _guard is None:
         return
     guard, _guard = _guard, None
-    watcher.end(watcher.RUN_MARK, guard.token, [str(guard.folder), str(guard.temp)])
-    guard.process.communicate(b"q")
+    watcher.end(RUN_MARK, guard.token, [str(guard.folder), str(guard.temp)])
+    guard.watcher.process.communicate(b"q")  # a byte: this process has cleaned up
+    guard.watcher.end()
     set_environment(guard.environment)
     tempfile.tempdir = guard.base
 

@@ -31,6 +31,7 @@ from ray._private.node import Node
 
 from verl_lite.errors import ClusterLostError, NoRoomError, UserError
 from verl_lite.machine.host import cpu_count
+from verl_lite.machine.process_table import marked_processes
 from verl_lite.single_controller import watcher
 from verl_lite.single_controller.guard import Guard, current_guard, set_environment, start_guard, stop_guard
 from verl_lite.single_controller.liveness import Address, Lookout, silence_of, silent_process
@@ -361,11 +362,11 @@ def stop_ray() -> None:
 
 
 def _end_processes(guard: Guard, is_lost: bool = False) -> None:
-    shared = watcher.shared_memory_of(watcher.marked_processes(watcher.CLUSTER_MARK, guard.token))
+    shared_memory = watcher.shared_memory_of(marked_processes(watcher.CLUSTER_MARK, guard.token))
     if not is_lost:
         ray.shutdown()
     sessions = [str(path) for path in (guard.folder / "ray").glob("session_*")]
-    watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, shared=shared)
+    watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, shared_memory=shared_memory)
 
 
 def worker_env(env: dict[str, str]) -> dict[str, str]:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from verl_lite.machine import process_tree
-from verl_lite.machine.process_tree import Status
+from verl_lite.machine.process_table import Status, Table, list_processes
 
 Verdict = Literal["own", "foreign", "unknown"]
 
@@ -50,7 +49,7 @@ class Callers:
         if not sockets:
             return "unknown"
 
-        table = process_tree.list_processes()
+        table = list_processes()
         pools = set(self._pools())
         digests = {}
         for status in table.values():
@@ -80,7 +79,7 @@ def socket_numbers(local_port: int, remote_port: int, tables: Iterable[str] = _T
     return numbers
 
 
-def _child_of(pools: set[int], status: Status, table: process_tree.Table) -> Status | None:
+def _child_of(pools: set[int], status: Status, table: Table) -> Status | None:
     """Returns the ancestor of a process that a pool's process started, or the process itself; None if there is none."""
     current: Status | None = status
     for _ in range(len(table)):  # the table is not of one moment, so parents may form a circle

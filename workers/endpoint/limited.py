@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ if __name__ == "__main__":  # -P leaves out the folder of the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from verl_lite.machine import process_tree
-from verl_lite.machine.process_tree import RUN_MARK
+from verl_lite.machine.process_tree import RUN_MARK, ProcessTree
 
 COMMAND = (sys.executable, "-P", __file__)
 KEPT = "PATH LANG LC_ALL LC_CTYPE TZ USER LOGNAME SHELL PYTHONPATH VIRTUAL_ENV SSL_CERT_FILE".split()
@@ -38,11 +37,16 @@ _CHECK_S = 0.2
 
 def base_environment(names: Iterable[str]) -> dict[str, str]:
     """Returns the variables of this process that programs inherit: `KEPT` and these names."""
-    kept = {name: os.environ[name] for name in (*KEPT, *names) if name in os.environ}
-    if "PYTHONPATH" in kept:  # the command runs in another folder
-        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
-    # without this variable, a program would see all devices of the machine
-    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **kept}
+    # without the first variable, a program would see all devices of the machine
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for name in (*KEPT, *names):
+        if name in os.environ:
+            environment[name] = os.environ[name]
+
+    if "PYTHONPATH" in environment:  # the command runs in another folder
+        folders = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders)
+    return environment
 
 
 def main(limits: Mapping[str, Any], command: list[str]) -> int:
@@ -56,13 +60,13 @@ def main(limits: Mapping[str, Any], command: list[str]) -> int:
         resource.setrlimit(name, (value, value))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(kill_all()))
     try:
-        process = process_tree.ProcessTree(command, os.environ).process
+        tree = ProcessTree(command, os.environ)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
 
-    while (code := _waited(process)) is None:
-        process_tree.reap_adopted(process.pid)
+    while (code := tree.wait(_CHECK_S)) is None:
+        process_tree.reap_adopted(tree.process.pid)
         problem = "" if os.getppid() == parent else "the trainer's process has ended"
         memory, count = usage()
         if memory > limits["memory_mb"] << 20:
@@ -90,13 +94,6 @@ def kill_all() -> int:
     """Kills all descendants of this process. Returns an exit status."""
     process_tree.end_below(os.getpid())
     return EXCEEDED
-
-
-def _waited(process: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return process.wait(_CHECK_S)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 if __name__ == "__main__":

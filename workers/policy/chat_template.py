@@ -4,6 +4,7 @@ A chat template is a program by the author of the model's folder. Jinja's sandbo
 network, but does not stop loops that take hours, `9**9**9`, or texts that fill the memory.
 """
 
+import functools
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ import psutil
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.errors import UserError
+from verl_lite.machine.process_tree import ForkedProcess
 
 SECONDS, SECONDS_PER_CHAT = 10.0, 0.05
 """Limits of processor time: seconds in total, plus seconds per chat. A chat usually takes 0.0002 s."""
@@ -38,12 +40,7 @@ class _Child:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.template, self.parent = tokenizer, tokenizer.chat_template, os.getpid()
         self.connection, theirs = Pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                _serve(tokenizer, theirs)
-            finally:
-                os._exit(1)
+        self.process = ForkedProcess(functools.partial(_serve, tokenizer, theirs))
         theirs.close()
 
     def fits(self, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -53,8 +50,8 @@ class _Child:
     def end(self) -> int:
         """Kills the child if it is still running. Returns its exit code, or the negative number of a signal."""
         self.connection.close()
-        os.kill(self.pid, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.process.kill()
+        return self.process.wait()
 
 
 _child: _Child | None = None
@@ -101,7 +98,7 @@ def render_chats(
     return texts
 
 
-def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> None:
+def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> int:
     """Runs the child: drops the parent's files, signal handlers and garbage, sets the limits, and renders chats."""
     gc.freeze()
     os.closerange(3, connection.fileno())
@@ -117,7 +114,7 @@ def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> None:
         try:
             message = connection.recv_bytes()
         except EOFError:
-            return
+            return 0
         chats, arguments = pickle.loads(message)
         signal.setitimer(signal.ITIMER_PROF, min(SECONDS, left) + SECONDS_PER_CHAT * len(chats))
         most_characters = max(MOST_CHARACTERS, MOST_GROWTH * len(message))

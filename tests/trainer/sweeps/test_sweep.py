@@ -204,9 +204,9 @@ def test_devices_of_foreign_processes_are_passed_over(monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert tuning.free_devices(told.append) == ["2"]
     assert "device not used: GPU 0 (H100, GPU-0) is in use" in told[0]
-    monkeypatch.setattr(trial_process.watcher, "marked_processes", lambda mark, token: [4_000_000])
+    monkeypatch.setattr(trial_process, "marked_processes", lambda mark, token: [4_000_000])
     assert trial_process.busy_device("mine") == "", "what this sweep's own runs hold is no reason"
-    monkeypatch.setattr(trial_process.watcher, "marked_processes", lambda mark, token: [])
+    monkeypatch.setattr(trial_process, "marked_processes", lambda mark, token: [])
     assert "is in use" in trial_process.busy_device("mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=r"(?s)no device is free.*CUDA_VISIBLE_DEVICES"):

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from tests.workers.processes import gone
+from verl_lite.machine.process_table import marked_processes
+from verl_lite.machine.process_tree import RUN_MARK
 from verl_lite.single_controller.guard import current_guard, guarded, start_guard
-from verl_lite.single_controller.watcher import RUN_MARK, marked_processes
 
 SOON_S = 20.0
 
@@ -48,7 +49,12 @@ def driver() -> dict[str, Any]:
             time.sleep(100)
             os._exit(0)
         started.append(fork)
-        facts = {"started": started, "watcher": guard.process.pid, "folder": str(guard.folder), "token": guard.token}
+        facts = {
+            "started": started,
+            "watcher": guard.watcher.process.pid,
+            "folder": str(guard.folder),
+            "token": guard.token,
+        }
         os.write(writer, json.dumps(facts).encode())
         time.sleep(100)
         os._exit(0)
@@ -76,7 +82,7 @@ def test_a_normal_end_leaves_nothing_and_restores_the_environment(own_temp: Path
         with guarded() as same:
             assert same is guard and current_guard() is guard
         assert marked_processes(RUN_MARK, guard.token) == [child.pid]
-    assert child.wait(SOON_S) == -signal.SIGKILL and guard.process.returncode == 0
+    assert child.wait(SOON_S) == -signal.SIGKILL and guard.watcher.process.returncode == 0
     assert current_guard() is None and dict(os.environ) == before and tempfile.gettempdir() == str(own_temp)
     assert not list(own_temp.iterdir())
 

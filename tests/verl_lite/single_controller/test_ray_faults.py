@@ -17,8 +17,10 @@ import pytest
 from tests.verl_lite.single_controller.workers import Calculator, Collective
 from trainer.cli import file_mask
 from verl_lite.errors import NoRoomError, StalledError, WorkerDiedError, circumstances
+from verl_lite.machine.process_table import marked_processes
+from verl_lite.machine.process_tree import RUN_MARK
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups, liveness
-from verl_lite.single_controller.watcher import CLUSTER_MARK, RUN_MARK, marked_processes
+from verl_lite.single_controller.watcher import CLUSTER_MARK
 
 pytestmark = pytest.mark.slow
 

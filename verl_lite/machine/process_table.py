@@ -1,0 +1,201 @@
+"""The processes of this machine: their states, their marks in the environment, and their open files.
+
+A mark is an environment variable that a process inherits and cannot remove from the environment that it started with.
+Linux shows all of this in /proc. Elsewhere this module uses `ps`, which shows neither open nor mapped files.
+
+Uses only the standard library, since programs that start quickly and the guard of a run import it.
+"""
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = "/proc"
+_PS_STATUS = ("/bin/ps", "-axo", "pid=,ppid=,pgid=,stat=")
+_PS_ENVIRONMENT = ("/bin/ps", "-axwwE", "-o", "pid=,command=")
+_STARTING_LOOKS = 1000
+_STARTING_PAUSE_S = 0.001
+_ENV_END = 48  # place of env_end among the fields of /proc/PID/stat that follow the name of the command
+
+
+@dataclass(frozen=True)
+class Status:
+    """A process in the system's table.
+
+    group: id of its process group. state: a letter, such as R (running), T (stopped) or Z (zombie). started: time at
+    which it started, which distinguishes it from a later process with the same id; empty if unknown.
+    """
+
+    pid: int
+    parent: int
+    group: int
+    state: str
+    started: str = ""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+    @property
+    def has_ended(self) -> bool:
+        """True for a zombie, which waits to be reaped by its parent."""
+        return self.state in ("Z", "X")
+
+
+Table = Mapping[int, Status]
+
+
+def list_processes() -> dict[int, Status]:
+    """Returns the processes of this machine, of all users, by their ids."""
+    if not _has_proc():
+        return _listed_by_ps()
+    table = {}
+    for pid in _listed_pids():
+        status = status_of(pid)
+        if status is not None:
+            table[pid] = status
+    return table
+
+
+def status_of(pid: int) -> Status | None:
+    """Returns the status of a process, or None if there is no such process."""
+    if not _has_proc():
+        return _listed_by_ps().get(pid)
+    try:
+        fields = _stat_fields(pid)
+    except OSError:
+        return None
+    if not fields:  # the process ended while its file was read
+        return None
+    state, parent, group, started = fields[0], fields[1], fields[2], fields[19]
+    return Status(pid, int(parent), int(group), state.decode(), started.decode())
+
+
+def marked_processes(variable: str, value: str, folders: Sequence[str] = ()) -> list[int]:
+    """Returns the ids of the other live processes of this user whose initial environment has a mark.
+
+    A process that is not dumpable hides its environment and is not found.
+
+    Args:
+        variable: name of the environment variable.
+        value: its value. A longer value that continues after a slash marks the process, too.
+        folders: folders of temporary files that only marked processes use. They identify processes that have
+            overwritten their environment with a title, as some of Ray's do. Without /proc these are not found; Ray's
+            end on their own when their raylet, which is found, has ended.
+    """
+    if not _has_proc():
+        return _marked_by_ps(f"{variable}={value}")
+    mark = f"{variable}={value}".encode()
+    resolved_folders = tuple(os.path.realpath(folder) + "/" for folder in folders)
+    pids = []
+    for pid in other_processes():
+        environment = _initial_environment(pid)
+        if environment.startswith(b"\0"):
+            is_marked = any(path.startswith(resolved_folders) for path in open_files(pid))
+        else:
+            is_marked = any(entry == mark or entry.startswith(mark + b"/") for entry in environment.split(b"\0"))
+        if is_marked:
+            pids.append(pid)
+    return pids
+
+
+def other_processes() -> list[int]:
+    """Returns the ids of all processes except this one. Returns nothing without /proc."""
+    if not _has_proc():
+        return []
+    own = os.getpid()
+    return [pid for pid in _listed_pids() if pid != own]
+
+
+def open_files(pid: int) -> list[str]:
+    """Returns the paths of a process's open files, and names such as pipe:[17] of its pipes.
+
+    Returns nothing for a process that has ended or belongs to another user, and without /proc.
+    """
+    try:
+        with os.scandir(f"{_PROC}/{pid}/fd") as descriptors:
+            return [os.readlink(descriptor.path) for descriptor in descriptors]
+    except OSError:
+        return []
+
+
+def mapped_files(pid: int) -> list[str]:
+    """Returns the paths of the files in a process's memory. Returns nothing where `open_files` returns nothing."""
+    try:
+        maps = Path(_PROC, str(pid), "maps").read_text(errors="replace")
+    except OSError:
+        return []
+    paths = []
+    for line in maps.splitlines():
+        columns = line.split(maxsplit=5)
+        if len(columns) == 6:
+            paths.append(columns[5])
+    return paths
+
+
+def name_of_input() -> str:
+    """Returns the name of this process's standard input as `open_files` of other processes shows it; empty without
+    /proc."""
+    return os.readlink(f"{_PROC}/self/fd/0") if _has_proc() else ""
+
+
+def _has_proc() -> bool:
+    return os.path.isdir(_PROC)
+
+
+def _listed_pids() -> list[int]:
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+
+
+def _stat_fields(pid: int) -> list[bytes]:
+    """Returns the fields of /proc/PID/stat that follow the name of the command, which can contain anything."""
+    with open(f"{_PROC}/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def _initial_environment(pid: int) -> bytes:
+    """Returns the environment with which a process started; empty if it has ended or belongs to another user."""
+    folder = Path(_PROC, str(pid))
+    times_empty = 0
+    with contextlib.suppress(OSError):
+        for _ in range(_STARTING_LOOKS):
+            environment = (folder / "environ").read_bytes()
+            if environment:
+                return environment
+            os.readlink(folder / "exe")  # fails for kernel threads and ended processes
+            # The kernel shows no environment and env_end=0 while a process starts a program, which takes long for a
+            # process of low priority. The program may start between the two reads, so an empty one must be seen twice.
+            if _stat_fields(pid)[_ENV_END] != b"0":
+                times_empty += 1
+            if times_empty == 2:
+                break
+            time.sleep(_STARTING_PAUSE_S)
+    return b""
+
+
+def _listed_by_ps() -> dict[int, Status]:
+    table = {}
+    for line in _output_of_ps(_PS_STATUS):
+        pid, parent, group, state = line.split()
+        table[int(pid)] = Status(int(pid), int(parent), int(group), state[0])
+    return table
+
+
+def _marked_by_ps(mark: str) -> list[int]:
+    """Returns the other processes that `ps` of macOS lists with a mark in their environment."""
+    pids = []
+    for line in _output_of_ps(_PS_ENVIRONMENT):
+        pid = int(line.split(maxsplit=1)[0])
+        if mark in line and pid != os.getpid():
+            pids.append(pid)
+    return pids
+
+
+def _output_of_ps(command: Sequence[str]) -> list[str]:
+    # `ps` runs with an empty environment, so that it does not list itself as marked
+    listing = subprocess.run(command, env={}, capture_output=True, text=True, errors="replace")
+    return listing.stdout.splitlines()
