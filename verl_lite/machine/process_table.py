@@ -89,18 +89,20 @@ def marked_processes(variable: str, value: str, folders: Sequence[str] = ()) -> 
     """
     if not _has_proc():
         return _marked_by_ps(f"{variable}={value}")
-    mark = f"{variable}={value}".encode()
+    entry = b"\0" + f"{variable}={value}".encode()
     resolved_folders = tuple(os.path.realpath(folder) + "/" for folder in folders)
     pids = []
-    for pid in other_processes():
+    # the newest first: it may be the one that continues in a new child before the list has been read
+    for pid in sorted(other_processes(), reverse=True):
         environment = _initial_environment(pid)
         if environment.startswith(b"\0"):
             is_marked = any(path.startswith(resolved_folders) for path in open_files(pid))
         else:
-            is_marked = any(entry == mark or entry.startswith(mark + b"/") for entry in environment.split(b"\0"))
+            framed = b"\0" + environment + b"\0"
+            is_marked = entry + b"\0" in framed or entry + b"/" in framed
         if is_marked:
             pids.append(pid)
-    return pids
+    return pids[::-1]
 
 
 def other_processes() -> list[int]:
@@ -159,14 +161,14 @@ def _stat_fields(pid: int) -> list[bytes]:
 
 def _initial_environment(pid: int) -> bytes:
     """Returns the environment with which a process started; empty if it has ended or belongs to another user."""
-    folder = Path(_PROC, str(pid))
     times_empty = 0
     with contextlib.suppress(OSError):
         for _ in range(_STARTING_LOOKS):
-            environment = (folder / "environ").read_bytes()
+            with open(f"{_PROC}/{pid}/environ", "rb", buffering=0) as file:
+                environment = file.read()
             if environment:
                 return environment
-            os.readlink(folder / "exe")  # fails for kernel threads and ended processes
+            os.readlink(f"{_PROC}/{pid}/exe")  # fails for kernel threads and ended processes
             # The kernel shows no environment and env_end=0 while a process starts a program, which takes long for a
             # process of low priority. The program may start between the two reads, so an empty one must be seen twice.
             if _stat_fields(pid)[_ENV_END] != b"0":

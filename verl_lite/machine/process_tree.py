@@ -250,7 +250,13 @@ def end_marked(mark: str, reaps: bool = False) -> None:
 
     reaps: True to remove those from the system's table that are children of this process and were started by others.
     """
-    _end(lambda table: [table[pid] for pid in marked_processes(MARK, mark) if pid in table], reaps)
+
+    def marked(table: Table) -> list[Status]:
+        # some of them may have started after the table was read
+        statuses = [table.get(pid) or status_of(pid) for pid in marked_processes(MARK, mark)]
+        return [status for status in statuses if status is not None]
+
+    _end(marked, reaps)
 
 
 def end_adopted() -> None:

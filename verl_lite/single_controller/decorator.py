@@ -35,7 +35,8 @@ class Mesh:
     @property
     def collecting(self) -> list[int]:
         """Ranks whose results are used, in the order of their parts."""
-        return sorted((r for r, collects in enumerate(self.is_collect) if collects), key=lambda r: self.dp_rank[r])
+        ranks = [rank for rank, collects in enumerate(self.is_collect) if collects]
+        return sorted(ranks, key=lambda rank: self.dp_rank[rank])
 
 
 class Group(Protocol):
@@ -88,11 +89,21 @@ def unpacked(value: Any) -> Any:
     return DataProto.from_packed(value) if isinstance(value, wire.Packed) else value
 
 
-def _for_each(ranks: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Callable[[Any, int], Any]) -> list[Args]:
+def _calls_of_ranks(
+    world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], value_for: Callable[[Any, int], Any]
+) -> list[Args]:
+    """Returns the arguments of each rank. value_for: returns the value that a rank receives for an argument."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, PerRank) and len(value) != ranks:
-            raise ValueError(f"PerRank has {len(value)} entries, the group has {ranks} ranks: give one entry per rank")
-    return [(tuple(of(v, r) for v in args), {k: of(v, r) for k, v in kwargs.items()}) for r in range(ranks)]
+        if isinstance(value, PerRank) and len(value) != world_size:
+            raise ValueError(
+                f"PerRank has {len(value)} entries, the group has {world_size} ranks: give one entry per rank"
+            )
+    calls = []
+    for rank in range(world_size):
+        positional = tuple(value_for(value, rank) for value in args)
+        keywords = {name: value_for(value, rank) for name, value in kwargs.items()}
+        calls.append((positional, keywords))
+    return calls
 
 
 def _entry(value: Any, rank: int) -> Any:
@@ -100,16 +111,19 @@ def _entry(value: Any, rank: int) -> Any:
 
 
 def _one_to_all(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    return Dispatched(_for_each(group.world_size, args, kwargs, _entry), list(range(group.world_size)))
+    calls = _calls_of_ranks(group.world_size, args, kwargs, _entry)
+    return Dispatched(calls, list(range(group.world_size)))
 
 
 def _lists(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    return _one_to_all(group, tuple(map(PerRank, args)), {name: PerRank(value) for name, value in kwargs.items()})
+    positional = tuple(PerRank(value) for value in args)
+    keywords = {name: PerRank(value) for name, value in kwargs.items()}
+    return _one_to_all(group, positional, keywords)
 
 
 def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
     """Splits every batch among the arguments over the mesh. Ranks with the same dp_rank receive the same object."""
-    batches = {id(v): v for v in (*args, *kwargs.values()) if isinstance(v, DataProto)}
+    batches = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)}
     sizes = {len(batch) for batch in batches.values()}
     if len(sizes) != 1:
         raise ValueError(
@@ -119,15 +133,18 @@ def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatc
     rows = sizes.pop()
     padding = -rows % mesh.dp_size
     marked = padding > 0 and not any("is_padding" in batch for batch in batches.values())
+
     parts: dict[int, list[wire.Packed]] = {}
     for key, batch in batches.items():
         packed = batch.pad(mesh.dp_size).pack()
         parts[key] = [packed.slice(start, stop) for start, stop in chunk_bounds(packed.rows, mesh.dp_size)]
 
     def value_for(value: Any, rank: int) -> Any:
-        return parts[id(value)][mesh.dp_rank[rank]] if id(value) in parts else _entry(value, rank)
+        if id(value) in parts:
+            return parts[id(value)][mesh.dp_rank[rank]]
+        return _entry(value, rank)
 
-    calls = _for_each(len(mesh.dp_rank), args, kwargs, value_for)
+    calls = _calls_of_ranks(len(mesh.dp_rank), args, kwargs, value_for)
     return Dispatched(calls, mesh.collecting, rows, padding, marked)
 
 
@@ -212,7 +229,8 @@ def register_dispatch_mode(
     """
     if hasattr(Dispatch, name):
         raise ValueError(f"dispatch mode {name!r} exists already")
-    setattr(Dispatch, name, mode := _user_mode(name, dispatch_fn, collect_fn))
+    mode = _user_mode(name, dispatch_fn, collect_fn)
+    setattr(Dispatch, name, mode)
     return mode
 
 
@@ -223,7 +241,10 @@ def _user_mode(name: str, dispatch_fn: Callable[..., list[Args]], collect_fn: Ca
             raise ValueError(f"dispatch mode {name!r} gave {len(calls)} calls for {group.world_size} ranks")
         return Dispatched(list(calls), list(range(group.world_size)))
 
-    return DispatchMode(name, dispatch, lambda group, values, _: collect_fn(group, list(map(unpacked, values))))
+    def combine(group: Group, values: list[Any], dispatched: Dispatched) -> Any:
+        return collect_fn(group, [unpacked(value) for value in values])
+
+    return DispatchMode(name, dispatch, combine)
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,15 @@ class Machine:
 
 def machines() -> list[Machine]:
     """Returns the machines of the cluster that answer. Ray itself may notice the loss of a machine late."""
-    known = []
-    for entry in filter(lambda node: node["Alive"], ray.nodes()):
-        ip, host = entry["NodeManagerAddress"], entry["NodeManagerHostname"]
+    answering = []
+    for node in ray.nodes():
+        address = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
+        if not node["Alive"] or silence_of(address) is not None:
+            continue
+        ip, host = node["NodeManagerAddress"], node["NodeManagerHostname"]
         name = ip if host in ("", ip) else f"{ip} ({host})"
-        known.append(Machine(entry["NodeID"], name, (ip, int(entry["NodeManagerPort"])), dict(entry["Resources"])))
-    return [machine for machine in known if silence_of(machine.address) is None]
+        answering.append(Machine(node["NodeID"], name, address, dict(node["Resources"])))
+    return answering
 
 
 @dataclass
@@ -110,8 +113,8 @@ class Cluster:
         context = ray.get_runtime_context()
         host, port = context.gcs_address.rsplit(":", 1)
         store = (host, int(port))
-        here = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
-        [raylet] = [(node["NodeManagerAddress"], int(node["NodeManagerPort"])) for node in here]
+        [own_node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+        raylet = (own_node["NodeManagerAddress"], int(own_node["NodeManagerPort"]))
         self.parts = {store: "control store", raylet: "raylet on this machine"}
         self.lookout = Lookout(never_return=[raylet] if self.address else [store, raylet])
 
@@ -131,7 +134,8 @@ def cluster_answers() -> bool:
 
 def ray_loss() -> str | None:
     """Returns a sentence if the control store or this machine's raylet is lost, else None. Call this while waiting."""
-    if (cluster := _cluster) is None:
+    cluster = _cluster
+    if cluster is None:
         return None
     lost = cluster.lookout.lost(cluster.parts)
     if not lost or cluster is not _cluster:  # another thread may have ended the cluster in the meantime
@@ -174,8 +178,8 @@ def call_ray(call: Callable[[], Answer]) -> Answer:
 
 def process_of(actor: Any) -> tuple[Address, int]:
     """Returns the address at which the process of a started actor listens, and its process id."""
-    found = call_ray(lambda: ray._private.state.actors(actor._actor_id.hex()))
-    return (found["Address"]["IPAddress"], found["Address"]["Port"]), found["Pid"]
+    state = call_ray(lambda: ray._private.state.actors(actor._actor_id.hex()))
+    return (state["Address"]["IPAddress"], state["Address"]["Port"]), state["Pid"]
 
 
 @contextmanager
@@ -371,18 +375,24 @@ def _end_processes(guard: Guard, is_lost: bool = False) -> None:
 
 def worker_env(env: dict[str, str]) -> dict[str, str]:
     """Returns `env` with a PYTHONPATH that makes workers import the driver's modules, this project's first."""
-    installed = (sys.prefix, sys.base_prefix)
-    own = [path for path in sys.path if path and Path(path).is_dir() and not path.startswith(installed)]
-    paths = dict.fromkeys([_PROJECT_ROOT, *own, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))])
-    return env | {"PYTHONPATH": os.pathsep.join(paths)}
+    prefixes_of_python = (sys.prefix, sys.base_prefix)
+    folders = [_PROJECT_ROOT]
+    for folder in sys.path:
+        if folder and Path(folder).is_dir() and not folder.startswith(prefixes_of_python):
+            folders.append(folder)
+    folders += [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    return env | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}
 
 
 def worker_runtime(env: dict[str, str]) -> dict[str, Any]:
     """Returns Ray's `runtime_env` of a worker that is forked from the run's template if it has one for `env`."""
     runtime: dict[str, Any] = {"env_vars": worker_env(env)}
-    guard = current_guard() if joined_cluster() is None else None
-    interpreter = None if guard is None else guard.interpreter(env)
-    return runtime if interpreter is None else runtime | {"py_executable": interpreter}
+    guard = current_guard()
+    if guard is not None and joined_cluster() is None:
+        interpreter = guard.interpreter(env)
+        if interpreter is not None:
+            runtime["py_executable"] = interpreter
+    return runtime
 
 
 def current_umask() -> int:
@@ -427,9 +437,10 @@ def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> N
         raise UserError(f"{_KEY}{address}: expected HOST:PORT, as `ray start --head` prints it")
     is_local = host in ("localhost", "127.0.0.1", "::1")
     server = (ray.util.get_node_ip_address() if is_local else host, int(port))  # Ray resolves the address like this
-    begun, is_logged = time.monotonic(), False
+    start_time = time.monotonic()
+    is_logged = False
     while silence_of(server) is not None:
-        if time.monotonic() - begun >= wait_s:
+        if time.monotonic() - start_time >= wait_s:
             raise NoRoomError(
                 f"{_KEY}{address}: nobody has answered at {server[0]}:{port} for {wait_s:g} s. Start a cluster with "
                 "`ray start --head` and set the key to the address that it prints"

@@ -46,18 +46,18 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
 
     Raises NoRoomError if the cluster has no room. A joined cluster gets `ray_kwargs.ray_init.wait_for_nodes_s` seconds.
     """
-    gpus = {"GPU": 1.0} if pool.use_gpu else {}
-    slot = {"CPU": pool.cpus_per_process} | gpus
-    bundles = [{kind: amount * count for kind, amount in slot.items()} for count in pool.process_on_nodes]
+    bundles = _bundles(pool)
     joined = ray_cluster.joined_cluster()
     patience_s = _PRIVATE_PATIENCE_S if joined is None else joined.wait_s
     if joined is None and not any(machine.has(bundles[0]) for machine in ray_cluster.machines()):
         patience_s = 0.0  # a private cluster does not grow
+
     strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
     group = ray_cluster.call_ray(lambda: placement_group(bundles, strategy=strategy))
-    begun, is_logged = time.monotonic(), joined is None
+    start_time = time.monotonic()
+    is_logged = joined is None
     while not group.wait(timeout_seconds=1.0):
-        waited_s = time.monotonic() - begun
+        waited_s = time.monotonic() - start_time
         ray_cluster.require_ray()
         if waited_s < (patience_s if is_logged else min(patience_s, _SILENT_PATIENCE_S)):
             continue
@@ -70,6 +70,17 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
         if joined is not None:
             joined.log(f"waiting up to {patience_s:g} s for room in the cluster: {missing}")
     return group
+
+
+def _bundles(pool: ResourcePool) -> list[Bundle]:
+    """Returns the resources that the pool needs on each machine."""
+    bundles = []
+    for processes in pool.process_on_nodes:
+        bundle = {"CPU": pool.cpus_per_process * processes}
+        if pool.use_gpu:
+            bundle["GPU"] = 1.0 * processes
+        bundles.append(bundle)
+    return bundles
 
 
 def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machine], free: Bundle) -> str:
@@ -100,7 +111,8 @@ class SlotProcess:
     """The actor in a worker process: it holds the slot and runs calls on the objects in it."""
 
     def __init__(self, umask: int, log_file: str | None, stall_timeout_s: float | None) -> None:
-        self._stall_timeout_s, self._log_file = stall_timeout_s, log_file
+        self._stall_timeout_s = stall_timeout_s
+        self._log_file = log_file
         # this process ignores the signals; a no-op handler, unlike SIG_IGN, is not inherited by programs of user code
         for number in ray_cluster.BATCH_SYSTEM_SIGNALS:
             signal.signal(number, lambda *_: None)
@@ -114,7 +126,8 @@ class SlotProcess:
     def begin(self, opens_store: bool) -> tuple[str, tuple[str, int] | None]:
         """Returns Ray's id of this machine and, with `opens_store`, the address of a store that this process opens."""
         host = ray.util.get_node_ip_address()
-        return ray.get_runtime_context().get_node_id(), (host, open_store(host)) if opens_store else None
+        store = (host, open_store(host)) if opens_store else None
+        return ray.get_runtime_context().get_node_id(), store
 
     def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs], modules: Sequence[str]) -> None:
         """Imports `modules` and constructs the objects of all roles in order."""
@@ -178,41 +191,79 @@ class RayTransport:
     ) -> None:
         if not ray.is_initialized():
             raise RuntimeError("trainer.backend=ray needs a Ray cluster; start it with ray_running")
-        self.world_size, self.usage, name = pool.world_size, np.zeros(2), "+".join(roles)
+        self.world_size = pool.world_size
+        self.usage = np.zeros(2)
         self._stall_timeout_s: float | None = None  # no time limit for the start
         self._ended: str | None = None
-        folder = None if log_dir is None else Path(log_dir).resolve()
-        self._logs = [None if folder is None else str(folder / f"{name}-{r}.log") for r in range(pool.world_size)]
+        self._lookout = Lookout()
+        # by rank; the machines only in a joined cluster
+        self._processes: dict[int, tuple[Address, int]] = {}
+        self._machines: dict[int, ray_cluster.Machine] = {}
+
+        name = "+".join(roles)
+        self._logs: list[str | None] = [None] * pool.world_size
+        if log_dir is not None:
+            folder = Path(log_dir).resolve()
+            self._logs = [str(folder / f"{name}-{rank}.log") for rank in range(pool.world_size)]
         self._group = reserve(pool)
+        self._actors = self._start_actors(pool, env, stall_timeout_s)
+        store = self._begin(name)
+        self._construct(name, pool, roles, modules, store)
+        self._stall_timeout_s = stall_timeout_s
+
+    def _start_actors(self, pool: ResourcePool, env: dict[str, str], stall_timeout_s: float | None) -> list[Any]:
+        """Starts one `SlotProcess` for each rank, on the machine that the pool assigns to the rank."""
         actor: Any = ray.remote(SlotProcess)
         options: dict[str, Any] = {
             "num_cpus": pool.cpus_per_process,
             "num_gpus": 1 if pool.use_gpu else 0,
             "runtime_env": ray_cluster.worker_runtime(env),
         }
-        places = [PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=n) for n in pool.nodes]
         umask = ray_cluster.current_umask()
-        self._actors: list[Any] = [
-            actor.options(scheduling_strategy=place, **options).remote(umask, log, stall_timeout_s)
-            for place, log in zip(places, self._logs, strict=True)
-        ]
-        self._machines: dict[int, ray_cluster.Machine] = {}  # by rank, in a joined cluster
-        self._lookout, self._processes = Lookout(), dict[int, tuple[Address, int]]()
-        starts = [_Handle(each.begin.remote(rank == 0), rank, name, "start") for rank, each in enumerate(self._actors)]
-        started = self.wait(starts)
-        store = started[0][1]
-        self._processes = {rank: ray_cluster.process_of(each) for rank, each in enumerate(self._actors)}
-        joined = () if ray_cluster.joined_cluster() is None else ray_cluster.machines()
-        known = {machine.node_id: machine for machine in joined}
-        self._machines = {rank: known[node_id] for rank, (node_id, _) in enumerate(started) if node_id in known}
-        shared = self.share(roles)
-        constructing: list[_Handle] = []
+        actors = []
+        for node, log in zip(pool.nodes, self._logs, strict=True):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+            placed = actor.options(scheduling_strategy=strategy, **options)
+            actors.append(placed.remote(umask, log, stall_timeout_s))
+        return actors
+
+    def _begin(self, name: str) -> Address:
+        """Waits for the start of the processes, and records where each of them runs.
+
+        Returns the address of the store that connects the ranks, which rank 0 has opened.
+        """
+        handles = []
+        for rank, actor in enumerate(self._actors):
+            handles.append(_Handle(actor.begin.remote(rank == 0), rank, name, "start"))
+        started = self.wait(handles)
+
+        machine_of_node: dict[str, ray_cluster.Machine] = {}
+        if ray_cluster.joined_cluster() is not None:
+            machine_of_node = {machine.node_id: machine for machine in ray_cluster.machines()}
+        for rank, (node_id, _) in enumerate(started):
+            self._processes[rank] = ray_cluster.process_of(self._actors[rank])
+            if node_id in machine_of_node:
+                self._machines[rank] = machine_of_node[node_id]
+
+        store: Address = started[0][1]
+        return store
+
+    def _construct(
+        self,
+        name: str,
+        pool: ResourcePool,
+        roles: dict[str, ClassWithInitArgs],
+        modules: Sequence[str],
+        store: Address,
+    ) -> None:
+        """Constructs the objects of all roles in the processes. An error ends the processes."""
+        shared_roles = self.share(roles)
+        handles = []
         for rank, node in enumerate(pool.nodes):
             slot = Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="ray", store=store)
-            ref = self._actors[rank].construct.remote(slot, shared, tuple(modules))
-            constructing.append(_Handle(ref, rank, name, "its constructor"))
-        self.wait(constructing, fatal=True)
-        self._stall_timeout_s = stall_timeout_s
+            ref = self._actors[rank].construct.remote(slot, shared_roles, tuple(modules))
+            handles.append(_Handle(ref, rank, name, "its constructor"))
+        self.wait(handles, fatal=True)
 
     def share(self, value: Any) -> Any:
         return ray_cluster.call_ray(lambda: ray.put(value))
@@ -225,37 +276,48 @@ class RayTransport:
         return _Handle(ref, rank, role, method, has_usage=True)
 
     def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
-        """Returns the results, see `Transport.wait`. With `fatal`, an error always ends the slots."""
-        answers: dict[Any, Any] = {}
-        pending, poll_s, begun = list(handles), _FIRST_POLL_S, time.monotonic()
+        """Waits for all calls, like `Transport.wait`. With `fatal=True`, any error also ends the processes."""
+        results: dict[Any, Any] = {}
+        pending: list[_Handle] = list(handles)
+        poll_s = _FIRST_POLL_S
+        start_time = time.monotonic()
         while pending:
-            pending, errors = self._collect(pending, answers, poll_s)
+            pending, errors = self._collect(pending, results, poll_s)
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
             errors += self._silent_workers(pending)
             if errors:
                 raise self._handle_crash(errors, pending, fatal)
-            if pending and self._stall_timeout_s is not None and time.monotonic() - begun > self._stall_timeout_s:
-                first, ranks = pending[0], sorted(handle.rank for handle in pending)
-                who = f"{first.role}.{first.method}: ranks {ranks} of {self.world_size} have"
-                log = self._logs[first.rank]
-                silent = ray_errors.stalled(who, self._stall_timeout_s, first.role, first.method, log, first.rank)
-                self._end("stalled")
-                raise silent
-        return [answers[handle.ref] for handle in handles]
+            if pending and self._stall_timeout_s is not None:
+                if time.monotonic() - start_time > self._stall_timeout_s:
+                    raise self._handle_stall(pending, self._stall_timeout_s)
+        return [results[handle.ref] for handle in handles]
+
+    def _handle_stall(self, pending: list[_Handle], timeout_s: float) -> Exception:
+        """Ends the processes and returns the error that names the calls that have not returned."""
+        first = pending[0]
+        ranks = sorted(handle.rank for handle in pending)
+        who = f"{first.role}.{first.method}: ranks {ranks} of {self.world_size} have"
+        log = self._logs[first.rank]
+        error = ray_errors.stalled(who, timeout_s, first.role, first.method, log, first.rank)
+        self._end("stalled")
+        return error
 
     def _collect(
-        self, pending: list[_Handle], answers: dict[Any, Any], timeout_s: float
+        self, pending: list[_Handle], results: dict[Any, Any], timeout_s: float
     ) -> tuple[list[_Handle], list[Exception]]:
-        """Waits for calls and adds their results to `answers`. Returns the unfinished calls and the errors."""
+        """Waits for calls and adds their results to `results`. Returns the unfinished calls and the errors."""
         refs = [handle.ref for handle in pending]
-        ready = set(ray_cluster.call_ray(lambda: ray.wait(refs, num_returns=len(refs), timeout=timeout_s))[0])
+        ready, _ = ray_cluster.call_ray(lambda: ray.wait(refs, num_returns=len(refs), timeout=timeout_s))
+        finished_refs = set(ready)
+        finished = [handle for handle in pending if handle.ref in finished_refs]
         errors: list[Exception] = []
-        for handle in (each for each in pending if each.ref in ready):
+        for handle in finished:
             try:
-                answers[handle.ref] = ray_cluster.call_ray(partial(ray.get, handle.ref))
+                result = ray_cluster.call_ray(partial(ray.get, handle.ref))
                 if handle.has_usage:
-                    answers[handle.ref], usage = answers[handle.ref]
+                    result, usage = result
                     self.usage = self.usage + usage
+                results[handle.ref] = result
             except RayTaskError as error:
                 errors.append(ray_errors.original_error(error))
             except RayError as error:
@@ -263,14 +325,22 @@ class RayTransport:
                 ended = "" if self._ended is None else f"the workers had been ended: {self._ended}"
                 note = str(error) if isinstance(error, OutOfMemoryError) else ended
                 errors.append(self._lost_machine(handle) or self._death(handle, ray_errors.cause_of_death(error), note))
-        return [handle for handle in pending if handle.ref not in ready], errors
+        return [handle for handle in pending if handle.ref not in finished_refs], errors
 
     def _silent_workers(self, pending: list[_Handle]) -> list[Exception]:
         """Returns the errors of ranks whose process, or whose machine's raylet, no longer answers."""
-        watched = {self._processes[handle.rank][0]: handle for handle in pending if handle.rank in self._processes}
-        watched |= {self._machines[handle.rank].address: handle for handle in pending if handle.rank in self._machines}
+        watched: dict[Address, _Handle] = {}
+        for handle in pending:
+            if handle.rank in self._processes:
+                process_address, _ = self._processes[handle.rank]
+                watched[process_address] = handle
+        for handle in pending:
+            if handle.rank in self._machines:
+                watched[self._machines[handle.rank].address] = handle
+
         errors: list[Exception] = []
-        for handle in (watched[address] for address in self._lookout.lost(watched)):
+        for address in self._lookout.lost(watched):
+            handle = watched[address]
             cause = f"{silent_process(*self._processes[handle.rank])}. The run ends the process"
             errors.append(self._lost_machine(handle) or self._death(handle, cause))
         return errors
@@ -278,9 +348,12 @@ class RayTransport:
     def _lost_machine(self, handle: _Handle) -> WorkerDiedError | None:
         """Returns an error if the rank's machine does not answer, else None."""
         machine = self._machines.get(handle.rank)
-        reason = None if machine is None else silence_of(machine.address)
-        cause = f"its machine has left the cluster: its raylet at {reason}"
-        return None if reason is None else self._death(handle, cause)
+        if machine is None:
+            return None
+        reason = silence_of(machine.address)
+        if reason is None:
+            return None
+        return self._death(handle, f"its machine has left the cluster: its raylet at {reason}")
 
     def _death(self, handle: _Handle, cause: str, note: str = "") -> WorkerDiedError:
         node = self._machines[handle.rank].name if handle.rank in self._machines else None
@@ -291,10 +364,10 @@ class RayTransport:
 
         Waits a few seconds for the pending calls, and then ends all slots if some have not returned.
         """
-        begun = time.monotonic()
+        start_time = time.monotonic()
         while pending:
-            patience = _CAUSE_PATIENCE_S if all(map(ray_errors.is_consequence, errors)) else _GRACE_S
-            if time.monotonic() >= begun + patience:
+            patience_s = _CAUSE_PATIENCE_S if all(map(ray_errors.is_consequence, errors)) else _GRACE_S
+            if time.monotonic() >= start_time + patience_s:
                 break
             pending, more = self._collect(pending, {}, 0.1)
             errors += more
@@ -322,5 +395,7 @@ class RayTransport:
 
 def interface_of(address: str) -> str | None:
     """Returns the name of the network interface with this address, or None."""
-    found = psutil.net_if_addrs().items()
-    return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None

@@ -177,19 +177,29 @@ def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
 
 
 def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, np.ndarray]:
-    """Runs a worker's method. Batches are packed in arguments and results, with every backend. Returns the result, and
-    the usage: seconds, and bytes of batches and of `profiling.count_moved`."""
-    function, usage = getattr(slot.roles[role], method), profiling.usage()
+    """Runs a worker's method. Batches are packed in arguments and results, with every backend.
+
+    Returns the result, and the usage: seconds, and bytes of batches and of `profiling.count_moved`.
+    """
+    function = getattr(slot.roles[role], method)
+    usage_before = profiling.usage()
     with _with_circumstances(slot, role, method), profiling.span(method):
-        result = function(*map(unpacked, args), **{name: unpacked(arg) for name, arg in kwargs.items()})
+        positional = [unpacked(value) for value in args]
+        keywords = {name: unpacked(value) for name, value in kwargs.items()}
+        result = function(*positional, **keywords)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        if getattr(getattr(function, REGISTRATION, None), "clear_cache", False):
+
+        registration = getattr(function, REGISTRATION, None)
+        if registration is not None and registration.clear_cache:
             empty_cache()
-        result = result.pack() if isinstance(result, DataProto) else result
-        batches = [batch for batch in (*args, *kwargs.values(), result) if isinstance(batch, Packed)]
-        profiling.count_moved(sum(array.nbytes for batch in batches for array in batch.arrays))
-        return result, profiling.usage() - usage
+
+        if isinstance(result, DataProto):
+            result = result.pack()
+        for value in (*args, *kwargs.values(), result):
+            if isinstance(value, Packed):
+                profiling.count_moved(sum(array.nbytes for array in value.arrays))
+        return result, profiling.usage() - usage_before
 
 
 @contextmanager

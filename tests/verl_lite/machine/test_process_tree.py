@@ -15,7 +15,7 @@ import pytest
 from tests.verl_lite.machine import process_children
 from verl_lite.machine import process_table, process_tree
 from verl_lite.machine.process_table import Status, marked_processes
-from verl_lite.machine.process_tree import MARK, ProcessTree
+from verl_lite.machine.process_tree import MARK, ForkedProcess, ProcessTree
 
 FILE = str(Path(str(process_children.__file__)).absolute())
 
