@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from transformers import PreTrainedModel
 
-from tests.workers.model_families import FAMILIES, tiny_network
+from tests.workers.model_families import FAMILIES, FURTHER, tiny_network
 from tests.workers.rollout.test_vllm_families import NOT_ON_CPU
 from tests.workers.test_family_roles import REFUSED
 from workers.policy.classifier import KINDS
@@ -41,5 +43,11 @@ def _hf_engine(network: PreTrainedModel) -> str:
     return "within its window" if has_window else "yes"
 
 
+def further_families() -> str:
+    """The families that are packed and are not in the table."""
+    return textwrap.fill(", ".join(sorted(FURTHER)), 120)
+
+
 if __name__ == "__main__":
     print(family_table())
+    print(further_families())

@@ -160,13 +160,121 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+"""The families that `workers/policy/README.md` lists with what is supported."""
+
+ALL_EXPERTS: dict[str, Any] = {"n_group": 1, "topk_group": 1, **EXPERTS}
+GROUPED_EXPERTS = {name: DEEPSEEK[name] for name in DEEPSEEK if "rank" not in name and "_head_dim" not in name}
+LATENT = {name: DEEPSEEK[name] for name in DEEPSEEK if "expert" not in name}
+FURTHER: dict[str, dict[str, Any]] = {
+    "afmoe": {**EXPERTS, "num_dense_layers": 1, **WINDOWED},
+    "apertus": {},
+    "arcee": {},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
+    "axk1": DEEPSEEK,
+    "bitnet": {},
+    "cohere": {},
+    "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2, **WINDOWED},
+    "cwm": {"bos_token_id": 0, **WINDOWED},
+    "deepseek_v2": {**DEEPSEEK, "topk_method": "greedy"},
+    "dots1": {**GROUPED_EXPERTS, **WINDOWED},
+    "ernie4_5": {},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 0,
+    },
+    "exaone_moe": {**ALL_EXPERTS, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"], **WINDOWED},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": None,
+        "intermediate_size": [48, 48],
+        **WINDOWED,
+    },
+    "gemma4_unified_text": {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 0,
+        "global_head_dim": 8,
+        **WINDOWED,
+    },
+    "glm": {},
+    "glm4_moe_lite": DEEPSEEK,
+    "gpt_bigcode": {},
+    "granite_swa": WINDOWED,
+    "granitemoe": LOCAL_EXPERTS,
+    "granitemoe_swa": {**LOCAL_EXPERTS, **WINDOWED},
+    "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 16},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 16},
+    "hy_v3": {**EXPERTS, "expert_hidden_dim": 16, "num_shared_experts": 1, "first_k_dense_replace": 1},
+    "hyperclovax": {},
+    "jais2": {},
+    "jetmoe": {"kv_channels": 8, **LOCAL_EXPERTS},
+    "laguna": {**EXPERTS, "shared_expert_intermediate_size": 16, **WINDOWED},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {
+        **DEEPSEEK,
+        "num_layers": 1,
+        "ffn_hidden_size": 32,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 1,
+        "moe_topk": 2,
+    },
+    "mellum": {**EXPERTS, **WINDOWED},
+    "mimo_v2_flash": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "v_head_dim": 8,
+        "swa_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        **WINDOWED,
+    },
+    "minimax_m3_vl_text": LOCAL_EXPERTS,
+    "ministral": WINDOWED,
+    "nanochat": {},
+    "olmo": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "persimmon": {},
+    "phi": {},
+    "phimoe": LOCAL_EXPERTS,
+    "seed_oss": {},
+    "solar_open": GROUPED_EXPERTS,
+    "starcoder2": {"sliding_window": 4},
+    "vaultgemma": WINDOWED,
+    "youtu": LATENT,
+}
+"""Further families that are packed."""
+
+WITH_WINDOWS: dict[str, dict[str, Any]] = {
+    "minimax": {"sliding_window": 4},
+    "ministral3": {"sliding_window": 4},
+    "mixtral": {"sliding_window": 4},
+    "phi3": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, **WINDOWED},
+    "qwen3": {"use_sliding_window": True, **WINDOWED},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 4},
+    "smollm3": {"use_sliding_window": True, **WINDOWED},
+}
+"""Families that can have windows, and what is added to their configs above to give them some."""
+
 
 def tiny_config(family: str, **more: Any) -> PretrainedConfig:
     """The config of a tiny network of a family."""
     kind = CONFIG_MAPPING[family]
     known = vars(kind())
     sizes = {name: value for name, value in SIZES.items() if name in known or name in kind.attribute_map}
-    config = kind(**(sizes | FAMILIES[family] | more))
+    config = kind(**(sizes | (FAMILIES | FURTHER)[family] | more))
     config.architectures = None
     return config
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, CodeGenConfig, PreTrainedModel
 
 from tests.workers.engine_cases import TEMPERATURE, Batch, ragged_batch
-from tests.workers.family_table import family_table
+from tests.workers.family_table import family_table, further_families
 from tests.workers.invariance import POLICY, single_rows
 from tests.workers.model_families import (
     CONVOLUTION,
     DELTA_RULE,
     FAMILIES,
+    FURTHER,
     KERNELS,
+    VOCAB,
+    WITH_WINDOWS,
     Kernels,
     give_kernels,
     tiny_config,
@@ -26,8 +30,8 @@ from tests.workers.model_families import (
 from tests.workers.rollout.test_engines import ask, expect_plain, make_engine, run
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packing import PACKED_ATTENTION, by_sequences, pack
-from workers.policy import token_mixing
+from workers.engine.packing import PACKED_ATTENTION, align, by_sequences, pack
+from workers.policy import families, token_mixing
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
 from workers.policy.token_mixing import arrangement_of, mixing_layers
@@ -77,31 +81,84 @@ def test_every_form_equals_one_row_at_a_time(
         return by_sequences(*given)
 
     monkeypatch.setattr(token_mixing, "by_sequences", watched)
-    network = tiny_network(family)
+    expect_equal_to_single_rows(family)
+    states = len(token_mixing._state_layers(tiny_network(family)))
+    assert told.count(not keeps) == states * (2 if keeps else 1)
+
+
+def expect_equal_to_single_rows(family: str, forms: Sequence[bool] = (True, False), **more: Any) -> None:
+    """Compares log-probs, entropies and every gradient. forms: values of model.use_remove_padding. more: see
+    `tiny_config`."""
+    network = tiny_network(family, **more)
     data = ragged_batch(Batch(rows=6, shared_prompts=3))
     columns, expected = dict(data.batch), tuple(single_rows(network, POLICY, data).values())
     expected_gradients = gradients(network, expected)
-    for packed in (True, False):
-        network = tiny_network(family)
+    for use_remove_padding in forms:
+        network = tiny_network(family, **more)
         if network.supports_gradient_checkpointing:
             network.gradient_checkpointing_enable({"use_reentrant": False})
             for module in network.modules():
                 module.training = hasattr(module, "gradient_checkpointing")
         policy = CausalLMPolicy(network, chunk_tokens=7)
-        arrange = arrangement_of(network, NetworkConfig(use_remove_padding=packed))
+        arrange = arrangement_of(network, NetworkConfig(use_remove_padding=use_remove_padding))
         outputs = policy(arrange(columns), TEMPERATURE, True)
-        found = outputs["log_probs"], outputs["entropys"]
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        found_gradients = gradients(network, found)
-        assert found_gradients.keys() == expected_gradients.keys()
-        for name, gradient in found_gradients.items():
+        actual = outputs["log_probs"], outputs["entropys"]
+        for values, expected_values in zip(actual, expected, strict=True):
+            torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=1e-5)
+        actual_gradients = gradients(network, actual)
+        assert actual_gradients.keys() == expected_gradients.keys()
+        for name, gradient in actual_gradients.items():
             scale = float(expected_gradients[name].abs().max())
             torch.testing.assert_close(
                 gradient, expected_gradients[name], rtol=0, atol=2e-5 * max(scale, 1.0), msg=f"gradient of {name}"
             )
-    states = sum(token_mixing.STATE_LAYERS.fullmatch(type(each).__name__) is not None for each in network.modules())
-    assert told.count(not keeps) == states * (2 if keeps else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FURTHER)
+def test_a_further_family_is_packed_with_the_gradients_of_single_rows(family: str) -> None:
+    network = tiny_network(family)
+    assert mixing_layers(network) == []
+    expect_equal_to_single_rows(family, forms=(True,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WITH_WINDOWS)
+def test_windows_of_a_packed_family_are_those_of_single_rows(family: str) -> None:
+    assert mixing_layers(tiny_network(family, **WITH_WINDOWS[family])) == []
+    expect_equal_to_single_rows(family, forms=(True,), **WITH_WINDOWS[family])
+
+
+def test_every_entry_of_the_table_of_families_is_tested() -> None:
+    """Those of `VISION_FAMILIES` in test_vision.py."""
+    assert families.FAMILIES.keys() == FAMILIES.keys() | FURTHER.keys() | {f"{name}_text" for name in VISION_FAMILIES}
+    with_window = {
+        family for family, config in (FAMILIES | FURTHER).items() if config.get("sliding_window") is not None
+    }
+    passing = {family for family, entry in families.FAMILIES.items() if entry.passes_window}
+    assert passing == with_window | WITH_WINDOWS.keys()
+
+
+def test_a_window_that_a_family_does_not_pass_to_attention_prevents_packing() -> None:
+    """transformers' OLMoE ignores the window in its mask, and a packed row would have it."""
+    assert mixing_layers(tiny_network("olmoe")) == []
+    assert mixing_layers(tiny_network("olmoe", sliding_window=3)) == ["sliding_attention"]
+
+
+def test_an_unknown_family_has_rows_of_its_own_and_one_line_says_what_to_do(tmp_path: Path) -> None:
+    config = CodeGenConfig(vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=2, n_positions=64, rotary_dim=8)
+    config.save_pretrained(tmp_path)
+    note = packing_note(NetworkConfig(path=str(tmp_path)))
+    assert "a CodeGenForCausalLM is not packed, because its family codegen is not among the tested ones" in note
+    assert "workers/policy/families.py" in note and "\n" not in note
+    network = AutoModelForCausalLM.from_config(config)
+    assert arrangement_of(network, NetworkConfig()) is align and mixing_layers(network) == ["CodeGenModel"]
+
+
+def test_code_of_another_author_with_the_name_of_a_family_is_not_packed() -> None:
+    network: Any = tiny_network("llama")
+    network.model.__class__ = type("LlamaModel", (type(network.model),), {"__module__": "transformers_modules.other"})
+    assert mixing_layers(network) == ["LlamaModel"]
 
 
 def test_attention_that_sees_the_future_is_refused() -> None:
@@ -136,7 +193,9 @@ def test_the_hf_engine_refuses_layers_that_its_cache_does_not_compute(family: st
 
 def test_the_readme_has_the_table_of_what_is_found() -> None:
     readme = Path(token_mixing.__file__).parent / "README.md"
-    assert family_table() in readme.read_text(), "python -m tests.workers.family_table prints the table"
+    text = readme.read_text()
+    assert family_table() in text, "python -m tests.workers.family_table prints the table"
+    assert further_families() in text, "python -m tests.workers.family_table prints the list"
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ from workers.policy.generation_config import generation_config
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.saved_adapter import CONFIG_FILE
 from workers.policy.terminal import clean_library_logs
-from workers.policy.token_mixing import Arrangement, arrangement_of, mixing_layers, sharding_problem
+from workers.policy.token_mixing import Arrangement, arrangement_of, sharding_problem, unpacked_note
 from workers.policy.vision import MULTI_MODAL_INPUTS, has_vision, prompt_digests, unused_tower, with_images
 from workers.policy.weights import has_own_output_layer, require_fitting_weights
 
@@ -328,17 +328,9 @@ def count_trained(model: NetworkConfig) -> int:
 
 
 def packing_note(model: NetworkConfig) -> str:
-    """A line for the user if `model.use_remove_padding` is set and this network cannot be packed; otherwise empty."""
-    if not model.use_remove_padding:
-        return ""
-    network = empty_network(model)
-    if not (mixing := mixing_layers(network)):
-        return ""
-    return (
-        f"model.use_remove_padding=true: a {type(network).__name__} is not packed, because layers of kind "
-        f"{', '.join(mixing[:3])} cannot separate packed sequences; each sequence of a micro-batch has its own row, "
-        "padded to the longest"
-    )
+    """Returns a line for the user if `model.use_remove_padding` is set and this network cannot be packed; otherwise an
+    empty string."""
+    return unpacked_note(empty_network(model)) if model.use_remove_padding else ""
 
 
 def check_sequence_parallel(model: NetworkConfig, role: str, size: int) -> None:
@@ -346,7 +338,10 @@ def check_sequence_parallel(model: NetworkConfig, role: str, size: int) -> None:
 
     role: prefix of the option, such as "actor.".
     """
-    if size > 1 and (problem := sharding_problem(empty_network(model), model, size)):
+    if size == 1:
+        return
+    problem = sharding_problem(empty_network(model), model, size)
+    if problem is not None:
         raise UserError(f"{role}ulysses_sequence_parallel_size={size} with model.path={model.path!r}: {problem}")
 
 
