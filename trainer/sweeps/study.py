@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,8 +79,10 @@ class Trial:
         states = {run.state for run in self.runs}
         if states == {"done"}:
             return "complete"
-        if self.is_pruned or "failed" in states:
-            return "pruned" if self.is_pruned else "failed"
+        if self.is_pruned:
+            return "pruned"
+        if "failed" in states:
+            return "failed"
         return "waiting" if states == {"waiting"} else "running"
 
     @property
@@ -130,8 +132,9 @@ class Study:
         if not path.is_file():
             raise UserError(f"--study {folder}: no study exists there; to start one, add KEY=A,B and --metric")
         try:
-            kept = json.loads(path.read_text())
-            study = cls(folder, search=Search(**kept.pop("search")), spec=StudySpec(**kept))
+            description = json.loads(path.read_text())
+            search = Search(**description.pop("search"))
+            study = cls(folder, StudySpec(**description), search)
             path = folder / _LOG
             lines = path.read_text().split("\n") if path.exists() else []
             for line in lines[:-1]:  # a crash can leave an incomplete line after the last newline
@@ -142,14 +145,17 @@ class Study:
 
     def save(self) -> None:
         """Writes the specification into the study's folder, which must be locked."""
-        kept = dataclasses.asdict(self.spec) | {"search": dataclasses.asdict(self.search)}
-        write_atomically(self.folder / DESCRIPTION, json.dumps(kept, indent=1))
+        description = dataclasses.asdict(self.spec) | {"search": dataclasses.asdict(self.search)}
+        write_atomically(self.folder / DESCRIPTION, json.dumps(description, indent=1))
 
     def refuse_another(self, spec: StudySpec) -> None:
         """Raises UserError if the study was started with another specification. The message lists the differences and
         the commands that continue either."""
-        before, now = dataclasses.asdict(self.spec), dataclasses.asdict(spec)
-        changes = [f"  {name} was {before[name]}, and is {now[name]}\n" for name in now if now[name] != before[name]]
+        before = dataclasses.asdict(self.spec)
+        changes = []
+        for name, value in dataclasses.asdict(spec).items():
+            if value != before[name]:
+                changes.append(f"  {name} was {before[name]}, and is {value}\n")
         if changes:
             raise UserError(
                 f"--study {self.folder} was started with another specification:\n{''.join(changes)}To continue the old "
@@ -192,10 +198,12 @@ class Study:
         if "parameters" in event:
             folder = self.folder / "trials" / f"{number:04}"
             parameters = event["parameters"]
-            seeds: list[int | None] = [*self.spec.seeds] if self.spec.seeds else [None]
-            names = ["run" if seed is None else f"seed-{seed}" for seed in seeds]
-            words = [[*COMMAND, *self.spec.command(parameters, seed)] for seed in seeds]
-            runs = [Run(seed, folder / name, own) for seed, name, own in zip(seeds, names, words, strict=True)]
+            seeds: Sequence[int | None] = self.spec.seeds or [None]
+            runs = []
+            for seed in seeds:
+                name = "run" if seed is None else f"seed-{seed}"
+                words = [*COMMAND, *self.spec.command(parameters, seed)]
+                runs.append(Run(seed, folder / name, words))
             self.trials.append(Trial(number, parameters, folder, runs))
         elif "mean" in event:
             trial = self.trials[number]
@@ -203,8 +211,11 @@ class Study:
             trial.is_pruned |= event["prune"]
         else:
             run = next(run for run in self.trials[number].runs if run.seed == event["seed"])
-            run.state, run.value, run.error = event["state"], event.get("value"), event.get("error", "")
-            run.seconds, run.steps = event.get("seconds", 0.0), event.get("steps", 0)
+            run.state = event["state"]
+            run.value = event.get("value")
+            run.error = event.get("error", "")
+            run.seconds = event.get("seconds", 0.0)
+            run.steps = event.get("steps", 0)
 
     def finished(self) -> list[Trial]:
         """Returns the complete trials, the best first."""
@@ -215,16 +226,24 @@ class Study:
         """Writes trials.csv, with one line for each trial."""
         names = [parameter.name for parameter in self.spec.space]
         text = io.StringIO(newline="")
-        write = csv.writer(text).writerow
-        write(["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"])
+        writer = csv.writer(text)
+        writer.writerow(
+            ["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"]
+        )
         for trial in self.trials:
-            numbers = ["" if number is None else f"{number:.6g}" for number in (trial.value, trial.half_width)]
+            parameters = [trial.parameters[name] for name in names]
             steps = max(run.steps for run in trial.runs)
             seconds = sum(run.seconds for run in trial.runs)
-            folders = ";".join(str(run.folder.relative_to(self.folder)) for run in trial.runs)
-            rest = [steps, f"{seconds:.1f}", trial.error.partition("\n")[0], folders, "\n".join(trial.commands)]
-            write([trial.number, trial.state, *numbers, *(trial.parameters[name] for name in names), *rest])
+            first_line_of_error, _, _ = trial.error.partition("\n")
+            folders = [str(run.folder.relative_to(self.folder)) for run in trial.runs]
+            columns = [trial.number, trial.state, _as_cell(trial.value), _as_cell(trial.half_width), *parameters]
+            columns += [steps, f"{seconds:.1f}", first_line_of_error, ";".join(folders), "\n".join(trial.commands)]
+            writer.writerow(columns)
         write_atomically(self.folder / "trials.csv", text.getvalue())
+
+
+def _as_cell(number: float | None) -> str:
+    return "" if number is None else f"{number:.6g}"
 
 
 @contextmanager

@@ -63,13 +63,14 @@ class Parameter:
 
     def values(self, *, ends: bool = False) -> list[Any] | None:
         """Returns all values in order; None for an infinite range. ends: True = only the two ends of a range."""
-        known = self.distribution
-        if isinstance(known, CategoricalDistribution):
-            return list(known.choices)
+        distribution = self.distribution
+        if isinstance(distribution, CategoricalDistribution):
+            return list(distribution.choices)
         if ends:
-            return [known.low, known.high]
-        is_listed = isinstance(known, IntDistribution) and known.high - known.low < MOST_LISTED
-        return list(range(int(known.low), int(known.high) + 1)) if is_listed else None
+            return [distribution.low, distribution.high]
+        if isinstance(distribution, IntDistribution) and distribution.high - distribution.low < MOST_LISTED:
+            return list(range(distribution.low, distribution.high + 1))
+        return None
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,20 @@ class StudySpec:
     @cached_property
     def space(self) -> tuple[Parameter, ...]:
         """The parameters. Raises UserError for an invalid word."""
-        return tuple(parameter for word in self.words if (parameter := read_parameter(word)) is not None)
+        parameters = [read_parameter(word) for word in self.words]
+        return tuple(parameter for parameter in parameters if parameter is not None)
 
     def command(self, values: Mapping[str, Value], seed: int | None = None) -> list[str]:
         """Returns the arguments of `trainer.main_ppo` for a run."""
-        files = [word for file in self.files for word in ("--config", file)]
-        chosen = [word for parameter in self.space for word in parameter.words(values[parameter.name])]
-        seeds = [] if seed is None else [f"trainer.seed={seed}"]
-        return [*files, *(word for word in self.words if read_parameter(word) is None), *chosen, *seeds]
+        words = []
+        for file in self.files:
+            words += ["--config", file]
+        words += [word for word in self.words if read_parameter(word) is None]
+        for parameter in self.space:
+            words += parameter.words(values[parameter.name])
+        if seed is not None:
+            words.append(f"trainer.seed={seed}")
+        return words
 
 
 @dataclass(frozen=True)
@@ -151,14 +158,21 @@ def read_options(argv: Sequence[str]) -> Options:
         raise UserError(
             "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to continue a study"
         )
-    asked = json.dumps([os.getcwd(), spec and asdict(spec)], sort_keys=True)
-    usual_name = f"main_ppo-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"  # one name per specification
-    folder = Path(usual_name if line.study is None else line.study).expanduser()
+    folder = Path(_usual_name(spec) if line.study is None else line.study).expanduser()
     if len(folder.parts) == 1 and not folder.is_dir():
         folder = Path("runs/sweeps") / folder
-    kind, trials = line.search or ("grid", None)
-    search = Search(kind, trials, _read_pruner(line.pruner)) if spec or line.search else None
+
+    search = None
+    if spec is not None or line.search is not None:
+        kind, trials = line.search or ("grid", None)
+        search = Search(kind, trials, _read_pruner(line.pruner))
     return Options(spec, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
+
+
+def _usual_name(spec: StudySpec | None) -> str:
+    """Returns the name of a study in this folder whose name the user does not give; one for each specification."""
+    described = json.dumps([os.getcwd(), spec and asdict(spec)], sort_keys=True)
+    return f"main_ppo-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
 def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterator[dict[str, Value]]:
@@ -166,27 +180,39 @@ def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterat
 
     Raises UserError for a grid with an infinite range or with more than `MOST_LISTED` combinations.
     """
-    lists = [listed for p in space if (listed := p.values(ends=corners)) is not None]
+    names = [parameter.name for parameter in space]
+    lists = []
+    for parameter in space:
+        values = parameter.values(ends=corners)
+        if values is not None:
+            lists.append(values)
     if len(lists) < len(space) or (not corners and math.prod(map(len, lists)) > MOST_LISTED):
         raise UserError(
             f"a grid needs lists of values with at most {MOST_LISTED:,} combinations: give choices (KEY=A,B,C), or "
             "search with --random N or --optuna N"
         )
-    return (dict(zip((p.name for p in space), chosen, strict=True)) for chosen in itertools.product(*lists))
+    return (dict(zip(names, values, strict=True)) for values in itertools.product(*lists))
 
 
 def read_parameter(word: str) -> Parameter | None:
     """Parses a word as a parameter; None if it has a single value. Raises UserError."""
-    key, _, raw = word.partition("=")
+    key, _, text = word.partition("=")
     if key.startswith("@"):
-        settings = {label: [f"{k}={as_text(v)}" for k, v in one.items()] for label, one in json.loads(raw).items()}
+        settings = {}
+        for label, values_by_key in json.loads(text).items():
+            settings[label] = [f"{name}={as_text(value)}" for name, value in values_by_key.items()]
         return Parameter(key[1:], CategoricalDistribution(list(settings)), settings)
-    if (call := _CALL.fullmatch(raw.strip())) is not None:
+
+    call = _CALL.fullmatch(text.strip())
+    if call is not None:
         return Parameter(key, _range(call[1], call[2].split(","), word))
-    labels = split_choices(raw.strip())
-    if len(labels) > 1 and ("" in labels or len(set(labels)) < len(labels)):
+
+    labels = split_choices(text.strip())
+    if len(labels) < 2:
+        return None
+    if "" in labels or len(set(labels)) < len(labels):
         raise UserError(f"{word}: a choice is empty or occurs twice; for repetitions use --seeds 3")
-    return Parameter(key, CategoricalDistribution(labels)) if len(labels) > 1 else None
+    return Parameter(key, CategoricalDistribution(labels))
 
 
 def as_text(value: Any) -> str:
@@ -218,9 +244,12 @@ def read_files(names: Iterable[str]) -> dict[str, str]:
 
 def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dict[int, float]:
     """Returns the metric's values by step. For a name with `*`, the mean of all matching metrics."""
-    fitting = {name for names in steps.values() for name in names if name == metric or fnmatchcase(name, metric)}
-    found = {step: [data[name] for name in fitting if name in data] for step, data in steps.items()}
-    return {step: fmean(values) for step, values in found.items() if values}
+    means = {}
+    for step, metrics in steps.items():
+        values = [value for name, value in metrics.items() if name == metric or fnmatchcase(name, metric)]
+        if values:
+            means[step] = fmean(values)
+    return means
 
 
 class _Parser(argparse.ArgumentParser):
@@ -245,13 +274,13 @@ def _count(kind: str) -> Callable[[str], tuple[str, int]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = _Parser(
+    parser = _Parser(
         prog="python -m trainer.sweep",
         description="Many runs of trainer.main_ppo: grid, random or Optuna, seeds as replicas, on Ray Tune.",
         epilog="Guide: trainer/SWEEPS.md",
         allow_abbrev=False,
     )
-    add = found.add_argument
+    add = parser.add_argument
     add("words", nargs="*", metavar="key=value", help="key=a,b  key=log(1e-7,1e-5)  key=int(1,8)  key=value")
     add("--file", metavar="YAML", help="a sweep file; the command line overrides it")
     add("--config", action="append", default=[], metavar="YAML", help="configuration of each run")
@@ -266,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--per-trial", type=_at_least(1), default=1, metavar="N", help="GPUs of each run; default 1")
     add("--ray-address", metavar="HOST:PORT", help="run on the machines of this Ray cluster")
     add("--retries", type=_at_least(0), default=3, metavar="N", help="retries of a run after machine faults; default 3")
-    return found
+    return parser
 
 
 def _file_words(name: str) -> Iterator[str]:
@@ -277,19 +306,24 @@ def _file_words(name: str) -> Iterator[str]:
         raise UserError(f"--file {name}: is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"--file {name}: expected a mapping with settings, space, metric and other options")
-    for entry, value in content.items():
-        if entry in ("settings", "space") and isinstance(value, dict):
-            for key, given in value.items():
-                is_searched = entry == "space"
-                if is_searched and isinstance(given, dict) and all(isinstance(one, dict) for one in given.values()):
-                    yield f"@{key}={json.dumps(given)}"
-                elif is_searched and isinstance(given, list):
-                    yield f"{key}={','.join(map(as_text, given))}"
-                else:
-                    yield f"{key}={as_text(given)}"
+    for entry, content_of_entry in content.items():
+        if entry == "settings" and isinstance(content_of_entry, dict):
+            yield from (f"{key}={as_text(value)}" for key, value in content_of_entry.items())
+        elif entry == "space" and isinstance(content_of_entry, dict):
+            yield from (_word_of_space(key, value) for key, value in content_of_entry.items())
         else:
-            given = value if isinstance(value, list) and entry == "config" else [value]
-            yield from (f"--{str(entry).replace('_', '-')}={as_text(one)}" for one in given)
+            is_list = isinstance(content_of_entry, list) and entry == "config"
+            for value in content_of_entry if is_list else [content_of_entry]:
+                yield f"--{str(entry).replace('_', '-')}={as_text(value)}"
+
+
+def _word_of_space(key: str, value: Any) -> str:
+    """Returns the word of a parameter in a sweep file: a list of choices, or choices that set several keys at once."""
+    if isinstance(value, dict) and all(isinstance(settings, dict) for settings in value.values()):
+        return f"@{key}={json.dumps(value)}"
+    if isinstance(value, list):
+        return f"{key}={','.join(map(as_text, value))}"
+    return f"{key}={as_text(value)}"
 
 
 def _study_spec(line: argparse.Namespace) -> StudySpec:
@@ -300,13 +334,18 @@ def _study_spec(line: argparse.Namespace) -> StudySpec:
     for word in line.words:  # later words override earlier ones
         name = word.partition("=")[0].lstrip("+~@")
         words[name] = _select_choices(words.get(name, ""), word)
-    given = None if line.seeds is None else parse_value(line.seeds)
-    seeds = list(range(1, given + 1)) if type(given) is int else given
-    if seeds is not None:
-        is_list = isinstance(seeds, list) and all(type(one) is int and seeds.count(one) == 1 for one in seeds)
-        if not is_list or not seeds:
-            raise UserError(f"--seeds {line.seeds}: expected a number (3 runs the seeds 1, 2, 3) or a list: [1,5,9]")
+    seeds = None if line.seeds is None else _read_seeds(line.seeds)
     return StudySpec(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
+
+
+def _read_seeds(text: str) -> list[int]:
+    """Parses --seeds: a number, or a list of different numbers. Raises UserError."""
+    value = parse_value(text)
+    seeds = list(range(1, value + 1)) if type(value) is int else value
+    is_list_of_numbers = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
+    if not is_list_of_numbers or not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds {text}: expected a number (3 runs the seeds 1, 2, 3) or a list: [1,5,9]")
+    return seeds
 
 
 def _select_choices(before: str, word: str) -> str:
@@ -315,18 +354,24 @@ def _select_choices(before: str, word: str) -> str:
         return word
     settings = json.loads(before.partition("=")[2])
     labels = split_choices(word.partition("=")[2])
-    if unknown := [label for label in labels if label not in settings]:
+    unknown = [label for label in labels if label not in settings]
+    if unknown:
         raise UserError(f"{word}: there is no {', '.join(unknown)}; --file has {', '.join(settings)}")
-    return f"{before.partition('=')[0]}={json.dumps({label: settings[label] for label in labels})}"
+    selected = {label: settings[label] for label in labels}
+    return f"{before.partition('=')[0]}={json.dumps(selected)}"
 
 
-def _read_pruner(given: str) -> dict[str, float] | None:
+def _read_pruner(text: str) -> dict[str, float] | None:
     """Parses the parameters of the pruner."""
-    name, _, rest = given.partition(":")
-    values = {key: parse_value(text) for key, _, text in (word.partition("=") for word in rest.split(",") if word)}
-    is_wrong = [key for key, value in values.items() if key not in _ASHA_KEYS or not isinstance(value, int | float)]
-    if name not in ("none", "asha") or is_wrong or any(value < 1 for value in values.values()):
+    name, _, options = text.partition(":")
+    values = {}
+    is_valid = name in ("none", "asha")
+    for word in filter(None, options.split(",")):
+        key, _, number = word.partition("=")
+        values[key] = parse_value(number)
+        is_valid &= key in _ASHA_KEYS and isinstance(values[key], int | float) and values[key] >= 1
+    if not is_valid:
         raise UserError(
-            f"--pruner {given}: expected none, or asha:KEY=NUMBER,... with NUMBER >= 1 and KEY {', '.join(_ASHA_KEYS)}"
+            f"--pruner {text}: expected none, or asha:KEY=NUMBER,... with NUMBER >= 1 and KEY {', '.join(_ASHA_KEYS)}"
         )
     return None if name == "none" else values

@@ -2,7 +2,7 @@
 
 import difflib
 import itertools
-import math
+from collections.abc import Sequence
 from contextlib import suppress
 
 from trainer.metric_docs import find, metrics
@@ -19,6 +19,9 @@ OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.res
 
 _MOST_CHECKED = 256
 """Combinations that are checked before the start. All others are checked before they run."""
+
+_MOST_REFUSALS = 3
+"""Refused combinations in a message."""
 
 
 def load(spec: StudySpec, values: dict[str, Value]) -> PPOConfig:
@@ -44,16 +47,30 @@ def problem(spec: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
 def planned(spec: StudySpec, search: Search) -> list[dict[str, Value]] | None:
     """Returns all combinations of the space, or None if trials are drawn because the space is infinite or very
     large."""
-    size = math.prod(MOST_LISTED + 1 if (v := p.values()) is None else len(v) for p in spec.space)
-    is_drawn = search.kind == "optuna" or (search.kind == "random" and size > MOST_LISTED)
-    return None if is_drawn else list(combinations(spec.space))
+    if search.kind == "optuna":
+        return None
+    size = 1
+    for parameter in spec.space:
+        values = parameter.values()
+        size *= MOST_LISTED + 1 if values is None else len(values)
+    if search.kind == "random" and size > MOST_LISTED:
+        return None
+    return list(combinations(spec.space))
 
 
 def check_sweep(spec: StudySpec, search: Search, gpus: int | None) -> None:
     """Checks everything that can be checked before a sweep starts, and prepares the recipes. Raises UserError."""
-    values = [(parameter, value) for parameter in spec.space for value in parameter.values(ends=True) or ()]
-    ends = [word for parameter, value in values for word in parameter.words(value)]
-    keys = dict.fromkeys(word.partition("=")[0].lstrip("+~") for word in (*spec.words, *ends))
+    _check_words(spec, search)
+    plan = planned(spec, search) or combinations(spec.space, corners=True)
+    checked = list(itertools.islice(plan, _MOST_CHECKED))
+    _prepare_recipes(spec, checked)
+    _check_combinations(spec, checked, gpus)
+    _check_metric(spec.metric, load(spec, checked[0]))
+
+
+def _check_words(spec: StudySpec, search: Search) -> None:
+    """Raises UserError for options that contradict each other or are missing."""
+    keys = _keys(spec)
     problems = [f"{key}: the sweep sets this key for each run; remove it" for key in keys if key in OWN_KEYS]
     if spec.seeds is not None and "trainer.seed" in keys:
         problems.append("trainer.seed is given, but --seeds sets it for each run: remove one of them")
@@ -63,24 +80,49 @@ def check_sweep(spec: StudySpec, search: Search, gpus: int | None) -> None:
         problems.append("--metric is not given: name the metric to compare, such as val-core/gsm8k/acc/mean@1")
     if problems:
         raise UserError("\n".join(problems))
-    plan = planned(spec, search) or combinations(spec.space, corners=True)
-    looked_at = list(itertools.islice(plan, _MOST_CHECKED))
+
+
+def _keys(spec: StudySpec) -> list[str]:
+    """Returns the keys that the words of the sweep, or a choice of a parameter, set."""
+    words = list(spec.words)
+    for parameter in spec.space:
+        for value in parameter.values(ends=True) or ():
+            words += parameter.words(value)
+    keys = [word.partition("=")[0].lstrip("+~") for word in words]
+    return list(dict.fromkeys(keys))
+
+
+def _prepare_recipes(spec: StudySpec, trials: Sequence[dict[str, Value]]) -> None:
+    """Creates the models and data of the recipes once, so that the runs do not do it all at the same time."""
     prepared: set[str | None] = set()
-    for chosen in looked_at:
-        with suppress(ConfigError):  # reported below
-            if (config := load(spec, chosen)).recipe not in prepared:
+    for values in trials:
+        with suppress(ConfigError):  # reported by `_check_combinations`
+            config = load(spec, values)
+            if config.recipe not in prepared:
                 prepared.add(config.recipe)
-                prepare_recipe(config)  # model and data are created once, not by all runs at the same time
-    refused = {str(values): text for values in looked_at if (text := problem(spec, values, gpus))}
-    if refused:
-        shown = [f"{values}:\n  {text}" for values, text in list(refused.items())[:3]]
-        raise UserError("\n".join([f"{len(refused)} of {len(looked_at)} combinations would be refused:", *shown]))
-    config, metric = load(spec, looked_at[0]), spec.metric
+                prepare_recipe(config)
+
+
+def _check_combinations(spec: StudySpec, trials: Sequence[dict[str, Value]], gpus: int | None) -> None:
+    """Raises UserError if the command would refuse some of the combinations. The message has the first three."""
+    refusals = []
+    for values in trials:
+        refusal = problem(spec, values, gpus)
+        if refusal:
+            refusals.append(f"{values}:\n  {refusal}")
+    if refusals:
+        head = f"{len(refusals)} of {len(trials)} combinations would be refused:"
+        raise UserError("\n".join([head, *refusals[:_MOST_REFUSALS]]))
+
+
+def _check_metric(metric: str, config: PPOConfig) -> None:
+    """Raises UserError if the runs of this configuration do not log the metric."""
     check_metric_name(metric, config)
     is_validated = config.trainer.test_freq != 0 and bool(config.data.val_files or config.agentic.val_batch_size)
     if metric.startswith("val-") and not is_validated:
         raise UserError(f"--metric {metric}: nothing is validated: set data.val_files and trainer.test_freq=20")
-    number, answers = metric.rpartition("@")[2], config.rollout.val_kwargs.n
+    number = metric.rpartition("@")[2]
+    answers = config.rollout.val_kwargs.n
     if metric.startswith("val-core/") and number.isdigit() and int(number) != answers:
         raise UserError(f"--metric {metric}: rollout.val_kwargs.n={answers}, so a run logs ...@{answers}")
 
@@ -93,22 +135,35 @@ def check_metric_name(metric: str, config: PPOConfig) -> None:
     """
     if find(metric) is not None or find(metric.replace("*", "*/*")) is not None:
         return
-    known = [name for documented in metrics() for name in documented.names]
+    documented_names = [name for documented in metrics() for name in documented.names]
     family, _, rest = metric.partition("/")
-    families = {name.partition("/")[0] for name in known if "/" in name}
-    near = difflib.get_close_matches(metric, known, n=1, cutoff=0.9)
     if family in ("val-core", "val-aux"):
-        from trainer.data.sources import read_rows  # imports transformers, which takes seconds
-
-        rows = (row for path in config.data.val_files for row in read_rows(path, "data.val_files"))
-        sources = sorted({str(row.get("data_source")) for row in rows}) or ["{data_source}"]
-        names = [name for name in known if name.startswith(f"{family}/") and name.endswith("mean@{N}")]
-        answers = str(config.rollout.val_kwargs.n)
-        near = [name.replace("{data_source}", one).replace("{N}", answers) for name in names for one in sources]
-        near = [name.replace("{variable}", value) for name in near for value in ("acc", "reward")]
-    elif rest and family not in families:
-        near = near or [f"{found}/{rest}" for found in difflib.get_close_matches(family, families, n=1, cutoff=0.6)]
-    if near:
+        suggestions = _means_of_validation(family, documented_names, config)
+    else:
+        suggestions = difflib.get_close_matches(metric, documented_names, n=1, cutoff=0.9)
+        families = {name.partition("/")[0] for name in documented_names if "/" in name}
+        if rest and family not in families and not suggestions:
+            similar_families = difflib.get_close_matches(family, families, n=1, cutoff=0.6)
+            suggestions = [f"{similar}/{rest}" for similar in similar_families]
+    if suggestions:
         raise UserError(
-            f"--metric {metric}: no such metric; did you mean {', '.join(near)}? METRICS.md lists all metrics"
+            f"--metric {metric}: no such metric; did you mean {', '.join(suggestions)}? METRICS.md lists all metrics"
         )
+
+
+def _means_of_validation(family: str, documented_names: Sequence[str], config: PPOConfig) -> list[str]:
+    """Returns the names of the means that a run logs about its validation data. family: val-core or val-aux."""
+    from trainer.data.sources import read_rows  # imports transformers, which takes seconds
+
+    sources = set()
+    for path in config.data.val_files:
+        for row in read_rows(path, "data.val_files"):
+            sources.add(str(row.get("data_source")))
+
+    names = []
+    for documented in documented_names:
+        if documented.startswith(f"{family}/") and documented.endswith("mean@{N}"):
+            for source in sorted(sources) or ["{data_source}"]:
+                name = documented.replace("{data_source}", source).replace("{N}", str(config.rollout.val_kwargs.n))
+                names += [name.replace("{variable}", variable) for variable in ("acc", "reward")]
+    return names

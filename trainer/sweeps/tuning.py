@@ -7,6 +7,7 @@ decision is first written to the study's log, from which a continued sweep rebui
 
 import difflib
 import json
+import math
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,24 +66,30 @@ def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
 
     Raises UserError if no device is free, the address does not answer, or no machine is large enough for a run.
     """
-    address, free, slots = options.address, list[str](), None
+    address = options.address
+    free: list[str] = []
+    slots: int | None = None
     environment = clean(os.environ) if address is None else None
     on_cpu = device == "cpu" or (address is None and device_type(device) == "cpu")
     with ExitStack() as stack:
         stack.callback(set_environment, set_environment(dict(_QUIET)))
         if address is None:
-            free = [] if on_cpu else free_devices(tell)
-            stack.callback(set_environment, set_environment({"CUDA_VISIBLE_DEVICES": ",".join(free)} if free else {}))
+            if not on_cpu:
+                free = free_devices(tell)
+                stack.callback(set_environment, set_environment({"CUDA_VISIBLE_DEVICES": ",".join(free)}))
             stack.enter_context(guarded())
             slots = options.slots or max(1, len(free) // options.per_trial)
         ray_init: Any = SimpleNamespace(
             address=address, num_cpus=slots, wait_for_nodes_s=_CONNECT_TIMEOUT_S, object_store_memory_mb=80
         )
         stack.enter_context(ray_running(ray_init, f"sweep-{os.getpid()}", num_gpus=len(free), tell=tell))
-        there = machines()
-        on_cpu = on_cpu or (device == "auto" and not any("GPU" in machine.resources for machine in there))
-        needed = {"CPU": 1.0} | ({} if on_cpu else {"GPU": float(options.per_trial)})
-        if not any(machine.has(needed) for machine in there):
+        present = machines()
+        if device == "auto" and not any("GPU" in machine.resources for machine in present):
+            on_cpu = True
+        needed = {"CPU": 1.0}
+        if not on_cpu:
+            needed["GPU"] = float(options.per_trial)
+        if not any(machine.has(needed) for machine in present):
             raise UserError(f"--per-trial: each run needs {needed} on one machine, and no machine has that")
         threading.Thread(target=_watch_ray, daemon=True).start()
         yield Place(None if on_cpu else options.per_trial, environment)
@@ -91,7 +98,8 @@ def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
 def _watch_ray() -> None:
     """Ends this process if Ray is lost. Ray Tune itself would wait forever or end without a message."""
     while ray.is_initialized():
-        if loss := ray_loss():
+        loss = ray_loss()
+        if loss is not None:
             print(f"ClusterLostError: {loss}. The same command continues the sweep", file=sys.stderr, flush=True)
             os._exit(1)
         time.sleep(1.0)
@@ -99,13 +107,18 @@ def _watch_ray() -> None:
 
 def free_devices(tell: Tell) -> list[str]:
     """Returns the devices that no other process uses, as named in CUDA_VISIBLE_DEVICES. UserError if there is none."""
-    visible = visible_gpus(list_gpus() or [])
-    busy = {one.token: f"{one.gpu} {why}" for one in visible if (why := unavailable(one.gpu, ResourceRequest(1)))}
-    free = [one.token for one in visible if one.token not in busy]
+    free = []
+    refusals = []
+    for visible in visible_gpus(list_gpus() or []):
+        reason = unavailable(visible.gpu, ResourceRequest(1))
+        if reason is None:
+            free.append(visible.token)
+        else:
+            refusals.append(f"{visible.gpu} {reason}")
     if not free:
-        raise UserError("\n  ".join(["no device is free; choose others with CUDA_VISIBLE_DEVICES:", *busy.values()]))
-    for reason in busy.values():
-        tell(f"device not used: {reason}")
+        raise UserError("\n  ".join(["no device is free; choose others with CUDA_VISIBLE_DEVICES:", *refusals]))
+    for refusal in refusals:
+        tell(f"device not used: {refusal}")
     return free
 
 
@@ -114,19 +127,20 @@ class Sweep(Searcher):
 
     def __init__(self, study: Study, place: Place, tell: Tell) -> None:
         super().__init__()
-        self._study, self._place, self._tell, self._mark = study, place, tell, uuid.uuid4().hex
-        search, plan = study.search, planned(study.spec, study.search)
-        if plan is not None and search.kind == "random":
+        self._study = study
+        self._place = place
+        self._tell = tell
+        self._mark = uuid.uuid4().hex
+
+        plan = planned(study.spec, study.search)
+        if plan is not None and study.search.kind == "random":
             random.Random(0).shuffle(plan)
-            plan = plan[: search.trials]
-        known = [trial.parameters for trial in study.trials]
-        self._queue = [values for values in plan or [] if values not in known]
-        self._draws = 0 if plan is not None else max(0, (search.trials or 0) - len(known))
-        self._asha: AsyncHyperBandScheduler | None = None
-        if search.asha is not None:
-            own: Any = {name: x if name == "reduction_factor" else int(x) for name, x in search.asha.items()}
-            own |= {"max_t": 10**9, "stop_last_trials": False, "mode": study.spec.mode}
-            self._asha = AsyncHyperBandScheduler(time_attr="step", metric="value", **own)
+            plan = plan[: study.search.trials]
+        started = [trial.parameters for trial in study.trials]
+        self._queue = [values for values in plan or [] if values not in started]
+        self._draws = 0 if plan is not None else max(0, (study.search.trials or 0) - len(started))
+
+        self._asha = None if study.search.asha is None else _make_asha(study.search.asha, study.spec.mode)
         self._known_to_asha: set[int] = set()
         for trial in study.trials:
             for step, mean in trial.means.items():
@@ -137,26 +151,52 @@ class Sweep(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         """Returns the next run for one of Tune's trials: a run of a started trial, else of a new trial."""
-        handed_out = [id(run) for _, run in self._running.values()]
-        runs = ((trial, run) for trial in self._study.trials if not trial.is_over for run in trial.runs)
-        begun = next((one for one in runs if one[1].state != "done" and id(one[1]) not in handed_out), None)
-        found = None if (self._study.folder / STOP).exists() else begun or self._new()
-        if found is None:
+        if (self._study.folder / STOP).exists():
             return Searcher.FINISHED
-        trial, run = self._running[trial_id] = found
+        next_run = self._next_started() or self._next_new()
+        if next_run is None:
+            return Searcher.FINISHED
+        trial, run = next_run
+        self._running[trial_id] = next_run
         run.state = "running"
-        own = {"default_local_dir": run.folder, "resume_mode": "auto", "n_gpus_per_node": self._place.gpus}
-        own["experiment_name"] = f"{self._study.folder.name}-{trial.number:04}-{run.folder.name}"
-        words = [f"trainer.{key}={value}" for key, value in own.items() if value is not None]
-        command, metric = [sys.executable, *run.words, *words], self._study.spec.metric
-        has_gpus, umask = self._place.gpus is not None, current_umask()
-        order = Order(command, run.folder, os.getcwd(), metric, self._place.environment, self._mark, has_gpus, umask)
-        return {"order": order}
+        return {"order": self._order(trial, run)}
 
-    def _new(self) -> tuple[Trial, Run] | None:
+    def _order(self, trial: Trial, run: Run) -> Order:
+        name = f"{self._study.folder.name}-{trial.number:04}-{run.folder.name}"
+        words = [f"trainer.default_local_dir={run.folder}", "trainer.resume_mode=auto"]
+        if self._place.gpus is not None:
+            words.append(f"trainer.n_gpus_per_node={self._place.gpus}")
+        words.append(f"trainer.experiment_name={name}")
+        return Order(
+            command=[sys.executable, *run.words, *words],
+            folder=run.folder,
+            cwd=os.getcwd(),
+            metric=self._study.spec.metric,
+            environment=self._place.environment,
+            sweep=self._mark,
+            gpus=self._place.gpus is not None,
+            umask=current_umask(),
+        )
+
+    def _next_started(self) -> tuple[Trial, Run] | None:
+        """Returns a run of a started trial that is neither done nor running, or None."""
+        running = [id(run) for _, run in self._running.values()]
+        for trial in self._study.trials:
+            if trial.is_over:
+                continue
+            for run in trial.runs:
+                if run.state != "done" and id(run) not in running:
+                    return trial, run
+        return None
+
+    def _next_new(self) -> tuple[Trial, Run] | None:
+        """Begins the next trial that the command accepts, and returns its first run; None if no trial is left."""
         while self._queue or self._draws:
-            self._draws -= not self._queue
-            parameters = self._queue.pop(0) if self._queue else draw(self._study)
+            if self._queue:
+                parameters = self._queue.pop(0)
+            else:
+                self._draws -= 1
+                parameters = draw(self._study)
             trial = self._study.begin(parameters)
             refusal = problem(self._study.spec, parameters, self._place.gpus)
             if not refusal:
@@ -177,7 +217,8 @@ class Sweep(Searcher):
         # announced with the first report, because Tune requests the next run before there is room for it
         if not (report["waits"] or is_over or trial_id in self._announced):
             self._announced.add(trial_id)
-            self._tell(f"{_name(trial, run)} starts: {', '.join(f'{k}={v}' for k, v in trial.parameters.items())}")
+            parameters = ", ".join(f"{name}={value}" for name, value in trial.parameters.items())
+            self._tell(f"{_name(trial, run)} starts: {parameters}")
         run.waits = report["waits"]
         self._judge_means(trial)
         if is_over:
@@ -198,11 +239,14 @@ class Sweep(Searcher):
 
     def _judge_means(self, trial: Trial) -> None:
         """Judges the mean at each step that all started runs of the trial have reached."""
-        begun = [run.values for run in trial.runs if run.values]
-        for step in sorted(set.intersection(*map(set, begun)) - trial.means.keys() if begun else ()):
+        values_of_runs = [run.values for run in trial.runs if run.values]
+        if not values_of_runs:
+            return
+        common_steps = set.intersection(*map(set, values_of_runs))
+        for step in sorted(common_steps - trial.means.keys()):
             if self._asha is None or trial.is_over:
                 return
-            mean = sum(values[step] for values in begun) / len(begun)
+            mean = sum(values[step] for values in values_of_runs) / len(values_of_runs)
             self._study.judge(trial, step, mean, prune=self._is_stopped(trial, step, mean))
             if trial.is_pruned:
                 self._tell(f"trial {trial.number} is pruned at step {step}")
@@ -212,33 +256,69 @@ class Sweep(Searcher):
         if self._asha is None:
             return False
         tuner: Any = None  # ASHA uses only the trial's name
-        known: Any = SimpleNamespace(trial_id=str(trial.number))
+        named: Any = SimpleNamespace(trial_id=str(trial.number))
         if trial.number not in self._known_to_asha:
             self._known_to_asha.add(trial.number)
-            self._asha.on_trial_add(tuner, known)
-        return bool(self._asha.on_trial_result(tuner, known, {"step": step, "value": mean}) == FIFOScheduler.STOP)
+            self._asha.on_trial_add(tuner, named)
+        decision = self._asha.on_trial_result(tuner, named, {"step": step, "value": mean})
+        return bool(decision == FIFOScheduler.STOP)
 
-    def _end(self, trial_id: str, state: str, names: list[str] | None = None, **known: Any) -> None:
+    def _end(self, trial_id: str, state: str, names: Sequence[str] = (), **details: Any) -> None:
+        """Records the end of a run.
+
+        Args:
+            trial_id: Tune's id of the run.
+            state: done | failed | stopped.
+            names: metrics that it has logged, if the compared metric is none of them.
+            details: see `Study.end`.
+        """
         trial, run = self._running.pop(trial_id)
-        metric, name = self._study.spec.metric, _name(trial, run)
         if state == "done":
-            value = run.values[max(run.values)] if run.values else float("nan")
-            if value == value:
-                known["value"] = value
+            value = run.values[max(run.values)] if run.values else math.nan
+            if math.isnan(value):
+                state = "failed"
+                details["error"] = self._missing_value(trial, run, names)
             else:
-                state, logged = "failed", names or []
-                near = ", ".join(difflib.get_close_matches(metric, logged, n=3, cutoff=0.5) or sorted(logged)[:5])
-                found = f"it logs {len(logged)} metrics, such as {near}" if logged else "it logs no metrics"
-                error = f"{metric} is nan" if run.values else f"--metric {metric}: {name} does not log it ({found})"
-                known["error"] = error
-                if not run.values and not any(trial.values for trial in self._study.trials):
-                    self.problem = UserError(known["error"])  # no run would have a value
-                    (self._study.folder / STOP).touch()
-        self._study.end(trial, run, state, **known)
-        value_text = f": {metric} {run.value:.4g} after {run.steps} steps" if run.value is not None else ""
-        error_text = f": {run.error.partition(chr(10))[0]}" if run.error else ""
-        self._tell(f"{name} {state}{value_text}{error_text}")
+                details["value"] = value
+        self._study.end(trial, run, state, **details)
+        self._tell(_summary(trial, run, state, self._study.spec.metric))
         self._study.write_csv()
+
+    def _missing_value(self, trial: Trial, run: Run, names: Sequence[str]) -> str:
+        """Returns why a run has no value to compare. Stops the sweep if no run has logged the metric so far."""
+        metric = self._study.spec.metric
+        if run.values:
+            return f"{metric} is nan"
+        logged = "it logs no metrics"
+        if names:
+            similar = difflib.get_close_matches(metric, names, n=3, cutoff=0.5) or sorted(names)[:5]
+            logged = f"it logs {len(names)} metrics, such as {', '.join(similar)}"
+        error = f"--metric {metric}: {_name(trial, run)} does not log it ({logged})"
+        if not any(trial.values for trial in self._study.trials):
+            self.problem = UserError(error)
+            (self._study.folder / STOP).touch()
+        return error
+
+
+def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandScheduler:
+    """Creates Tune's pruner from the parameters of --pruner, which are whole numbers except reduction_factor."""
+    arguments: dict[str, Any] = {}
+    for name, value in parameters.items():
+        arguments[name] = value if name == "reduction_factor" else int(value)
+    return AsyncHyperBandScheduler(
+        time_attr="step", metric="value", mode=mode, max_t=10**9, stop_last_trials=False, **arguments
+    )
+
+
+def _summary(trial: Trial, run: Run, state: str, metric: str) -> str:
+    """Returns a line about the end of a run."""
+    line = f"{_name(trial, run)} {state}"
+    if run.value is not None:
+        line += f": {metric} {run.value:.4g} after {run.steps} steps"
+    if run.error:
+        first_line, _, _ = run.error.partition("\n")
+        line += f": {first_line}"
+    return line
 
 
 def draw(study: Study) -> dict[str, Value]:
@@ -248,17 +328,33 @@ def draw(study: Study) -> dict[str, Value]:
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    seed, states = len(study.trials), optuna.trial.TrialState
-    tpe = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
-    sampler = tpe if study.search.kind == "optuna" else optuna.samplers.RandomSampler(seed)
-    known = optuna.create_study(sampler=sampler, direction="maximize" if study.spec.mode == "max" else "minimize")
+    seed = len(study.trials)
+    sampler: optuna.samplers.BaseSampler
+    if study.search.kind == "optuna":
+        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+    else:
+        sampler = optuna.samplers.RandomSampler(seed)
+    direction = "maximize" if study.spec.mode == "max" else "minimize"
+    results = optuna.create_study(sampler=sampler, direction=direction)
+
     space: dict[str, Any] = {parameter.name: parameter.distribution for parameter in study.spec.space}
     for trial in study.trials:
         value = trial.value if trial.state == "complete" else None
-        state = states.RUNNING if not trial.is_over else states.PRUNED if value is None else states.COMPLETE
-        had: dict[str, Any] = {"params": trial.parameters, "distributions": space, "intermediate_values": trial.means}
-        known.add_trial(optuna.trial.create_trial(state=state, value=value, **had))
-    return dict(known.ask(space).params)
+        if not trial.is_over:
+            state = optuna.trial.TrialState.RUNNING
+        elif value is None:
+            state = optuna.trial.TrialState.PRUNED
+        else:
+            state = optuna.trial.TrialState.COMPLETE
+        frozen_trial = optuna.trial.create_trial(
+            state=state,
+            value=value,
+            params=dict(trial.parameters),
+            distributions=space,
+            intermediate_values=trial.means,
+        )
+        results.add_trial(frozen_trial)
+    return dict(results.ask(space).params)
 
 
 def _name(trial: Trial, run: Run) -> str:
@@ -275,8 +371,8 @@ class Faults(FIFOScheduler):
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         text = Path(trial.error_file).read_text() if trial.error_file else ""
-        lost = "the machine or its Ray node was lost"
-        error = text.rpartition("MachineFault: ")[2].partition("\n")[0] if "MachineFault: " in text else lost
+        _, is_fault, message = text.rpartition("MachineFault: ")
+        error = message.partition("\n")[0] if is_fault else "the machine or its Ray node was lost"
         self._sweep.on_machine_fault(trial.trial_id, error, is_last=not trial.should_recover())
 
 
@@ -285,9 +381,12 @@ def run_study(study: Study, place: Place, options: Options, tell: Tell) -> None:
 
     Raises UserError if no run logs the metric, and KeyboardInterrupt if the sweep was asked to stop.
     """
-    stop, sweep = study.folder / STOP, Sweep(study, place, tell)
-    for path in (stop, *(trial.folder / STOP for trial in study.trials if not trial.is_over)):
-        path.unlink(missing_ok=True)
+    stop = study.folder / STOP
+    sweep = Sweep(study, place, tell)
+    stop.unlink(missing_ok=True)
+    for trial in study.trials:
+        if not trial.is_over:
+            (trial.folder / STOP).unlink(missing_ok=True)
     try:
         with stopping_on_signal(stop.touch, lambda _: tell("stopping: runs save what they have")):
             tune.Tuner(

@@ -63,19 +63,23 @@ def list_gpus(nvml: Any = None) -> list[Gpu] | None:
     except nvml.NVMLError:
         return None
     try:
-        wholes = [(index, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(nvml.nvmlDeviceGetCount())]
-        return [_gpu(nvml, index, part) for index, whole in wholes for part in _parts(nvml, whole)]
+        gpus = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            gpus += [_gpu(nvml, index, part) for part in _parts(nvml, device)]
+        return gpus
     finally:
         nvml.nvmlShutdown()
 
 
-def _parts(nvml: Any, whole: Any) -> list[Any]:
-    parts = []
+def _parts(nvml: Any, device: Any) -> list[Any]:
+    """Returns the MIG partitions of a device, or the device itself if it has none."""
+    partitions = []
     with suppress(nvml.NVMLError):  # the device has no MIG, or no further partitions
-        if nvml.nvmlDeviceGetMigMode(whole)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
-            for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
-                parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, place))
-    return parts or [whole]
+        if nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
+            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(device)):
+                partitions.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number))
+    return partitions or [device]
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
@@ -84,10 +88,19 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:  # not supported by the device or not permitted; used memory is still known
         processes = []
-    words = (nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
-    uuid, name = (word.decode() if isinstance(word, bytes) else word for word in words)
-    found = tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in processes)
-    return Gpu(index, uuid, name, int(memory.total), int(memory.free), found)
+    return Gpu(
+        index=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        processes=tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in processes),
+    )
+
+
+def _text(value: str | bytes) -> str:
+    """Returns a name as text; old versions of the library return bytes."""
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = None) -> list[VisibleGpu]:
@@ -99,31 +112,44 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
     """
     setting = (os.environ if environment is None else environment).get(_VARIABLE)
     if setting is None:  # CUDA shows only the first partition of a partitioned device
-        first = {gpu.index: gpu for gpu in reversed(gpus)}
-        return [VisibleGpu(str(gpu.index), gpu) for gpu in reversed(first.values())]
-    chosen: list[VisibleGpu] = []
-    for token in (word.strip() for word in setting.split(",")):
+        first_partitions: dict[int, Gpu] = {}
+        for gpu in gpus:
+            first_partitions.setdefault(gpu.index, gpu)
+        return [VisibleGpu(str(index), gpu) for index, gpu in first_partitions.items()]
+
+    visible: list[VisibleGpu] = []
+    for word in setting.split(","):
+        token = word.strip()
         if token in ("", "-1", "NoDevFiles"):
             break
-        found = [gpu for gpu in gpus if (gpu.index == int(token) if token.isdigit() else gpu.uuid.startswith(token))]
-        found = found[:1] if token.isdigit() or len(found) == 1 else []
-        if not found or any(found[0] is one.gpu for one in chosen):
-            problem = "is named twice" if found else "names no device of this machine"
-            known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
-            raise UserError(f"{_VARIABLE}={setting!r}: {token!r} {problem}; the devices are {known}")
-        chosen.append(VisibleGpu(token, found[0]))
-    return chosen
+        gpu_of_token = _find_gpu(gpus, token)
+        if gpu_of_token is None or any(gpu_of_token is other.gpu for other in visible):
+            problem = "names no device of this machine" if gpu_of_token is None else "is named twice"
+            devices = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
+            raise UserError(f"{_VARIABLE}={setting!r}: {token!r} {problem}; the devices are {devices}")
+        visible.append(VisibleGpu(token, gpu_of_token))
+    return visible
+
+
+def _find_gpu(gpus: Sequence[Gpu], token: str) -> Gpu | None:
+    """Returns the device with this index (the first of its partitions), or with this prefix of its UUID alone."""
+    if token.isdigit():
+        return next((gpu for gpu in gpus if gpu.index == int(token)), None)
+    matching = [gpu for gpu in gpus if gpu.uuid.startswith(token)]
+    return matching[0] if len(matching) == 1 else None
 
 
 def other_users(gpu: Gpu) -> list[str]:
     """Returns one line for each other process on the device: pid, user, memory, command."""
     lines = []
-    for process in (process for process in gpu.processes if process.pid != os.getpid()):
+    for process in gpu.processes:
+        if process.pid == os.getpid():
+            continue
         memory = "unknown memory" if process.used_bytes is None else f"{process.used_bytes / GIB:.1f} GiB"
         try:
-            known = psutil.Process(process.pid)
-            command = " ".join(known.cmdline()) or known.name()
-            lines.append(f"pid {process.pid} of user {known.username()}, {memory}: {command[:100]}")
+            entry = psutil.Process(process.pid)
+            command = " ".join(entry.cmdline()) or entry.name()
+            lines.append(f"pid {process.pid} of user {entry.username()}, {memory}: {command[:100]}")
         except psutil.Error:
             lines.append(f"pid {process.pid}, {memory}, not visible from here (another container, or it just ended)")
     return lines
@@ -142,10 +168,15 @@ def is_busy(gpu: Gpu) -> bool:
     The limits are 1 GiB for all other processes together, and 2 GiB of memory that no visible process holds (another
     container). A process with unknown memory also counts as use.
     """
-    others = [process.used_bytes for process in gpu.processes if process.pid != os.getpid()]
-    held = sum(used or 0 for used in others)
-    hidden = gpu.total_bytes - gpu.free_bytes - sum(process.used_bytes or 0 for process in gpu.processes)
-    return None in others or held > _IDLE_PROCESSES_BYTES or hidden > _IDLE_DEVICE_BYTES
+    listed_bytes = sum(process.used_bytes or 0 for process in gpu.processes)
+    hidden_bytes = gpu.total_bytes - gpu.free_bytes - listed_bytes
+    if hidden_bytes > _IDLE_DEVICE_BYTES:
+        return True
+
+    others = [process for process in gpu.processes if process.pid != os.getpid()]
+    if any(process.used_bytes is None for process in others):
+        return True
+    return sum(process.used_bytes or 0 for process in others) > _IDLE_PROCESSES_BYTES
 
 
 @dataclass(frozen=True)
@@ -180,42 +211,55 @@ def reserve_gpus(
         log("other users of the GPUs are not checked, because nvidia-ml-py is not installed")
         yield
         return
-    visible = visible_gpus(gpus)
-    taken = list[VisibleGpu]()
-    refused = list[str]()
     setting = os.environ.get(_VARIABLE)
-    for one in visible:
-        if len(taken) < request.count:
-            reason = unavailable(one.gpu, request)
-            taken += [one] if reason is None else []
-            refused += [] if reason is None else [f"{one.gpu} {reason}"]
-    if len(taken) < request.count:
-        raise UserError(
-            f"trainer.n_gpus_per_node={request.count}, but only {len(taken)} of {len(visible)} devices are available "
-            f"({_VARIABLE}={setting}):" + "".join(f"\n  {reason}" for reason in refused) + "\nChoose others with "
-            f"{_VARIABLE} or fewer with trainer.n_gpus_per_node. If their users agree, share them with "
-            "trainer.share_devices=true"
-        )
-    for sentence in refused:
-        log(sentence)
-    for one in taken:
-        for user in other_users(one.gpu):
-            log(f"{one.gpu} is also used by {user}")
-    os.environ[_VARIABLE] = ",".join(one.token for one in taken)
+    reserved = _reserve(visible_gpus(gpus), request, log)
+    os.environ[_VARIABLE] = ",".join(visible.token for visible in reserved)
     try:
         yield
     finally:
-        del os.environ[_VARIABLE]
-        os.environ |= {} if setting is None else {_VARIABLE: setting}
+        if setting is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = setting
+
+
+def _reserve(visible: Sequence[VisibleGpu], request: ResourceRequest, log: Callable[[str], None]) -> list[VisibleGpu]:
+    """Returns the first free devices. Logs why others before them are skipped, and their other users."""
+    reserved: list[VisibleGpu] = []
+    refusals: list[str] = []
+    for candidate in visible:
+        if len(reserved) == request.count:
+            break
+        reason = unavailable(candidate.gpu, request)
+        if reason is None:
+            reserved.append(candidate)
+        else:
+            refusals.append(f"{candidate.gpu} {reason}")
+
+    if len(reserved) < request.count:
+        setting = os.environ.get(_VARIABLE)
+        listed = "".join(f"\n  {refusal}" for refusal in refusals)
+        raise UserError(
+            f"trainer.n_gpus_per_node={request.count}, but only {len(reserved)} of {len(visible)} devices are "
+            f"available ({_VARIABLE}={setting}):{listed}\nChoose others with {_VARIABLE} or fewer with "
+            "trainer.n_gpus_per_node. If their users agree, share them with trainer.share_devices=true"
+        )
+    for refusal in refusals:
+        log(refusal)
+    for device in reserved:
+        for user in other_users(device.gpu):
+            log(f"{device.gpu} is also used by {user}")
+    return reserved
 
 
 def unavailable(gpu: Gpu, request: ResourceRequest) -> str | None:
     """Returns the reason why the device cannot be used, or None."""
     if is_busy(gpu) and not request.shared:
-        hidden = f"{(gpu.total_bytes - gpu.free_bytes) / GIB:.1f} GiB by processes that are not visible from here"
-        return "is in use:" + "".join(f"\n    {user}" for user in other_users(gpu) or [hidden])
-    share = int(100 * gpu.free_bytes / gpu.total_bytes) / 100
+        used_gib = (gpu.total_bytes - gpu.free_bytes) / GIB
+        users = other_users(gpu) or [f"{used_gib:.1f} GiB by processes that are not visible from here"]
+        return "is in use:" + "".join(f"\n    {user}" for user in users)
     if gpu.free_bytes < request.memory_share * gpu.total_bytes:
+        share = int(100 * gpu.free_bytes / gpu.total_bytes) / 100
         return (
             f"has {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, "
             f"rollout.gpu_memory_utilization={request.memory_share:g} needs more; at most {share:g} fits"

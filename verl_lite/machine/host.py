@@ -17,7 +17,8 @@ OWN = Path("/proc/self/cgroup")
 
 def available_memory() -> int:
     """Returns the free memory of this machine within the limits of this process, in bytes."""
-    free, left = psutil.virtual_memory().available, memory_left()
+    free = psutil.virtual_memory().available
+    left = memory_left()
     return free if left is None else min(free, left)
 
 
@@ -29,21 +30,27 @@ def cpu_count() -> int:
 
 def cores_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
     """Returns the quota of the control groups in cores, rounded up; None without a quota."""
-    limits = [_read(folder / "cpu.max").split() for folder in _groups(root, own)]
-    quotas = [math.ceil(int(words[0]) / int(words[1])) for words in limits if words and words[0] != "max"]
+    quotas = []
+    for folder in _groups(root, own):
+        words = _read(folder / "cpu.max").split()
+        if words and words[0] != "max":
+            quota_us, period_us = int(words[0]), int(words[1])
+            quotas.append(math.ceil(quota_us / period_us))
     return max(1, min(quotas)) if quotas else None
 
 
 def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
     """Returns the bytes until a memory limit is reached; None without a limit. Reclaimable file cache counts as
     free."""
-    left = []
+    bytes_left = []
     for folder in _groups(root, own):
-        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        limit = _read(folder / "memory.max")
+        used = _read(folder / "memory.current")
         if limit.isdigit() and used.isdigit():
-            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-            left.append(max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0))))
-    return min(left) if left else None
+            statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+            reclaimable = int(statistics.get("inactive_file", 0))
+            bytes_left.append(max(0, int(limit) - int(used) + reclaimable))
+    return min(bytes_left) if bytes_left else None
 
 
 def _groups(root: Path, own: Path) -> Iterator[Path]:
@@ -51,8 +58,10 @@ def _groups(root: Path, own: Path) -> Iterator[Path]:
     for line in _read(own).splitlines():
         if line.startswith("0::"):
             relative = Path(line.removeprefix("0::").lstrip("/"))
-            # in a container the path can be that of the host, and only the root folder exists
-            yield from (root / part for part in (relative, *relative.parents) if (root / part).is_dir())
+            for group in (relative, *relative.parents):
+                folder = root / group
+                if folder.is_dir():  # in a container the path can be that of the host, and only the root exists
+                    yield folder
 
 
 def _read(path: Path) -> str:

@@ -40,7 +40,9 @@ class Answer:
         self._connection: IO[bytes] = open(fd, "rb")
         self._exceptions: dict[str, type[Exception]] = {}
         self._lock = threading.Lock()
-        self.problem, self.is_broken, self.requests = "", False, 0
+        self.problem = ""
+        self.is_broken = False
+        self.requests = 0
 
     def begin(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Waits until the code has run.
@@ -79,12 +81,15 @@ class Answer:
         return self._function_proxy(reply, of, name) or self._value_of(reply)
 
     def _function_proxy(self, described: Any, of: int | None, name: str) -> Callable[..., Any] | None:
+        if described == {"function": True}:
+            return functools.partial(self.call, of, name)
+        if described != {"coroutine": True}:
+            return None
+
         async def call(*args: Any, **kwargs: Any) -> Any:
             return self.call(of, name, *args, **kwargs)
 
-        if described == {"function": True}:
-            return functools.partial(self.call, of, name)
-        return call if described == {"coroutine": True} else None
+        return call
 
     def _value_of(self, reply: dict[str, Any]) -> Any:
         number = fields(reply, object=int)
@@ -92,8 +97,8 @@ class Answer:
 
     def _decoded(self, described: Any) -> Any:
         try:
-            if found := fields(described, value=object):
-                return decode(*found)
+            if described_value := fields(described, value=object):
+                return decode(*described_value)
         except (Unreadable, MemoryError):
             pass
         raise self._broken()
@@ -130,10 +135,10 @@ class Answer:
     def _raised(self, message: dict[str, Any]) -> list[str]:
         """Returns the name, base and text of an exception in a message."""
         inner = fields(message, raised=dict)
-        found = fields(inner[0], name=str, base=str, text=str) if inner else None
-        if found is None:
+        exception = fields(inner[0], name=str, base=str, text=str) if inner else None
+        if exception is None:
             raise self._broken()
-        return found
+        return exception
 
     def _broken(self, why: str = FORGED) -> EndOfTest:
         self.problem, self.is_broken = why, True
@@ -172,10 +177,13 @@ def _exception_type(name: str) -> type[Exception]:
     Returns RuntimeError for exceptions that would end a process, such as SystemExit, and for StopIteration, which would
     end a loop of the test (as in PEP 479).
     """
-    found = getattr(builtins, name, None)
-    if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(found, _ENDS_LOOPS):
+    builtin = getattr(builtins, name, None)
+    if not isinstance(builtin, type) or not issubclass(builtin, Exception) or issubclass(builtin, _ENDS_LOOPS):
         return RuntimeError
-    return next(kind for kind in found.__mro__ if issubclass(kind, Exception) and not issubclass(kind, _NEEDS_MORE))
+    for kind in builtin.__mro__:
+        if issubclass(kind, Exception) and not issubclass(kind, _NEEDS_MORE):
+            return kind
+    return RuntimeError
 
 
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)

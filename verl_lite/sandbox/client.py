@@ -87,8 +87,11 @@ class Ended:
 
     def outcome(self) -> Outcome:
         """Returns the outcome of the test that was running: the exceeded limit, or the last line of stderr."""
-        lines = self.stderr.strip().splitlines()
-        error = f"exceeded its limit of {self.met}" if self.met else (lines or [f"exit code {self.exit_code}"])[-1]
+        if self.met:
+            error = f"exceeded its limit of {self.met}"
+        else:
+            lines = self.stderr.strip().splitlines()
+            error = lines[-1] if lines else f"exit code {self.exit_code}"
         return Outcome(True, error=error[:ERROR_CHARACTERS], is_timeout=self.met == "time")
 
 
@@ -118,9 +121,13 @@ class Sandbox:
     def run_script(self, code: str, stdin: str = "", total_s: float = math.inf) -> Outcome:
         """Runs code as a script. The value is its whole output; an exit code other than 0 is an error."""
         [ended] = self.run([("run_script", [{"code": code}])], stdin, total_s)
-        if ended.met or ended.exit_code:
-            return next(filter(None, map(_error_of, ended.messages)), None) or ended.outcome()
-        return Outcome(True, ended.stdout)
+        if not ended.met and ended.exit_code == 0:
+            return Outcome(True, ended.stdout)
+        for message in ended.messages:
+            error = _error_of(message)
+            if error is not None:
+                return error
+        return ended.outcome()
 
     def call(
         self,
@@ -135,10 +142,9 @@ class Sandbox:
         reply_bytes: limit of the size of all replies; data beyond it is not read. If the process ends early or the
         replies are too long, there are fewer outcomes than calls, and the last outcome has the reason.
         """
-        requests = [
-            {"call": name, "args": encode(list(args)), "kwargs": encode({}), "number": number}
-            for number, args in enumerate(calls, 1)
-        ]
+        requests = []
+        for number, args in enumerate(calls, 1):
+            requests.append({"call": name, "args": encode(list(args)), "kwargs": encode({}), "number": number})
         program = ("hold_functions", [{"code": code, "has_requests": True}, *requests])
         [ended] = self.run([program], "", total_s, reply_bytes)
         outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
@@ -166,13 +172,17 @@ class Sandbox:
         task = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
         held = ("hold_functions", [{"code": code, "has_requests": False}])
         functions, tester = self.run([held, ("run_tests", [task])], "", total_s)
-        outcomes, count = [], len(tests)
+        outcomes = []
+        count = len(tests)
         for message in tester.messages:  # written by the tests' process, which the tested code cannot reach
             if "broken" in message:
                 raise ValueError(f"The tests of the ground truth are not valid Python: {message['broken']}")
             count = message.get("tests", count)
-            outcome = _error_of(message) or (Outcome(True, True) if message.get("passed") is True else None)
-            outcomes += [outcome] if outcome else []
+            error = _error_of(message)
+            if error is not None:
+                outcomes.append(error)
+            elif message.get("passed") is True:
+                outcomes.append(Outcome(True, True))
         if tester.met or tester.exit_code:
             outcomes.append(tester.outcome())
         if functions.met:  # the exceeded limit is the reason of the first failure
@@ -195,16 +205,26 @@ class Sandbox:
         self._start_server()
         names = [name for name, _ in programs]
         request = {"limits": asdict(self.limits), "total_s": min(total_s, 1e9), "programs": names}
+        stdin_bytes = stdin.encode("utf-8", "surrogatepass")
         files: list[int] = []
         try:
             for _, task in programs:
-                contents = stdin.encode("utf-8", "surrogatepass"), b"", b"", b"".join(map(as_line, task)), b""
-                files += map(_file, contents)
+                task_bytes = b"".join(map(as_line, task))
+                for content in (stdin_bytes, b"", b"", task_bytes, b""):  # see `server.FILES`
+                    files.append(_file(content))
+
             ended = []
-            for report, at in zip(self._send_job(request, files), range(0, len(files), 5), strict=True):
-                stdout, stderr = (_content(fd).decode("utf-8", "replace") for fd in files[at + 1 : at + 3])
-                messages = _messages(files[at + 4], reply_bytes)
-                ended.append(Ended(report["met"], report["exit"], stdout, stderr, messages))
+            for number, report in enumerate(self._send_job(request, files)):
+                _, stdout, stderr, _, reply = files[5 * number : 5 * number + 5]
+                ended.append(
+                    Ended(
+                        met=report["met"],
+                        exit_code=report["exit"],
+                        stdout=_content(stdout).decode("utf-8", "replace"),
+                        stderr=_content(stderr).decode("utf-8", "replace"),
+                        messages=_messages(reply, reply_bytes),
+                    )
+                )
             return ended
         finally:
             for fd in files:
@@ -234,6 +254,7 @@ class Sandbox:
         return reports
 
     def _start_server(self) -> None:
+        """Starts the fork server, if it does not run, and finds out what programs could do on this machine."""
         if self._control is not None:
             return
         if not hasattr(os, "memfd_create"):  # for example macOS, where even unconfined programs cannot run
@@ -241,18 +262,14 @@ class Sandbox:
                 f"Code of answers does not run on {platform.system()} ({_NEEDED}). Run the rewards on a Linux machine "
                 "(reward.remote.url)."
             )
+        environment = dict(_ENVIRONMENT)
+        if "LD_LIBRARY_PATH" in os.environ:
+            environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own_root = str(Path(verl_lite.__file__).parents[1])
-        packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-        run = (
-            f"import sys; sys.path.insert(0, {own_root!r}); from verl_lite.sandbox.server import main; "
-            f"sys.path[:] = [path for path in sys.path if path not in ('', {own_root!r})] + {packages!r}; "
-            f"main({theirs.fileno()}, {_readable_folders()!r})"
-        )
         with theirs:
             self._server = ProcessTree(
-                [sys.executable, "-S", "-s", "-c", run],
-                _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+                [sys.executable, "-S", "-s", "-c", _server_program(theirs.fileno())],
+                environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -270,6 +287,21 @@ class Sandbox:
                 "Run the rewards on another machine (reward.remote.url), or, on a machine without "
                 "anything to lose, set allow_unsafe: true in the reward's kwargs."
             )
+
+
+def _server_program(control: int) -> str:
+    """Returns the code of the fork server. control: descriptor of its end of the connection.
+
+    The server imports this project from its folder and then removes the folder from its path, so that programs can
+    import installed packages only.
+    """
+    own_root = str(Path(verl_lite.__file__).parents[1])
+    packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+    return (
+        f"import sys; sys.path.insert(0, {own_root!r}); from verl_lite.sandbox.server import main; "
+        f"sys.path[:] = [path for path in sys.path if path not in ('', {own_root!r})] + {packages!r}; "
+        f"main({control}, {_readable_folders()!r})"
+    )
 
 
 def _file(content: bytes) -> int:
@@ -307,23 +339,27 @@ def _returned(message: dict[str, Any], number: int) -> Outcome:
     """
     if number and message.pop("number", None) != number:
         return Outcome(True, error=FORGED)
-    for raised in fields(message, raised=dict) or ():
-        if text := fields(raised, name=str, base=str, text=str):
-            return Outcome(True, error=f"{text[0]}: {text[2]}"[:ERROR_CHARACTERS])
-    if not number and (failed := fields(message, compiled=bool, error=str)):
-        return Outcome(False, error=failed[1][:ERROR_CHARACTERS] or "not valid Python")
-    if not number and fields(message, names=dict):
-        return Outcome(True)
-    if number and fields(message, object=int, after=list):
+    raised = fields(message, raised=dict)
+    exception = fields(raised[0], name=str, base=str, text=str) if raised else None
+    if exception:
+        name, _, text = exception
+        return Outcome(True, error=f"{name}: {text}"[:ERROR_CHARACTERS])
+
+    if number == 0:
+        if failure := fields(message, compiled=bool, error=str):
+            return Outcome(False, error=failure[1][:ERROR_CHARACTERS] or "not valid Python")
+        return Outcome(True) if fields(message, names=dict) else Outcome(True, error=FORGED)
+
+    if fields(message, object=int, after=list):
         return Outcome(True, error="the call returned no plain value")
-    value = fields(message, value=object, after=list) if number else None
-    return Outcome(True, value[0]) if value else Outcome(True, error=FORGED)
+    returned = fields(message, value=object, after=list)
+    return Outcome(True, returned[0]) if returned else Outcome(True, error=FORGED)
 
 
 def _readable_folders() -> list[str]:
     """Returns the folders and files that programs may read: Python, its packages and the system's libraries."""
-    paths = sysconfig.get_paths()
-    python = {os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    python |= {os.path.realpath(Path(sys.base_prefix, name)) for name in ("lib", "lib64")}  # conda's shared libraries
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]  # conda's shared libraries
+    python = {os.path.realpath(folder) for folder in folders}
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"]
     return [*sorted(python), *system, "/etc/ld.so.cache", "/etc/localtime"]

@@ -112,41 +112,60 @@ def hold_functions(task: int, reply: int) -> None:
         return
     if not message["has_requests"]:
         requests = open(reply, "rb", closefd=False)
-    namespace = _become_main(ANSWER).__dict__
-    objects: list[Any] = []
-    runner = asyncio.Runner()
 
-    def value_or_object(value: Any) -> dict[str, Any]:
-        if (plain := _plain(value)) is None:
-            objects.append(value)
-            return {"object": len(objects) - 1}
-        return plain
-
-    def load_code() -> dict[str, Any]:
-        exec(compiled, namespace)
-        visible = {} if message["has_requests"] else namespace  # requests in the task file need no names
-        return {"names": {name: _describe(value) for name, value in visible.items() if is_name(name)}}
-
-    def serve_request(request: dict[str, Any]) -> dict[str, Any]:
-        name, of = request["call"], request.get("of")
-        if of is not None:
-            function = getattr(objects[of], name)
-        elif name not in namespace and "Solution" in namespace:
-            function = getattr(namespace["Solution"](), name)
-        else:
-            function = namespace[name]
-        if request["args"] is None:
-            return _function(function) or value_or_object(function)
-        args = decode(request["args"])
-        returned = function(*args, **decode(request["kwargs"]))
-        value = value_or_object(runner.run(returned) if inspect.iscoroutine(returned) else returned)
-        return value | {"after": [_plain(arg) if type(arg) in CHANGEABLE else None for arg in args]}
-
-    _send(reply, _reply_or_raised(load_code))
+    held = _HeldCode()
+    # requests in the task file need no names
+    _send(reply, _reply_or_raised(held.run, compiled, not message["has_requests"]))
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = read_line(requests)
-            _send(reply, _reply_or_raised(serve_request, request) | {"number": request["number"]})
+            _send(reply, _reply_or_raised(held.serve, request) | {"number": request["number"]})
+
+
+class _HeldCode:
+    """The module of an answer's code, and the objects that its functions have returned. See `hold_functions`."""
+
+    def __init__(self) -> None:
+        self._namespace = _become_main(ANSWER).__dict__
+        self._objects: list[Any] = []
+        self._runner = asyncio.Runner()
+
+    def run(self, compiled: types.CodeType, describes_names: bool) -> dict[str, Any]:
+        """Runs the code. Returns the first reply, with a description of its names if `describes_names`."""
+        exec(compiled, self._namespace)
+        descriptions = {}
+        if describes_names:
+            for name, value in self._namespace.items():
+                if is_name(name):
+                    descriptions[name] = _describe(value)
+        return {"names": descriptions}
+
+    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Returns the reply to a request, without its number."""
+        function = self._find(request["call"], request.get("of"))
+        if request["args"] is None:
+            return _function(function) or self._value_or_object(function)
+        args = decode(request["args"])
+        returned = function(*args, **decode(request["kwargs"]))
+        if inspect.iscoroutine(returned):
+            returned = self._runner.run(returned)
+        reply = self._value_or_object(returned)
+        reply["after"] = [_plain(arg) if type(arg) in CHANGEABLE else None for arg in args]
+        return reply
+
+    def _find(self, name: str, object_number: int | None) -> Any:
+        if object_number is not None:
+            return getattr(self._objects[object_number], name)
+        if name not in self._namespace and "Solution" in self._namespace:
+            return getattr(self._namespace["Solution"](), name)
+        return self._namespace[name]
+
+    def _value_or_object(self, value: Any) -> dict[str, Any]:
+        plain = _plain(value)
+        if plain is not None:
+            return plain
+        self._objects.append(value)
+        return {"object": len(self._objects) - 1}
 
 
 def run_tests(task: int, reply: int, answer: int) -> None:
@@ -160,7 +179,8 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     _allow_long_integers()
     with open(task, "rb") as file:
         message = read_line(file)
-    tested, snippets = Answer(answer), []
+    tested = Answer(answer)
+    snippets = []
     for text in (message["setup"], *message["tests"]):
         try:
             snippets.append(compile(text, TESTS, "exec", dont_inherit=True))
@@ -173,7 +193,8 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     vars(unittest)["main"] = lambda *args, **kwargs: None  # this function runs the tests instead
     count = len(tests)
     for snippet in tests:
-        namespace, cases = _namespace(names), list[unittest.TestCase]()
+        namespace = _namespace(names)
+        cases: list[unittest.TestCase] = []
         problem = (
             _error_of(tested, exec, setup, namespace)
             or _error_of(tested, exec, snippet, namespace)
@@ -238,11 +259,16 @@ def _describe(value: Any) -> dict[str, Any] | None:
         base = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
         return {"exception": value.__name__, "base": base}
     is_long = isinstance(value, Sized) and not isinstance(value, type) and len(value) > _NAMED_ITEMS_MAX
-    return _function(value) or (None if is_long else _plain(value))
+    if callable(value):
+        return _function(value)
+    return None if is_long else _plain(value)
 
 
 def _function(value: Any) -> dict[str, Any] | None:
-    return {"coroutine" if inspect.iscoroutinefunction(value) else "function": True} if callable(value) else None
+    """Returns the description of a function, None for a value that cannot be called."""
+    if not callable(value):
+        return None
+    return {"coroutine" if inspect.iscoroutinefunction(value) else "function": True}
 
 
 def _plain(value: Any) -> dict[str, Any] | None:
@@ -273,8 +299,14 @@ class _Result(unittest.TestResult):
 
     def __init__(self, reply: int, tested: Answer, tests: int, stop_early: bool) -> None:
         super().__init__()
-        self._reply, self._tested, self.tests, self._stop_early = reply, tested, tests, stop_early
-        self._failure, self._is_skipped, self._requests = "", False, 0
+        self._reply = reply
+        self._tested = tested
+        self.tests = tests
+        self._stop_early = stop_early
+        # of the running test; requests: number that were sent before it
+        self._failure = ""
+        self._is_skipped = False
+        self._requests = 0
 
     def report(self, failure: str) -> None:
         _send(self._reply, {"error": failure} if failure else {"passed": True})
@@ -283,7 +315,9 @@ class _Result(unittest.TestResult):
 
     def startTest(self, test: unittest.TestCase) -> None:
         self._tested.begin_test()
-        self._failure, self._is_skipped, self._requests = "", False, self._tested.requests
+        self._failure = ""
+        self._is_skipped = False
+        self._requests = self._tested.requests
 
     def stopTest(self, test: unittest.TestCase) -> None:
         if self._is_skipped and self._requests != self._tested.requests:
@@ -346,9 +380,10 @@ _FIXTURES = {
 
 def _test_case(kind: type) -> type[unittest.TestCase]:
     """Converts a pytest class of tests to a `TestCase`."""
-    fixtures = {
-        ours: inspect.getattr_static(kind, theirs) for theirs, ours in _FIXTURES.items() if hasattr(kind, theirs)
-    }
+    fixtures = {}
+    for name_in_pytest, name in _FIXTURES.items():
+        if hasattr(kind, name_in_pytest):
+            fixtures[name] = inspect.getattr_static(kind, name_in_pytest)
     return type(kind.__name__, (kind, unittest.TestCase), {"__module__": TESTS, **fixtures})
 
 

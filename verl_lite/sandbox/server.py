@@ -113,16 +113,22 @@ class _Process:
 
     def watch(self, deadline: float) -> None:
         """Kills the process if it exceeds a limit that the kernel does not enforce."""
-        cpu_s, threads = self._usage()
-        found = {
-            "time": time.monotonic() > min(self._deadline, deadline) or cpu_s - self._cpu_before > self._limits.cpu_s,
-            "threads": threads > self._limits.threads,
-            "output": self._has_printed_too_much(),
-            "files": self._folder_bytes() > self._limits.folder_mb << 20,
-        }
-        self.met = self.met or next((limit for limit, is_met in found.items() if is_met), "")
+        self.met = self.met or self._exceeded_limit(deadline)
         if self.met:
             self._kill()
+
+    def _exceeded_limit(self, deadline: float) -> str:
+        """Returns the name of the first limit that is exceeded, or an empty string."""
+        cpu_s, threads = self._usage()
+        if time.monotonic() > min(self._deadline, deadline) or cpu_s - self._cpu_before > self._limits.cpu_s:
+            return "time"
+        if threads > self._limits.threads:
+            return "threads"
+        if self._has_printed_too_much():
+            return "output"
+        if self._folder_bytes() > self._limits.folder_mb << 20:
+            return "files"
+        return ""
 
     def end(self) -> dict[str, Any]:
         """Kills the process if it still runs, removes its folder and reports how the process ended."""

@@ -90,10 +90,12 @@ def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
     may_write: True to allow opening files for writing, creating and removing files. Raises OSError if the kernel has no
     seccomp filters.
     """
-    code = b"".join(struct.pack("=HBBI", *line) for line in _program(os.getpid(), may_write))
+    instructions = _program(os.getpid(), may_write)
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
-    if libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, 0, 0) != 0:
+    program = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))
+    result = libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), program, 0, 0)
+    if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"seccomp filter refused: {os.strerror(number)}")
 

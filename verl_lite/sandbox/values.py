@@ -108,8 +108,10 @@ def fields(message: Any, **kinds: type) -> list[Any] | None:
     """
     if type(message) is not dict or message.keys() != kinds.keys():
         return None
-    is_whole = all(kind in (object, type(message[key])) for key, kind in kinds.items())
-    return [message[key] for key in kinds] if is_whole else None
+    for key, kind in kinds.items():
+        if kind is not object and type(message[key]) is not kind:
+            return None
+    return [message[key] for key in kinds]
 
 
 def send(fd: int, line: bytes) -> None:

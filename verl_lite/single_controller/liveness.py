@@ -18,6 +18,7 @@ LOOK_EVERY_S = 2.0
 # suspended does not report others as lost.
 LOST_AFTER_LOOKS = 8
 _ANSWER_S = 2.0
+_THREADS = 64
 _PATIENCE_S = LOST_AFTER_LOOKS * LOOK_EVERY_S
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and an empty SETTINGS frame
 
@@ -52,19 +53,29 @@ class Lookout:
     """
 
     def __init__(self, never_return: Collection[Address] = ()) -> None:
-        self._never_return, self._looked, self._silent = never_return, float("-inf"), dict[Address, int]()
+        self._never_return = never_return
+        self._last_look = float("-inf")
+        self._silent_looks: dict[Address, int] = {}
 
     def lost(self, addresses: Collection[Address]) -> list[Address]:
         """Returns the lost servers among `addresses`. Looks again if the last look is at least LOOK_EVERY_S ago."""
-        if gone := [address for address in self._never_return if _refuses(address)]:
+        gone = [address for address in self._never_return if _refuses(address)]
+        if gone:
             return gone
         now = time.monotonic()
-        if addresses and now - self._looked >= LOOK_EVERY_S:
-            self._looked = now
-            with ThreadPoolExecutor(min(64, len(addresses))) as pool:
-                for address, silence in zip(addresses, pool.map(silence_of, addresses), strict=True):
-                    self._silent[address] = 0 if silence is None else self._silent.get(address, 0) + 1
-        return [address for address in addresses if self._silent.get(address, 0) >= LOST_AFTER_LOOKS]
+        if addresses and now - self._last_look >= LOOK_EVERY_S:
+            self._last_look = now
+            self._look(addresses)
+        return [address for address in addresses if self._silent_looks.get(address, 0) >= LOST_AFTER_LOOKS]
+
+    def _look(self, addresses: Collection[Address]) -> None:
+        with ThreadPoolExecutor(min(_THREADS, len(addresses))) as pool:
+            silences = list(pool.map(silence_of, addresses))
+        for address, silence in zip(addresses, silences, strict=True):
+            if silence is None:
+                self._silent_looks[address] = 0
+            else:
+                self._silent_looks[address] = self._silent_looks.get(address, 0) + 1
 
 
 def silent_process(address: Address, pid: int | None = None) -> str:
@@ -77,13 +88,20 @@ def silent_process(address: Address, pid: int | None = None) -> str:
     with contextlib.suppress(OSError, psutil.Error):
         socket.create_server((host, 0)).close()  # raises if the address belongs to another machine
         if pid is None:
-            listening = (entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN)
-            pid = next((entry.pid for entry in listening if entry.laddr.port == port), None)
+            pid = _listening_process(port)
         if pid is None:
             return f"nobody listens at {host}:{port} any more (killed, or the machine ran out of memory)"
         process = psutil.Process(pid)
         is_stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         state = ": it is stopped (SIGSTOP, Ctrl-Z or a debugger)" if is_stopped else ""
         return f"{process.name()} (pid {pid}) has not answered for {_PATIENCE_S:g} s{state}"
-    known = "" if pid is None else f" (pid {pid} on its machine)"
-    return f"{host}:{port}{known} has not answered for {_PATIENCE_S:g} s"
+    process_id = "" if pid is None else f" (pid {pid} on its machine)"
+    return f"{host}:{port}{process_id} has not answered for {_PATIENCE_S:g} s"
+
+
+def _listening_process(port: int) -> int | None:
+    """Returns the process of this machine that listens at a port, or None."""
+    for entry in psutil.net_connections("tcp"):
+        if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port:
+            return entry.pid
+    return None

@@ -114,9 +114,13 @@ class WorkerGroup:
 
     def _start(self, name: str, mode: DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture:
         """Starts a call. Batches, arrays and tensors are packed and sent once for all ranks."""
-        dispatched = mode.dispatch(self, tuple(map(_resolved, args)), {k: _resolved(v) for k, v in kwargs.items()})
+        positional = tuple(_resolved(value) for value in args)
+        keywords = {keyword: _resolved(value) for keyword, value in kwargs.items()}
+        dispatched = mode.dispatch(self, positional, keywords)
         if mode.rank_zero:
-            dispatched.calls, dispatched.collect = dispatched.calls[:1], [0]
+            dispatched.calls = dispatched.calls[:1]
+            dispatched.collect = [0]
+
         shared: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id is not reused
 
         def stand_in(value: Any) -> Any:
@@ -125,17 +129,20 @@ class WorkerGroup:
             if id(value) not in shared:
                 packed = value.pack() if isinstance(value, DataProto) else value
                 shared[id(value)] = (value, self._transport.share(packed))
-            return shared[id(value)][1]
+            _, reference = shared[id(value)]
+            return reference
 
         handles = []
-        for rank, (args, kwargs) in enumerate(dispatched.calls):
-            given = {key: stand_in(value) for key, value in kwargs.items()}
-            handles.append(self._transport.submit(rank, self.role, name, tuple(map(stand_in, args)), given))
+        for rank, (args_of_rank, kwargs_of_rank) in enumerate(dispatched.calls):
+            sent_args = tuple(stand_in(value) for value in args_of_rank)
+            sent_kwargs = {keyword: stand_in(value) for keyword, value in kwargs_of_rank.items()}
+            handles.append(self._transport.submit(rank, self.role, name, sent_args, sent_kwargs))
 
         def finish() -> Any:
-            answers = self._transport.wait(handles)
+            results = self._transport.wait(handles)
+            collected = [results[rank] for rank in dispatched.collect]
             try:
-                return mode.combine(self, [answers[rank] for rank in dispatched.collect], dispatched)
+                return mode.combine(self, collected, dispatched)
             except (TypeError, ValueError) as error:
                 error.add_note(f"in the answers of {self.role}.{name}")
                 raise
@@ -148,8 +155,8 @@ class WorkerGroup:
             infos = self.execute_all_sync("mesh_info")
             self._meshes = {mesh: _mesh(mesh, [info.get(mesh) for info in infos]) for mesh in set().union(*infos)}
         if name not in self._meshes:
-            known = sorted(self._meshes)
-            raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {known}")
+            registered = sorted(self._meshes)
+            raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {registered}")
         return self._meshes[name]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:

@@ -57,13 +57,11 @@ def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
         while True:
             ready, _, _ = select.select([0, listener.fileno()], [], [])
             if 0 in ready:
-                if not (names := os.read(0, 1 << 16).decode().split()):
+                names = os.read(0, 1 << 16).decode().split()
+                if not names:  # the driver has closed the input
                     return None
                 for name in names:
-                    with contextlib.suppress(Exception):  # the worker repeats the import and raises the error
-                        found = pkgutil.resolve_name(name)
-                        if callable(found):
-                            found()
+                    _preload(name)
                 continue
             with listener.accept()[0] as connection:
                 _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
@@ -82,6 +80,14 @@ def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
                     os.close(fd)
 
 
+def _preload(name: str) -> None:
+    """Imports a module, or calls a function (`module:function`)."""
+    with contextlib.suppress(Exception):  # the worker repeats the import and raises the error
+        target = pkgutil.resolve_name(name)
+        if callable(target):
+            target()
+
+
 def main(path: str, argv: list[str]) -> None:
     """Runs the template, or with `argv` the interpreter of a worker."""
     if argv:
@@ -89,7 +95,8 @@ def main(path: str, argv: list[str]) -> None:
         return
     del sys.path[0]  # the folder of this file
     gc.disable()  # while there are only imports
-    if (worker := serve(path)) is None:
+    worker = serve(path)
+    if worker is None:
         return
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

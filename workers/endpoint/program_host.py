@@ -171,8 +171,10 @@ class ProgramHost:
                     end_adopted()  # a command that killed the process with its limits left children behind
                 if status:
                     output.seek(max(0, output.seek(0, os.SEEK_END) - ERROR_CHARACTERS))
-                    shown = output.read().decode(errors="replace")
-                    raise UserError(f"The program {shlex.join(self._command)} ended with status {status}:\n{shown}")
+                    end_of_output = output.read().decode(errors="replace")
+                    raise UserError(
+                        f"The program {shlex.join(self._command)} ended with status {status}:\n{end_of_output}"
+                    )
             return read_result_file(result)
 
     def _wait(self, tree: ProcessTree) -> int:

@@ -96,7 +96,8 @@ class EnvHost:
         try:
             if isinstance(payload, Begin):
                 return read_reset(self._env(session, payload.tag).reset(payload.seed))
-            env, action = self._episodes[session][1], payload.action
+            _, env = self._episodes[session]
+            action = payload.action
             if action is None:
                 sample = getattr(env, "sample_random_action", None)
                 action = _text("sample_random_action", sample() if callable(sample) else "")
@@ -197,11 +198,15 @@ def _info(method: str, info: Any) -> dict[str, Any]:
         check_metric_names(f"the metrics {where}", metrics)
         for name, value in metrics.items():
             _expect(name not in RESERVED, f"a metric's name {where}", name, "another name: the trainer logs env/{name}")
-            metrics[name] = bool(value) if _is_flag(value) else read_number(f"metric {name!r} of {method}", value)
+            if _is_flag(value):
+                metrics[name] = bool(value)
+            else:
+                metrics[name] = read_number(f"metric {name!r} of {method}", value)
         checked["metrics"] = metrics
-    for name, mode in _mapping(f"metrics_agg_mode {where}", checked.get("metrics_agg_mode") or {}).items():
-        known = ", ".join(AGGREGATIONS)
-        _expect(mode in AGGREGATIONS, f"metrics_agg_mode[{name!r}] {where}", mode, f"one of {known}")
+    modes = _mapping(f"metrics_agg_mode {where}", checked.get("metrics_agg_mode") or {})
+    for name, mode in modes.items():
+        expected = f"one of {', '.join(AGGREGATIONS)}"
+        _expect(mode in AGGREGATIONS, f"metrics_agg_mode[{name!r}] {where}", mode, expected)
     return checked
 
 
@@ -213,5 +218,6 @@ def _mapping(what: str, value: Any) -> dict[Any, Any]:
 def _expect(is_right: bool, what: str, value: object, expected: str) -> None:
     if not is_right:
         text = repr(value)
-        shown = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
-        raise NonsenseError(f"{what} is {shown}, expected {expected}")
+        if len(text) > _SHOWN_CHARS:
+            text = text[:_SHOWN_CHARS] + "..."
+        raise NonsenseError(f"{what} is {text}, expected {expected}")

@@ -121,7 +121,8 @@ class EnvPool:
         until = time.monotonic() + timeout_s
         while True:
             replies = self.start().poll(max(0.0, until - time.monotonic()))
-            current = [reply for reply in map(self._finish_call, replies) if reply is not None]
+            finished = [self._finish_call(reply) for reply in replies]
+            current = [reply for reply in finished if reply is not None]
             if current or time.monotonic() >= until or (self._spec.num_workers == 0 and not replies):
                 return current
 
@@ -131,9 +132,10 @@ class EnvPool:
         Must not be called while episodes run. Raises EnvError with the tag, the problem and what to change.
         """
         tags = list(dict.fromkeys(tags))
-        if unknown := set(tags) - set(self._templates):
-            known = ", ".join(self._templates) or "none"
-            raise EnvError(f"the tag {min(unknown)!r}: agentic.custom_envs has no such entry; it has {known}")
+        unknown = set(tags) - set(self._templates)
+        if unknown:
+            entries = ", ".join(self._templates) or "none"
+            raise EnvError(f"the tag {min(unknown)!r}: agentic.custom_envs has no such entry; it has {entries}")
         for tag in tags:
             self.reset(tag, tag, 0)
         errors: dict[Hashable, str | None] = {}
@@ -147,13 +149,17 @@ class EnvPool:
                     errors[reply.key] = reply.error
         for tag in tags:
             self.discard(tag)
-        failures = [
-            f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does not "
-            f"work; nothing was started. Construction, a reset with seed 0 or one step failed:\n{printable(error)}\n"
-            "Change the entry or the environment; trainer/AGENTIC.md lists the values that it must return."
-            for tag, template in self._templates.items()
-            if (error := errors.get(tag)) is not None
-        ]
+
+        failures = []
+        for tag, template in self._templates.items():
+            error = errors.get(tag)
+            if error is not None:
+                failures.append(
+                    f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does "
+                    "not work; nothing was started. Construction, a reset with seed 0 or one step failed:\n"
+                    f"{printable(error)}\n"
+                    "Change the entry or the environment; trainer/AGENTIC.md lists the values that it must return."
+                )
         if failures:
             raise EnvError("\n\n".join(failures))
 

@@ -47,9 +47,12 @@ class PoolEnd:
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
-        self._socket, self._unsent, self._received = end, bytearray(), bytearray()
+        self._socket = end
+        self._unsent = bytearray()
+        self._received = bytearray()
         self.is_closed = False
-        self.fileno, self.close = end.fileno, end.close
+        self.fileno = end.fileno
+        self.close = end.close
 
     def send(self, number: int, message: bytes) -> None:
         """Queues a message and sends as much as possible."""
@@ -77,13 +80,17 @@ class PoolEnd:
             pass
         except OSError:
             self.is_closed = True
-        messages, place = [], 0
-        while len(self._received) - place >= _HEADER.size:
-            size, number = _HEADER.unpack_from(self._received, place)
-            end = place + _HEADER.size - _NUMBER.size + size
+
+        messages = []
+        start = 0
+        while len(self._received) - start >= _HEADER.size:
+            size, number = _HEADER.unpack_from(self._received, start)
+            # the size includes the number, which is part of the header here
+            content_start = start + _HEADER.size
+            end = content_start - _NUMBER.size + size
             if len(self._received) < end:
                 break
-            messages.append((number, bytes(self._received[place + _HEADER.size : end])))
-            place = end
-        del self._received[:place]
+            messages.append((number, bytes(self._received[content_start:end])))
+            start = end
+        del self._received[:start]
         return messages

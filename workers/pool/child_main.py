@@ -104,7 +104,8 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-    connection, pid = Connection(socket_fd), os.getpid()
+    connection = Connection(socket_fd)
+    pid = os.getpid()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
     os.register_at_fork(after_in_child=connection.close)  # the pool must not mistake a fork for this process
     child = Child(connection)
@@ -117,12 +118,13 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
 
 def perform(session: int, work: Callable[[], Any]) -> Reply:
     """Runs a call in this thread. Returns its result or its exception as a reply; raises nothing."""
-    started, value, error, is_timeout = time.monotonic(), None, None, False
+    start_time = time.monotonic()
     try:
         value = work()
-    except BaseException as raised:  # untrusted code, called only here, may even raise SystemExit
-        error, is_timeout = error_text(raised), isinstance(raised, Overdue)
-    return Reply(session, value, time.monotonic() - started, error, is_timeout)
+    except BaseException as error:  # untrusted code, called only here, may even raise SystemExit
+        seconds = time.monotonic() - start_time
+        return Reply(session, None, seconds, error_text(error), is_timeout=isinstance(error, Overdue))
+    return Reply(session, value, time.monotonic() - start_time)
 
 
 def error_text(error: BaseException) -> str:
@@ -135,7 +137,9 @@ class Child:
     signals; further threads start when calls arrive."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._pid, self._sending = connection, os.getpid(), threading.Lock()
+        self._connection = connection
+        self._pid = os.getpid()
+        self._sending = threading.Lock()
         self._threads: dict[int, int] = {}  # thread by session, for running calls
         self._calls: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
@@ -162,7 +166,8 @@ class Child:
                     handler.end(number)
                 else:
                     self._calls.put((number, pickle.loads(message)))
-                    if (threads := threads - 1) > 0:
+                    threads -= 1
+                    if threads > 0:
                         threading.Thread(target=self._work, args=(handler,), daemon=True).start()
         except EOFError:
             os._exit(0)  # the pool is gone, and nobody waits for running calls
@@ -181,8 +186,12 @@ class Child:
 
     def _stacks(self) -> dict[int, str]:
         """Returns the stack of each running call by session."""
-        frames, running = sys._current_frames(), self._threads.copy().items()
-        return {x: "".join(traceback.format_stack(frames[thread])) for x, thread in running if thread in frames}
+        frames = sys._current_frames()
+        stacks = {}
+        for session, thread in self._threads.copy().items():
+            if thread in frames:
+                stacks[session] = "".join(traceback.format_stack(frames[thread]))
+        return stacks
 
 
 def _pickled(reply: Reply) -> bytes:

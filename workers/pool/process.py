@@ -58,14 +58,11 @@ class Process:
         output, printed = os.pipe()
         self._stacks = tempfile.TemporaryFile(buffering=0)
         with theirs, open(printed, "wb") as stdout:
-            fds = theirs.fileno(), self._stacks.fileno()
-            arguments = ", ".join(map(str, (*fds, os.getpid(), threads)))
-            start = f"from workers.pool.child_main import main; main({arguments})"
-            code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
+            fds = (theirs.fileno(), self._stacks.fileno())
             self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
             variables = os.environ if environment is None else environment
             self._tree = ProcessTree(
-                [sys.executable, "-u", "-c", code],
+                [sys.executable, "-u", "-c", _program(*fds, threads)],
                 {**variables, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -74,7 +71,8 @@ class Process:
             )
         self.channel = PoolEnd(ours)
         self.log_path = log_path
-        self._printed_tail, self._is_killed = b"", False
+        self._printed_tail = b""
+        self._is_killed = False
         self._reader = threading.Thread(target=self._keep_output, args=(output,), name="pool-output", daemon=True)
         self._reader.start()
         self.threads = threads
@@ -96,7 +94,8 @@ class Process:
 
     def begin(self, threads: int) -> None:
         """Marks the process as started; the deadlines of calls that were sent before begin now."""
-        self.threads, self.sent = threads, dict.fromkeys(self.sent, time.monotonic())
+        self.threads = threads
+        self.sent = dict.fromkeys(self.sent, time.monotonic())
 
     def end(self, session: int) -> None:
         self.channel.send(session, b"")
@@ -112,8 +111,9 @@ class Process:
             if number != CONTROL:
                 if self.sent.pop(number, None) is None:
                     continue  # untrusted code can write to the channel, too
-                for session in itertools.islice(self.sent, self.threads - 1, self.threads):  # a waiting call starts
-                    self.sent[session] = time.monotonic()
+                next_session = next(itertools.islice(self.sent, self.threads - 1, None), None)
+                if next_session is not None:  # its waiting call starts now
+                    self.sent[next_session] = time.monotonic()
             try:
                 replies.append(pickle.loads(message))
             except Exception as error:  # unpickling objects of untrusted code can raise anything
@@ -127,25 +127,26 @@ class Process:
 
     def crash(self) -> str:
         """Returns the crash stack that a dead process left, or an empty text."""
-        found = _CRASH.search(self._written_stacks())
-        return found[1] + found[2] if found else ""
+        crash = _CRASH.search(self._written_stacks())
+        return crash[1] + crash[2] if crash else ""
 
     def stacks(self) -> str:
         """Returns the stacks of all threads. Sends a signal that the process answers even inside C code."""
-        before = text = self._written_stacks()
+        text_before = text = self._written_stacks()
         os.kill(self._tree.process.pid, STACK_SIGNAL)
         until = time.monotonic() + _STACK_TIMEOUT_S
         while time.monotonic() < until:
             time.sleep(_STACK_PAUSE_S)
-            last, text = text, self._written_stacks()
-            if last == text != before:  # the stacks arrive in several pieces
+            previous_text = text
+            text = self._written_stacks()
+            if text == previous_text and text != text_before:  # the stacks arrive in several pieces
                 break
         return text[-_SHOWN_CHARS:]
 
     def last_words(self) -> str:
         """Returns the crash stack of a dead process, or else the end of its output."""
-        shown = self.crash() or self._printed_tail.decode(errors="replace")[-_SHOWN_CHARS:]
-        return f"\n{shown}" if shown else ""
+        text = self.crash() or self._printed_tail.decode(errors="replace")[-_SHOWN_CHARS:]
+        return f"\n{text}" if text else ""
 
     def note(self, text: str) -> None:
         """Appends a line to the log of the process."""
@@ -187,7 +188,8 @@ class Process:
         Processes that replace each other append to the same log; a log that is too long is overwritten. Output that
         cannot be written, for example to a full disk, is dropped.
         """
-        path, left = self.log_path or os.devnull, PRINTED_BYTES_MAX
+        path = self.log_path or os.devnull
+        left = PRINTED_BYTES_MAX
         is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
         with open(output, "rb", buffering=0) as pipe, open(path, "wb" if is_long else "ab", buffering=0) as log:
             while chunk := pipe.read(1 << 16):
@@ -200,3 +202,9 @@ class Process:
                             with open(path, "ab") as again:
                                 os.dup2(again.fileno(), log.fileno(), inheritable=False)
                         log.write(chunk if left > 0 else _LAST_LINE)
+
+
+def _program(socket_fd: int, stacks_fd: int, threads: int) -> str:
+    """Returns the code of a supervised process. For the arguments see `child_main.main`."""
+    arguments = f"{socket_fd}, {stacks_fd}, {os.getpid()}, {threads}"
+    return f"import sys; sys.path[:] = {sys.path!r}; from workers.pool.child_main import main; main({arguments})"

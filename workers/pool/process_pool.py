@@ -175,20 +175,25 @@ class ProcessPool:
 
     def _fill(self) -> None:
         """Starts processes until `num_workers` of them accept new sessions."""
-        for _ in range(self._spec.num_workers - sum(not process.is_alone for process in self._processes)):
+        open_ones = [process for process in self._processes if not process.is_alone]
+        for _ in range(self._spec.num_workers - len(open_ones)):
             self._start(self._spec.threads)
 
     def _start(self, threads: int, *, is_alone: bool = False) -> Process:
-        spec, log_path = self._spec, None
-        if spec.log_dir is not None:
-            Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
-            taken = {process.log_path for process in self._processes}
-            paths = (str(Path(spec.log_dir) / f"{spec.name}-{number}.log") for number in range(len(taken) + 1))
-            log_path = next(path for path in paths if path not in taken)
-        process = Process(self._make, threads, log_path, is_alone=is_alone, environment=spec.environment)
+        log_path = None if self._spec.log_dir is None else self._free_log_path(Path(self._spec.log_dir))
+        process = Process(self._make, threads, log_path, is_alone=is_alone, environment=self._spec.environment)
         self._processes.append(process)
         self._next_check = 0.0
         return process
+
+    def _free_log_path(self, folder: Path) -> str:
+        """Returns the first log that no running process writes to. Creates the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        used = {process.log_path for process in self._processes}
+        number = 0
+        while str(folder / f"{self._spec.name}-{number}.log") in used:
+            number += 1
+        return str(folder / f"{self._spec.name}-{number}.log")
 
     def _dispose(self, process: Process) -> None:
         process.kill()
@@ -203,7 +208,10 @@ class ProcessPool:
         process = session.process
         if session.call is None or session.number in process.sent or (process.is_alone and process.sent):
             return
-        payload, *_ = session.done[session.seen] if session.seen < len(session.done) else session.call
+        if session.seen < len(session.done):
+            payload, _ = session.done[session.seen]
+        else:
+            (payload,) = session.call
         process.send(session.number, payload)
         self._next_check = min(self._next_check, time.monotonic() + self._check_s)
 
@@ -227,10 +235,12 @@ class ProcessPool:
         """Processes the messages that arrive within timeout_s. Returns True if `wake` was called."""
         if any([process.channel.flush() for process in self._processes]):
             timeout_s = min(timeout_s, self._check_s / 10)
-        of_channel = {process.channel: process for process in self._processes}
-        ready = wait([self._wake_reader, *of_channel], None if math.isinf(timeout_s) else timeout_s)  # type: ignore[list-item]
-        for channel, process in of_channel.items():
-            if channel in ready and process in self._processes:
+        processes = list(self._processes)
+        channels = [process.channel for process in processes]
+        ready = wait([self._wake_reader, *channels], None if math.isinf(timeout_s) else timeout_s)  # type: ignore[list-item]
+        for process in processes:
+            # the messages of one process can end another one
+            if process.channel in ready and process in self._processes:
                 self._take_messages(process)
                 if process.channel.is_closed and process in self._processes:
                     self._handle_crash(process, process.cause_of_death())
@@ -252,26 +262,39 @@ class ProcessPool:
                 self.wake()  # new sessions can start
 
     def _take_reply(self, process: Process, reply: Reply) -> None:
-        session, digest = self._sessions.get(reply.session), self._spec.digest
+        session = self._sessions.get(reply.session)
         if session is None or session.process is not process:
             return
-        found = None if reply.error is not None or digest is None else digest(reply.value)
-        if session.seen == len(session.done):
-            if found is not None and session.call is not None:
-                session.done.append((*session.call, found))
+        digest: str | None = None
+        if reply.error is None and self._spec.digest is not None:
+            digest = self._spec.digest(reply.value)
+
+        is_repeated = session.seen < len(session.done)
+        if is_repeated:
+            self._take_repeated_reply(session, reply, digest)
+        else:
+            if digest is not None and session.call is not None:
+                (payload,) = session.call
+                session.done.append((payload, digest))
                 session.seen += 1
             self._answer(session, reply)
-        elif found == session.done[session.seen][1]:  # a repeated call
+
+        if process.is_alone and process in self._processes:  # the next of its sessions can run
+            for number in sorted(process.sessions):
+                self._advance(self._sessions[number])
+
+    def _take_repeated_reply(self, session: _Session, reply: Reply, digest: str | None) -> None:
+        """Continues a session whose repeated call gave the same reply as before; any other session fails."""
+        _, first_digest = session.done[session.seen]
+        if digest == first_digest:
             session.seen += 1
             self._advance(session)
-        else:
-            why = reply.error or (
-                f"When its calls were repeated, call {session.seen + 1} of {len(session.done)} returned another result:"
-                " it depends on something else (time, another process, its own random state) and cannot continue."
-            )
-            self._answer(session, replace(reply, error=f"Its process died because of another session. {why}"))
-        for number in sorted(process.sessions) if process.is_alone and process in self._processes else ():
-            self._advance(self._sessions[number])
+            return
+        reason = reply.error or (
+            f"When its calls were repeated, call {session.seen + 1} of {len(session.done)} returned another result: it "
+            "depends on something else (time, another process, its own random state) and cannot continue."
+        )
+        self._answer(session, replace(reply, error=f"Its process died because of another session. {reason}"))
 
     # ------------------------------------------------------------------------------------------------------- watching
 
@@ -300,11 +323,14 @@ class ProcessPool:
         """Kills a process that has an overdue call. The overdue call is known to be the cause if other threads of the
         process still run. If the process is frozen (one call holds the interpreter's lock) or calls share a thread, any
         running call can be the cause."""
-        before, running = time.monotonic() - self._timeout_s, process.running()
-        culprits = [session for session, since in running.items() if since < before]
-        if culprits:
-            is_known = len(running) == 1 or not (is_frozen or self.style == "async")
-            self._handle_crash(process, self._overdue, culprits if is_known else [], stacks, is_timeout=True)
+        latest_start = time.monotonic() - self._timeout_s
+        running = process.running()
+        overdue = [session for session, start_time in running.items() if start_time < latest_start]
+        if not overdue:
+            return
+        shares_thread = is_frozen or self.style == "async"
+        culprits = overdue if len(running) == 1 or not shares_thread else []
+        self._handle_crash(process, self._overdue, culprits, stacks, is_timeout=True)
 
     def _handle_crash(
         self,
@@ -314,7 +340,15 @@ class ProcessPool:
         stacks: Mapping[int, str] | None = None,
         is_timeout: bool = False,
     ) -> None:
-        """Replaces a process that died or must be killed. culprits: sessions that caused it; empty = unknown."""
+        """Replaces a process that died or must be killed.
+
+        Args:
+            process: the process.
+            how: how it ended, for messages: "was killed by SIGKILL", "took longer than ...".
+            culprits: sessions that caused it; empty = unknown.
+            stacks: stacks of the running calls by session, if they are known.
+            is_timeout: True if a call exceeded its deadline.
+        """
         process.kill()
         self._take_messages(process)
         if process not in self._processes:
@@ -332,9 +366,11 @@ class ProcessPool:
             if self.style is None or self._failed_starts >= _FAILED_STARTS_MAX:
                 raise self._spec.error(f"The {self._spec.what} {how} while it started.{last_words}")
         self._fill()
-        alone = None
+
+        alone: Process | None = None
         for session in sessions:
-            session.seen, is_candidate = 0, session.number in candidates
+            session.seen = 0
+            is_candidate = session.number in candidates
             if is_candidate and is_certain:
                 stack = (stacks or {}).get(session.number)
                 details = f" Stack of the call:\n{stack}" if stack else last_words
@@ -343,7 +379,10 @@ class ProcessPool:
                 continue
             if session.number in running and self._spec.on_repeat is not None:
                 self._spec.on_repeat(session.number)
-            alone = alone or (self._start(1, is_alone=True) if is_candidate else None)
-            session.process = alone if is_candidate and alone else self.emptiest()
+            if is_candidate:
+                alone = alone or self._start(1, is_alone=True)
+                session.process = alone
+            else:
+                session.process = self.emptiest()
             session.process.sessions.add(session.number)
             self._advance(session)

@@ -187,17 +187,21 @@ def test_what_remains_of_the_group_of_an_ended_program_is_killed_before_its_exit
 
 
 def test_a_program_starts_with_its_folder_its_files_and_the_call_before_it(tmp_path: Path) -> None:
+    def set_umask() -> None:
+        os.umask(0o027)
+
     reader, writer = os.pipe()
+    program = f"import os; os.write({writer}, f'{{os.getcwd()}} {{os.umask(0):o}}'.encode())"
     tree = ProcessTree(
-        ["sh", "-c", f"pwd >&{writer}; umask >&{writer}"],
-        {"PATH": os.environ["PATH"]},
+        [sys.executable, "-S", "-c", program],
+        {},
         cwd=tmp_path,
         pass_fds=[writer],
-        before_exec=lambda: os.umask(0o027) and None,
+        before_exec=set_umask,
     )
     os.close(writer)
     assert tree.wait(10.0) == 0
-    assert os.read(reader, 1000).decode().split() == [str(tmp_path), "0027"]
+    assert os.read(reader, 1000).decode().split() == [str(tmp_path), "27"]
     os.close(reader)
     tree.end()
 
@@ -220,7 +224,7 @@ def test_a_fork_is_killed_with_the_group_that_it_leads() -> None:
         return 0
 
     process = ForkedProcess(leads_a_group)
-    pids = []
+    pids: list[str] = []
     while len(pids) < 2:  # one line of the fork, and one of its own fork
         pids += os.read(reader, 100).decode().split()
     assert not process.has_exited()

@@ -249,7 +249,7 @@ def test_no_process_is_left_when(ends: str) -> None:
     own = Sandbox(Limits(wall_s=50, cpu_s=50))
     assert own.run_script("print(0)").value == "0\n"
     assert own._server is not None and own._control is not None
-    server, control = psutil.Process(own._server.pid), own._control
+    server, control = psutil.Process(own._server.process.pid), own._control
     below = [server]
 
     def end() -> None:

@@ -49,8 +49,8 @@ def test_a_forked_script_sees_what_it_would_see_in_an_interpreter_of_its_own(tmp
             assert started.stdout is not None
             worker = int(started.stdout.readline())
             assert worker != started.pid and not gone(worker, 0) and not gone(started.pid, 0.2)
-            guard.template.kill()
-            assert gone(worker, 20) and gone(guard.template.pid, 20)
+            guard.template.process.kill()
+            assert gone(worker, 20) and gone(guard.template.process.pid, 20)
         argv, env, folder, has_ray, is_preloaded, read, *_ = facts(interpreter, script, tmp_path)
         assert (argv, read, is_preloaded) == (["one", "two words"], "in", False)
         preload("wave")  # no error without a template
@@ -63,8 +63,9 @@ from verl_lite.single_controller.guard import current_guard, worker_template_run
 try:
     with worker_template_running({}):
         guard = current_guard()
-        guard.template.stdin.close()
-        assert (template := guard.template).wait(20) == 0
+        guard.template.process.stdin.close()
+        template = guard.template.process
+        assert template.wait(20) == 0
         raise KeyError
 except KeyError:
     assert current_guard() is None and gone(template.pid, 0) and not guard.folder.exists()
@@ -91,7 +92,7 @@ with worker_template_running({"VL_FORKED": "1"}), guarded() as guard:
         for value in ("1", "2"):
             recipe = {"place": ClassWithInitArgs(Place)}
             [group] = create_worker_groups("ray", ResourcePool([2]), recipe, env={"VL_FORKED": value}).values()
-            print([(parent == guard.template.pid, *rest) for parent, *rest in group.execute_all_sync("facts")])
+            print([(parent == guard.template.process.pid, *rest) for parent, *rest in group.execute_all_sync("facts")])
             group.shutdown()
 """
 
