@@ -2,9 +2,7 @@
 
 from trainer.cli import removed_command
 
-main = removed_command(
-    "trainer.sync", "trainer.tracking.read_metrics and the tracker's own API, as in trainer/REPORTS.md#trackers"
-)
+main = removed_command("trainer.sync", "the lines of Python in trainer/REPORTS.md#trackers")
 
 if __name__ == "__main__":
     raise SystemExit(main())
