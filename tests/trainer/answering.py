@@ -151,7 +151,9 @@ def answering(
         "saver": None,
         "run_dir": folder,
     }
-    yield trainer_class(config, ref=None, critic=None, **parts)
+    trainer = trainer_class(config, ref=None, critic=None, **parts)
+    trainer.scheduler.version = 0  # the workers have their weights already
+    yield trainer
     group.close()
     group.shutdown()
 

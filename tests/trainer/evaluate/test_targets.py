@@ -175,7 +175,6 @@ def generated(config: PPOConfig, output: Path, ranks: int, kind: type[Generation
     folder = folder_of(output)
     folder.mkdir(exist_ok=True)
     with answering(config, folder, ranks, kind) as trainer:
-        trainer.weight_sync.start = dict  # type: ignore[method-assign]
         trainer.fit()
 
 
