@@ -151,7 +151,9 @@ def answering(
         "saver": None,
         "run_dir": folder,
     }
-    yield trainer_class(config, ref=None, critic=None, **parts)
+    trainer = trainer_class(config, ref=None, critic=None, **parts)
+    trainer.scheduler.version = trainer.steps.global_step  # the workers loaded the weights themselves
+    yield trainer
     group.close()
     group.shutdown()
 
