@@ -152,7 +152,7 @@ def answering(
         "run_dir": folder,
     }
     trainer = trainer_class(config, ref=None, critic=None, **parts)
-    trainer.scheduler.version = 0  # the workers have their weights already
+    trainer.scheduler.version = trainer.steps.global_step  # the workers loaded the weights themselves
     yield trainer
     group.close()
     group.shutdown()
