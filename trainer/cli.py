@@ -44,6 +44,8 @@ WORKERS = {
 }
 _LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+|evaluate/\w+)\.py$")
 """Files above the training loop."""
+Handler = Callable[[int, FrameType | None], Any] | int | None
+"""A handler of a signal, as in the types of Python's `signal`."""
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # vLLM 0.26 reads only the second
 DRIVER = {
@@ -57,16 +59,19 @@ def worker_environment(cpu: bool, threads: int, *, sleeps: bool = True) -> dict[
     """Returns the environment variables of a worker process. On a GPU, allocator settings of the user take precedence.
 
     Args:
+        cpu: True for a worker without a GPU.
         threads: compute threads of the worker. Two thread pools on the same two cores slow each other down 40 times.
         sleeps: the rollout engine frees its memory between rollouts. Its allocator does not support expandable
             segments.
     """
     environment = {**WORKERS, "OMP_NUM_THREADS": str(threads)}
     if cpu:
-        # threads that spin while they wait for each other stop a worker almost completely if others use the cores, too
-        spin = {} if any(name in os.environ for name in SPINNING) else {SPINNING[0]: "1000"}
-        return environment | {"TORCHDYNAMO_DISABLE": "1"} | spin
-    if not sleeps and not any(name in os.environ for name in ALLOCATOR):
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        if not any(name in os.environ for name in SPINNING):
+            # threads that spin while they wait for each other stop a worker almost completely if others use the cores,
+            # too
+            environment[SPINNING[0]] = "1000"
+    elif not sleeps and not any(name in os.environ for name in ALLOCATOR):
         environment |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
     return environment
 
@@ -117,8 +122,8 @@ def out_as_word(argv: list[str], key: str) -> list[str]:
     """Returns the arguments of a key=value command with `--out FILE` replaced by `key=FILE` at the end."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", action="append", default=[])
-    given, rest = parser.parse_known_args(argv)
-    return [*rest, *(f"{key}={file}" for file in given.out)]
+    options, other_words = parser.parse_known_args(argv)
+    return [*other_words, *(f"{key}={file}" for file in options.out)]
 
 
 def leave(status: int) -> NoReturn:
@@ -180,15 +185,16 @@ def file_mask(mask: str, folder: Path) -> Iterator[None]:
     """Context manager that creates `folder` and sets the umask of this process, and of processes that it starts, to
     `mask` (octal). New parent folders, which others may use too, have all permissions that `mask` or the user's umask
     grants."""
-    own, wanted = os.umask(0o077), int(mask, 8)
+    users_mask = os.umask(0o077)  # the umask can only be read by setting another one
+    folder_mask = int(mask, 8)
     try:
-        os.umask(own & wanted)
+        os.umask(users_mask & folder_mask)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        os.umask(wanted)
+        os.umask(folder_mask)
         folder.mkdir(exist_ok=True)
         yield
     finally:
-        os.umask(own)
+        os.umask(users_mask)
 
 
 @contextmanager
@@ -216,43 +222,51 @@ def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) ->
     """In this context the first signal calls `stop`, which ends the run with a checkpoint after the current step. A
     second signal raises KeyboardInterrupt. tell: function that shows a message to the user."""
 
-    def first(number: int, frame: FrameType | None) -> None:
-        for each, handler in before.items():
-            signal.signal(each, handler if callable(handler) else signal.default_int_handler)
+    def stop_at_first_signal(number: int, frame: FrameType | None) -> None:
+        for each_number, handler in replaced_handlers.items():
+            signal.signal(each_number, handler if callable(handler) else signal.default_int_handler)
         name = signal.Signals(number).name
         tell(f"{name}: stopping after this step, with a checkpoint; repeat it to stop at once, without a checkpoint")
         stop()
 
-    with _handled_by(first) as before:
+    with _handled_by(stop_at_first_signal) as replaced_handlers:
         yield
 
 
 @contextmanager
-def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[dict[signal.Signals, Any]]:
+def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[dict[signal.Signals, Handler]]:
     """In this context `handle` is called for SIGINT, SIGTERM and SIGHUP. Yields the handlers that it replaces.
 
     After SIGHUP, output to the closed terminal is discarded first. Signals that were ignored before (nohup) stay
     ignored. Outside the main thread, where Python does not deliver signals, nothing changes.
     """
 
-    def called(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:  # the terminal is closed, so writing to it would raise an error
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (1, 2):
-                if stat.S_ISCHR(os.fstat(stream).st_mode):
-                    os.dup2(nowhere, stream)
+    def handle_with_output(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _discard_terminal_output()
         handle(number, frame)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, called)
+    replaced_handlers: dict[signal.Signals, Handler] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # None: a handler that was not installed by Python
+                replaced_handlers[number] = handler
+    for number in replaced_handlers:
+        signal.signal(number, handle_with_output)
     try:
-        yield before
+        yield replaced_handlers
     finally:
-        for number, handler in before.items():
+        for number, handler in replaced_handlers.items():
             signal.signal(number, handler)
+
+
+def _discard_terminal_output() -> None:
+    """Connects output that goes to a terminal with nothing. The terminal is closed, so writing would raise an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):
+            os.dup2(nowhere, stream)
 
 
 def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -267,19 +281,25 @@ def failure_text(error: BaseException) -> str:
     It begins with the traceback of the worker or of the user's code that raised the error, or else with the driver's
     traceback below the launch code. Then follow the notes, and in the last line role, rank, phase and error.
     """
-    place, notes = circumstances(error), getattr(error, "__notes__", [])
+    place = circumstances(error)
+    notes = getattr(error, "__notes__", [])
     if place.traceback is not None:  # the driver's own traceback only shows where it waited for the failed process
         parts = [f"The first cause, {place}:\n{place.traceback.rstrip()}"]
-        notes = [note for note in notes if place.traceback not in note and note not in place.traceback]
+        parts += [note for note in notes if place.traceback not in note and note not in place.traceback]
     else:
-        driver_trace = traceback.TracebackException.from_exception(error)
-        driver_trace.__notes__ = None
-        while len(driver_trace.stack) > 1 and _LAUNCHER.search(driver_trace.stack[0].filename):
-            del driver_trace.stack[0]
-        parts = ["".join(driver_trace.format()).rstrip()]
-    parts += notes
-    where = f"{place}: " if str(place) else ""
+        parts = [_traceback_below_launcher(error), *notes]
+
+    location = f"{place}: " if str(place) else ""
     first_line = str(error).partition("\n")[0]
     log = f"\n  its log: {place.log}" if place.log else ""
-    parts.append(f"The run failed: {where}{type(error).__name__}: {first_line}{log}")
+    parts.append(f"The run failed: {location}{type(error).__name__}: {first_line}{log}")
     return printable("\n" + "\n\n".join(parts))
+
+
+def _traceback_below_launcher(error: BaseException) -> str:
+    """Returns the driver's traceback without notes and without the calls that only lead to the training loop."""
+    driver_trace = traceback.TracebackException.from_exception(error)
+    driver_trace.__notes__ = None
+    while len(driver_trace.stack) > 1 and _LAUNCHER.search(driver_trace.stack[0].filename):
+        del driver_trace.stack[0]
+    return "".join(driver_trace.format()).rstrip()

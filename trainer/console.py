@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -101,43 +101,64 @@ class Console:
     def start(self, total_steps: int) -> None:
         """Starts counting steps and, on a terminal, shows the progress bar."""
         self._total = total_steps
-        if self._rich.is_terminal and total_steps > 0 and self.verbosity != "quiet":
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[left]}"))
-            # few refreshes, because each takes CPU time from the training
-            self._progress = Progress(*columns, console=self._rich, refresh_per_second=2)
-            self._progress.add_task("step", total=total_steps, left="starting")
-            self._progress.start()
+        if not self._rich.is_terminal or total_steps <= 0 or self.verbosity == "quiet":
+            return
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(None),
+            TextColumn("{task.fields[left]}"),
+            console=self._rich,
+            refresh_per_second=2,  # few refreshes, because each takes CPU time from the training
+        )
+        self._progress.add_task("step", total=total_steps, left="starting")
+        self._progress.start()
 
     def advance(self, step: int) -> None:
         """Moves the bar to `step` finished steps."""
-        if self._finished and step != self._finished[-1][1] + 1:
-            self._finished.clear()  # restarts the measurement after a break, such as a validation
+        if self._finished:
+            _, last_step = self._finished[-1]
+            if step != last_step + 1:
+                self._finished.clear()  # restarts the measurement after a break, such as a validation
         self._finished.append((time.monotonic(), step))
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step, left=self._remaining_time())
+            task = self._progress.task_ids[0]
+            self._progress.update(task, completed=step, left=self._remaining_time())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Prints the line of a training step with those of its metrics that have a column (reward, length, KL, entropy,
         throughput, seconds, ...), and a second line with the means of a validation."""
         if "training/global_step" in metrics:
-            parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
-            for names, form in (*_COLUMNS, *_SHARES):
-                value = next((metrics[name] for name in names if name in metrics), None)
-                if value is not None and (value or (names, form) not in _SHARES):
+            step_width = len(str(self._total))
+            parts = [f"step {step:>{step_width}}/{self._total}"]
+            for names, form in _COLUMNS:
+                value = _first_value(metrics, names)
+                if value is not None:
                     parts.append(form.format(value))
-            left = "" if self._rich.is_terminal else self._remaining_time()
-            self.progress("  ".join(filter(None, (*parts, left))))
-        failed = {name: rate for name, rate in metrics.items() if name.endswith("/reward/error_rate") and rate}
-        parts = [validation_line(metrics), *(f"{name} {rate:.1%}" for name, rate in failed.items())]
-        if any(parts):
-            self.progress(f"validation after step {step}: {', '.join(filter(None, parts))}")
+            for names, form in _SHARES:
+                value = _first_value(metrics, names)
+                if value:
+                    parts.append(form.format(value))
+            remaining = "" if self._rich.is_terminal else self._remaining_time()  # a terminal has it beside the bar
+            if remaining:
+                parts.append(remaining)
+            self.progress("  ".join(parts))
+
+        parts = [validation_line(metrics)] if validation_line(metrics) else []
+        for name, rate in metrics.items():
+            if name.endswith("/reward/error_rate") and rate:
+                parts.append(f"{name} {rate:.1%}")
+        if parts:
+            self.progress(f"validation after step {step}: {', '.join(parts)}")
 
     def _remaining_time(self) -> str:
         """Returns the remaining time at the pace of the last steps; an empty string before two steps have finished."""
         if len(self._finished) < 2 or not self._total:
             return ""
-        (first, from_step), (last, to_step) = self._finished[0], self._finished[-1]
-        return f"{format_seconds((last - first) / (to_step - from_step) * (self._total - to_step))} left"
+        first_time, first_step = self._finished[0]
+        last_time, last_step = self._finished[-1]
+        seconds_per_step = (last_time - first_time) / (last_step - first_step)
+        return f"{format_seconds(seconds_per_step * (self._total - last_step))} left"
 
     def stop(self) -> None:
         """Removes the progress bar."""
@@ -146,11 +167,21 @@ class Console:
             self._progress = None
 
 
+def _first_value(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
+    """Returns the value of the first of these metrics that was logged, or None."""
+    for name in names:
+        if name in metrics:
+            return metrics[name]
+    return None
+
+
 def format_seconds(seconds: float) -> str:
     """Formats a duration as `0:07`, `12:05` or `3:02:15`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds_left:02}"
+    return f"{minutes}:{seconds_left:02}"
 
 
 @contextmanager
@@ -160,19 +191,25 @@ def following(folder: Path, console: Console) -> Iterator[None]:
     if console.verbosity != "verbose":
         yield
         return
-    read = {file: file.stat().st_size for file in folder.rglob("*.log")}  # skips the output of an earlier process
+    bytes_shown = {file: file.stat().st_size for file in folder.rglob("*.log")}  # skips output of an earlier process
     ended = threading.Event()
 
     def follow() -> None:
         is_last = False
         while not is_last:
+            # after the end, the files are read once more
             is_last = ended.wait(_POLL_S)
             for file in sorted(folder.rglob("*.log")):
-                added = file.read_bytes()[read.get(file, 0) :]
-                whole = added if is_last else added[: added.rfind(b"\n") + 1]  # complete lines only
-                read[file] = read.get(file, 0) + len(whole)
-                for line in _ESCAPES.sub("", whole.decode(errors="replace")).splitlines():
-                    console.print(Text(f"{file.relative_to(folder).with_suffix('')} | {line}", style="dim"))
+                start = bytes_shown.get(file, 0)
+                added = file.read_bytes()[start:]
+                if not is_last:
+                    added = added[: added.rfind(b"\n") + 1]  # complete lines only
+                bytes_shown[file] = start + len(added)
+                show_lines(added, file.relative_to(folder).with_suffix(""))
+
+    def show_lines(output: bytes, name: Path) -> None:
+        for line in _ESCAPES.sub("", output.decode(errors="replace")).splitlines():
+            console.print(Text(f"{name} | {line}", style="dim"))
 
     thread = threading.Thread(target=follow, name="log-follower", daemon=True)
     thread.start()

@@ -39,20 +39,29 @@ def main(argv: list[str]) -> int:
     run = options.run.expanduser().absolute()
     if not run.exists():
         raise UserError(f"{run} does not exist: give the folder of a run, or a global_step_N folder in it")
-    if (run / STATE).exists() and (damage := damage_of(run)):
-        raise UserError(f"{run} is damaged: {damage}")
+    if (run / STATE).exists():
+        damage = damage_of(run)
+        if damage:
+            raise UserError(f"{run} is damaged: {damage}")
     checkpoint = next(whole_steps(run, print), run)
-    trained = "model" if (checkpoint / "model").is_dir() else "actor"  # main_sft and main_rm save a single network
     if options.critic and not (checkpoint / "critic").is_dir():
         raise UserError(
             f"--critic: {checkpoint} contains no critic, which only estimators that read values (gae) train; "
             "export the policy without --critic"
         )
-    source = str(checkpoint / ("critic" if options.critic else trained))
-    target = options.out or checkpoint / ("adapter" if options.adapter else "hf_critic" if options.critic else "hf")
+
+    if options.critic:
+        network = "critic"
+    elif (checkpoint / "model").is_dir():
+        network = "model"  # main_sft and main_rm save a single network
+    else:
+        network = "actor"
+    source = str(checkpoint / network)
     if options.adapter:
+        target = options.out or checkpoint / "adapter"
         export_adapter(source, str(target))
     else:
+        target = options.out or checkpoint / ("hf_critic" if options.critic else "hf")
         export(source, str(target), options.dtype, trust_remote_code=options.trust_remote_code)
     print(f"wrote {target} from {checkpoint}")
     return 0

@@ -21,10 +21,14 @@ _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<va
 
 @dataclass
 class FitResult:
-    """Result of a run: validation metrics before and after, samples of the last validation, the last checkpoint.
+    """The result of a run.
 
-    before_step: step of the first validation, which is not 0 in a run that resumes another one. stopped: True if the
-    user ended the run before its last step.
+    Attributes:
+        before, after: Metrics of the first and of the last validation.
+        samples: Samples of the last validation.
+        checkpoint: The last checkpoint.
+        stopped: True if the user ended the run before its last step.
+        before_step: Step of the first validation, which is not 0 in a run that resumes another one.
     """
 
     before: dict[str, float] = field(default_factory=dict)
@@ -43,8 +47,11 @@ def write_early_end(run_dir: Path, step: int) -> None:
 def read_early_end(run_dir: Path) -> int | None:
     """Returns the step after which a callback ended the run; None if none did. The run may have continued since."""
     file = run_dir / _EARLY_END
-    text = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
-    return int(text) if text.isascii() and text.isdigit() else None
+    if not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    is_number = text.isascii() and text.isdigit()
+    return int(text) if is_number else None
 
 
 def final_report(
@@ -52,42 +59,76 @@ def final_report(
 ) -> RenderableType:
     """Returns the report of an ended run as arguments for `Console.print`.
 
-    pictures: paths of pictures, by name. commands: next commands, by their label.
+    Args:
+        result: The result of the run.
+        run_dir: The run folder.
+        pictures: Paths of pictures, by name.
+        commands: Next commands, by their label.
     """
     parts: list[RenderableType] = []
     if result.after or result.before:
-        is_one = dict(result.before) == dict(result.after)
-        first = f"step {result.before_step}" if result.before_step else "before"
-        moments = {"mean": result.after} if is_one else {first: result.before, "after": result.after}
-        parts += [Text(), validation_table(moments)]
+        parts += [Text(), validation_table(_columns_of_validations(result))]
     if result.samples:
-        table = titled_table("Samples of the last validation")
-        for name in ("data source", "prompt", "answer", "expected", "score"):
-            table.add_column(name, overflow="fold", justify="right" if name == "score" else "left")
-        for sample in result.samples:
-            score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
-            texts = (sample.data_source, sample.input, sample.output, sample.gts)
-            joined = (" ↵ ".join(filter(None, map(str.strip, text.split("\n")))) for text in texts)
-            table.add_row(*map(shortened, joined), score)
-        parts += [Text(), table]
-    places = {"run folder": run_dir, "metrics": run_dir / "metrics.jsonl", **pictures}
-    places |= {"results": run_dir / "results.json", "tensorboard": run_dir / "tensorboard"}
-    places["checkpoint"] = result.checkpoint
-    named = {name: str(path) for name, path in places.items() if path and path.exists()}
-    for title, lines in (("Where things are", named), ("What to do next", commands)):
-        if lines:
-            parts += [Text(), Text(title, style="bold")]
-        # not cut off where the terminal is narrower: it may be copied
-        parts += [Text(f"  {name:<12} {text}", no_wrap=True, overflow="ignore") for name, text in lines.items()]
+        parts += [Text(), _samples_table(result.samples)]
+
+    paths = {
+        "run folder": run_dir,
+        "metrics": run_dir / "metrics.jsonl",
+        **pictures,
+        "results": run_dir / "results.json",
+        "tensorboard": run_dir / "tensorboard",
+        "checkpoint": result.checkpoint,
+    }
+    existing_paths = {name: str(path) for name, path in paths.items() if path and path.exists()}
+    parts += _titled_lines("Where things are", existing_paths)
+    parts += _titled_lines("What to do next", commands)
     return Group(*parts)
+
+
+def _columns_of_validations(result: FitResult) -> dict[str, dict[str, float]]:
+    """Returns the metrics of the first and of the last validation by the title of their column."""
+    if result.before == result.after:  # there was only one
+        return {"mean": result.after}
+    first = f"step {result.before_step}" if result.before_step else "before"
+    return {first: result.before, "after": result.after}
+
+
+def _samples_table(samples: Sequence[Sample]) -> Table:
+    table = titled_table("Samples of the last validation")
+    for name in ("data source", "prompt", "answer", "expected"):
+        table.add_column(name, overflow="fold")
+    table.add_column("score", overflow="fold", justify="right")
+    for sample in samples:
+        texts = [_in_one_line(text) for text in (sample.data_source, sample.input, sample.output, sample.gts)]
+        score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
+        table.add_row(*map(shortened, texts), score)
+    return table
+
+
+def _in_one_line(text: str) -> str:
+    lines = [line.strip() for line in text.split("\n")]
+    return " ↵ ".join(line for line in lines if line)
+
+
+def _titled_lines(title: str, lines: Mapping[str, str]) -> list[Text]:
+    if not lines:
+        return []
+    texts = [Text(), Text(title, style="bold")]
+    for name, text in lines.items():
+        # not cut off where the terminal is narrower: it may be copied
+        texts.append(Text(f"  {name:<12} {text}", no_wrap=True, overflow="ignore"))
+    return texts
 
 
 @dataclass(frozen=True)
 class ValidationMean:
     """One mean of a validation.
 
-    name: variable and number of samples, such as `acc mean@4`. metric: logged name of the mean. interval: logged name
-    of half the width of its 95% interval. half_width: value of that metric; None if it is absent.
+    Attributes:
+        name: Variable and number of samples, such as `acc mean@4`.
+        metric: Logged name of the mean.
+        interval: Logged name of half the width of its 95% interval.
+        half_width: Value of that metric; None if it is absent.
     """
 
     source: str
@@ -103,59 +144,86 @@ class ValidationMean:
 def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     """Returns the core variable's mean for each data source, sampled (val-core/{source}/{measure}/mean@N) and greedy
     (val-aux/{source}/greedy/...); the core variable is `acc` if present, else `reward`."""
-    found = [mean for mean in all_validation_means(metrics) if mean.greedy or mean.metric.startswith("val-core/")]
-    with_acc = {mean.source for mean in found if mean.variable == "acc"}
-    return [mean for mean in found if mean.variable == ("acc" if mean.source in with_acc else "reward")]
+    core_means = []
+    sources_with_acc = set()
+    for mean in all_validation_means(metrics):
+        if mean.greedy or mean.metric.startswith("val-core/"):
+            core_means.append(mean)
+            if mean.variable == "acc":
+                sources_with_acc.add(mean.source)
+    return [mean for mean in core_means if mean.variable == ("acc" if mean.source in sources_with_acc else "reward")]
 
 
 def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     """Returns `validation_means`; for training without a rollout, the metrics val/<name> as data sources <name>, and
     DPO's accuracy and margin."""
-    names = [name for name in metrics if re.fullmatch("val/([^/]+|rewards/(accuracies|margins))", name)]
-    rows = [ValidationMean(x[4:], False, x[4:], "mean", metrics[x], x, "") for x in names]
-    return validation_means(metrics) or rows
+    means = validation_means(metrics)
+    if means:
+        return means
+    for metric, value in metrics.items():
+        if re.fullmatch("val/([^/]+|rewards/(accuracies|margins))", metric):
+            name = metric.removeprefix("val/")
+            means.append(ValidationMean(name, False, name, "mean", value, metric, ""))
+    return means
 
 
 def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     """Returns the means of all variables of each data source, sampled and greedy."""
-    found = []
-    for match, value in [(_MEAN.fullmatch(name), value) for name, value in metrics.items()]:
-        if match is not None:
-            source = match["source"]
-            variable = match["variable"]
-            metric = match.string
-            interval = metric.replace("val-core/", "val-aux/", 1) + INTERVAL
-            name, half = f"{variable} mean@{match['n']}", metrics.get(interval)
-            found.append(ValidationMean(source, bool(match["greedy"]), variable, name, value, metric, interval, half))
-    return found
+    means = []
+    for metric, value in metrics.items():
+        match = _MEAN.fullmatch(metric)
+        if match is None:
+            continue
+        interval = metric.replace("val-core/", "val-aux/", 1) + INTERVAL
+        means.append(
+            ValidationMean(
+                source=match["source"],
+                greedy=bool(match["greedy"]),
+                variable=match["variable"],
+                name=f"{match['variable']} mean@{match['n']}",
+                value=value,
+                metric=metric,
+                interval=interval,
+                half_width=metrics.get(interval),
+            )
+        )
+    return means
 
 
 def validation_line(metrics: Mapping[str, float]) -> str:
     """Returns the means of `shown_means` in one line: `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`."""
     means = shown_means(metrics)
-    shown = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
+    text_by_source = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
     for mean in means:
         if mean.greedy:
-            shown[mean.source] = f"{shown.get(mean.source, mean.source)} (greedy {mean.value:.3f})"
-    return ", ".join(shown.values())
+            text = text_by_source.get(mean.source, mean.source)
+            text_by_source[mean.source] = f"{text} (greedy {mean.value:.3f})"
+    return ", ".join(text_by_source.values())
 
 
 def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
     """Returns a table of validation means by data source. evaluations: metrics of each column, by its title."""
-    columns = {name: shown_means(metrics) for name, metrics in evaluations.items()}
-    means = [mean for found in columns.values() for mean in found]
-    table = titled_table(f"Validation: {', '.join(sorted({x.name + ' (greedy)' * x.greedy for x in means}))}")
-    has_sources = any(mean.metric.startswith("val-") for mean in means)
+    columns = [shown_means(metrics) for metrics in evaluations.values()]
+    all_means: list[ValidationMean] = []
+    for means in columns:
+        all_means += means
+
+    variables = {f"{mean.name} (greedy)" if mean.greedy else mean.name for mean in all_means}
+    table = titled_table(f"Validation: {', '.join(sorted(variables))}")
+    has_sources = any(mean.metric.startswith("val-") for mean in all_means)
     table.add_column("data source" if has_sources else "metric", no_wrap=True)
-    for name in columns:
-        table.add_column(name, no_wrap=True, justify="right")
-    for greedy in sorted({mean.greedy for mean in means}):
-        sources = sorted({mean.source for mean in means if mean.greedy == greedy})
-        for source in [*sources, *(["mean of sources"] if has_sources and len(sources) > 1 else [])]:
-            names = sources if source == "mean of sources" else [source]
-            own = [[x for x in found if x.greedy == greedy and x.source in names] for found in columns.values()]
-            style = "bold" if source == "mean of sources" else None
-            table.add_row(source + " (greedy)" * greedy, *map(_cell, own), style=style)
+    for title in evaluations:
+        table.add_column(title, no_wrap=True, justify="right")
+
+    for greedy in sorted({mean.greedy for mean in all_means}):
+        suffix = " (greedy)" if greedy else ""
+        columns_of_kind = [[mean for mean in means if mean.greedy == greedy] for means in columns]
+        sources = sorted({mean.source for mean in all_means if mean.greedy == greedy})
+        for source in sources:
+            cells = [_cell([mean for mean in means if mean.source == source]) for means in columns_of_kind]
+            table.add_row(source + suffix, *cells)
+        if has_sources and len(sources) > 1:
+            table.add_row("mean of sources" + suffix, *map(_cell, columns_of_kind), style="bold")
     return table
 
 
@@ -163,9 +231,12 @@ def _cell(means: Sequence[ValidationMean]) -> str:
     """Returns the average of the means, with half of its 95% interval if each has one: `0.871 ±0.020`."""
     if not means:
         return "-"
-    halves = [mean.half_width for mean in means if mean.half_width is not None]
-    interval = f" ±{math.hypot(*halves) / len(means):.3f}" if len(halves) == len(means) else ""
-    return f"{sum(mean.value for mean in means) / len(means):.3f}{interval}"
+    text = f"{sum(mean.value for mean in means) / len(means):.3f}"
+    half_widths = [mean.half_width for mean in means if mean.half_width is not None]
+    if len(half_widths) == len(means):
+        # the errors of the sources are independent
+        text += f" ±{math.hypot(*half_widths) / len(means):.3f}"
+    return text
 
 
 def titled_table(title: str) -> Table:
@@ -175,4 +246,6 @@ def titled_table(title: str) -> Table:
 
 def shortened(text: str, limit: int = _TEXT_SHOWN) -> str:
     """Returns the text; if it exceeds `limit` characters, its beginning and its length."""
-    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text)} characters)"
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]} ... ({len(text)} characters)"

@@ -27,11 +27,12 @@ from trainer.final_report import shortened, validation_means, validation_table
 from trainer.reports.findings import findings_table
 from trainer.reports.health import findings_of, number
 from trainer.reports.page_data import panels_of
-from trainer.reports.run_data import Answer, Run, chosen, read_run, run_titles, stage_seconds
+from trainer.reports.run_data import Answer, Request, Run, chosen, read_run, run_titles, stage_seconds
 from verl_lite.errors import printable
 
 EVERY_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"
+_STATE_STYLES = {"running": "bold cyan", "finished": "bold green", "ended early": "bold green"}
 _MOST_CHARACTERS = 4000
 _MOST_REQUESTS, _REQUEST_CHARACTERS = 40, 240
 
@@ -39,6 +40,29 @@ _MOST_REQUESTS, _REQUEST_CHARACTERS = 40, 240
 @command
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
+    options = _parser().parse_args(argv)
+    folder = options.run.expanduser()
+    if folder.is_file():
+        folder = folder.parent
+    run = read_run(folder)
+    console = Terminal()
+
+    order = ""
+    if options.best:
+        order = "best"
+    elif options.worst:
+        order = "worst"
+    if order or options.grep:
+        answers, total = chosen(folder, order, options.grep or "", options.count)
+        console.print(*map(_answer_panel, answers), f"{len(answers)} of {total:,} matching samples")
+    elif options.follow:
+        _follow(run, console)
+    else:
+        console.print(overview(run, console.width))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.inspect", description="Shows a run in the terminal.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     mode = parser.add_mutually_exclusive_group()
@@ -47,95 +71,138 @@ def main(argv: list[str]) -> int:
     mode.add_argument("--follow", action="store_true", help="redraw the overview while the run continues")
     parser.add_argument("--grep", metavar="TEXT", help="samples with this text in prompt, answer, ground truth or uid")
     parser.add_argument("--count", type=int, default=10, metavar="N", help="number of samples to show (10)")
-    given = parser.parse_args(argv)
-    folder = given.run.expanduser()
-    folder = folder.parent if folder.is_file() else folder
-    run, console = read_run(folder), Terminal()
-    order = "best" if given.best else "worst" if given.worst else ""
-    if order or given.grep:
-        found, total = chosen(folder, order, given.grep or "", given.count)
-        console.print(*map(_panel, found), f"{len(found)} of {total:,} matching samples")
-    elif given.follow:  # Ctrl-C ends this command, not the run
-        with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    return parser
+
+
+def _follow(run: Run, console: Terminal) -> None:
+    """Redraws the overview until the run ends. Ctrl-C ends this command, not the run."""
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        live.update(overview(run, console.width), refresh=True)
+        while run.is_running:
+            time.sleep(EVERY_S)
+            run = read_run(run.folder)
             live.update(overview(run, console.width), refresh=True)
-            while run.is_running:
-                time.sleep(EVERY_S)
-                run = read_run(run.folder)
-                live.update(overview(run, console.width), refresh=True)
-    else:
-        console.print(overview(run, console.width))
-    return 0
 
 
 def overview(run: Run, width: int) -> RenderableType:
     """Returns the overview of a run, laid out for a terminal that is `width` characters wide."""
-    styles = {"running": "bold cyan", "finished": "bold green", "ended early": "bold green"}
-    style = styles.get(run.state, "bold yellow")
-    of = f" of {run.total_steps}" if run.total_steps is not None else ""
-    status = f"step {run.last_step}{of}, {format_seconds(run.seconds())} in steps, last written "
-    status += f"{format_seconds(max(0.0, time.time() - run.modified))} ago\n{run.folder}"
-    heading = Text.assemble((run_titles([run])[0], "bold"), "  ", (run.state, style), "  ", status)
-    parts: list[RenderableType] = [heading]
-    validated = {step: metrics for step, metrics in run.steps.items() if validation_means(metrics)}
-    if validated:
-        parts.append(validation_table({f"step {at}": validated[at] for at in (min(validated), max(validated))}))
-    table, series = _table("Curves"), run.series()
-    for name in (name for _, _, names in panels_of(series) for name in names if len(series.get(name, ())) > 1):
-        values = [value for _, value in series[name]]
-        trend = Text(sparkline(values, max(10, min(60, width - 62))), style="cyan")
-        table.add_row(name, number(values[0]), trend, Text(number(values[-1]), style="bold"))
-    parts.append(table)
-    table, (_, stages) = _table("Time"), stage_seconds(run.steps, 1)
-    whole = sum(mean for (mean,) in stages.values())
-    for name, (mean,) in sorted(stages.items(), key=lambda item: -item[1][0]):
-        share = Text("█" * round(40 * mean / whole), style="cyan")
-        table.add_row(name, f"{mean:.3g} s", f"{mean / whole:.0%}", share)
-    return Group(*(Padding(part, (0, 0, 1, 0)) for part in (*parts, table)), findings_table(findings_of(run)))
+    parts: list[RenderableType] = [_heading(run)]
+    validated_steps = [step for step, metrics in run.steps.items() if validation_means(metrics)]
+    if validated_steps:
+        first = min(validated_steps)
+        last = max(validated_steps)
+        parts.append(validation_table({f"step {first}": run.steps[first], f"step {last}": run.steps[last]}))
+    parts += [_curves(run, width), _stage_times(run)]
+    with_space_below = [Padding(part, (0, 0, 1, 0)) for part in parts]
+    return Group(*with_space_below, findings_table(findings_of(run)))
+
+
+def _heading(run: Run) -> Text:
+    style = _STATE_STYLES.get(run.state, "bold yellow")
+    total_steps_text = "" if run.total_steps is None else f" of {run.total_steps}"
+    seconds_ago = max(0.0, time.time() - run.modified)  # the clock of another machine may be ahead
+    facts = f"step {run.last_step}{total_steps_text}, {format_seconds(run.seconds())} in steps, "
+    facts += f"last written {format_seconds(seconds_ago)} ago\n{run.folder}"
+    return Text.assemble((run_titles([run])[0], "bold"), "  ", (run.state, style), "  ", facts)
+
+
+def _curves(run: Run, width: int) -> Table:
+    """Returns the curves of the metrics that have a chart on the report page, with their first and last values."""
+    table = _table("Curves")
+    series = run.series()
+    for panel in panels_of(series):
+        for name in panel.labels:
+            values = [value for _, value in series.get(name, ())]
+            if len(values) > 1:
+                curve = Text(sparkline(values, max(10, min(60, width - 62))), style="cyan")
+                table.add_row(name, number(values[0]), curve, Text(number(values[-1]), style="bold"))
+    return table
+
+
+def _stage_times(run: Run) -> Table:
+    """Returns the mean time of each stage of a step and its share, the longest first."""
+    table = _table("Time")
+    _, bars = stage_seconds(run.steps, 1)
+    seconds_by_stage = {stage: seconds[0] for stage, seconds in bars.items()}
+    total = sum(seconds_by_stage.values())
+    for stage, seconds in sorted(seconds_by_stage.items(), key=lambda item: -item[1]):
+        bar = Text("█" * round(40 * seconds / total), style="cyan")
+        table.add_row(stage, f"{seconds:.3g} s", f"{seconds / total:.0%}", bar)
+    return table
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draws a series as at most `width` block characters, each for the mean of its share of the values."""
     count = min(width, len(values))
-    edges = [round(place * len(values) / count) for place in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    low, high = min(means), max(means)
-    return "".join(_BARS[min(7, int((mean - low) / (high - low or 1.0) * 8))] for mean in means)
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    means = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        means.append(sum(values[start:stop]) / (stop - start))
+
+    low = min(means)
+    height = max(means) - low or 1.0  # of a constant series: any height, all values are at the bottom
+    levels = [min(7, int((mean - low) / height * 8)) for mean in means]
+    return "".join(_BARS[level] for level in levels)
 
 
 def _table(title: str) -> Table:
-    style = {"title_justify": "left", "title_style": "bold"}
-    return Table(box=None, padding=(0, 1), title=title, show_header=False, **style)  # type: ignore[arg-type]
+    return Table(box=None, padding=(0, 1), title=title, show_header=False, title_justify="left", title_style="bold")
 
 
-def _panel(answer: Answer) -> Panel:
-    score = ("timed out" if answer.timed_out else "failed") if answer.score is None else number(answer.score)
+def _answer_panel(answer: Answer) -> Panel:
+    if answer.score is not None:
+        score = number(answer.score)
+    elif answer.timed_out:
+        score = "timed out"
+    else:
+        score = "failed"
     heading = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
-    reward = ", ".join(f"{name} {number(x) if isinstance(x, float) else x}" for name, x in answer.parts.items())
-    images = ("images", ", ".join(answer.images))
-    parts = [*answer.prompt, images, ("ground truth", answer.gts), (heading, answer.output), ("reward", reward)]
-    shown = [Text.assemble((f"{name}: ", "bold"), shortened(text, _MOST_CHARACTERS)) for name, text in parts if text]
-    trees = [_tree(answer, score)] if answer.requests else []
-    return Panel(Group(*shown, *trees), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
+    reward_parts = []
+    for name, value in answer.parts.items():
+        reward_parts.append(f"{name} {number(value) if isinstance(value, float) else value}")
+
+    named_texts = [
+        *answer.prompt,
+        ("images", ", ".join(answer.images)),
+        ("ground truth", answer.gts),
+        (heading, answer.output),
+        ("reward", ", ".join(reward_parts)),
+    ]
+    contents: list[RenderableType] = []
+    for name, text in named_texts:
+        if text:
+            contents.append(Text.assemble((f"{name}: ", "bold"), shortened(text, _MOST_CHARACTERS)))
+    if answer.requests:
+        contents.append(_request_tree(answer, score))
+    return Panel(Group(*contents), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
 
 
-def _tree(answer: Answer, score: str) -> Tree:
+def _request_tree(answer: Answer, score: str) -> Tree:
     """Returns the first requests of an episode as a tree, with the beginnings of their messages."""
     tree = Tree(Text(f"{answer.total_requests:,} requests, reward {score}", style="bold"))
-    above, shown = [tree], answer.requests[:_MOST_REQUESTS]
-    for request in shown:
-        # escaped here, because rich would measure the lines of the tree before Terminal escapes them
-        reason = f", discarded: {printable(request.discarded)}" * bool(request.discarded)
-        start = f"#{request.number} {request.start}".strip()
-        label = Text.assemble((start, "bold"), f" {printable(request.facts)}", (reason, "yellow"))
-        for role, text in request.messages:
-            line = printable(" ".join(text.split()))
-            more = " ..." * (len(line) > _REQUEST_CHARACTERS)
-            label.append(f"\n{printable(role)}: ", "bold").append(f"{line[:_REQUEST_CHARACTERS]}{more}", "default")
-        del above[request.depth + 1 :]
-        above.append(above[-1].add(label))
-    if left := answer.total_requests - len(shown):
-        tree.add(f"{left:,} more requests")
+    requests = answer.requests[:_MOST_REQUESTS]
+    branch = [tree]  # the tree, and the request of each depth above the next one
+    for request in requests:
+        del branch[request.depth + 1 :]
+        branch.append(branch[-1].add(_request_label(request)))
+    more = answer.total_requests - len(requests)
+    if more:
+        tree.add(f"{more:,} more requests")
     return tree
+
+
+def _request_label(request: Request) -> Text:
+    # escaped here, because rich would measure the lines of the tree before Terminal escapes them
+    start = f"#{request.number} {request.start}".strip()
+    label = Text.assemble((start, "bold"), f" {printable(request.facts)}")
+    if request.discarded:
+        label.append(f", discarded: {printable(request.discarded)}", "yellow")
+    for role, text in request.messages:
+        line = printable(" ".join(text.split()))
+        if len(line) > _REQUEST_CHARACTERS:
+            line = f"{line[:_REQUEST_CHARACTERS]} ..."
+        label.append(f"\n{printable(role)}: ", "bold").append(line, "default")
+    return label
 
 
 if __name__ == "__main__":

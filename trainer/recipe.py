@@ -79,7 +79,10 @@ def recipe_overrides(name: str) -> Mapping[str, object]:
 
 def prepare_recipe(config: RunOptions) -> None:
     """Calls the recipe's `prepare` function, if it has one, to create files that its settings name, such as data."""
-    if config.recipe is not None and (prepare := getattr(load_recipe(config.recipe), "prepare", None)):
+    if config.recipe is None:
+        return
+    prepare = getattr(load_recipe(config.recipe), "prepare", None)
+    if prepare is not None:
         _call_recipe(partial(prepare, config), config.recipe)
 
 
@@ -90,14 +93,14 @@ def worker_modules(config: PPOConfig) -> list[str]:
     from verl_lite.group_filters import GROUP_FILTERS
     from workers.rollout.base import ROLLOUT_ENGINES
 
-    managers = (config.agentic.train_env_manager, config.agentic.val_env_manager)
-    named = [
+    configured = [
         POLICY_LOSS_REGISTRY.get(config.actor.policy_loss.loss_mode),
         ROLLOUT_ENGINES.get(config.rollout.name),
-        *(GROUP_FILTERS.get(manager.group_filter_cls or "") for manager in managers),
+        GROUP_FILTERS.get(config.agentic.train_env_manager.group_filter_cls or ""),
+        GROUP_FILTERS.get(config.agentic.val_env_manager.group_filter_cls or ""),
     ]
-    foreign = foreign_modules(entry for entry in named if entry is not None)
-    return list(dict.fromkeys([*recipe_modules(config), *foreign]))
+    users_modules = foreign_modules(entry for entry in configured if entry is not None)
+    return list(dict.fromkeys([*recipe_modules(config), *users_modules]))
 
 
 def recipe_modules(config: RunOptions) -> list[str]:
@@ -111,25 +114,31 @@ def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     from trainer.agentic.agent_trainer import AgentTrainer
     from trainer.ray_trainer import RayPPOTrainer
 
-    usual = AgentTrainer if config.is_agentic else RayPPOTrainer
-    chosen = getattr(load_recipe(config.recipe), "trainer_class", usual) if config.recipe else usual
-    if not (inspect.isclass(chosen) and issubclass(chosen, usual)):
+    standard = AgentTrainer if config.is_agentic else RayPPOTrainer
+    if not config.recipe:
+        return standard
+    trainer_class = getattr(load_recipe(config.recipe), "trainer_class", standard)
+    if not (inspect.isclass(trainer_class) and issubclass(trainer_class, standard)):
         raise UserError(
-            f"recipe={config.recipe!r}: its trainer_class is {chosen!r}; these settings require a subclass of "
-            f"{usual.__module__}.{usual.__name__}"
+            f"recipe={config.recipe!r}: its trainer_class is {trainer_class!r}; these settings require a subclass of "
+            f"{standard.__module__}.{standard.__name__}"
         )
-    return chosen
+    return trainer_class
 
 
 def _module_at(name: str) -> str:
     """Returns the module name of a path and appends the folder above its package to sys.path."""
-    given = Path(name).expanduser().absolute()
-    file = given / RECIPE_FILE if given.is_dir() else given
+    file = Path(name).expanduser().absolute()
+    if file.is_dir():
+        file = file / RECIPE_FILE
     if not file.is_file() or file.suffix != ".py":
         raise UserError(f"recipe={name!r}: there is no {file}; a recipe is {FORMS}")
     file = file.parent.resolve() / file.name
-    top, parts = file.parent, [file.stem]
-    while not parts[1:] or (top / "__init__.py").is_file():
+
+    # the folder of a recipe is a package, also without __init__.py
+    parts = [file.parent.name, file.stem]
+    top = file.parent.parent
+    while (top / "__init__.py").is_file():
         parts.insert(0, top.name)
         top = top.parent
     module_name = ".".join(parts)
@@ -138,7 +147,8 @@ def _module_at(name: str) -> str:
     if str(top) not in sys.path:
         sys.path.append(str(top))
         importlib.invalidate_caches()
-    if (found := _file_of(module_name)) is None or found.resolve() != file.resolve():
+    imported_file = _file_of(module_name)
+    if imported_file is None or imported_file.resolve() != file.resolve():
         raise UserError(
             f"recipe={name!r}: {file} would be imported as {module_name}, but a module {parts[0]} already exists; "
             f"rename the folder {top / parts[0]}"

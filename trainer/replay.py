@@ -31,7 +31,12 @@ EPISODES = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s"]
 
 
 def replay(folder: Path, overrides: list[str]) -> int:
-    """Repeats the step. Returns the exit status of the run."""
+    """Repeats the step of a crash dump. Returns the exit status of the run.
+
+    Args:
+        folder: The crash dump.
+        overrides: Options that replace those of the run.
+    """
     from trainer.crash_dump import read_dump
 
     failed = read_dump(folder)
@@ -39,10 +44,16 @@ def replay(folder: Path, overrides: list[str]) -> int:
     arguments.append(f"trainer.default_local_dir={folder / 'replay'}")
     if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
         arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
-    source = "sampled again" if failed.batch is None else "from the dump"
-    shown = "" if failed.sampling is None else f"answers {source}, "
-    print(f"Step {failed.step}, which failed in {failed.phase}: {shown}weights of {failed.checkpoint or 'the model'}")
-    return (_replay_supervised if failed.sampling is None else _replay_ppo)(failed, [*arguments, *overrides])
+    arguments += overrides
+
+    heading = f"Step {failed.step}, which failed in {failed.phase}"
+    weights = f"weights of {failed.checkpoint or 'the model'}"
+    if failed.sampling is None:
+        print(f"{heading}: {weights}")
+        return _replay_supervised(failed, arguments)
+    origin = "sampled again" if failed.batch is None else "from the dump"
+    print(f"{heading}: answers {origin}, {weights}")
+    return _replay_ppo(failed, arguments)
 
 
 def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
@@ -69,11 +80,11 @@ def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
     from verl_lite.config import load_config
     from verl_lite.protocol import DataProto
 
-    config = load_config(arguments[:2], recipe_loader=recipe_overrides).config
-    alone = ["reward.num_workers=0"] if config.reads_prompts else EPISODES
-    trainer = trainer_of(config)
+    saved_options = arguments[:2]  # --config FILE
+    config = load_config(saved_options, recipe_loader=recipe_overrides).config
+    standard_trainer = trainer_of(config)
 
-    class Replay(trainer):  # type: ignore[misc, valid-type]
+    class Replay(standard_trainer):  # type: ignore[misc, valid-type]
         def resume(self) -> None:
             super().resume()
             self.steps.restrict_to_step(failed.step, failed.sampling)
@@ -84,7 +95,10 @@ def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
         def score(self, batch: DataProto) -> DataProto:
             return super().score(batch) if failed.batch is None else batch
 
-    return run_ppo([*arguments[:2], *ONE_DEVICE, *alone, *arguments[2:]], trainer_class=Replay)
+    # rewards or environments run in this process, where a debugger can stop in them
+    in_this_process = ["reward.num_workers=0"] if config.reads_prompts else EPISODES
+    words = [*saved_options, *ONE_DEVICE, *in_this_process, *arguments[2:]]
+    return run_ppo(words, trainer_class=Replay)
 
 
 @command

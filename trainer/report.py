@@ -33,6 +33,8 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     """Writes the page about run folders, or about the folder of one sweep, and returns its path.
 
     Args:
+        folders: The folders.
+        out: The file of the page.
         is_public: The page has fewer samples, and of each path of this machine only the last part.
 
     Raises:
@@ -50,17 +52,23 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
 
     first = folders[0].absolute()
     study = None
+    run_folders = folders
     if (first / "study.json").is_file():
         from trainer.sweeps.study_page import read_study  # imports optuna
 
         study = read_study(first)
-    runs = [read_run(folder) for folder in (folders if study is None else study.pop("runs"))]
+        run_folders = study.pop("runs")
+    runs = [read_run(folder) for folder in run_folders]
+
     data = page_data(runs, study, PUBLIC_SAMPLE_BYTES if is_public else SAMPLE_BYTES)
     if is_public:
         folders_here = known_folders(runs)
         for name in data.keys() - {"samples", "prompts"}:  # texts of the data and of the model stay as they are
             data[name] = without_folders(data[name], folders_here)
-    title = " · ".join(run["title"] for run in data["runs"]) if study is None else f"Sweep {first.name}"
+
+    title = f"Sweep {first.name}"
+    if study is None:
+        title = " · ".join(run["title"] for run in data["runs"])
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, document(title, data))
     return out
@@ -70,8 +78,9 @@ def document(title: str, data: Any) -> str:
     """Returns the HTML document. data: a JSON-compatible value. Raises ValueError for a number that is not finite."""
     script = (FILES / "page.js").read_text(encoding="utf-8")
     library = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    packed = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
-    hashes = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in (script, library)]
+    packed_library = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
+    # the browser runs only these two scripts, whatever the texts of a model contain
+    script_sources = f"{_source_hash(script)} {_source_hash(library)}"
     # without "<", the JSON cannot close the script element that contains it
     embedded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = html.escape(title)
@@ -81,7 +90,7 @@ def document(title: str, data: Any) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline';
- script-src {" ".join(f"'sha256-{x}'" for x in hashes)}">
+ script-src {script_sources}">
 <title>{title}</title>
 <style>
 {(FILES / "page.css").read_text(encoding="utf-8")}</style>
@@ -91,12 +100,18 @@ def document(title: str, data: Any) -> str:
 </header>
 <main><noscript>This page draws itself with JavaScript that is inside the file.</noscript></main>
 <script type="application/json" id="data">{embedded}</script>
-<script type="text/plain" id="plotly">{packed}</script>
+<script type="text/plain" id="plotly">{packed_library}</script>
 <script>{script}</script>
 </body>
 </html>
 """
     return text.encode("utf-8", "replace").decode("utf-8")  # a model can write a lone surrogate, which has no UTF-8
+
+
+def _source_hash(script: str) -> str:
+    """Returns a script's hash in the form of a Content-Security-Policy."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
 
 
 @command

@@ -31,20 +31,30 @@ def dpo_step_loss(
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Returns the loss of a micro-batch and its metrics under TRL's names, which are means over pairs.
 
-    data: response_mask, ref_log_prob (2n, R), whose rows alternate between chosen and rejected answers. outputs:
-    log_probs (2n, R).
+    Args:
+        data: response_mask and ref_log_prob (2n, R), whose rows alternate between chosen and rejected answers.
+        outputs: log_probs (2n, R).
+        beta, label_smoothing: See `dpo_loss`.
     """
-    mask, is_valid = data.batch["response_mask"], valid_pairs(data)
-    logps, ref_logps = (
-        masked_sum(log_probs, mask, axis=1).view(-1, 2)[is_valid]
-        for log_probs in (outputs["log_probs"], data.batch["ref_log_prob"])
-    )
-    losses, rewards = dpo_loss(logps, ref_logps, beta, label_smoothing)
+    mask = data.batch["response_mask"]
+    is_valid = valid_pairs(data)  # (n,)
+    logps = masked_sum(outputs["log_probs"], mask, axis=1).view(-1, 2)[is_valid]
+    ref_logps = masked_sum(data.batch["ref_log_prob"], mask, axis=1).view(-1, 2)[is_valid]
+    losses, rewards = dpo_loss(logps, ref_logps, beta, label_smoothing)  # (n,), (n, 2)
+
     margins = rewards[:, 0] - rewards[:, 1]
-    found = {"loss": losses, "rewards/accuracies": margins > 0, "rewards/margins": margins}
-    for column, answer in enumerate(("chosen", "rejected")):
-        found |= {f"rewards/{answer}": rewards[:, column], f"logps/{answer}": logps[:, column]}
-    metrics = {name: Metric.mean(float(values.detach().sum()), len(losses)) for name, values in found.items()}
+    values_by_name = {
+        "loss": losses,
+        "rewards/accuracies": margins > 0,
+        "rewards/margins": margins,
+        "rewards/chosen": rewards[:, 0],
+        "logps/chosen": logps[:, 0],
+        "rewards/rejected": rewards[:, 1],
+        "logps/rejected": logps[:, 1],
+    }
+    metrics = {}
+    for name, values in values_by_name.items():
+        metrics[name] = Metric.mean(float(values.detach().sum()), len(losses))
     return losses.sum() / data.meta_info["num_tokens"], metrics
 
 
@@ -60,9 +70,14 @@ class DPOWorker(SupervisedWorker):
     config: SFTConfig
 
     def __init__(self, config: SFTConfig, total_training_steps: int) -> None:
-        loss = partial(dpo_step_loss, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing)
-        policy = causal_lm(LOG_PROB_CHUNK_TOKENS)
-        super().__init__(config, total_training_steps, policy, loss, temperature=1.0, calculate_entropy=False)
+        super().__init__(
+            config,
+            total_training_steps,
+            causal_lm(LOG_PROB_CHUNK_TOKENS),
+            partial(dpo_step_loss, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing),
+            temperature=1.0,
+            calculate_entropy=False,
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

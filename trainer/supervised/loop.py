@@ -87,9 +87,12 @@ Options = TypeVar("Options", bound=SupervisedConfig)
 class Task(Generic[Row]):
     """The rows to train on and the functions that turn them into batches.
 
-    worker: the worker class, a `SupervisedWorker` that is constructed as worker(config, steps). train, val: the rows.
-    collate: builds a batch from rows. count: returns (B,), the units that the loss counts in each row (tokens or
-    pairs); their sum over an optimizer step is meta_info["num_tokens"] of each of its micro-batches.
+    Attributes:
+        worker: The worker class, a `SupervisedWorker` that is constructed as worker(config, steps).
+        train, val: The rows.
+        collate: Builds a batch from rows.
+        count: Returns (B,), the units that the loss counts in each row (tokens or pairs). Their sum over an optimizer
+            step is meta_info["num_tokens"] of each of its micro-batches.
     """
 
     worker: type[SupervisedWorker]
@@ -113,7 +116,9 @@ class SupervisedWorker(TrainingWorker):
         **options: Any,
     ) -> None:
         super().__init__(config, total_training_steps)
-        self.build_policy, self.loss, self.options = build_policy, loss, options
+        self.build_policy = build_policy
+        self.loss = loss
+        self.options = options
         self.phases = PhaseManager()  # not shared: it may train in the process of another run, before that run starts
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -137,7 +142,8 @@ class SupervisedWorker(TrainingWorker):
         rows = self.rows(data)
         self.phases.enter(self.engine)
         metrics = self.engine.train(rows, self.loss, **self.options)
-        metrics |= {f"perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
+        for name, value in device_memory(self.device).items():
+            metrics[f"perf/{name}"] = Metric.max(value)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=COMPUTE_METRIC)
@@ -147,7 +153,8 @@ class SupervisedWorker(TrainingWorker):
         self.phases.enter(self.engine)
         outputs = self.engine.infer(rows, **self.options)
         rows.meta_info["num_tokens"] = 1  # the divisor has no effect: only the metrics are used
-        return DataProto(meta_info={"metrics": self.loss(rows, outputs)[1]})
+        _, metrics = self.loss(rows, outputs)
+        return DataProto(meta_info={"metrics": metrics})
 
     def rows(self, data: DataProto) -> DataProto:
         """Returns a planned batch in the form that policy and loss read. The engine may be off the device."""
@@ -158,8 +165,10 @@ class SupervisedWorker(TrainingWorker):
 class Trained(FitResult):
     """The result of a run.
 
-    steps: training steps done. loss: training loss of the last logged line. shards: folder with the final model as the
-    workers saved it.
+    Attributes:
+        steps: Training steps done.
+        loss: Training loss of the last logged line.
+        shards: Folder with the final model as the workers saved it.
     """
 
     steps: int = 0
@@ -179,7 +188,10 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         tracking: Tracking,
         run_dir: Path,
     ) -> None:
-        self.config, self.task, self.group, self.run_dir = config, task, group, run_dir
+        self.config = config
+        self.task = task
+        self.group = group
+        self.run_dir = run_dir
         self.model = SavedByWorkers(group)
         saver = Saver(run_dir, config, {"model": self.model}, 0, tracking.note)
         super().__init__(config.trainer, steps, tracking, saver, Trained())
@@ -200,10 +212,9 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         rows = [self.task.train[row] for row in self.steps.rows_of(data)]
         batch = self.task.collate(rows)
         plan = self._plan(rows, batch)
-        found = self._dispatch(self.group.train, plan, batch)
-        self.metrics = {f"train/{name}": value for name, value in found.items()} | packing_metrics(
-            plan, rows, self.config.data.max_token_len_per_gpu * self.config.ulysses_sequence_parallel_size
-        )
+        trained = self._dispatch(self.group.train, plan, batch)
+        self.metrics = {f"train/{name}": value for name, value in trained.items()}
+        self.metrics |= packing_metrics(plan, rows, self._micro_batch_tokens())
         return batch
 
     @property
@@ -213,16 +224,21 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
 
     def validate(self, result: Trained) -> dict[str, float]:
         """Returns the loss metrics of the validation rows, named val/<metric>."""
-        batch = self.task.collate(self.task.val)
-        measured = self._dispatch(self.group.measure, self._plan(self.task.val, batch), batch)
+        rows = self.task.val
+        batch = self.task.collate(rows)
+        plan = self._plan(rows, batch)
+        measured = self._dispatch(self.group.measure, plan, batch)
         return {f"val/{name}": value for name, value in measured.items()}
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Logs the validation, and every `trainer.log_freq` steps the means since the last logged line."""
-        step = self.steps.global_step
-        seconds, tokens = self.timing["step"], self.metrics["perf/total_num_tokens"]
+        seconds = self.timing["step"]
+        tokens_per_second = self.metrics["perf/total_num_tokens"] / seconds
         metrics = self.metrics | {"timing_s/step": seconds, "perf/time_per_step": seconds} | self.usage_metrics()
-        self.unlogged.append(metrics | {"perf/throughput": tokens / seconds / self.group.world_size})
+        metrics["perf/throughput"] = tokens_per_second / self.group.world_size
+        self.unlogged.append(metrics)
+
+        step = self.steps.global_step
         is_due = step % self.config.trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked
         means = self.means_since_last_line() if is_due else {}
         if means or validation:
@@ -233,7 +249,8 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         step = self.steps.global_step
         means = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
         for name in self.unlogged[0]:
-            means[name] = float(np.mean([metrics[name] for metrics in self.unlogged]))
+            values_of_steps = [metrics[name] for metrics in self.unlogged]
+            means[name] = float(np.mean(values_of_steps))
         self.unlogged = []
         self.result.steps = step
         self.result.loss = means["train/loss"]
@@ -250,28 +267,43 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
             np.array([len(row) for row in rows]),
             world_size=self.group.mesh("train").dp_size,
             mini_batch_size=None,
-            max_token_len=self.config.data.max_token_len_per_gpu * self.config.ulysses_sequence_parallel_size,
+            max_token_len=self._micro_batch_tokens(),
             num_tokens=self.task.count(batch).numpy(),
         )
+
+    def _micro_batch_tokens(self) -> int:
+        """Returns the limit of tokens in a micro-batch, which the ranks of a sequence-parallel group share."""
+        return self.config.data.max_token_len_per_gpu * self.config.ulysses_sequence_parallel_size
 
     def _dispatch(
         self, call: Callable[[DataProto], list[DataProto]], plan: BatchPlan, batch: DataProto
     ) -> dict[str, float]:
-        return values(combine([answer.meta_info["metrics"] for answer in call(plan.apply(batch))]))
+        """Runs a call on all ranks, and returns their metrics, combined."""
+        results = call(plan.apply(batch))
+        return values(combine([result.meta_info["metrics"] for result in results]))
 
 
 def packing_metrics(plan: BatchPlan, rows: Sequence[Row], budget: int) -> dict[str, float]:
     """Returns the number of tokens of a step, their share in the loss, and how full its micro-batches are.
 
-    rows: the planned rows. budget: maximum number of tokens of a micro-batch.
+    Args:
+        plan: The plan of one optimizer step.
+        rows: The planned rows.
+        budget: Maximum number of tokens of a micro-batch.
     """
     lengths = np.array([len(row) for row in rows])
-    tokens, [[step]] = float(lengths.sum()), plan.schedule
+    tokens = float(lengths.sum())
+    loss_tokens = 0
+    for row in rows:
+        loss_tokens += sum(sum(text.mask) for text in row.texts)
+
+    [[step]] = plan.schedule  # one optimizer step
+    budget_of_step = step.num_micro_batches * plan.world_size * budget
     return compute_seqlen_metrics(plan, lengths) | {
         "perf/total_num_tokens": tokens,
         "train/micro_batches": float(step.num_micro_batches),
-        "train/micro_batch_fill": tokens / (step.num_micro_batches * plan.world_size * budget),
-        "train/loss_tokens_frac": sum(sum(text.mask) for row in rows for text in row.texts) / tokens,
+        "train/micro_batch_fill": tokens / budget_of_step,
+        "train/loss_tokens_frac": loss_tokens / tokens,
     }
 
 
@@ -286,7 +318,8 @@ def fingerprint_of(rows: Sequence[Row]) -> str:
         for text in row.texts:
             for numbers in (text.prompt, text.response, text.mask):
                 digest.update(np.asarray(numbers, dtype=np.int64).tobytes() + b"|")
-        digest.update(f"{getattr(row, 'margin', 0.0)};".encode())
+        margin = row.margin if isinstance(row, Pair) else 0.0
+        digest.update(f"{margin};".encode())
     return f"{len(rows)} rows, {digest.hexdigest()}"
 
 
@@ -310,11 +343,12 @@ class SupervisedJob(Job[Options]):
         raise NotImplementedError
 
     def check(self, available: int | None) -> None:
-        data, trainer = self.config.data, self.config.trainer
-        if not data.train_files or self.config.model.path is None:
+        if not self.config.data.train_files or self.config.model.path is None:
             raise UserError("data.train_files and model.path: give parquet, json or jsonl files, and a model's folder")
-        if problems := list(section_problems(self.config)):
+        problems = list(section_problems(self.config))
+        if problems:
             raise ConfigError(problems)
+        trainer = self.config.trainer
         if trainer.backend == "inline" and (trainer.n_gpus_per_node or 1) > 1:
             raise UserError(
                 f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} with trainer.backend=inline: one process is one "
@@ -342,18 +376,25 @@ class SupervisedJob(Job[Options]):
                 f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}: the longest row has {longest} tokens, "
                 "which a micro-batch has to hold; raise it, or lower data.max_length"
             )
-        rows, size = len(self.task.train), data.train_batch_size
-        rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
         self.check_vocabulary()
-        self.num_rows = rows
-        dataset = fingerprint_of(self.task.train[:rows])
-        self.steps = EpochSteps(rows, size, self.config.trainer, shuffle=data.shuffle, dataset=dataset)
-        count = self.steps.per_epoch
+
+        row_count = len(self.task.train)
+        if data.train_max_samples >= 0:
+            row_count = min(row_count, data.train_max_samples)
+        self.num_rows = row_count
+        dataset = fingerprint_of(self.task.train[:row_count])
         trainer = self.config.trainer
-        trainer.test_freq = count if trainer.test_freq == EACH_EPOCH else trainer.test_freq
-        trainer.save_freq = count if trainer.save_freq == EACH_EPOCH else trainer.save_freq
-        shown = range(1, count + 1, math.ceil(count / PLANNED_STEPS))
-        self.batches = batches_of(self.task.train, map(self.steps.rows_of, shown))
+        self.steps = EpochSteps(row_count, data.train_batch_size, trainer, shuffle=data.shuffle, dataset=dataset)
+
+        steps_per_epoch = self.steps.per_epoch
+        if trainer.test_freq == EACH_EPOCH:
+            trainer.test_freq = steps_per_epoch
+        if trainer.save_freq == EACH_EPOCH:
+            trainer.save_freq = steps_per_epoch
+
+        # steps that are spread over the epoch, because without shuffling the rows may be sorted by length
+        planned_steps = range(1, steps_per_epoch + 1, math.ceil(steps_per_epoch / PLANNED_STEPS))
+        self.batches = batches_of(self.task.train, map(self.steps.rows_of, planned_steps))
         return self.steps.total
 
     def check_vocabulary(self) -> None:
@@ -378,23 +419,26 @@ class SupervisedJob(Job[Options]):
     def memory_plan(self) -> MemoryPlan:
         """Returns the memory that the run needs on a device for its rows. Raises UserError if the model's shapes are
         unknown."""
-        largest, val = max(self.batches, key=lambda step: step.tokens), self.task.val
-        validation = batches_of(val, [range(len(val))])[0] if val else None
+        largest_batch = max(self.batches, key=lambda step: step.tokens)
+        validation_batch = None
+        if self.task.val:
+            [validation_batch] = batches_of(self.task.val, [range(len(self.task.val))])
         network = read_network(self.config, self.slots, self.device)
-        return supervised_plan(self.config, network, self.slots, self.device, largest, validation)
+        return supervised_plan(self.config, network, self.slots, self.device, largest_batch, validation_batch)
 
     def plan(self) -> str:
-        config, total = self.config, self.steps.total
-        rows = supervised_rows(config, self.slots, total, self.batches)
-        return aligned([*rows, *memory_rows(config, self.memory_plan, total, 0)])
+        total_steps = self.steps.total
+        rows = supervised_rows(self.config, self.slots, total_steps, self.batches)
+        return aligned([*rows, *memory_rows(self.config, self.memory_plan, total_steps, 0)])
 
     def full_plan(self) -> tuple[str, bool]:
-        memory = device_memory_gib(self.device, max(1, self.slots // self.config.trainer.nnodes))
         try:
-            plan = self.memory_plan()
+            memory = self.memory_plan()
         except UserError:  # the row in `plan` gives the reason
             return self.plan(), True
-        return "\n".join([self.plan(), *plan.lines(self.device.name, memory)]), plan.fits(memory * GIB)
+        slots_here = max(1, self.slots // self.config.trainer.nnodes)
+        memory_gib = device_memory_gib(self.device, slots_here)
+        return "\n".join([self.plan(), *memory.lines(self.device.name, memory_gib)]), memory.fits(memory_gib * GIB)
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[SupervisedTrainer[Any]]:
@@ -402,21 +446,26 @@ class SupervisedJob(Job[Options]):
         with ExitStack() as stack:
             join_ray(config, self.run_dir.name, tracking.note, stack)
             roles = {"model": ClassWithInitArgs(self.task.worker, config, self.steps.total)}
-            group = start_workers(config, roles, recipe_modules(config), self.run_dir / "logs", stack)["model"]
-            yield SupervisedTrainer(config, self.task, self.steps, group, tracking, self.run_dir)
+            groups = start_workers(config, roles, recipe_modules(config), self.run_dir / "logs", stack)
+            yield SupervisedTrainer(config, self.task, self.steps, groups["model"], tracking, self.run_dir)
 
     def report(self, trainer: Any, result: Trained) -> Report:
         if result.shards is None:
             return Report()
-        shown = f", validation {line}" if (line := validation_line(result.after)) else ""
         folder = self.export(result)
-        commands = {"look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}"}
+        line = f"wrote {folder} after {result.steps} steps, loss {result.loss:.3f}"
+        validation = validation_line(result.after)
+        if validation:
+            line += f", validation {validation}"
+
         next_command = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"
         template_arguments = self.config.data.apply_chat_template_kwargs
         if template_arguments:  # the template itself is in the folder, its arguments are not
             next_command += f" data.apply_chat_template_kwargs={shlex.quote(json.dumps(template_arguments))}"
-        commands["train on"] = next_command
-        line = f"wrote {folder} after {result.steps} steps, loss {result.loss:.3f}{shown}"
+        commands = {
+            "look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}",
+            "train on": next_command,
+        }
         measured = supervised_measured_line(self.memory_plan, self.device, self.run_dir)
         return Report([line, measured], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)
 

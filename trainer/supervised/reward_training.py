@@ -43,8 +43,11 @@ def bradley_terry(
         chosen, rejected: (n,) scores.
         margin: (n,) required difference between the two scores; Touvron et al. (2023), Llama 2, equation 2, as in TRL's
             RewardTrainer.
+        center_coefficient: Weight of the second term.
     """
-    return -F.logsigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected).square()
+    comparison = -F.logsigmoid(chosen - rejected - margin)
+    centering = (chosen + rejected).square()
+    return comparison + center_coefficient * centering
 
 
 def pair_loss(
@@ -52,16 +55,27 @@ def pair_loss(
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Returns the loss of a micro-batch and its metrics, which are means over pairs.
 
-    The rows of `data` alternate between chosen and rejected texts. outputs["scores"] is (2n, R) and nonzero at only one
-    position of each row. Metrics: loss; accuracy, the share of pairs whose chosen score is higher than the rejected
-    score; margin, the chosen score minus the rejected score.
+    Metrics: loss; accuracy, the share of pairs whose chosen score is higher than the rejected score; margin, the chosen
+    score minus the rejected score.
+
+    Args:
+        data: Rows that alternate between chosen and rejected texts.
+        outputs: scores (2n, R), nonzero at only one position of each row.
+        center_coefficient: See `bradley_terry`.
     """
-    counts = valid_pairs(data)
-    chosen, rejected = outputs["scores"].sum(1).view(-1, 2)[counts].unbind(1)
-    losses = bradley_terry(chosen, rejected, data.batch["margin"].view(-1, 2)[counts][:, 0], center_coefficient)
+    is_valid = valid_pairs(data)  # (n,)
+    scores = outputs["scores"].sum(1).view(-1, 2)[is_valid]
+    chosen, rejected = scores.unbind(1)
+    required_margin = data.batch["margin"].view(-1, 2)[is_valid][:, 0]
+    losses = bradley_terry(chosen, rejected, required_margin, center_coefficient)
+
     margins = (chosen - rejected).detach()
-    found = {"loss": losses.detach(), "accuracy": margins > 0, "margin": margins}
-    metrics = {name: Metric.mean(float(values.sum()), len(margins)) for name, values in found.items()}
+    pairs = len(margins)
+    metrics = {
+        "loss": Metric.mean(float(losses.detach().sum()), pairs),
+        "accuracy": Metric.mean(float((margins > 0).sum()), pairs),
+        "margin": Metric.mean(float(margins.sum()), pairs),
+    }
     return losses.sum() / data.meta_info["num_tokens"], metrics
 
 
@@ -93,7 +107,8 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
         return new_sequence_score(spec)
 
     def read_task(self) -> Task[Pair]:
-        model, data = self.config.model, self.config.data
+        model = self.config.model
+        data = self.config.data
         source = ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = load_tokenizer(source, data.chat_template)
         return pair_task(RewardTrainingWorker, tokenizer, data, data.score_at, report=self.console.print)

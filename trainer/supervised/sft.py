@@ -1,12 +1,13 @@
 """Loss and worker for supervised fine-tuning, and the job of `trainer.main_sft`; the loop is in
 `trainer.supervised.loop`, the loss and worker of loss=dpo in `trainer.supervised.dpo`."""
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from trainer.data.sft_dataset import collate, load_examples
+from trainer.data.preferences import Pair
+from trainer.data.sft_dataset import Example, collate, load_examples
 from trainer.supervised.dpo import DPOWorker, check_pair
 from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
 from trainer.supervised.reward_training import pair_task
@@ -22,17 +23,24 @@ from workers.policy.tokenizer import load_tokenizer
 def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Returns the negative log-likelihood of the trained tokens over their number in the optimizer step, and
     metrics."""
-    nll = -(outputs["log_probs"] * data.batch["response_mask"]).sum()
-    tokens = int(data.batch["response_mask"].sum())
-    return nll / data.meta_info["num_tokens"], {"loss": Metric.mean(float(nll.detach()), tokens)}
+    mask = data.batch["response_mask"]
+    nll = -(outputs["log_probs"] * mask).sum()
+    loss = nll / data.meta_info["num_tokens"]
+    return loss, {"loss": Metric.mean(float(nll.detach()), int(mask.sum()))}
 
 
 class SFTWorker(SupervisedWorker):
     """One rank of supervised fine-tuning."""
 
     def __init__(self, config: SFTConfig, total_training_steps: int) -> None:
-        policy = causal_lm(LOG_PROB_CHUNK_TOKENS)
-        super().__init__(config, total_training_steps, policy, sft_loss, temperature=1.0, calculate_entropy=False)
+        super().__init__(
+            config,
+            total_training_steps,
+            causal_lm(LOG_PROB_CHUNK_TOKENS),
+            sft_loss,
+            temperature=1.0,
+            calculate_entropy=False,
+        )
 
 
 class SFTJob(SupervisedJob[SFTConfig]):
@@ -45,17 +53,19 @@ class SFTJob(SupervisedJob[SFTConfig]):
     def build_policy(spec: NetworkSpec) -> Policy:
         return causal_lm(LOG_PROB_CHUNK_TOKENS)(spec)
 
-    def read_task(self) -> Task[Any]:
-        config, show = self.config, self.console.print
-        tokenizer, files = load_tokenizer(config.model, config.data.chat_template), config.data.val_files
-        if config.loss == "dpo":
-            return pair_task(DPOWorker, tokenizer, config.data, check=check_pair, report=show)
+    def read_task(self) -> Task[Example] | Task[Pair]:
+        data = self.config.data
+        tokenizer = load_tokenizer(self.config.model, data.chat_template)
+        if self.config.loss == "dpo":
+            return pair_task(DPOWorker, tokenizer, data, check=check_pair, report=self.console.print)
+
+        def load(files: Sequence[str], option: str) -> list[Example]:
+            return load_examples(files, tokenizer, data, option=option, report=self.console.print)
+
         return Task(
             worker=SFTWorker,
-            train=load_examples(
-                config.data.train_files, tokenizer, config.data, option="data.train_files", report=show
-            ),
-            val=load_examples(files, tokenizer, config.data, option="data.val_files", report=show) if files else [],
+            train=load(data.train_files, "data.train_files"),
+            val=load(data.val_files, "data.val_files") if data.val_files else [],
             collate=partial(collate, pad_token_id=tokenizer.pad_token_id),
             count=lambda batch: batch.batch["response_mask"].sum(1),
         )

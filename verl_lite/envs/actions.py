@@ -72,4 +72,6 @@ class ActionParser:
         if match is None:
             return ParsedAction(None, text)
         content = (match.group(match.lastindex or 1) or "").strip()
-        return ParsedAction(content if self.names is None else self._by_name.get(content.lower()), content)
+        if self.names is None:
+            return ParsedAction(content, content)
+        return ParsedAction(self._by_name.get(content.lower()), content)

@@ -28,9 +28,11 @@ _HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 class GymnasiumEnv:
     """A gymnasium environment by its id, "FrozenLake-v1" or "module:Id-v0".
 
-    env_kwargs: keyword arguments of gymnasium.make. action_lookup: names of the actions of a Discrete space; None =
-    their numbers. observe: "space", the returned observation as text, or "render", the text frame (render_mode "ansi").
-    success_reward: sum of rewards from which a terminated episode is a success.
+    Args:
+        env_kwargs: Keyword arguments of gymnasium.make.
+        action_lookup: Names of the actions of a Discrete space; None = their numbers.
+        observe: "space", the returned observation as text, or "render", the text frame (render_mode "ansi").
+        success_reward: Sum of rewards from which a terminated episode is a success.
     """
 
     def __init__(
@@ -48,54 +50,68 @@ class GymnasiumEnv:
 
         if observe not in ("space", "render"):
             raise UserError(f"observe={observe!r}: expected space or render")
-        kwargs = dict(env_kwargs or {}) | ({"render_mode": "ansi"} if observe == "render" else {})
+        kwargs = dict(env_kwargs or {})
+        if observe == "render":
+            kwargs["render_mode"] = "ansi"
         try:
             self.env = gymnasium.make(env_id, **kwargs)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise UserError(f"env_id={env_id!r}: gymnasium cannot create it: {error}") from error
+
         space = self.env.action_space
         if isinstance(space, gymnasium.spaces.Discrete):
             numbers = range(int(space.start), int(space.start) + int(space.n))
-            action_lookup = {n: str(n) for n in numbers} if action_lookup is None else action_lookup
+            if action_lookup is None:
+                action_lookup = {number: str(number) for number in numbers}
         elif not isinstance(space, gymnasium.spaces.Text):
             raise UserError(f"env_id={env_id!r}: its action space is {space}; expected Text or Discrete")
         self.parser = ActionParser(action_pattern, action_lookup, special_token_list)
         if isinstance(space, gymnasium.spaces.Discrete) and not set(self.parser.names or {}) <= set(numbers):
             raise UserError(f"action_lookup={action_lookup!r}: the actions of {env_id} are {list(numbers)}")
+
         self.by_render = observe == "render"
-        self.instruction, self.success_reward = env_instruction, success_reward
-        self.text, self.score = "", 0.0
+        self.instruction = env_instruction
+        self.success_reward = success_reward
+        self.text = ""
+        self.score = 0.0
 
     def reset(self, seed: int) -> tuple[str, Info]:
         observation, _ = self.env.reset(seed=seed % 2**31)
-        self.score, self.text = 0.0, self._text(observation)
+        self.score = 0.0
+        self.text = self._text(observation)
         return self.text, {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         parsed = self.parser(action)
         if parsed.action is None:
-            names = self.parser.names
-            hint = f"This is not an action. Actions are {', '.join(names.values())}.\n" if names else ""
-            return hint + self.text, 0.0, False, False, self._info(valid=False)
+            hint = ""
+            if self.parser.names:
+                hint = f"This is not an action. Actions are {', '.join(self.parser.names.values())}.\n"
+            return hint + self.text, 0.0, False, False, self._info(is_valid=False, is_success=False)
+
         observation, reward, terminated, truncated, _ = self.env.step(parsed.action)
         self.score += float(reward)
         self.text = self._text(observation)
-        return self.text, float(reward), bool(terminated), bool(truncated), self._info(ended=bool(terminated))
+        is_success = bool(terminated) and self.score >= self.success_reward
+        info = self._info(is_valid=True, is_success=is_success)
+        return self.text, float(reward), bool(terminated), bool(truncated), info
 
     def close(self) -> None:
         self.env.close()
 
     def sample_random_action(self) -> str:
-        return f"<answer>{next(iter((self.parser.names or {}).values()), 'a')}</answer>"
+        names = list((self.parser.names or {}).values())
+        return f"<answer>{names[0] if names else 'a'}</answer>"
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: object) -> str:
         if self.by_render:
             return _HIGHLIGHTED.sub(r"[\1]", str(self.env.render())).strip("\n")
-        return observation if isinstance(observation, str) else str(np.asarray(observation).tolist())
+        if isinstance(observation, str):
+            return observation
+        return str(np.asarray(observation).tolist())
 
-    def _info(self, *, valid: bool = True, ended: bool = False) -> Info:
-        success = ended and self.score >= self.success_reward
-        return {"metrics": {"action_is_valid": valid, "success": success}, "metrics_agg_mode": AGG_MODES}
+    def _info(self, *, is_valid: bool, is_success: bool) -> Info:
+        return {"metrics": {"action_is_valid": is_valid, "success": is_success}, "metrics_agg_mode": AGG_MODES}
 
 
 @register_env("gem")
@@ -119,7 +135,8 @@ class GemEnv:
                     f"env={env!r} is not pkg.module:Class ({problem}), and names of GEM need the package gem-llm; "
                     "install gem-llm or set env to the path of a class with reset(seed) and step(action)"
                 ) from error
-        self.env, self.success_reward = factory(**dict(env_kwargs or {})), success_reward
+        self.env = factory(**dict(env_kwargs or {}))
+        self.success_reward = success_reward
 
     def reset(self, seed: int) -> tuple[str, Info]:
         observation, info = self.env.reset(seed=seed)
@@ -159,7 +176,8 @@ class ReasoningGymEnv:
         answer_pattern: str = ANSWER_PATTERN,
         env_instruction: str = "Write your answer as <answer>...</answer>.\n",
     ) -> None:
-        self.size, self.instruction = size, env_instruction
+        self.size = size
+        self.instruction = env_instruction
         self.parser = ActionParser(answer_pattern)
         options = dict(task_config or {}) | {"size": size, "seed": dataset_seed}
         try:
@@ -179,9 +197,14 @@ class ReasoningGymEnv:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         parsed = self.parser(action)
-        valid = parsed.action is not None
-        score = float(self.dataset.score_answer(str(parsed.action), self.entry)) if valid else 0.0
-        info = {"metrics": {"action_is_valid": valid, "success": score >= 1}, "metrics_agg_mode": AGG_MODES}
+        is_valid = parsed.action is not None
+        score = 0.0
+        if is_valid:
+            score = float(self.dataset.score_answer(str(parsed.action), self.entry))
+        info: Info = {
+            "metrics": {"action_is_valid": is_valid, "success": score >= 1},
+            "metrics_agg_mode": AGG_MODES,
+        }
         return f"Score {score:g}.", score, True, False, info
 
     def sample_random_action(self) -> str:

@@ -74,13 +74,18 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None) -> Env:
 
 def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> None:
     """Raises UserError if env_config has an unknown key or lacks a required key."""
-    parameters = inspect.signature(find_env(env_type)).parameters
-    named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for key in [] if takes_any else env_config:
-        if key not in named:
-            raise UserError(f"env_config.{key}: {env_type} has no such option{did_you_mean(key, list(named))}")
-    for name, parameter in named.items():
+    keywords = {}
+    accepts_any_key = False
+    for parameter in inspect.signature(find_env(env_type)).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            keywords[parameter.name] = parameter
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            accepts_any_key = True
+
+    for key in env_config:
+        if key not in keywords and not accepts_any_key:
+            raise UserError(f"env_config.{key}: {env_type} has no such option{did_you_mean(key, list(keywords))}")
+    for name, parameter in keywords.items():
         if parameter.default is parameter.empty and name not in env_config:
             raise UserError(f"env_config.{name} is missing: {env_type} needs it")
 
@@ -98,6 +103,7 @@ MANAGERS = {"trajectory": "TrajEnvManager", "step": "StepEnvManager"}
 """Ways to convert an episode to samples, with ROLL's names of them."""
 
 _LEAST = {"max_steps": 1, "max_tokens_per_step": 1, "max_env_step_concurrent": 1, "history_length": 0}
+_OPTIONAL = ("max_tokens_per_step", "max_env_step_concurrent")
 _UNSUPPORTED = {
     "tool_wrapper": "not supported; make the tools part of the environment, see trainer/AGENTIC.md",
     "agent_runner_cls": "not supported; agents do not run in separate processes",
@@ -109,19 +115,20 @@ _UNSUPPORTED = {
 class EnvTemplate:
     """An entry of `agentic.custom_envs`.
 
-    tag: key of the entry.
-    env_type, env_config: name of a registered environment, or pkg.module:Class, and its keyword arguments.
-    max_steps: maximum number of turns in an episode.
-    max_tokens_per_step: maximum number of tokens in a turn; None = data.max_response_length.
-    env_manager_cls: "trajectory" (an episode is one sample, a conversation) or "step" (each turn is a sample whose
-        prompt contains the last `history_length` turns).
-    agent_system_template: system message; None = no system message.
-    agent_template: user message of a turn, with the fields of TRAJECTORY_FIELDS, and for "step" also of STEP_FIELDS
-        (`observation` and `current_observation` are equal there). The environment's instruction precedes the message of
-        the first turn, unless the template has the field {env_instruction}, which is empty in later turns of a
-        trajectory.
-    use_thread_lock: True to run the methods of this environment one at a time in a process.
-    max_env_step_concurrent: maximum number of concurrent steps of this tag.
+    Attributes:
+        tag: Key of the entry.
+        env_type, env_config: Name of a registered environment, or pkg.module:Class, and its keyword arguments.
+        max_steps: Maximum number of turns in an episode.
+        max_tokens_per_step: Maximum number of tokens in a turn; None = data.max_response_length.
+        env_manager_cls: "trajectory" (an episode is one sample, a conversation) or "step" (each turn is a sample whose
+            prompt contains the last `history_length` turns).
+        agent_system_template: System message; None = no system message.
+        agent_template: User message of a turn, with the fields of TRAJECTORY_FIELDS, and for "step" also of STEP_FIELDS
+            (`observation` and `current_observation` are equal there). The environment's instruction precedes the
+            message of the first turn, unless the template has the field {env_instruction}, which is empty in later
+            turns of a trajectory.
+        use_thread_lock: True to run the methods of this environment one at a time in a process.
+        max_env_step_concurrent: Maximum number of concurrent steps of this tag.
     """
 
     tag: str
@@ -137,33 +144,53 @@ class EnvTemplate:
     max_env_step_concurrent: int | None = None
 
     def __post_init__(self) -> None:
+        # the class is frozen, so corrected values are set as `dataclasses` does it
         object.__setattr__(self, "env_config", dict(self.env_config or {}))
-        name, known = str(self.env_manager_cls), [*MANAGERS, *MANAGERS.values()]
-        managers = [key for key, roll in MANAGERS.items() if name == key or name.rpartition(".")[2] == roll]
-        if not managers:
-            self._refuse("env_manager_cls", f"{' | '.join(known)}{did_you_mean(name, known)}")
-        object.__setattr__(self, "env_manager_cls", managers[0])
+        object.__setattr__(self, "env_manager_cls", self._manager())
+        self._check_values()
+        self._check_template()
+        with self._naming_the_entry():
+            check_env_config(self.env_type, self.env_config)
+
+    def _manager(self) -> str:
+        """Returns env_manager_cls as a key of MANAGERS. ROLL's names, with or without their module, are accepted."""
+        name = str(self.env_manager_cls)
+        for manager, roll_class in MANAGERS.items():
+            if name == manager or name.rpartition(".")[2] == roll_class:
+                return manager
+        names = [*MANAGERS, *MANAGERS.values()]
+        self._refuse("env_manager_cls", f"{' | '.join(names)}{did_you_mean(name, names)}")
+
+    def _check_values(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            optional = name.startswith("max_") and name != "max_steps"
-            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not is_number and not (optional and value is None):
-                self._refuse(name, f"a whole number of at least {least}" + (" or null" if optional else ""))
-        for name, kind in (("use_thread_lock", bool), ("agent_system_template", str | None), ("agent_template", str)):
-            if not isinstance(getattr(self, name), kind):
-                self._refuse(name, "true or false" if kind is bool else "text")
-        known = [*TRAJECTORY_FIELDS, *(STEP_FIELDS if self.by_step else ())]
+            if value is None and name in _OPTIONAL:
+                continue
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if not is_number or value < least:
+                or_null = " or null" if name in _OPTIONAL else ""
+                self._refuse(name, f"a whole number of at least {least}{or_null}")
+        if not isinstance(self.use_thread_lock, bool):
+            self._refuse("use_thread_lock", "true or false")
+        if not isinstance(self.agent_system_template, str | None):
+            self._refuse("agent_system_template", "text")
+        if not isinstance(self.agent_template, str):
+            self._refuse("agent_template", "text")
+
+    def _check_template(self) -> None:
+        """Refuses an agent_template with fields that have no value."""
+        available = [*TRAJECTORY_FIELDS, *STEP_FIELDS] if self.by_step else [*TRAJECTORY_FIELDS]
         try:
-            unknown = sorted(self.fields - set(known))
+            unknown = sorted(self.fields - set(available))
         except ValueError as error:
             self._refuse("agent_template", f"text for str.format ({error})")
         if unknown:
-            also = f"; with env_manager_cls: step also {', '.join(STEP_FIELDS)}" if not self.by_step else ""
-            hint = did_you_mean(unknown[0], known)
-            expected = f"only the fields {', '.join(known)}{also}; found {{{unknown[0]}}}{hint}; double other braces"
-            self._refuse("agent_template", expected)
-        with self._naming_the_entry():
-            check_env_config(self.env_type, self.env_config)
+            with_step = "" if self.by_step else f"; with env_manager_cls: step also {', '.join(STEP_FIELDS)}"
+            hint = did_you_mean(unknown[0], available)
+            self._refuse(
+                "agent_template",
+                f"only the fields {', '.join(available)}{with_step}; found {{{unknown[0]}}}{hint}; double other braces",
+            )
 
     @property
     def by_step(self) -> bool:
@@ -172,9 +199,12 @@ class EnvTemplate:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields in agent_template."""
-        named = [name for _, name, _, _ in string.Formatter().parse(self.agent_template) if name is not None]
-        return frozenset(name.split(".")[0].split("[")[0] for name in named)
+        """The fields in agent_template, without their attributes and indices."""
+        names = set()
+        for _, field_name, _, _ in string.Formatter().parse(self.agent_template):
+            if field_name is not None:
+                names.add(field_name.split(".")[0].split("[")[0])
+        return frozenset(names)
 
     def make(self) -> Env:
         """Creates an environment of this entry. Raises UserError, which names the entry."""
@@ -195,22 +225,35 @@ class EnvTemplate:
 def env_templates(custom_envs: Mapping[str, Any]) -> dict[str, EnvTemplate]:
     """Returns the checked entries of `agentic.custom_envs` by tag.
 
-    Raises UserError, which names agentic.custom_envs.TAG.key, for an unknown key (with the nearest key), a wrong value,
-    an unknown environment, or an option that the environment does not have.
+    Raises:
+        UserError: Names agentic.custom_envs.TAG.key, for an unknown key (with the nearest key), a wrong value, an
+            unknown environment, or an option that the environment does not have.
     """
-    known = [option.name for option in fields(EnvTemplate) if option.name != "tag"]
     templates: dict[str, EnvTemplate] = {}
     for tag, entry in custom_envs.items():
-        given = {str(key): value for key, value in entry.items()} if isinstance(entry, Mapping) else {}
-        for key in list(given):
-            if key in known or (key in _UNSUPPORTED and given.pop(key) is None):
-                continue
-            problem = _UNSUPPORTED.get(key) or f"unknown key; keys are {', '.join(known)}{did_you_mean(key, known)}"
-            raise UserError(f"agentic.custom_envs.{tag}.{key}: {problem}")
-        if not isinstance(given.get("env_type"), str) or not isinstance(given.get("env_config") or {}, Mapping):
+        options = _options_of_entry(str(tag), entry)
+        if not isinstance(options.get("env_type"), str) or not isinstance(options.get("env_config") or {}, Mapping):
             raise UserError(
                 f"agentic.custom_envs.{tag} is {entry!r}: expected a mapping with env_type, one of "
                 f"{', '.join(sorted(ENVS))}, or pkg.module:Class; and env_config, a mapping"
             )
-        templates[str(tag)] = EnvTemplate(tag=str(tag), **given)
+        templates[str(tag)] = EnvTemplate(tag=str(tag), **options)
     return templates
+
+
+def _options_of_entry(tag: str, entry: object) -> dict[str, Any]:
+    """Returns the options of an entry for `EnvTemplate`. Options of ROLL that are null are left out."""
+    if not isinstance(entry, Mapping):
+        return {}
+    names = [option.name for option in fields(EnvTemplate) if option.name != "tag"]
+    options = {}
+    for key, value in entry.items():
+        name = str(key)
+        if name in names:
+            options[name] = value
+        elif name not in _UNSUPPORTED:
+            problem = f"unknown key; keys are {', '.join(names)}{did_you_mean(name, names)}"
+            raise UserError(f"agentic.custom_envs.{tag}.{name}: {problem}")
+        elif value is not None:
+            raise UserError(f"agentic.custom_envs.{tag}.{name}: {_UNSUPPORTED[name]}")
+    return options

@@ -10,7 +10,7 @@ import ast
 import json
 import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -41,7 +41,9 @@ AGG_MODES = {"action_is_valid": "mean", "tool_calls": "sum", "tool_errors": "sum
 class Calculator:
     """Questions with `terms` numbers up to `max_number`, joined by `operators` (from + - * /; quotients are integers).
 
-    reward_right, reward_wrong: rewards of the answer. penalty_for_call: added to the reward for each call of the tool.
+    Args:
+        reward_right, reward_wrong: Rewards of the answer.
+        penalty_for_call: Added to the reward for each call of the tool.
     """
 
     def __init__(
@@ -59,8 +61,12 @@ class Calculator:
             raise UserError(f"terms={terms!r}, max_number={max_number!r}: expected terms >= 2 and max_number >= 1")
         if not operators or set(operators) - set("+-*/"):
             raise UserError(f"operators={operators!r}: expected some of + - * /")
-        self.terms, self.max_number, self.operators = terms, max_number, operators
-        self.reward_right, self.reward_wrong, self.penalty_for_call = reward_right, reward_wrong, penalty_for_call
+        self.terms = terms
+        self.max_number = max_number
+        self.operators = operators
+        self.reward_right = reward_right
+        self.reward_wrong = reward_wrong
+        self.penalty_for_call = penalty_for_call
         self.parser = ActionParser(answer_pattern)
         self.instruction = INSTRUCTION if env_instruction is None else env_instruction
         self.expression = ""
@@ -72,20 +78,27 @@ class Calculator:
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         calls = parse_tool_calls(action)
         if calls:
-            answers = [self._call(call) for call in calls]
-            errors = sum(not worked for _, worked in answers)
-            info = _info(valid=errors == 0, calls=len(calls), errors=errors)
-            observation = "\n".join(text for text, _ in answers)
-            return observation, self.penalty_for_call * len(calls), False, False, info | {"use_tool": True}
+            return self._respond_to_calls(calls)
         answer = self.parser(action)
         if answer.action is None:
             return "There is neither a call of a tool nor an answer.", 0.0, False, False, _info(valid=False)
-        right = number_in(str(answer.action)) == evaluate(self.expression)
-        observation = "Right." if right else f"Wrong: it is {written(evaluate(self.expression))}."
-        return observation, self.reward_right if right else self.reward_wrong, True, False, _info(success=right)
+        value = evaluate(self.expression)
+        if number_in(str(answer.action)) == value:
+            return "Right.", self.reward_right, True, False, _info(success=True)
+        return f"Wrong: it is {written(value)}.", self.reward_wrong, True, False, _info(success=False)
 
     def sample_random_action(self) -> str:
         return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': '1+2'}})}</tool_call>"
+
+    def _respond_to_calls(self, calls: Sequence[ToolCall]) -> tuple[str, float, bool, bool, Info]:
+        results = []
+        errors = 0
+        for call in calls:
+            result, has_worked = self._call(call)
+            results.append(result)
+            errors += not has_worked
+        info = _info(valid=errors == 0, calls=len(calls), errors=errors) | {"use_tool": True}
+        return "\n".join(results), self.penalty_for_call * len(calls), False, False, info
 
     def _call(self, call: ToolCall) -> tuple[str, bool]:
         """Returns the tool's result, and True if the call succeeded."""
@@ -104,15 +117,20 @@ class Calculator:
     def _question(self, rng: random.Random) -> str:
         """Returns an expression to be evaluated from left to right, with brackets where * or / follows + or -."""
         numbers = [rng.randint(1, self.max_number) for _ in range(self.terms)]
-        text, loose = str(numbers[0]), False
+        text = str(numbers[0])
+        has_open_sum = False  # + or - outside of brackets
         for number in numbers[1:]:
             operator = rng.choice(self.operators)
-            if operator in "*/" and loose:
-                text, loose = f"({text})", False
+            if operator in "*/" and has_open_sum:
+                text = f"({text})"
+                has_open_sum = False
             if operator == "/":
-                value = evaluate(text)  # the next number is one of its divisors, so the quotient is an integer
-                number = rng.choice([n for n in range(1, self.max_number + 1) if value % n == 0])
-            loose = loose or operator in "+-"
+                # the next number is one of the divisors of the value so far, so the quotient is an integer
+                value = evaluate(text)
+                divisors = [divisor for divisor in range(1, self.max_number + 1) if value % divisor == 0]
+                number = rng.choice(divisors)
+            if operator in "+-":
+                has_open_sum = True
             text = f"{text} {operator} {number}"
         return text
 
@@ -156,15 +174,19 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return Fraction(_OPERATORS[type(node.op)](_value(node.operand)))
+        apply = _OPERATORS[type(node.op)]
+        return Fraction(apply(_value(node.operand)))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return Fraction(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+        apply = _OPERATORS[type(node.op)]
+        return Fraction(apply(_value(node.left), _value(node.right)))
     raise ValueError(f"{ast.unparse(node)!r} is not allowed: numbers, + - * / // %, brackets")
 
 
 def written(value: Fraction) -> str:
     """Formats a value: integers exactly, other values with at most 10 significant digits."""
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.10g}"
 
 
 def number_in(text: str) -> Fraction | None:

@@ -74,11 +74,19 @@ class FrozenLake(GridEnv):
 
     def rows(self) -> list[str]:
         """Returns the map with the player, as the agent sees it."""
-        letters = {b"S": "_", b"F": "_", b"H": "O", b"G": "G"}
-        rows = [[letters[bytes(tile)] for tile in row] for row in self.lake.desc]
-        row, column = divmod(int(self.lake.s), self.lake.ncol)
-        rows[row][column] = {"_": "P", "O": "X", "G": "√"}[rows[row][column]]
-        return ["".join(row) for row in rows]
+        letter_of_tile = {b"S": "_", b"F": "_", b"H": "O", b"G": "G"}
+        grid = []
+        for tiles in self.lake.desc:
+            grid.append([letter_of_tile[bytes(tile)] for tile in tiles])
+
+        player_on = {"_": "P", "O": "X", "G": "√"}
+        row, column = self._player()
+        grid[row][column] = player_on[grid[row][column]]
+        return ["".join(letters) for letters in grid]
+
+    def _player(self) -> tuple[int, int]:
+        """Returns the row and the column of the player."""
+        return divmod(int(self.lake.s), self.lake.ncol)
 
     def _begin(self, seed: int) -> None:
         from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as GymnasiumLake
@@ -93,21 +101,24 @@ class FrozenLake(GridEnv):
         return float(reward), bool(terminated), bool(self.lake.s != before)
 
     def _succeeded(self) -> bool:
-        row, column = divmod(int(self.lake.s), self.lake.ncol)
-        return bytes(self.lake.desc[row, column]) == b"G"
+        return bytes(self.lake.desc[self._player()]) == b"G"
 
 
 def _fixed_map(map_name: str | None, desc: Sequence[str] | None) -> list[str] | None:
+    """Returns the map that the options set, or None for random maps."""
     from gymnasium.envs.toy_text.frozen_lake import MAPS
 
-    if desc is not None and map_name is not None:
-        raise UserError(f"map_name={map_name!r} and desc are both set; remove one of them")
     if desc is not None:
+        if map_name is not None:
+            raise UserError(f"map_name={map_name!r} and desc are both set; remove one of them")
         rows = [str(row) for row in desc]
         tiles = "".join(rows)
-        if not rows or len({len(row) for row in rows}) > 1 or set(tiles) - set("SFHG") or tiles.count("S") != 1:
+        is_rectangle = len({len(row) for row in rows}) == 1
+        if not is_rectangle or set(tiles) - set("SFHG") or tiles.count("S") != 1:
             raise UserError(f"desc={rows!r}: expected rows of equal length of S (once), F, H and G")
         return rows
-    if map_name is not None and map_name not in MAPS:
+    if map_name is None:
+        return None
+    if map_name not in MAPS:
         raise UserError(f"map_name={map_name!r}: expected one of {', '.join(MAPS)}, or null for random maps")
-    return None if map_name is None else list(MAPS[map_name])
+    return list(MAPS[map_name])

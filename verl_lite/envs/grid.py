@@ -25,11 +25,13 @@ class GridEnv(ABC):
 
     A text without a valid move changes nothing and has the reward `_idle`.
 
-    split: "train" and "test" use disjoint worlds; one world in five, selected by its content, is "test".
-    env_instruction: replaces the default instruction; "" = no instruction. action_lookup: other names of the moves.
-    feedback: True to begin each observation with a sentence about the effect of the action. max_steps: number of
-    actions after which the episode is truncated; None = the template's number. action_pattern, special_token_list: see
-    `ActionParser`.
+    Args:
+        split: "train" and "test" use disjoint worlds; one world in five, selected by its content, is "test".
+        env_instruction: Replaces the default instruction; "" = no instruction.
+        action_lookup: Other names of the moves.
+        action_pattern, special_token_list: See `ActionParser`.
+        feedback: True to begin each observation with a sentence about the effect of the action.
+        max_steps: Number of actions after which the episode is truncated; None = the template's number.
     """
 
     moves: ClassVar[Mapping[int, str]]
@@ -91,19 +93,30 @@ class GridEnv(ABC):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         parsed = self.parser(action)
-        valid = parsed.action is not None
-        reward, terminated, effective = self._move(parsed.action) if valid else (self._idle(), False, False)
+        is_valid = parsed.action is not None
+        if is_valid:
+            reward, terminated, is_effective = self._move(parsed.action)
+        else:
+            reward, terminated, is_effective = self._idle(), False, False
         self.steps += 1
         truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
-        metrics = {"action_is_valid": valid, "action_is_effective": effective, "success": self._succeeded()}
-        if not valid:
-            result = f"This is not an action. Actions are {', '.join(self.names.values())}."
-        elif effective:
-            result = f"You moved {self.names[parsed.action]}."
+
+        if not is_valid:
+            effect = f"This is not an action. Actions are {', '.join(self.names.values())}."
+        elif is_effective:
+            effect = f"You moved {self.names[parsed.action]}."
         else:
-            result = f"Moving {self.names[parsed.action]} changed nothing."
-        observation = f"{result}\n{self.text()}" if self.feedback else self.text()
-        info = {"metrics": metrics, "metrics_agg_mode": AGG_MODES, "action_content": parsed.action_content}
+            effect = f"Moving {self.names[parsed.action]} changed nothing."
+        observation = f"{effect}\n{self.text()}" if self.feedback else self.text()
+        info: Info = {
+            "metrics": {
+                "action_is_valid": is_valid,
+                "action_is_effective": is_effective,
+                "success": self._succeeded(),
+            },
+            "metrics_agg_mode": AGG_MODES,
+            "action_content": parsed.action_content,
+        }
         return observation, float(reward), terminated, truncated, info
 
     def text(self) -> str:
@@ -114,5 +127,9 @@ class GridEnv(ABC):
         return f"<answer>{next(iter(self.names.values()))}</answer>"
 
     def _is_in_split(self, rows: Sequence[str]) -> bool:
-        is_test = int.from_bytes(sha256("\n".join(rows).encode()).digest()[:8], "big") % TEST_SHARE == 0
-        return self.split == "all" or is_test == (self.split == "test")
+        """Returns True if `split` contains a world. The content of the world decides, so no world is in both splits."""
+        if self.split == "all":
+            return True
+        digest = sha256("\n".join(rows).encode()).digest()
+        is_test = int.from_bytes(digest[:8], "big") % TEST_SHARE == 0
+        return is_test == (self.split == "test")

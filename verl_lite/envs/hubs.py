@@ -28,12 +28,13 @@ Tools = Mapping[str, Mapping[str, Any]]
 class VerifiersEnv:
     """An environment of `verifiers`. Its own rollout loop runs, with the agent in place of the model's client.
 
-    env_id, env_args: module of the environment, and arguments of its load_environment. split: data of the episodes,
-    "train" or "eval"; the row of an episode is its seed modulo the number of rows. success_reward: reward from which an
-    episode is a success.
-
     The last step returns the reward and the metrics of the rubric. If verifiers ends the rollout with an error, or a
     reward function raises, the episode fails; verifiers alone would continue with the reward 0.
+
+    Args:
+        env_id, env_args: Module of the environment, and arguments of its load_environment.
+        split: Data of the episodes, "train" or "eval". The row of an episode is its seed modulo the number of rows.
+        success_reward: Reward from which an episode is a success.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class VerifiersEnv:
     ) -> None:
         if split not in ("train", "eval"):
             raise UserError(f"split={split!r}: expected train or eval")
-        self._verifiers, self.success_reward = _import_verifiers(), success_reward
+        self._verifiers = _import_verifiers()
+        self.success_reward = success_reward
         try:
             self.env = self._verifiers.load_environment(env_id, **dict(env_args or {}))
             self.rows = self.env.build_dataset() if split == "train" else self.env.build_eval_dataset()
@@ -51,6 +53,7 @@ class VerifiersEnv:
             raise UserError(f"env_id={env_id!r}: it has no rows for split={split!r}; expected at least one")
         if self.env.requires_group_rollouts:
             raise UserError(f"env_id={env_id!r}: its rubric scores groups of episodes, which is not supported")
+
         self.tools: Tools = {}
         self._prompt: list[Any] = []
         self._loop = asyncio.new_event_loop()  # in its own thread, because the caller's thread may already run a loop
@@ -59,9 +62,13 @@ class VerifiersEnv:
 
     def reset(self, seed: int) -> tuple[str, Info]:
         self._run(self._begin(self.rows[seed % len(self.rows)]))
-        system = _text_of([message for message in self._prompt if message.role == "system"])
-        shown = _text_of([message for message in self._prompt if message.role != "system"])
-        return shown, {"env_instruction": (f"{system}\n" if system else "") + _describe(self.tools)}
+        system_messages = [message for message in self._prompt if message.role == "system"]
+        other_messages = [message for message in self._prompt if message.role != "system"]
+        instruction = _describe(self.tools)
+        system_text = _text_of(system_messages)
+        if system_text:
+            instruction = f"{system_text}\n{instruction}"
+        return _text_of(other_messages), {"env_instruction": instruction}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         text = _encodable(action)
@@ -69,15 +76,20 @@ class VerifiersEnv:
             calls = _tool_calls(text, self.tools)
         except (ValueError, RecursionError) as error:  # the environment does not see this turn
             return f"Error: {error}", 0.0, False, False, _info(valid=False, is_tool=True)
-        before = self._prompt
-        state = self._run(self._exchange(self._response(text, calls)))
-        if state is not None:
-            info = _info(success=state["reward"] >= self.success_reward, scores=state["metrics"])
-            return f"Reward {state['reward']}.", state["reward"], True, False, info
-        is_continued = self._prompt[: len(before)] == before  # an environment may also rewrite the conversation
-        new = self._prompt[len(before) + 1 :] if is_continued else self._prompt
-        is_tool = all(message.role == "tool" for message in new)
-        return _text_of(new), 0.0, False, False, _info(is_tool=is_tool)
+
+        prompt_before = self._prompt
+        final_state = self._run(self._exchange(self._response(text, calls)))
+        if final_state is not None:
+            reward = final_state["reward"]
+            info = _info(success=reward >= self.success_reward, scores=final_state["metrics"])
+            return f"Reward {reward}.", reward, True, False, info
+
+        new_messages = self._prompt
+        # an environment may also rewrite the conversation
+        if self._prompt[: len(prompt_before)] == prompt_before:
+            new_messages = self._prompt[len(prompt_before) + 1 :]  # after the agent's turn
+        is_tool = all(message.role == "tool" for message in new_messages)
+        return _text_of(new_messages), 0.0, False, False, _info(is_tool=is_tool)
 
     def close(self) -> None:
         self._run(self._cancel())
@@ -85,7 +97,8 @@ class VerifiersEnv:
 
     async def get_response(self, prompt: list[Any], *_: Any, tools: Sequence[Any] | None = None, **__: Any) -> Any:
         """Returns the agent's next turn. verifiers calls this method of its model client."""
-        await self._requests.put((prompt, {tool.name: tool.model_dump(exclude={"strict"}) for tool in tools or ()}))
+        tools_by_name = {tool.name: tool.model_dump(exclude={"strict"}) for tool in tools or ()}
+        await self._requests.put((prompt, tools_by_name))
         return await self._responses.get()
 
     def _serve(self) -> None:
@@ -97,11 +110,13 @@ class VerifiersEnv:
 
     async def _begin(self, row: Mapping[str, Any]) -> None:
         await self._cancel()
-        self._requests, self._responses = asyncio.Queue[Any](), asyncio.Queue[Any]()
+        self._requests: asyncio.Queue[Any] = asyncio.Queue()
+        self._responses: asyncio.Queue[Any] = asyncio.Queue()
         self._episode = asyncio.ensure_future(self._rollout(row))
         self._episode.add_done_callback(self._requests.put_nowait)  # the end is the last request
-        if (state := await self._exchange()) is not None:
-            raise RuntimeError(f"verifiers ended the episode before its first turn: {state['stop_condition']}")
+        final_state = await self._exchange()
+        if final_state is not None:
+            raise RuntimeError(f"verifiers ended the episode before its first turn: {final_state['stop_condition']}")
 
     async def _cancel(self) -> None:
         self._episode.cancel()
@@ -129,31 +144,36 @@ class VerifiersEnv:
 
     def _response(self, text: str, calls: list[ToolCall]) -> Any:
         """Returns a turn as a model's response. Its content ends before the first tool call."""
-        kinds, turn = self._verifiers.types, len(self._prompt)
-        tool_calls = [
-            kinds.ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=json.dumps(call.arguments))
-            for number, call in enumerate(calls)
-        ]
-        message = kinds.ResponseMessage(
+        verifiers_types = self._verifiers.types
+        turn = len(self._prompt)
+        tool_calls = []
+        for number, call in enumerate(calls):
+            arguments = json.dumps(call.arguments)
+            tool_calls.append(verifiers_types.ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=arguments))
+        message = verifiers_types.ResponseMessage(
             content=text.partition("<tool_call>")[0] if calls else text,
             tool_calls=tool_calls or None,
             finish_reason="tool_calls" if calls else "stop",
             is_truncated=False,
         )
-        return kinds.Response(id=f"turn_{turn}", created=0, model="agent", message=message)
+        return verifiers_types.Response(id=f"turn_{turn}", created=0, model="agent", message=message)
 
 
 @register_env("openenv")
 class OpenEnv:
     """A session with an OpenEnv server.
 
-    base_url: URL of the server. action_fields, action_pattern: fields of an action, and a regular expression in which
-    `.` matches line ends, with one group for each field; a text that does not match it is not sent. observation_field:
-    field that is shown; None = all fields as JSON. client, action_class: pkg.module:Class of the client and of its
-    actions; by default the client without types. reset_options: arguments of reset besides the seed. timeout_s: time
-    limit of a connection, reset or step. success_reward: sum of rewards from which a completed episode is a success.
-
     If the server rejects an action, or ends an episode without a number as the reward, the episode fails.
+
+    Args:
+        base_url: URL of the server.
+        action_fields, action_pattern: Fields of an action, and a regular expression in which `.` matches line ends,
+            with one group for each field. A text that does not match it is not sent.
+        observation_field: Field that is shown; None = all fields as JSON.
+        client, action_class: pkg.module:Class of the client and of its actions; by default the client without types.
+        reset_options: Arguments of reset besides the seed.
+        timeout_s: Time limit of a connection, reset or step.
+        success_reward: Sum of rewards from which a completed episode is a success.
     """
 
     def __init__(
@@ -170,15 +190,25 @@ class OpenEnv:
         success_reward: float = 1.0,
     ) -> None:
         _import("openenv.core", "openenv")
+        self.base_url = base_url
         self.fields = [action_fields] if isinstance(action_fields, str) else list(action_fields)
-        self.base_url, self.timeout_s, self.success_reward = base_url, timeout_s, success_reward
-        self.reset_options, self.instruction = dict(reset_options or {}), env_instruction
-        self.observation_field, self.score, self.text = observation_field, 0.0, ""
-        classes, limits = Registry[Any]("class"), {"connect_timeout_s": timeout_s, "message_timeout_s": timeout_s}
+        self.observation_field = observation_field
+        self.reset_options = dict(reset_options or {})
+        self.instruction = env_instruction
+        self.timeout_s = timeout_s
+        self.success_reward = success_reward
+        self.score = 0.0
+        self.text = ""
+
+        classes = Registry[Any]("class")
         try:
             self.pattern = re.compile(action_pattern, re.DOTALL)
             self.action_class = classes.get_fn(action_class)
-            self.client = classes.get_fn(client)(base_url=base_url, **limits).sync()
+            client_class = classes.get_fn(client)
+            asynchronous_client = client_class(
+                base_url=base_url, connect_timeout_s=timeout_s, message_timeout_s=timeout_s
+            )
+            self.client = asynchronous_client.sync()
         except (re.error, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"action_pattern={action_pattern!r}, client={client!r}: {error}") from error
         if self.pattern.groups != len(self.fields):
@@ -190,7 +220,9 @@ class OpenEnv:
 
     def reset(self, seed: int) -> tuple[str, Info]:
         result = self._call("reset", **{**self.reset_options, "seed": seed % 2**31})
-        self.score, self.text, self.connection = 0.0, self._text(result.observation), self.client._ws
+        self.score = 0.0
+        self.text = self._text(result.observation)
+        self.connection = self.client._ws
         return self.text, {"env_instruction": self.instruction}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
@@ -198,11 +230,17 @@ class OpenEnv:
         if match is None:
             hint = f"This is not an action. Actions match {self.pattern.pattern}\n"
             return hint + self.text, 0.0, False, False, _info(valid=False)
-        result = self._call("step", self.action_class(**dict(zip(self.fields, match.groups(), strict=True))))
+
+        values = dict(zip(self.fields, match.groups(), strict=True))
+        result = self._call("step", self.action_class(**values))
         if self.client._ws is not self.connection:  # a new connection starts another session, which was not reset
             raise RuntimeError(f"base_url={self.base_url!r}: the connection was lost during the episode")
-        reward = 0.0 if result.reward is None and not result.done else result.reward  # the last step needs a number
-        self.score += reward if isinstance(reward, int | float) else 0.0
+
+        reward = result.reward
+        if reward is None and not result.done:
+            reward = 0.0  # only the last step needs a number
+        if isinstance(reward, int | float):
+            self.score += reward
         self.text = self._text(result.observation)
         success = bool(result.done) and self.score >= self.success_reward
         return self.text, reward, result.done, False, _info(success=success)
@@ -219,13 +257,17 @@ class OpenEnv:
             raise RuntimeError(message) from error
 
     def _text(self, observation: Any) -> str:
+        """Returns the text of an observation: a model of pydantic, or a dict."""
         fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
         name = self.observation_field
-        if not isinstance(fields, Mapping) or not fields or name not in (None, *fields):
+        has_fields = isinstance(fields, Mapping) and len(fields) > 0
+        if not has_fields or (name is not None and name not in fields):
             expected = f"the field {name}" if name else "an observation with fields"
             raise RuntimeError(f"base_url={self.base_url!r}: the server returned {fields!r:.200}, expected {expected}")
-        shown = fields if name is None else fields[name]
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=str)
+        content = fields if name is None else fields[name]
+        if isinstance(content, str):
+            return content
+        return json.dumps(content, ensure_ascii=False, default=str)
 
 
 class _RaisingHandler(logging.Handler):
@@ -259,29 +301,40 @@ def _text_of(messages: Sequence[Any]) -> str:
     """Joins the texts of messages. Messages of an assistant, which occur in prompts with examples, are marked."""
     texts = []
     for message in messages:
-        parts = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
-        if kinds := {part.get("type") for part in parts} - {"text"}:
-            raise UserError(f"the environment sent parts of the types {kinds}; only text is supported")
+        parts = message.content
+        if not isinstance(parts, list):
+            parts = [{"type": "text", "text": parts}]
+        other_types = {part.get("type") for part in parts} - {"text"}
+        if other_types:
+            raise UserError(f"the environment sent parts of the types {other_types}; only text is supported")
         text = "".join(part.get("text") or "" for part in parts)
         texts.append(f"assistant: {text}" if message.role == "assistant" else text)
     return "\n\n".join(texts)
 
 
 def _describe(tools: Tools) -> str:
+    if not tools:
+        return ""
     call = 'A call: <tool_call>{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}</tool_call>\n'
-    return "\n".join(["You may call these tools:", *map(json.dumps, tools.values()), call]) if tools else ""
+    schemas = [json.dumps(tool) for tool in tools.values()]
+    return "\n".join(["You may call these tools:", *schemas, call])
 
 
 def _tool_calls(text: str, tools: Tools) -> list[ToolCall]:
     """Returns the tool calls in a text; none if there are no tools. Raises ValueError or RecursionError, worded for the
     agent, for a call that cannot be parsed."""
+    if not tools:
+        return []
     calls = []
-    for call in parse_tool_calls(text) if tools else []:
+    for call in parse_tool_calls(text):
         if call.problem:
             raise ValueError(call.problem)
-        calls.append(with_types(call, tools.get(call.name, {}).get("parameters")))
-    values = json.dumps([[call.name, call.arguments] for call in calls], ensure_ascii=False)
-    return [ToolCall(name, arguments) for name, arguments in json.loads(_encodable(values))]
+        schema = tools.get(call.name, {}).get("parameters")
+        calls.append(with_types(call, schema))
+
+    # as json text, in which halves of surrogate pairs are replaced at any depth of the arguments
+    names_and_arguments = json.dumps([[call.name, call.arguments] for call in calls], ensure_ascii=False)
+    return [ToolCall(name, arguments) for name, arguments in json.loads(_encodable(names_and_arguments))]
 
 
 def _encodable(text: str) -> str:
@@ -293,5 +346,6 @@ def _info(
     *, valid: bool = True, success: bool = False, is_tool: bool = False, scores: Mapping[str, float] | None = None
 ) -> Info:
     metrics = {"success": success, **(scores or {}), "action_is_valid": valid}
-    modes = dict.fromkeys(metrics, "last") | {"action_is_valid": "mean"}
+    modes = dict.fromkeys(metrics, "last")
+    modes["action_is_valid"] = "mean"
     return {"metrics": metrics, "metrics_agg_mode": modes, "use_tool": is_tool}

@@ -9,9 +9,9 @@
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from verl_lite.envs.base import register_env
 from verl_lite.envs.grid import GridEnv
@@ -26,6 +26,9 @@ _STATES_MAX = 20_000
 _ROOMS_TRIED = 1_000
 
 Cell = tuple[int, int]
+"""(row, column)."""
+State = tuple[Cell, frozenset[Cell]]
+"""(player, boxes)."""
 
 
 @dataclass(frozen=True)
@@ -102,60 +105,79 @@ class Sokoban(GridEnv):
 
     def _begin(self, seed: int) -> None:
         self.room = self.room_of(seed)
-        self.boxes, self.player = self.room.boxes, self.room.player
+        self.boxes = self.room.boxes
+        self.player = self.room.player
 
     def _idle(self) -> float:
         return self.penalty_for_step
 
     def _move(self, action: int) -> tuple[float, bool, bool]:
-        before = self.boxes
         after = move(self.room, self.player, self.boxes, DIRECTIONS[action])
         if after is None:
             return self.penalty_for_step, False, False
+        on_target_before = len(self.boxes & self.room.targets)
         self.player, self.boxes = after
-        gained = len(self.boxes & self.room.targets) - len(before & self.room.targets)
+        on_target = len(self.boxes & self.room.targets)
+
         reward = self.penalty_for_step
-        if gained:
-            reward += self.reward_box_on_target if gained > 0 else self.penalty_box_off_target
-        solved = self._succeeded()
-        return reward + (self.reward_finished if solved else 0.0), solved, True
+        if on_target > on_target_before:
+            reward += self.reward_box_on_target
+        elif on_target < on_target_before:
+            reward += self.penalty_box_off_target
+        is_solved = self._succeeded()
+        if is_solved:
+            reward += self.reward_finished
+        return reward, is_solved, True
 
     def _succeeded(self) -> bool:
         return self.boxes == self.room.targets
 
 
-def move(room: Room, player: Cell, boxes: frozenset[Cell], direction: Cell) -> tuple[Cell, frozenset[Cell]] | None:
+def move(room: Room, player: Cell, boxes: frozenset[Cell], direction: Cell) -> State | None:
     """Returns the player and boxes after a step or a push; None if a wall or a second box blocks the way."""
-    ahead = (player[0] + direction[0], player[1] + direction[1])
+    ahead = _next_cell(player, direction)
     if ahead in room.walls:
         return None
     if ahead not in boxes:
         return ahead, boxes
-    beyond = (ahead[0] + direction[0], ahead[1] + direction[1])
+    beyond = _next_cell(ahead, direction)
     if beyond in room.walls or beyond in boxes:
         return None
     return ahead, (boxes - {ahead}) | {beyond}
 
 
+def _next_cell(cell: Cell, direction: Cell) -> Cell:
+    return cell[0] + direction[0], cell[1] + direction[1]
+
+
 def solution(room: Room) -> list[int] | None:
     """Returns the actions of a shortest solution, by breadth-first search; None if the room has no solution."""
-    start = (room.player, room.boxes)
-    predecessors: dict[Any, tuple[Any, int]] = {start: (None, 0)}
+    start: State = (room.player, room.boxes)
+    predecessors: dict[State, tuple[State, int] | None] = {start: None}
     waiting = deque([start])
     while waiting:
         state = waiting.popleft()
-        if state[1] == room.targets:
-            actions = []
-            while predecessors[state][0] is not None:
-                state, action = predecessors[state]
-                actions.append(action)
-            return actions[::-1]
+        player, boxes = state
+        if boxes == room.targets:
+            return _actions_to(state, predecessors)
         for action, direction in DIRECTIONS.items():
-            after = move(room, *state, direction)
+            after = move(room, player, boxes, direction)
             if after is not None and after not in predecessors:
                 predecessors[after] = (state, action)
                 waiting.append(after)
     return None
+
+
+def _actions_to(state: State, predecessors: Mapping[State, tuple[State, int] | None]) -> list[int]:
+    """Returns the actions from the start to a state. predecessors: the previous state and the action; None: the
+    start."""
+    actions = []
+    step = predecessors[state]
+    while step is not None:
+        state, action = step
+        actions.append(action)
+        step = predecessors[state]
+    return actions[::-1]
 
 
 def random_room(
@@ -166,55 +188,68 @@ def random_room(
     Draws walls and targets, then searches all ways to pull the boxes off the targets, breadth first. The depth at which
     the search finds a position is the length of its shortest solution.
     """
-    inner = [(row, column) for row in range(1, height - 1) for column in range(1, width - 1)]
+    cells = [(row, column) for row in range(height) for column in range(width)]
+    inner = [(row, column) for row, column in cells if 0 < row < height - 1 and 0 < column < width - 1]
     floor = _connected({cell for cell in inner if rng.random() >= wall_share})
     if len(floor) < num_boxes + 2:
         return None
-    walls = frozenset((row, column) for row in range(height) for column in range(width)) - floor
+    walls = frozenset(cells) - floor
     targets = frozenset(rng.sample(sorted(floor), num_boxes))
-    room = Room(height, width, walls, targets, targets, min(floor))
-    positions = _solvable_positions(room, sorted(floor - targets))
-    found = [state for state, depth in positions if depths[0] <= depth <= depths[1]]
-    if not found:
+    solved_room = Room(height, width, walls, targets, boxes=targets, player=min(floor))
+
+    least, most = depths
+    depth_of = _solvable_positions(solved_room, sorted(floor - targets))
+    states = [state for state, depth in depth_of.items() if depth > 0 and least <= depth <= most]
+    if not states:
         return None
-    player, boxes = rng.choice(found)
+    player, boxes = rng.choice(states)
     return Room(height, width, walls, targets, boxes, player)
 
 
-def _solvable_positions(room: Room, players: list[Cell]) -> Iterator[tuple[tuple[Cell, frozenset[Cell]], int]]:
-    """Yields positions from which the room can be solved, with the number of moves. Stops at about `_STATES_MAX`."""
-    depths = {(player, room.targets): 0 for player in players}
-    waiting = deque(depths)
-    while waiting and len(depths) < _STATES_MAX:
-        player, boxes = state = waiting.popleft()
+def _solvable_positions(room: Room, players: list[Cell]) -> dict[State, int]:
+    """Returns positions from which the room can be solved, with the number of moves. Stops at about `_STATES_MAX`.
+
+    Args:
+        room: The room, with the boxes on the targets.
+        players: Cells of the player at the end of a solution.
+    """
+    depth_of: dict[State, int] = {(player, room.targets): 0 for player in players}
+    waiting = deque(depth_of)
+    while waiting and len(depth_of) < _STATES_MAX:
+        state = waiting.popleft()
+        player, boxes = state
         for down, right in DIRECTIONS.values():
             back = (player[0] - down, player[1] - right)
             ahead = (player[0] + down, player[1] + right)
             if back in room.walls or back in boxes:
                 continue
-            befores = [(back, boxes)]  # the previous move was a step, or a push of the box that is now ahead
+            # the previous move was a step, or a push of the box that is now ahead
+            previous_states: list[State] = [(back, boxes)]
             if ahead in boxes:
-                befores.append((back, (boxes - {ahead}) | {player}))
-            for before in befores:
-                if before not in depths and before[1] != room.targets:
-                    depths[before] = depths[state] + 1
-                    waiting.append(before)
-    yield from ((state, depth) for state, depth in depths.items() if depth > 0)
+                previous_states.append((back, (boxes - {ahead}) | {player}))
+            for previous in previous_states:
+                is_solved = previous[1] == room.targets
+                if previous not in depth_of and not is_solved:
+                    depth_of[previous] = depth_of[state] + 1
+                    waiting.append(previous)
+    return depth_of
 
 
 def _connected(cells: set[Cell]) -> frozenset[Cell]:
     """Returns the largest connected part of the cells."""
-    rest, best = set(cells), frozenset[Cell]()
-    while rest:
-        part, waiting = set(), [min(rest)]
+    unvisited = set(cells)
+    largest: frozenset[Cell] = frozenset()
+    while unvisited:
+        part = set()
+        waiting = [min(unvisited)]
         while waiting:
-            row, column = cell = waiting.pop()
-            if cell in rest:
-                rest.remove(cell)
+            cell = waiting.pop()
+            if cell in unvisited:
+                unvisited.remove(cell)
                 part.add(cell)
-                waiting += [(row + down, column + right) for down, right in DIRECTIONS.values()]
-        best = max(best, frozenset(part), key=len)
-    return best
+                waiting += [_next_cell(cell, direction) for direction in DIRECTIONS.values()]
+        largest = max(largest, frozenset(part), key=len)
+    return largest
 
 
 def _draw(room: Room, player: Cell, boxes: frozenset[Cell]) -> list[str]:
