@@ -71,7 +71,7 @@ def final_report(
     if result.samples:
         parts += [Text(), _samples_table(result.samples)]
 
-    paths = {
+    paths: dict[str, Path | None] = {
         "run folder": run_dir,
         "metrics": run_dir / "metrics.jsonl",
         **pictures,

@@ -170,7 +170,8 @@ def test_clips_with_a_visual_reward(used: list[str], tmp_path: Path, capsys: pyt
         "trainer.total_training_steps=1", "actor.fsdp_config.wrap_policy.min_num_params=10000000",
     ]  # fmt: skip
     assert main_reward_flow([*options, "trainer.dry_run=true"]) == 0
-    assert "48 x 32      48 x 32" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "5 48 x 32 48 x 32" in printed
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a dry run trains nothing"
     assert main_reward_flow(options) == 0
     assert "visual reward" in used

@@ -99,7 +99,7 @@ def run(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
     [
         (["algorithm.filter_groups.metric=stlye"], "metric names 'stlye'.* the numbers style; did you mean"),
         (["algorithm.filter_groups.metric=word"], "names 'word', .* the numbers style"),  # a text
-        (["algorithm.filter_groups.metric=model"], "needs reward_model.enable=true"),
+        (["algorithm.filter_groups.metric=model"], "set reward_model.enable=true"),
         (["algorithm.filter_groups.metric=style"], None),  # only the source of the third row has it
         (["algorithm.filter_groups.metric=score"], None),
         (["algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=nope"], None),

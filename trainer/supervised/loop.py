@@ -422,7 +422,7 @@ class SupervisedJob(Job[Options]):
         largest_batch = max(self.batches, key=lambda step: step.tokens)
         validation_batch = None
         if self.task.val:
-            [validation_batch] = batches_of(self.task.val, [range(len(self.task.val))])
+            validation_batch = batches_of(self.task.val, [range(len(self.task.val))])[0]
         network = read_network(self.config, self.slots, self.device)
         return supervised_plan(self.config, network, self.slots, self.device, largest_batch, validation_batch)
 
