@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="run the Python code that came with the initial model"
     )
-    exported_part = parser.add_mutually_exclusive_group()
-    exported_part.add_argument("--adapter", action="store_true", help="export only the adapter, in fp32 and peft's format")
-    exported_part.add_argument("--critic", action="store_true", help="export the value function instead of the policy")
+    exported = parser.add_mutually_exclusive_group()
+    exported.add_argument("--adapter", action="store_true", help="export only the adapter, in fp32 and peft's format")
+    exported.add_argument("--critic", action="store_true", help="export the value function instead of the policy")
     options = parser.parse_args(argv)
     from trainer.checkpoint import STATE, damage_of, whole_steps
     from verl_lite.errors import UserError

@@ -231,9 +231,7 @@ def _sdpa_runs(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _causal_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
-) -> torch.Tensor:
+def _causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
     """Computes attention of sequences of one length. queries and output: (count, H, length, D); keys and values:
     (count, K, length, D)."""
     length = queries.shape[2]

@@ -28,9 +28,7 @@ ASSETS = "huggingface"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
-def model_assets(
-    model: NetworkConfig, config: PretrainedConfig, chat_template: str | None = None
-) -> dict[str, bytes]:
+def model_assets(model: NetworkConfig, config: PretrainedConfig, chat_template: str | None = None) -> dict[str, bytes]:
     """Returns the files of a model besides its weights, by their path in its folder.
 
     Args:

@@ -151,9 +151,7 @@ class _Watch(TorchFunctionMode):
         assert scores is not None and self.experts is not None, (
             "the router called no topk: add its class to UNSUPPORTED"
         )
-        return Routes(
-            scores.view(-1, self.num_experts), is_logits, self.experts.view(-1, self.top_k), self.changed
-        )
+        return Routes(scores.view(-1, self.num_experts), is_logits, self.experts.view(-1, self.top_k), self.changed)
 
 
 def find_routers(network: nn.Module) -> list[nn.Module]:
