@@ -88,8 +88,8 @@ def test_the_processes_of_a_root_that_was_killed_are_ended_by_their_mark(tmp_pat
 
 @pytest.mark.xfail(
     strict=False,
-    reason="a process that continues in a new child every millisecond can outrun the reading of /proc on a busy machine; "
-    "only a cgroup would hold it",
+    reason="a process that continues in a new child every millisecond can outrun the reading of /proc on a busy "
+    "machine; only a cgroup would hold it",
 )
 def test_a_process_that_continues_in_children_in_other_sessions_is_ended(tmp_path: Path) -> None:
     in_own_process(ends_a_chain, tmp_path)
