@@ -154,6 +154,10 @@ def test_an_unknown_family_has_rows_of_its_own_and_one_line_says_what_to_do(tmp_
     assert "workers/policy/families.py" in note and "\n" not in note
     network = AutoModelForCausalLM.from_config(config)
     assert arrangement_of(network, NetworkConfig()) is align and mixing_layers(network) == ["CodeGenModel"]
+    with pytest.raises(
+        ValueError, match=r"CodeGenForCausalLM \(family codegen\) is not among .* set rollout.name=vllm"
+    ):
+        check_layers(network)
 
 
 def test_code_of_another_author_with_the_name_of_a_family_is_not_packed() -> None:

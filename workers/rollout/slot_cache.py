@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from workers.policy.families import family_of
 from workers.policy.token_mixing import mixing_layers, state_layers
 
 SLOT_ATTENTION = "verl_lite_slots"
@@ -228,6 +229,12 @@ def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
 def check_layers(model: PreTrainedModel) -> None:
     """Raises ValueError for layers that a cache of keys and values or `slot_attention` would compute incorrectly."""
     config = model.config.get_text_config()
+    if family_of(model) is None:
+        raise ValueError(
+            f"rollout.name=hf: a {type(model).__name__} (family {config.model_type}) is not among the networks "
+            "of transformers in the table of workers/policy/families.py, whose layers are known to fit the engine's cache of keys and "
+            "values; set rollout.name=vllm"
+        )
     unfit = mixing_layers(model) or sorted(state_layers(model))
     if getattr(config, "attn_logit_softcapping", None) is not None:
         unfit.append("attention with soft-capping")
