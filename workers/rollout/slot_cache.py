@@ -231,9 +231,9 @@ def check_layers(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if family_of(model) is None:
         raise ValueError(
-            f"rollout.name=hf: a {type(model).__name__} (family {config.model_type}) is not among the networks "
-            "of transformers in the table of workers/policy/families.py, whose layers are known to fit the engine's cache of keys and "
-            "values; set rollout.name=vllm"
+            f"rollout.name=hf: a {type(model).__name__} (family {config.model_type}) is not among the networks of "
+            "transformers in the table of workers/policy/families.py, whose layers are known to fit the engine's cache "
+            "of keys and values; set rollout.name=vllm"
         )
     unfit = mixing_layers(model) or sorted(state_layers(model))
     if getattr(config, "attn_logit_softcapping", None) is not None:
