@@ -10,7 +10,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,22 +87,37 @@ def marked_processes(variable: str, value: str, folders: Sequence[str] = ()) -> 
             overwritten their environment with a title, as some of Ray's do. Without /proc these are not found; Ray's
             end on their own when their raylet, which is found, has ended.
     """
+    return sorted(newest_marked_processes(variable, value, folders))
+
+
+def newest_marked_processes(
+    variable: str, value: str, folders: Sequence[str] = (), waits: bool = True
+) -> Iterator[int]:
+    """Yields the ids of `marked_processes` as soon as each is read, the newest first.
+
+    A process that continues in ever new children lives for a moment only, and has ended before all processes are read.
+
+    Args:
+        variable: see `marked_processes`.
+        value: see `marked_processes`.
+        folders: see `marked_processes`.
+        waits: whether to wait for processes that start a program at this moment and show no environment yet. They are
+            left out otherwise.
+    """
     if not _has_proc():
-        return _marked_by_ps(f"{variable}={value}")
+        yield from sorted(_marked_by_ps(f"{variable}={value}"), reverse=True)
+        return
     entry = b"\0" + f"{variable}={value}".encode()
     resolved_folders = tuple(os.path.realpath(folder) + "/" for folder in folders)
-    pids = []
-    # the newest first: it may be the one that continues in a new child before the list has been read
     for pid in sorted(other_processes(), reverse=True):
-        environment = _initial_environment(pid)
+        environment = _initial_environment(pid, waits)
         if environment.startswith(b"\0"):
             is_marked = any(path.startswith(resolved_folders) for path in open_files(pid))
         else:
             framed = b"\0" + environment + b"\0"
             is_marked = entry + b"\0" in framed or entry + b"/" in framed
         if is_marked:
-            pids.append(pid)
-    return pids[::-1]
+            yield pid
 
 
 def other_processes() -> list[int]:
@@ -159,14 +174,17 @@ def _stat_fields(pid: int) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
-def _initial_environment(pid: int) -> bytes:
-    """Returns the environment with which a process started; empty if it has ended or belongs to another user."""
+def _initial_environment(pid: int, waits: bool) -> bytes:
+    """Returns the environment with which a process started; empty if it has ended or belongs to another user.
+
+    waits: whether to wait for a process that starts a program at this moment.
+    """
     times_empty = 0
     with contextlib.suppress(OSError):
         for _ in range(_STARTING_LOOKS):
             with open(f"{_PROC}/{pid}/environ", "rb", buffering=0) as file:
                 environment = file.read()
-            if environment:
+            if environment or not waits:
                 return environment
             os.readlink(f"{_PROC}/{pid}/exe")  # fails for kernel threads and ended processes
             # The kernel shows no environment and env_end=0 while a process starts a program, which takes long for a

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from verl_lite.machine.process_table import Status, Table, list_processes, marked_processes, status_of
+from verl_lite.machine.process_table import Status, Table, list_processes, newest_marked_processes, status_of
 
 MARK = "VERL_LITE_TREE"
 """Environment variable of the processes of a tree. Its value begins with that of the tree that contains it."""
@@ -42,6 +42,8 @@ Stream = int | IO[bytes] | None
 
 _END_S = 10.0
 _STOP_S = 1.0
+_LOOKS = 8
+"""Looks at all processes that find none with a mark before a tree counts as ended."""
 _POLL_S = 0.002
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.02
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
@@ -252,9 +254,19 @@ def end_marked(mark: str, reaps: bool = False) -> None:
     """
 
     def marked(table: Table) -> list[Status]:
-        # some of them may have started after the table was read
-        statuses = [table.get(pid) or status_of(pid) for pid in marked_processes(MARK, mark)]
-        return [status for status in statuses if status is not None]
+        # A process that continues in ever new children can end before a look reads it, and its child starts after the
+        # list was read. Therefore one look that finds nothing does not say that nothing is left. Only the last look
+        # waits for processes that start a program and show no mark yet, because waiting gives the others time.
+        for look in range(_LOOKS):
+            statuses = []
+            for pid in newest_marked_processes(MARK, mark, waits=look == _LOOKS - 1):
+                status = table.get(pid) or status_of(pid)  # it may have started after the table was read
+                if status is not None:
+                    _send(status, signal.SIGSTOP)  # at once, before it continues in a child
+                    statuses.append(status)
+            if statuses:
+                return statuses
+        return []
 
     _end(marked, reaps)
 

@@ -86,20 +86,19 @@ def test_the_processes_of_a_root_that_was_killed_are_ended_by_their_mark(tmp_pat
     assert alive(tmp_path) == []
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a process that continues in a new child every millisecond can outrun the reading of /proc on a busy "
-    "machine; only a cgroup would hold it",
-)
 def test_a_process_that_continues_in_children_in_other_sessions_is_ended(tmp_path: Path) -> None:
     in_own_process(ends_a_chain, tmp_path)
 
 
 def ends_a_chain(folder: Path) -> None:
-    tree = start("chain", folder)
-    time.sleep(0.3)
-    tree.end()
-    assert marked_processes(MARK, tree.mark) == []
+    """Ends three chains. One of them may outrun the reading of /proc on a busy machine, which only a cgroup prevents."""
+    survivors = []
+    for number in range(3):
+        tree = start("chain", folder / str(number))
+        time.sleep(0.3)
+        tree.end()
+        survivors.append(marked_processes(MARK, tree.mark))
+    assert survivors.count([]) >= 2, survivors
 
 
 def test_processes_outside_the_tree_are_not_touched(tmp_path: Path) -> None:
