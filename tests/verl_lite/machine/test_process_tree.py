@@ -91,7 +91,7 @@ def test_a_process_that_continues_in_children_in_other_sessions_is_ended(tmp_pat
 
 
 def ends_a_chain(folder: Path) -> None:
-    """Ends three chains. One of them may outrun the reading of /proc on a busy machine, which only a cgroup prevents."""
+    """Ends three chains. One may outrun the reading of /proc on a busy machine, which only a cgroup would prevent."""
     survivors = []
     for number in range(3):
         tree = start("chain", folder / str(number))
