@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray._private import ray_constants, services
@@ -176,7 +176,7 @@ def call_ray(call: Callable[[], Answer]) -> Answer:
     return future.result()
 
 
-def process_of(actor: Any) -> tuple[Address, int]:
+def process_of(actor: ray.actor.ActorHandle) -> tuple[Address, int]:
     """Returns the address at which the process of a started actor listens, and its process id."""
     state = call_ray(lambda: ray._private.state.actors(actor._actor_id.hex()))
     return (state["Address"]["IPAddress"], state["Address"]["Port"]), state["Pid"]
@@ -208,9 +208,14 @@ def ray_running(
         with _sigterm_handler_restored():
             if cluster.address is not None:
                 require_answer(cluster.address, cluster.wait_s, cluster.log)
-                try:  # at lower levels, Ray logs machines that leave, with the end of their logs
-                    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-                    ray.init(address=cluster.address, namespace=run_id, **quiet)
+                try:
+                    ray.init(
+                        address=cluster.address,
+                        namespace=run_id,
+                        log_to_driver=False,
+                        # at lower levels, Ray logs machines that leave, with the end of their logs
+                        logging_level=logging.CRITICAL,
+                    )
                 except (ConnectionError, RuntimeError, ValueError) as error:
                     raise UserError(
                         f"{_KEY}{cluster.address}: {error}\nThis machine must belong to the cluster. `ray start "
@@ -268,7 +273,7 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
     del os.environ[watcher.CLUSTER_MARK]  # later processes of the driver do not belong to the cluster
 
 
-def _init_with_retries(guard: Guard, **options: Any) -> None:
+def _init_with_retries(guard: Guard, **options: object) -> None:
     """Calls `ray.init` until it succeeds, at most _STARTS times; then raises RuntimeError."""
     for _ in range(_STARTS):  # on a busy machine, Ray gives up after 30 s, and no option changes that limit
         try:
@@ -294,7 +299,7 @@ def object_store_bytes(requested: int, shared_memory: Path = Path("/dev/shm")) -
 
 
 @contextmanager
-def _replaced(holder: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+def _replaced(holder: ModuleType | type, name: str, value: object) -> Iterator[None]:
     before = getattr(holder, name)
     setattr(holder, name, value)
     try:
@@ -303,7 +308,7 @@ def _replaced(holder: ModuleType | type, name: str, value: Any) -> Iterator[None
         setattr(holder, name, before)
 
 
-def _not_started(node: Node, **options: Any) -> None:
+def _not_started(node: Node, **options: object) -> None:
     """Replaces a method that starts a daemon of Ray, and does nothing."""
 
 
@@ -314,7 +319,7 @@ class _Daemon(services.ConsolePopen):
     workers before the driver has saved a checkpoint.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, process_group=0, **kwargs)
 
     def terminate(self) -> None:
@@ -384,9 +389,9 @@ def worker_env(env: dict[str, str]) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}
 
 
-def worker_runtime(env: dict[str, str]) -> dict[str, Any]:
+def worker_runtime(env: dict[str, str]) -> dict[str, object]:
     """Returns Ray's `runtime_env` of a worker that is forked from the run's template if it has one for `env`."""
-    runtime: dict[str, Any] = {"env_vars": worker_env(env)}
+    runtime: dict[str, object] = {"env_vars": worker_env(env)}
     guard = current_guard()
     if guard is not None and joined_cluster() is None:
         interpreter = guard.interpreter(env)

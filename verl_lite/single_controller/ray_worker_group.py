@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from verl_lite.errors import NoRoomError, WorkerDiedError
 from verl_lite.protocol import tensor_dict
 from verl_lite.registry import import_modules
 from verl_lite.single_controller import ray_cluster, ray_errors
+from verl_lite.single_controller.decorator import WorkerArguments
 from verl_lite.single_controller.liveness import Address, Lookout, silence_of, silent_process
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
@@ -123,7 +124,7 @@ class SlotProcess:
         gc.disable()  # until all imports are done: there is no garbage yet, and the imports take 10% less time
         tensor_dict({}, 0)  # imports its dependencies now instead of at the first batch
 
-    def begin(self, opens_store: bool) -> tuple[str, tuple[str, int] | None]:
+    def begin(self, opens_store: bool) -> tuple[str, Address | None]:
         """Returns Ray's id of this machine and, with `opens_store`, the address of a store that this process opens."""
         host = ray.util.get_node_ip_address()
         store = (host, open_store(host)) if opens_store else None
@@ -152,23 +153,24 @@ class SlotProcess:
             for role, recipe in roles.items():
                 construct(slot, role, recipe)
 
-    def invoke(self, role: str, method: str, names: list[str], *values: Any) -> tuple[Any, np.ndarray]:
+    def invoke(self, role: str, method: str, names: list[str], *values: object) -> tuple[object, np.ndarray]:
         """Calls a method. The last len(names) values are keyword arguments: Ray resolves only top-level references."""
         ray_cluster.restore_log(self._log_file)
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
+        arguments = WorkerArguments(positional, keywords)
         if self._stall_timeout_s is not None:  # write the stacks to the log shortly before the driver ends the process
             faulthandler.dump_traceback_later(0.9 * self._stall_timeout_s)
         try:
             with ray_errors.portable_errors():
-                return invoke(self._slot, role, method, positional, keywords)
+                return invoke(self._slot, role, method, arguments)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """A running call."""
+    """A running call. has_usage: True if its result is that of `SlotProcess.invoke`, with the usage."""
 
     ref: ray.ObjectRef
     rank: int
@@ -211,19 +213,23 @@ class RayTransport:
         self._construct(name, pool, roles, modules, store)
         self._stall_timeout_s = stall_timeout_s
 
-    def _start_actors(self, pool: ResourcePool, env: dict[str, str], stall_timeout_s: float | None) -> list[Any]:
+    def _start_actors(
+        self, pool: ResourcePool, env: dict[str, str], stall_timeout_s: float | None
+    ) -> list[ray.actor.ActorHandle]:
         """Starts one `SlotProcess` for each rank, on the machine that the pool assigns to the rank."""
-        actor: Any = ray.remote(SlotProcess)
-        options: dict[str, Any] = {
-            "num_cpus": pool.cpus_per_process,
-            "num_gpus": 1 if pool.use_gpu else 0,
-            "runtime_env": ray_cluster.worker_runtime(env),
-        }
+        actor = ray.remote(SlotProcess)
+        num_gpus = 1 if pool.use_gpu else 0
+        runtime_env = ray_cluster.worker_runtime(env)
         umask = ray_cluster.current_umask()
         actors = []
         for node, log in zip(pool.nodes, self._logs, strict=True):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
-            placed = actor.options(scheduling_strategy=strategy, **options)
+            placed = actor.options(
+                scheduling_strategy=strategy,
+                num_cpus=pool.cpus_per_process,
+                num_gpus=num_gpus,
+                runtime_env=runtime_env,
+            )
             actors.append(placed.remote(umask, log, stall_timeout_s))
         return actors
 
@@ -235,7 +241,7 @@ class RayTransport:
         handles = []
         for rank, actor in enumerate(self._actors):
             handles.append(_Handle(actor.begin.remote(rank == 0), rank, name, "start"))
-        started = self.wait(handles)
+        started = self._wait(handles)
 
         machine_of_node: dict[str, ray_cluster.Machine] = {}
         if ray_cluster.joined_cluster() is not None:
@@ -263,22 +269,31 @@ class RayTransport:
             slot = Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="ray", store=store)
             ref = self._actors[rank].construct.remote(slot, shared_roles, tuple(modules))
             handles.append(_Handle(ref, rank, name, "its constructor"))
-        self.wait(handles, fatal=True)
+        self._wait(handles, fatal=True)
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> ray.ObjectRef:
         return ray_cluster.call_ray(lambda: ray.put(value))
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Handle:
+    def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
+        handles = [self._submit(rank, role, method, arguments) for rank, arguments in enumerate(calls)]
+        return partial(self._wait, handles)
+
+    def _submit(self, rank: int, role: str, method: str, arguments: WorkerArguments) -> _Handle:
         if self._ended is not None:
             raise WorkerDiedError(f"{role}.{method}: the workers were ended: {self._ended}")
         invoke = self._actors[rank].invoke
-        ref = ray_cluster.call_ray(lambda: invoke.remote(role, method, list(kwargs), *args, *kwargs.values()))
+        names = list(arguments.keywords)
+        ref = ray_cluster.call_ray(lambda: invoke.remote(role, method, names, *arguments.values))
         return _Handle(ref, rank, role, method, has_usage=True)
 
-    def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
-        """Waits for all calls, like `Transport.wait`. With `fatal=True`, any error also ends the processes."""
-        results: dict[Any, Any] = {}
-        pending: list[_Handle] = list(handles)
+    # Any: the results of the methods of `SlotProcess`, of which Ray's types say nothing
+    def _wait(self, handles: list[_Handle], *, fatal: bool = False) -> list[Any]:
+        """Waits for all calls and returns their results; see `Transport.start`.
+
+        With `fatal=True`, any error also ends the processes.
+        """
+        results: dict[ray.ObjectRef, object] = {}
+        pending = handles
         poll_s = _FIRST_POLL_S
         start_time = time.monotonic()
         while pending:
@@ -303,7 +318,7 @@ class RayTransport:
         return error
 
     def _collect(
-        self, pending: list[_Handle], results: dict[Any, Any], timeout_s: float
+        self, pending: list[_Handle], results: dict[ray.ObjectRef, object], timeout_s: float
     ) -> tuple[list[_Handle], list[Exception]]:
         """Waits for calls and adds their results to `results`. Returns the unfinished calls and the errors."""
         refs = [handle.ref for handle in pending]
