@@ -565,7 +565,6 @@ def copy_meta(meta_info: MetaInfo) -> MetaInfo:
 
 
 def _copied(value: object) -> object:
-    # by exact type: a subclass, such as a defaultdict, may need constructor arguments
     if type(value) is dict:
         return {name: _copied(entry) for name, entry in value.items()}
     if type(value) is list:
