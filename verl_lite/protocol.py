@@ -127,7 +127,7 @@ class DataProto:
     def from_parts(cls, parts: list[wire.Packed]) -> DataProto:
         """Restores packed parts as one batch; see `concat`."""
         joined = wire.concat(parts)
-        if joined is None:
+        if joined is None:  # the parts have different columns or encodings
             return DataProto.concat([cls.from_packed(part) for part in parts])
         result = cls.from_packed(joined)
         result.meta_info = concat_meta([part.meta.meta_info for part in parts])
@@ -365,6 +365,7 @@ class DataProto:
         if options.get("shuffle", False):
             generator = torch.Generator()
             generator.seed() if seed is None else generator.manual_seed(seed)
+        # the generator is a method of its own, so that a wrong argument raises here and not at the first batch
         return self._mini_batches(mini_batch_size, epochs, generator)
 
     def _mini_batches(self, size: int, epochs: int, generator: torch.Generator | None) -> Iterator[DataProto]:

@@ -194,6 +194,7 @@ def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Rows], meta: Meta,
     """
     packer = _Packer(tensors, rows)
     columns = [packer.encode(name) for name in tensors]
+    # once for all slices; parts with equal bytes are concatenated without being unpacked
     schema = zlib.compress(pickle.dumps((columns, packer.sections), protocol=5))
     return Packed(rows, columns, packer.sections, packer.arrays, objects, meta, schema)
 
@@ -273,11 +274,15 @@ class _Packer:
         it."""
         if name not in ("prompts", "responses") or "input_ids" not in self.bits or not self._is_matrix("input_ids"):
             return None
+        if dtype != self.tensors["input_ids"].dtype:
+            return None
+
         ids = self.bits["input_ids"]
         width = bits.shape[1]
         low = 0 if name == "prompts" else ids.shape[1] - width
-        is_slice = low >= 0 and np.array_equal(bits, ids[:, low : low + width])
-        return low if is_slice and dtype == self.tensors["input_ids"].dtype else None
+        if low < 0 or not np.array_equal(bits, ids[:, low : low + width]):
+            return None
+        return low
 
     def _is_matrix(self, name: str) -> bool:
         bits = self.bits[name]
@@ -387,6 +392,7 @@ def _span_of(values: np.ndarray) -> np.ndarray:
 def _indices(span: np.ndarray, width: int) -> np.ndarray:
     """Returns the positions of all real tokens in the flattened (rows, width) matrix, row by row."""
     start, length = span.astype(np.int64).T
+    # without a loop over rows: the count over all tokens, plus a difference that is constant in each row
     first_index = np.arange(len(span)) * width + start
     num_earlier = np.cumsum(length) - length  # real tokens of earlier rows
     return np.repeat(first_index - num_earlier, length) + np.arange(int(length.sum()))

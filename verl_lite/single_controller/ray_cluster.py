@@ -55,7 +55,14 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of the cluster. name: its IP address, and its host name if that is different."""
+    """A node of the cluster.
+
+    Attributes:
+        node_id: Ray's id.
+        name: its IP address, and its host name if that is different.
+        address: address of its raylet.
+        resources: its total resources, used ones included.
+    """
 
     node_id: str
     name: str
@@ -64,6 +71,7 @@ class Machine:
 
     def has(self, bundle: dict[str, float]) -> bool:
         """Returns True if the machine's total resources (used ones included) suffice for `bundle`."""
+        # fractions of cores add up with rounding errors
         return all(self.resources.get(name, 0.0) + 1e-6 >= amount for name, amount in bundle.items())
 
 
@@ -71,10 +79,11 @@ def machines() -> list[Machine]:
     """Returns the machines of the cluster that answer. Ray itself may notice the loss of a machine late."""
     answering = []
     for node in ray.nodes():
-        address = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
+        ip = node["NodeManagerAddress"]
+        address = (ip, int(node["NodeManagerPort"]))
         if not node["Alive"] or silence_of(address) is not None:
             continue
-        ip, host = node["NodeManagerAddress"], node["NodeManagerHostname"]
+        host = node["NodeManagerHostname"]
         name = ip if host in ("", ip) else f"{ip} ({host})"
         answering.append(Machine(node["NodeID"], name, address, dict(node["Resources"])))
     return answering
@@ -84,14 +93,15 @@ def machines() -> list[Machine]:
 class Cluster:
     """The cluster of this process: a private one, or an existing one that it has joined.
 
-    address: address of the joined cluster; None for a private one.
-    wait_s: time to wait for machines, in seconds.
-    log: function that prints a sentence.
-    parts: names of the servers that this process depends on, by address.
-    lookout: detects whether `parts` still answer.
-    guard: the run's guard (private clusters only).
-    owns_guard: True if the guard was started for the cluster and ends with it.
-    environment: previous values of the environment variables that were set for the cluster.
+    Attributes:
+        address: address of the joined cluster; None for a private one.
+        wait_s: time to wait for machines, in seconds.
+        log: function that prints a sentence.
+        parts: names of the servers that this process depends on, by address.
+        lookout: detects whether `parts` still answer.
+        guard: the run's guard (private clusters only).
+        owns_guard: True if the guard was started for the cluster and ends with it.
+        environment: previous values of the environment variables that were set for the cluster.
     """
 
     address: str | None
@@ -116,7 +126,9 @@ class Cluster:
         [own_node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
         raylet = (own_node["NodeManagerAddress"], int(own_node["NodeManagerPort"]))
         self.parts = {store: "control store", raylet: "raylet on this machine"}
-        self.lookout = Lookout(never_return=[raylet] if self.address else [store, raylet])
+        # the control store of a joined cluster may be restarted; nobody restarts the servers of a private one
+        never_return = [raylet] if self.address else [store, raylet]
+        self.lookout = Lookout(never_return)
 
 
 _cluster: Cluster | None = None
@@ -191,6 +203,7 @@ def ray_running(
     Does nothing if Ray is already initialised in this process.
 
     Args:
+        ray_init: section ray_kwargs.ray_init of the configuration.
         run_id: Ray namespace of the run.
         num_gpus: number of GPUs of a private cluster, the first in CUDA_VISIBLE_DEVICES; None = all that Ray finds.
         tell: prints a sentence about the machines that the run waits for in a joined cluster.

@@ -45,7 +45,10 @@ Bundle = dict[str, float]
 def reserve(pool: ResourcePool) -> PlacementGroup:
     """Reserves the slots of the pool as a placement group with one bundle per machine.
 
-    Raises NoRoomError if the cluster has no room. A joined cluster gets `ray_kwargs.ray_init.wait_for_nodes_s` seconds.
+    Waits `ray_kwargs.ray_init.wait_for_nodes_s` seconds for room in a joined cluster.
+
+    Raises:
+        NoRoomError: the cluster has no room.
     """
     bundles = _bundles(pool)
     joined = ray_cluster.joined_cluster()
@@ -60,12 +63,15 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
     while not group.wait(timeout_seconds=1.0):
         waited_s = time.monotonic() - start_time
         ray_cluster.require_ray()
-        if waited_s < (patience_s if is_logged else min(patience_s, _SILENT_PATIENCE_S)):
+        silent_s = patience_s if is_logged else min(patience_s, _SILENT_PATIENCE_S)
+        if waited_s < silent_s:
             continue
         missing = shortage(bundles, pool.world_size, ray_cluster.machines(), ray.available_resources())
         if waited_s >= patience_s:
             remove_placement_group(group)
-            limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)" if joined else ""
+            limit = ""
+            if joined is not None:
+                limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)"
             raise NoRoomError(f"there is no room for the run{limit}: {missing}")
         is_logged = True
         if joined is not None:
@@ -87,16 +93,23 @@ def _bundles(pool: ResourcePool) -> list[Bundle]:
 def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machine], free: Bundle) -> str:
     """Returns a message with the requested and available resources and the possible remedies.
 
-    present: machines of the cluster. free: free resources of all machines together.
+    Args:
+        bundles: resources that the run needs on each of its machines.
+        slots: number of processes of the run.
+        present: machines of the cluster.
+        free: free resources of all machines together.
     """
     largest = max(bundles, key=lambda bundle: bundle["CPU"])
-    fitting = sum(machine.has(largest) for machine in present)
-    wanted = len(bundles)
-    fewer = f"trainer.nnodes={fitting}" if 0 < fitting < wanted else "fewer devices (trainer.n_gpus_per_node)"
+    num_fitting = sum(machine.has(largest) for machine in present)
+    num_wanted = len(bundles)
+    fewer = "fewer devices (trainer.n_gpus_per_node)"
+    if 0 < num_fitting < num_wanted:
+        fewer = f"trainer.nnodes={num_fitting}"
+    machines = "machines" if num_wanted > 1 else "machine"
     listed = "".join(f"\n  {machine.name}: {_listed(machine.resources)}" for machine in present)
     return (
-        f"the run needs {slots} slots on {wanted} machine{'s' * (wanted > 1)} with {_listed(largest)} each; {fitting} "
-        f"of the {len(present)} machines in the cluster can hold that:{listed}\n  free now, in total: {_listed(free)}\n"
+        f"the run needs {slots} slots on {num_wanted} {machines} with {_listed(largest)} each; {num_fitting} of the "
+        f"{len(present)} machines in the cluster can hold that:{listed}\n  free now, in total: {_listed(free)}\n"
         "Add machines (`ray start --address=...`), wait until other jobs release theirs, or continue with "
         f"{fewer}: any number of devices can load a checkpoint"
     )
@@ -336,17 +349,28 @@ class RayTransport:
             except RayTaskError as error:
                 errors.append(ray_errors.original_error(error))
             except RayError as error:
-                ray_cluster.require_ray()  # if the raylet has ended, that is the cause
-                ended = "" if self._ended is None else f"the workers had been ended: {self._ended}"
-                note = str(error) if isinstance(error, OutOfMemoryError) else ended
-                errors.append(self._lost_machine(handle) or self._death(handle, ray_errors.cause_of_death(error), note))
+                errors.append(self._end_of_process(handle, error))
         return [handle for handle in pending if handle.ref not in finished_refs], errors
+
+    def _end_of_process(self, handle: _Handle, error: RayError) -> WorkerDiedError:
+        """Returns the error of a process that has ended during a call."""
+        ray_cluster.require_ray()  # if the raylet has ended, that is the cause
+        lost_machine = self._lost_machine(handle)
+        if lost_machine is not None:
+            return lost_machine
+
+        note = ""
+        if isinstance(error, OutOfMemoryError):
+            note = str(error)  # lists the processes of the machine that use the most memory
+        elif self._ended is not None:
+            note = f"the workers had been ended: {self._ended}"
+        return self._death(handle, ray_errors.cause_of_death(error), note)
 
     def _silent_workers(self, pending: list[_Handle]) -> list[Exception]:
         """Returns the errors of ranks whose process, or whose machine's raylet, no longer answers."""
         watched: dict[Address, _Handle] = {}
         for handle in pending:
-            if handle.rank in self._processes:
+            if handle.rank in self._processes:  # not yet while the processes start
                 process_address, _ = self._processes[handle.rank]
                 watched[process_address] = handle
         for handle in pending:
@@ -378,6 +402,11 @@ class RayTransport:
         """Returns the error to raise: the first that is not a consequence of another one.
 
         Waits a few seconds for the pending calls, and then ends all slots if some have not returned.
+
+        Args:
+            errors: errors so far.
+            pending: calls that have not returned.
+            fatal: whether to end the slots in any case.
         """
         start_time = time.monotonic()
         while pending:
@@ -387,6 +416,7 @@ class RayTransport:
             pending, more = self._collect(pending, {}, 0.1)
             errors += more
         if all(map(ray_errors.is_consequence, errors)):
+            # the cause may be a machine that is gone, whose ranks cannot report it
             errors += filter(None, map(self._lost_machine, pending))
         first = min(errors, key=ray_errors.is_consequence)  # min keeps the earliest of equals
         if pending:

@@ -125,8 +125,9 @@ class Process:
             if number != CONTROL:
                 if self.sent.pop(number, None) is None:
                     continue  # untrusted code can write to the channel, too
+                # A thread of the process is free now, and takes the first call that waits. Its deadline starts here.
                 next_session = next(itertools.islice(self.sent, self.threads - 1, None), None)
-                if next_session is not None:  # its waiting call starts now
+                if next_session is not None:
                     self.sent[next_session] = time.monotonic()
             try:
                 replies.append(pickle.loads(message))
@@ -206,16 +207,18 @@ class Process:
         left = PRINTED_BYTES_MAX
         is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
         with open(output, "rb", buffering=0) as pipe, open(path, "wb" if is_long else "ab", buffering=0) as log:
+            # read to the end also when the log is full: the process would wait for room in the pipe
             while chunk := pipe.read(1 << 16):
                 self._printed_tail = (self._printed_tail + chunk)[-_SHOWN_CHARS:]
-                if left > 0:
-                    left -= len(chunk)
-                    with contextlib.suppress(OSError):
-                        if not os.path.exists(path):  # somebody deleted the run folder
-                            os.makedirs(os.path.dirname(path), exist_ok=True)
-                            with open(path, "ab") as again:
-                                os.dup2(again.fileno(), log.fileno(), inheritable=False)
-                        log.write(chunk if left > 0 else _LAST_LINE)
+                if left <= 0:
+                    continue
+                left -= len(chunk)
+                with contextlib.suppress(OSError):
+                    if not os.path.exists(path):  # somebody deleted the run folder
+                        os.makedirs(os.path.dirname(path), exist_ok=True)
+                        with open(path, "ab") as again:
+                            os.dup2(again.fileno(), log.fileno(), inheritable=False)
+                    log.write(chunk if left > 0 else _LAST_LINE)
 
 
 def _program(socket_fd: int, stacks_fd: int, threads: int) -> str:

@@ -391,6 +391,7 @@ class ProcessPool(Generic[Payload, Value]):
             return  # a last message has already removed the process
         running = list(process.running())
         candidates = [number for number in culprits or running if number in running]
+        # of several running calls, the stack of a crash does not name the session
         is_certain = bool(culprits) or process.is_alone or (len(running) == 1 and process.crash() != "")
         last_words = process.last_words()
         process.note(f"this process was replaced: the {self._spec.what} {how}")
